@@ -1,0 +1,506 @@
+"""mlx-lm's own model classes, cut into programs at their matrix products and their attention.
+
+A tap stands in for every linear layer, for `scaled_dot_product_attention`, for the embedding and
+for whole layers. Running the model over taps records the order of the products and what reaches
+them; what lies between is traced as glue. Nothing here knows an architecture: what the cut cannot
+express (a product it does not see, glue between two layers, a mask that is not causal or
+windowed) is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from export.families import build_model
+from export.trace import Function, Trace, trace
+from ondevice.errors import BundleError
+from ondevice.manifest import Block, Kind, Linear, Shape, Step, T, at_rung
+
+PROBE = 13  # a length that no other dimension of a model equals
+
+
+@dataclass(frozen=True)
+class Glue:
+    """A glue graph to serialize: the same function at every rung."""
+
+    name: str
+    forward: Function
+    forward_shapes: tuple[Shape, ...]
+    vjp: Function
+    vjp_shapes: tuple[Shape, ...]
+
+
+@dataclass
+class Cut:
+    """A model as blocks of kinds, and the glue of every kind."""
+
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    glue: list[Glue] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one tap saw: its inputs, what it returned, and its attributes."""
+
+    op: str
+    name: str
+    inputs: tuple[mx.array, ...]
+    output: mx.array
+    scale: float = 0.0
+    bias: bool = False
+
+
+class Tape:
+    """Records taps' calls; replays given outputs, or invents zeros where there are none."""
+
+    def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
+        self.calls: list[Call] = []
+        self._outputs = outputs
+
+    def call(
+        self,
+        op: str,
+        name: str,
+        inputs: tuple[mx.array, ...],
+        shape: tuple[int, ...],
+        **attributes: Any,
+    ) -> mx.array:
+        given = self._outputs
+        output = mx.zeros(shape) if given is None else given[len(self.calls)]
+        self.calls.append(Call(op, name, inputs, output, **attributes))
+        return output
+
+
+class _LinearTap:
+    def __init__(self, taps: Taps, name: str, linear: nn.Linear) -> None:
+        self.taps, self.name = taps, name
+        self.rows = linear.weight.shape[0]
+        self.bias = "bias" in linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        shape = (*x.shape[:-1], self.rows)
+        return self.taps.tape.call("linear", self.name, (x,), shape, bias=self.bias)
+
+
+class _EmbeddingTap:
+    def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:
+        self.taps, self.name = taps, name
+        self.rows, self.columns = embedding.weight.shape
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        shape = (*ids.shape, self.columns)
+        return self.taps.tape.call("embedding", self.name, (), shape)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        shape = (*x.shape[:-1], self.rows)
+        return self.taps.tape.call("linear", self.name, (x,), shape)
+
+
+class _LayerTap:
+    def __init__(self, taps: Taps, index: int, layer: nn.Module) -> None:
+        self.taps, self.index, self.layer = taps, index, layer
+        self.mask: Any = None
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        self.mask = kwargs["mask"] if "mask" in kwargs else args[0]
+        return self.taps.tape.call("layer", str(self.index), (x,), tuple(x.shape))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+
+MASK = "causal"
+
+
+class Taps:
+    """A model with taps in place; `tape` is what they record to at the moment."""
+
+    def __init__(self, module: ModuleType, model: nn.Module) -> None:
+        self.module, self.model = module, model
+        self.tape = Tape()
+        self.inner = model.model
+        self.layers = list(self.inner.layers)
+        for layer in self.layers:
+            self._tap(layer)
+        self.layer_taps = [_LayerTap(self, i, layer) for i, layer in enumerate(self.layers)]
+        self.inner.layers = self.layer_taps
+        self._tap(model)
+
+    def _tap(self, root: nn.Module) -> None:
+        makers = {nn.Linear: _LinearTap, nn.Embedding: _EmbeddingTap}
+        parents = dict(root.named_modules())
+        for path, child in list(parents.items()):
+            maker = makers.get(type(child))
+            if maker is not None:
+                parent, _, attribute = path.rpartition(".")
+                setattr(parents[parent], attribute, maker(self, path, child))
+
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[Tape]:
+        """Record to `tape`, with attention tapped, while the context lasts."""
+
+        def attention(
+            q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **rest: Any
+        ) -> mx.array:
+            if cache is not None or any(value is not None for value in rest.values()):
+                raise BundleError(f"attention of {self.module.__name__} takes {sorted(rest)}")
+            if mask is not MASK:
+                raise BundleError(f"attention of {self.module.__name__} changes its mask")
+            shape = (*q.shape[:-1], v.shape[-1])
+            return tape.call("attention", "attention", (q, k, v), shape, scale=float(scale))
+
+        original = self.module.scaled_dot_product_attention
+        previous, self.tape = self.tape, tape
+        self.module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
+        try:
+            yield tape
+        finally:
+            self.module.scaled_dot_product_attention = original  # type: ignore[attr-defined]
+            self.tape = previous
+
+
+def cut_model(family: str, config: dict[str, Any]) -> Cut:
+    """Cut the model of `mlx_lm.models.<family>` into programs.
+
+    Args:
+        family: mlx-lm's module name.
+        config: what its `ModelArgs.from_dict` takes.
+    Raises:
+        BundleError: the model does something that programs cannot express.
+    """
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    model = build_model(family, config)
+    taps = Taps(module, model)
+    cut = Cut()
+    _cut_ends(taps, cut)
+    windows = _windows(taps, config)
+    seen: dict[str, str] = {}
+    layers: list[Block] = []
+    for index, layer in enumerate(taps.layers):
+        name = f"layer{len(seen)}"
+        kind, glue, signature = _Cutter(taps, layer, windows[index]).cut(name)
+        if signature not in seen:
+            seen[signature] = name
+            cut.kinds[name] = kind
+            cut.glue += glue
+        layers.append(Block(f"model.layers.{index}", seen[signature]))
+    cut.blocks[1:1] = layers
+    return cut
+
+
+def _windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
+    """Each layer's attention window (None: full causal), read off the masks it is given."""
+    sizes = [int(v) for k, v in config.items() if "window" in k and isinstance(v, int)]
+    length = min(max([PROBE, *sizes]) + 3, 8192)
+    with taps.recording(Tape()):
+        taps.model(mx.zeros((1, length), dtype=mx.int32))
+    return [_window(tap.mask, length) for tap in taps.layer_taps]
+
+
+def _window(mask: Any, length: int) -> int | None:
+    if isinstance(mask, str) and mask == "causal":
+        return None
+    if isinstance(mask, mx.array) and mask.shape == (length, length) and mask.dtype == mx.bool_:
+        window = int(mask[-1].astype(mx.int32).sum().item())  # type: ignore[arg-type]
+        rows, columns = mx.arange(length)[:, None], mx.arange(length)[None]
+        if mx.array_equal(mask, (rows >= columns) & (rows - columns < window)):
+            return window if window < length else None
+    raise BundleError("a layer's attention mask is neither causal nor a sliding window")
+
+
+def _cut_ends(taps: Taps, cut: Cut) -> None:
+    """The embedding and the head: what lies before the first and after the last layer."""
+    tape = Tape()
+    with taps.recording(tape):
+        taps.model(mx.zeros((1, PROBE), dtype=mx.int32))
+    calls = tape.calls
+    ops = [call.op for call in calls]
+    if ops != ["embedding", *["layer"] * len(taps.layers), "linear"]:
+        raise BundleError(f"expected embedding, layers and head, the model runs {ops}")
+    width = calls[0].output.shape[-1]
+
+    def replay(outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
+        with taps.recording(Tape(outputs)) as tape:
+            final = taps.model(mx.zeros((1, outputs[0].shape[1]), dtype=mx.int32))
+        return tape.calls, final
+
+    def ends(*outputs: mx.array) -> list[mx.array]:
+        calls, final = replay(outputs)
+        return [*(call.inputs[0] for call in calls[1:]), final]
+
+    passes = trace(ends, [call.output for call in calls]).passes
+    if passes[-1] != len(calls) - 1:
+        raise BundleError("the model changes its logits after the head (soft-capping?)")
+    for index in range(1, len(taps.layers)):
+        if passes[index] != index:
+            raise BundleError(f"the model computes between layers {index - 1} and {index}")
+    parameters = _parameters(taps.model)
+    shape: Shape = (1, T, width)
+
+    def end(name: str, source: str, target: str, consumer: int) -> tuple[list[Step], Kind]:
+        alias = passes[consumer - 1] == consumer - 1
+        output = source if alias else target
+        values = {source: shape, output: shape}
+        if alias:
+            return [], Kind(name, source, output, values, {}, ())
+
+        def stage(*arrays: mx.array, _keys: tuple[str, ...]) -> list[mx.array]:
+            given = dict(zip(_keys, arrays, strict=True))
+            length = _length(given, values)
+            _set(taps.model, {k[1:]: v for k, v in given.items() if k.startswith("@")})
+            outputs = [given.get(source, mx.zeros((1, length, width)))] * (len(calls) - 1)
+            outputs.append(mx.zeros((1, length, 1)))
+            return [replay(outputs)[0][consumer].inputs[0]]
+
+        made = _glue(f"{name}.0", {source: shape}, parameters, [target], values, stage)
+        cut.glue.append(made.glue)
+        return [made.step], Kind(name, source, output, values, made.parameters, ())
+
+    steps, kind = end("embed", "e", "x", 1)
+    lookup = Step("embedding", outputs=("e",), matrix=calls[0].name)
+    cut.kinds["embed"] = replace(kind, input="", steps=(lookup, *steps))
+    steps, kind = end("head", "x", "h", len(calls) - 1)
+    head = Step("head", inputs=(kind.output,), matrix=calls[-1].name)
+    cut.kinds["head"] = replace(kind, steps=(*steps, head))
+    cut.blocks += [Block("", "embed"), Block("", "head")]
+
+
+def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
+    """What is left of a module's parameters once its linears are tapped: norms and the like."""
+    found = {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
+    large = {name: shape for name, shape in found.items() if len(shape) > 1}
+    if large:
+        raise BundleError(f"matrices that are not linear layers: {large}")
+    return found
+
+
+def _set(root: nn.Module, values: dict[str, mx.array]) -> None:
+    if values:
+        root.update(tree_unflatten(list(values.items())))
+
+
+@dataclass(frozen=True)
+class _GlueCut:
+    step: Step
+    glue: Glue
+    parameters: dict[str, tuple[int, ...]]
+    signature: str
+
+
+def _glue(
+    name: str,
+    sources: dict[str, Shape],
+    parameters: dict[str, tuple[int, ...]],
+    targets: list[str],
+    values: dict[str, Shape],
+    stage: Callable[..., list[mx.array]],
+) -> _GlueCut:
+    """Reduce a stage to the inputs it depends on, and derive its vjp, reduced likewise."""
+    shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
+
+    def over(keys: Sequence[str]) -> Function:
+        chosen = tuple(keys)
+        return lambda *arrays: stage(*arrays, _keys=chosen)
+
+    def probe(keys: Sequence[str]) -> list[mx.array]:
+        return [mx.zeros(at_rung(shapes[key], PROBE)) for key in keys]
+
+    everything = tuple(shapes)
+    full = trace(over(everything), probe(everything))
+    wanted = frozenset().union(*full.depends)
+    inputs = tuple(key for position, key in enumerate(everything) if position in wanted)
+    primals = tuple(key for key in inputs if not key.startswith("@"))
+    constants = tuple(key for key in inputs if key.startswith("@"))
+    inputs = primals + constants
+    forward = over(inputs)
+    cotangents = tuple(f"~{target}" for target in targets)
+    shapes.update({f"~{target}": values[target] for target in targets})
+    vjp_candidates = (*primals, *constants, *cotangents)
+
+    def pull(keys: tuple[str, ...]) -> Function:
+        def pulled(*arrays: mx.array) -> list[mx.array]:
+            given = dict(zip(keys, arrays, strict=True))
+            rung = next(a for k, a in given.items() if k.startswith("~")).shape
+            length = rung[list(shapes[next(k for k in keys if k.startswith("~"))]).index(T)]
+            for key in vjp_candidates:
+                if key not in given:  # traced but unused: falls out of the graph
+                    given[key] = mx.zeros(at_rung(shapes[key], length))
+            rest = [given[key] for key in constants]
+            _, gradients = mx.vjp(
+                lambda *arrays: forward(*arrays, *rest),
+                [given[key] for key in primals],
+                [given[key] for key in cotangents],
+            )
+            return list(gradients)
+
+        return pulled
+
+    traced = trace(pull(vjp_candidates), probe(vjp_candidates))
+    used = frozenset().union(*traced.depends)
+    vjp_inputs = tuple(
+        key
+        for position, key in enumerate(vjp_candidates)
+        if position in used or key in cotangents[:1]
+    )
+    step = Step(
+        "glue",
+        inputs=inputs,
+        outputs=tuple(targets),
+        graph=name,
+        vjp_inputs=vjp_inputs,
+        vjp_outputs=primals,
+    )
+    reduced: list[Trace] = [
+        trace(forward, probe(inputs)),
+        trace(pull(vjp_inputs), probe(vjp_inputs)),
+    ]
+    return _GlueCut(
+        step,
+        Glue(
+            name,
+            forward,
+            tuple(shapes[key] for key in inputs),
+            pull(vjp_inputs),
+            tuple(shapes[key] for key in vjp_inputs),
+        ),
+        {key[1:]: parameters[key[1:]] for key in constants},
+        "|".join(part.signature for part in reduced),
+    )
+
+
+class _Cutter:
+    """Cuts one transformer layer."""
+
+    def __init__(self, taps: Taps, layer: nn.Module, window: int | None) -> None:
+        self.taps, self.layer, self.window = taps, layer, window
+        self.parameters = _parameters(layer)
+
+    def run(self, x: mx.array, outputs: Sequence[mx.array] | None) -> tuple[list[Call], mx.array]:
+        with self.taps.recording(Tape(outputs)) as tape:
+            out = self.layer(x, MASK, None)
+        return tape.calls, out
+
+    def cut(self, name: str) -> tuple[Kind, list[Glue], str]:
+        width = self._width()
+        x = mx.zeros((1, PROBE, width))
+        calls, out = self.run(x, None)
+        if not calls:
+            raise BundleError("a layer without matrix products")
+        values: dict[str, Shape] = {"x": (1, T, width)}
+        known: dict[int, str] = {}  # arrays that taps consume; q, k and v share theirs
+        outputs: list[str] = []  # names of the taps' outputs, in call order
+        steps: list[Step] = []
+        glue: list[Glue] = []
+        signatures: list[str] = []
+        needed: dict[str, tuple[int, ...]] = {}
+        attentions = 0
+
+        def reach(targets: list[tuple[str, mx.array]], upto: int) -> list[str]:
+            """Name the arrays a tap consumes, cutting glue for those not yet known."""
+            fresh = [(key, array) for key, array in targets if id(array) not in known]
+            if fresh:
+                for key, array in fresh:
+                    known[id(array)] = key
+                    values[key] = _symbolic(array)
+                made = self._stage(
+                    f"{name}.{len(glue)}", [k for k, _ in fresh], values, outputs[:upto], upto
+                )
+                steps.append(made.step)
+                glue.append(made.glue)
+                signatures.append(made.signature)
+                needed.update(made.parameters)
+            return [known[id(array)] for _, array in targets]
+
+        for index, call in enumerate(calls):
+            if call.op == "linear":
+                (source,) = reach([(f"{call.name}.in", call.inputs[0])], index)
+                linear = Linear(call.name, f"{call.name}.out", call.bias)
+                target = linear.output
+                last = steps[-1] if steps else None
+                if last is not None and last.op == "linear" and last.inputs == (source,):
+                    steps[-1] = replace(last, linears=(*last.linears, linear))
+                else:
+                    steps.append(Step("linear", inputs=(source,), linears=(linear,)))
+            else:
+                prefix = f"attention{attentions}"
+                attentions += 1
+                keys = [f"{prefix}.{part}" for part in "qkv"]
+                sources = reach(list(zip(keys, call.inputs, strict=True)), index)
+                target = f"{prefix}.out"
+                steps.append(
+                    Step(
+                        "attention",
+                        inputs=tuple(sources),
+                        outputs=(target,),
+                        scale=call.scale,
+                        window=self.window,
+                    )
+                )
+            values[target] = _symbolic(call.output)
+            outputs.append(target)
+        (end,) = reach([("out", out)], len(calls))
+        kind = Kind(name, "x", end, values, needed, tuple(steps))
+        signature = repr(
+            [replace(step, graph="") for step in steps] + signatures + sorted(values.items())
+        )
+        return kind, glue, signature
+
+    def _width(self) -> int:
+        embedding = self.taps.inner.embed_tokens
+        return int(embedding.columns)
+
+    def _stage(
+        self,
+        name: str,
+        targets: list[str],
+        values: dict[str, Shape],
+        available: list[str],
+        upto: int,
+    ) -> _GlueCut:
+        sources = {"x": values["x"], **{key: values[key] for key in available}}
+        probe_calls, _ = self.run(mx.zeros(at_rung(values["x"], PROBE)), None)
+        shapes = [_symbolic(call.output) for call in probe_calls]
+
+        def stage(*arrays: mx.array, _keys: tuple[str, ...]) -> list[mx.array]:
+            given = dict(zip(_keys, arrays, strict=True))
+            length = _length(given, sources)
+            x = given.get("x", mx.zeros(at_rung(values["x"], length)))
+            feed = [
+                given[available[i]]
+                if i < len(available) and available[i] in given
+                else mx.zeros(at_rung(shapes[i], length))
+                for i in range(len(shapes))
+            ]
+            _set(self.layer, {k[1:]: v for k, v in given.items() if k.startswith("@")})
+            calls, out = self.run(x, feed)
+            if targets == ["out"]:
+                return [out]
+            return [calls[upto].inputs[_part(target)] for target in targets]
+
+        return _glue(name, sources, self.parameters, targets, values, stage)
+
+
+def _part(target: str) -> int:
+    """Which input of its tap a value is: q, k, v of attention, else the only one."""
+    return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
+
+
+def _length(given: dict[str, mx.array], shapes: dict[str, Shape]) -> int:
+    for key, array in given.items():
+        if key in shapes:
+            return int(array.shape[list(shapes[key]).index(T)])
+    raise BundleError("glue that depends on no activation")
+
+
+def _symbolic(array: mx.array) -> Shape:
+    return tuple(T if dim == PROBE else dim for dim in array.shape)

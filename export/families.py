@@ -1,0 +1,167 @@
+"""Families as data: which architectures are supported and how their configurations are spelled.
+
+Invariant: a configuration that leaves here is one that mlx-lm's ModelArgs reads as the original
+library would; a setting that mlx-lm would silently ignore is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ondevice.errors import BundleError
+
+# Hugging Face model_type -> module under mlx_lm.models
+MODEL_TYPES = {
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "llama": "llama",
+    "gemma3": "gemma3_text",  # with a vision tower: its text_config is what counts
+    "gemma3_text": "gemma3_text",
+}
+
+# the weight at which a norm does nothing: Gemma multiplies by 1 + w
+NORM_NEUTRAL = {"qwen2": 1.0, "qwen3": 1.0, "llama": 1.0, "gemma3_text": 0.0}
+
+# settings for which the model classes know only these values (None: absent)
+_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen2": {"hidden_act": (None, "silu"), "use_sliding_window": (None, False)},
+    "qwen3": {"hidden_act": (None, "silu"), "use_sliding_window": (None, False)},
+    "llama": {"hidden_act": (None, "silu"), "partial_rotary_factor": (None, 1)},
+    "gemma3_text": {
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (None, False),
+    },
+}
+
+_SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+_MAX_LAYERS = 1024
+
+
+def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
+    """The configuration of the language model in the spelling of mlx-lm's ModelArgs.
+
+    raw: a Hugging Face config.json, of any age.  has_lm_head: whether the source holds an output
+    matrix; it decides about tying for Gemma, and where the configuration does not say.
+    The result's "model_type" is the family. Raises BundleError for what is not supported.
+    """
+    try:
+        return _normalise(raw, where, has_lm_head)
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as e:  # a value of another type than it has to be
+        raise BundleError(f"{where}: the configuration cannot be understood: {e}") from e
+
+
+def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise BundleError(
+            f"{where}: architecture {model_type!r} is not supported; "
+            f"supported are {', '.join(sorted(MODEL_TYPES))}"
+        )
+    family = MODEL_TYPES[model_type]
+    config = _text_config(raw, where) if model_type == "gemma3" else dict(raw)
+    config["model_type"] = family
+    for key, allowed in _FIXED[family].items():
+        if config.get(key) not in allowed:
+            raise BundleError(f"{where}: {key} = {config[key]!r} is not supported for {family}")
+    for key in _SIZES:
+        value = config.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise BundleError(f"{where}: {key} must be a positive integer, is {value!r}")
+    if config["num_hidden_layers"] > _MAX_LAYERS:
+        raise BundleError(f"{where}: num_hidden_layers {config['num_hidden_layers']} is absurd")
+    if family == "gemma3_text":
+        _gemma_windows(config, where)
+        config["tie_word_embeddings"] = not has_lm_head
+    elif config.get("tie_word_embeddings") is None:
+        config["tie_word_embeddings"] = not has_lm_head
+    if family == "qwen3" and config.get("head_dim") is None:
+        config["head_dim"] = 128  # the default of the original configuration class
+    _flatten_rope(config)
+    return config
+
+
+def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
+    """mlx-lm's own model for a normalised configuration, with lazy random parameters.
+
+    Nothing is evaluated, so it costs no memory until a parameter is used. Raises BundleError when
+    the model class cannot be built from the configuration.
+    """
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    try:
+        model = module.Model(module.ModelArgs.from_dict(config))
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
+        raise BundleError(f"{where}: {family} cannot be built from this configuration: {e}") from e
+    # sanitize is where mlx-lm drops the output matrix of tied models
+    model.sanitize({} if config["tie_word_embeddings"] else {"lm_head.weight": None})
+    return model
+
+
+def expected_shapes(
+    family: str, config: dict[str, Any], where: str = "config"
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all parameters that the model class has; nothing is evaluated."""
+    from mlx.utils import tree_flatten
+
+    parameters = tree_flatten(build_model(family, config, where).parameters())
+    return {name: tuple(array.shape) for name, array in parameters}
+
+
+def _text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The text half of a multimodal Gemma 3, with the defaults of mlx_lm.models.gemma3."""
+    if not isinstance(raw.get("text_config"), dict):
+        raise BundleError(f"{where}: a gemma3 configuration needs a text_config")
+    text = dict(raw["text_config"])
+    text["vocab_size"] = raw.get("vocab_size", text.get("vocab_size", 262208))
+    text.setdefault("num_attention_heads", 8)
+    text.setdefault("num_key_value_heads", 4)
+    return text
+
+
+def _gemma_windows(config: dict[str, Any], where: str) -> None:
+    """Put the period of the global layers under the one key that mlx-lm reads."""
+    kinds = config.get("layer_types")
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    if pattern is None:
+        full = [i for i, kind in enumerate(kinds or ()) if kind == "full_attention"]
+        # without a global layer, any period longer than the model says the same
+        pattern = 6 if not kinds else (full[0] + 1 if full else len(kinds) + 1)
+    if not isinstance(pattern, int) or pattern < 1:
+        raise BundleError(f"{where}: sliding_window_pattern must be positive, is {pattern!r}")
+    if kinds:
+        regular = [
+            "sliding_attention" if (i + 1) % pattern else "full_attention"
+            for i in range(config["num_hidden_layers"])
+        ]
+        if list(kinds) != regular:
+            raise BundleError(
+                f"{where}: layer_types is not one full_attention in every {pattern} layers; "
+                "irregular patterns are not supported"
+            )
+    config["sliding_window_pattern"] = pattern
+
+
+def _flatten_rope(config: dict[str, Any]) -> None:
+    """transformers 5 nests what was rope_theta and rope_scaling, for Gemma by kind of layer."""
+    nested = config.pop("rope_parameters", None) or {}
+    local = nested.get("sliding_attention") or {}
+    scope = nested.get("full_attention") or nested
+    if config.get("rope_local_base_freq") is None and local.get("rope_theta") is not None:
+        config["rope_local_base_freq"] = local["rope_theta"]
+    if config.get("rope_theta") is None and scope.get("rope_theta") is not None:
+        config["rope_theta"] = scope["rope_theta"]
+    scaling = config.get("rope_scaling") or scope
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        config.pop("rope_scaling", None)
+    else:
+        config["rope_scaling"] = {k: v for k, v in scaling.items() if k != "rope_theta"}
+    for key in ("rope_theta", "rope_local_base_freq"):
+        if key in config and config[key] is None:
+            del config[key]

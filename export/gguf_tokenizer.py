@@ -1,0 +1,234 @@
+"""The vocabulary of a GGUF file as Hugging Face tokenizer files.
+
+Two kinds: SentencePiece ("llama"), whose merges follow from the vocabulary and its scores, and
+byte-level BPE ("gpt2"), whose merges are stored. Invariant: a token keeps its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from ondevice.errors import BundleError
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a byte-level vocabulary cuts text before merging; no regex means GPT-2's own."""
+
+    regex: str | None = None
+    digits: bool = False  # each digit alone, first
+    nfc: bool = False
+    ignore_merges: bool = False  # a whole word of the vocabulary is taken as it is
+    add_bos: bool = False  # where the file does not say
+
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.ggml.pre -> split
+_SPLITS = {
+    "qwen2": _Split(_WORDS + r"\p{N}" + _REST, nfc=True),
+    "llama-bpe": _Split(_WORDS + r"\p{N}{1,3}" + _REST, ignore_merges=True, add_bos=True),
+    "smollm": _Split(digits=True),
+    "gpt-2": _Split(),
+    "default": _Split(),
+}
+
+
+def convert_tokenizer(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json from GGUF metadata; {} where there is no vocabulary.
+
+    Raises BundleError for a kind of vocabulary that is not known, or an inconsistent one.
+    """
+    try:
+        return _convert(metadata, where)
+    except BundleError:
+        raise
+    except Exception as e:  # tokenizers raises nothing more precise for a vocabulary it refuses
+        raise BundleError(f"{where}: the vocabulary cannot be converted: {e}") from e
+
+
+def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        return {}
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
+    if not tokens or len(types) != len(tokens):
+        raise BundleError(f"{where}: {len(tokens)} tokens with {len(types)} token types")
+    if kind == "llama":
+        scores = metadata.get("tokenizer.ggml.scores")
+        if scores is None or len(scores) != len(tokens):
+            raise BundleError(f"{where}: the vocabulary needs a score for each token")
+        unk = _token(metadata, "unknown", tokens, where)
+        prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        tokenizer = _sentencepiece(tokens, types, [float(s) for s in scores], unk, prefix)
+        default_bos = True
+    elif kind == "gpt2":
+        pre = metadata.get("tokenizer.ggml.pre", "default")
+        if pre not in _SPLITS:
+            raise BundleError(
+                f"{where}: pre-tokenizer {pre!r} is not supported; "
+                f"supported are {', '.join(_SPLITS)}"
+            )
+        tokenizer = _byte_level(tokens, metadata.get("tokenizer.ggml.merges"), _SPLITS[pre], where)
+        default_bos = _SPLITS[pre].add_bos
+    else:
+        raise BundleError(
+            f"{where}: vocabularies of the kind {kind!r} are not supported; "
+            "supported are llama (SentencePiece) and gpt2 (byte-level BPE)"
+        )
+    special = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=special[type_])
+            for token, type_ in zip(tokens, types, strict=True)
+            if type_ in special
+        ]
+    )
+    named = {
+        f"{name}_token": _token(metadata, key, tokens, where)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    adds = {
+        "bos": bool(metadata.get("tokenizer.ggml.add_bos_token", default_bos)),
+        "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+    }
+    _add_ends(tokenizer, named, adds, tokens)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": adds["bos"] and named["bos_token"] is not None,
+        "add_eos_token": adds["eos"] and named["eos_token"] is not None,
+        **{key: token for key, token in named.items() if token is not None},
+    }
+    if "tokenizer.chat_template" in metadata:
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
+    }
+
+
+def _token(metadata: dict[str, Any], key: str, tokens: Sequence[str], where: str) -> str | None:
+    index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if index is None:
+        return None
+    if not 0 <= index < len(tokens):
+        raise BundleError(f"{where}: the {key} token is {index} of {len(tokens)} tokens")
+    return tokens[index]
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    """Token -> id; where two tokens are spelled alike, the first one counts."""
+    vocabulary: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        vocabulary.setdefault(token, index)
+    return vocabulary
+
+
+def _sentencepiece(
+    tokens: Sequence[str],
+    types: Sequence[int],
+    scores: Sequence[float],
+    unk: str | None,
+    prefix: bool,
+) -> Tokenizer:
+    """BPE with byte fallback. Spaces become "▁", with one in front of the text where `prefix`."""
+    vocabulary = _vocabulary(tokens)
+    merges = derive_merges(
+        [t for t, type_ in zip(tokens, types, strict=True) if type_ == _NORMAL],
+        [s for s, type_ in zip(scores, types, strict=True) if type_ == _NORMAL],
+    )
+    has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=has_bytes
+        )
+    )
+    replace = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = replace
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All splits of each piece into two pieces, best piece first, in its order of ids among equals.
+
+    SentencePiece joins the adjacent pair whose union scores highest; ranks in this order make a
+    merge-list BPE do the same.
+    """
+    rank = {piece: index for index, piece in enumerate(pieces)}
+    merges: list[tuple[str, str]] = []
+    for index in sorted(range(len(pieces)), key=lambda i: -scores[i]):
+        piece = pieces[index]
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        found = [(left, right) for left, right in halves if left in rank and right in rank]
+        merges += sorted(found, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
+    return merges
+
+
+def _byte_level(
+    tokens: Sequence[str], stored: Sequence[str] | None, split: _Split, where: str
+) -> Tokenizer:
+    """Byte-level BPE with the merges of the file."""
+    if stored is None:
+        raise BundleError(f"{where}: a gpt2 vocabulary needs tokenizer.ggml.merges")
+    vocabulary = _vocabulary(tokens)
+    merges: list[tuple[str, str]] = []
+    for line in stored:
+        left, _, right = line.partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise BundleError(f"{where}: the merge {line!r} is not of tokens of the vocabulary")
+        merges.append((left, right))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges)
+    )
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    if split.regex is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _add_ends(
+    tokenizer: Tokenizer, named: dict[str, str | None], adds: dict[str, bool], tokens: Sequence[str]
+) -> None:
+    """Begin and end each encoded text as the file asks."""
+    ends = {end: named[f"{end}_token"] for end in ("bos", "eos")}
+    used = {end: token for end, token in ends.items() if adds[end] and token is not None}
+    if used:
+        first, last = used.get("bos"), used.get("eos")
+        template = [part for part in (first, "$A", last) if part is not None]
+        second = ["$B:1" if part == "$A" else f"{part}:1" for part in template]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join(template),
+            pair=" ".join([*template, *second]),
+            special_tokens=[(token, tokens.index(token)) for token in set(used.values())],
+        )

@@ -1,0 +1,337 @@
+"""A checkpoint becomes a bundle: cut, quantize, trace, and write, a slice of a tensor at a time."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from export.checkpoint import open_checkpoint
+from export.cut import Cut, Glue, cut_model
+from export.quantize import quantize_rows
+from export.source import Checkpoint
+from export.trace import serialize, trace
+from ondevice import __version__
+from ondevice.bundle import (
+    GRAPHS,
+    MANIFEST,
+    TOKENIZER,
+    Bundle,
+    BundleWriter,
+    fsync_path,
+    manifest_bytes,
+    open_bundle,
+    sha256_file,
+    storage_errors,
+    write_atomic,
+)
+from ondevice.config import ExportConfig
+from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.manifest import Block, Extent, Graph, Manifest, Matrix, at_rung, graph_key
+from ondevice.schema import encode
+
+SLICE_VALUES = 4 << 20  # values of a tensor in memory at a time
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+def export_bundle(config: ExportConfig, progress: Progress = no_progress) -> Bundle:
+    """Export `config.source` to a bundle at `config.output`.
+
+    Raises:
+        BundleError: the checkpoint is damaged or its architecture unsupported.
+        StorageError: the disk is full; nothing is left behind.
+        UsageError: the destination exists or the settings do not fit the model.
+    """
+    checkpoint = open_checkpoint(config.source, seed=config.seed)
+    try:
+        with BundleWriter(Path(config.output), config.force) as writer:
+            return _export(config, checkpoint, writer, progress)
+    finally:
+        checkpoint.close()
+
+
+def _export(
+    config: ExportConfig, checkpoint: Checkpoint, writer: BundleWriter, progress: Progress
+) -> Bundle:
+    device = set_device(config.device)
+    cut = cut_model(checkpoint.family, checkpoint.config)
+    tensors = _Tensors(config, checkpoint, writer, progress)
+    tensors.check_space(cut)
+    tensors.write(cut)
+    nbytes, digest = writer.finish_weights()
+    rungs = tuple(config.seq_lens)
+    graphs = write_graphs(cut, rungs, writer.folder, GRAPHS, progress)
+    files = {
+        f"{TOKENIZER}/{name}": writer.file(f"{TOKENIZER}/{name}", data)
+        for name, data in sorted(checkpoint.tokenizer_files().items())
+    }
+    embedding = tensors.matrices[cut.kinds["embed"].steps[0].matrix]
+    targets: Any = config.lora_targets
+    if targets != "all-linear":
+        targets = [part.strip() for part in targets.split(",")]
+        known = {linear.name.split(".")[-1] for _, linear in _linears(cut)}
+        if unknown := sorted(set(targets) - known):
+            raise UsageError(f"--lora-targets {unknown}: the model has {sorted(known)}")
+    manifest = Manifest(
+        mlx_version=metadata.version("mlx"),
+        device=device,
+        family=checkpoint.family,
+        config=checkpoint.config,
+        hidden_size=embedding.columns,
+        vocab_size=embedding.rows,
+        lora={"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets},
+        rungs=rungs,
+        weights_nbytes=nbytes,
+        weights_sha256=digest,
+        matrices=tensors.matrices,
+        vectors=tensors.vectors,
+        kinds=cut.kinds,
+        blocks=tuple(cut.blocks),
+        graphs=graphs,
+        files=files,
+        provenance={
+            **checkpoint.provenance,
+            "exporter": f"ondevice {__version__}",
+            "mlx_lm": metadata.version("mlx-lm"),
+            "settings": encode(config),
+        },
+    )
+    return writer.commit(manifest)
+
+
+def set_device(name: str) -> str:
+    """Choose the device that graphs are traced for: cpu, gpu, or auto for MLX's default."""
+    if name == "gpu" and not mx.is_available(mx.gpu):
+        raise UsageError("--device gpu: MLX finds no GPU here; graphs are traced where they run")
+    if name != "auto":
+        mx.set_default_device(mx.gpu if name == "gpu" else mx.cpu)
+    return "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+
+
+def _linears(cut: Cut) -> Iterator[tuple[Block, Any]]:
+    for block in cut.blocks:
+        for step in cut.kinds[block.kind].steps:
+            for linear in step.linears:
+                yield block, linear
+
+
+class _Tensors:
+    """Streams a checkpoint's tensors into the writer, block after block."""
+
+    def __init__(
+        self,
+        config: ExportConfig,
+        checkpoint: Checkpoint,
+        writer: BundleWriter,
+        progress: Progress,
+    ) -> None:
+        self.config, self.checkpoint, self.writer = config, checkpoint, writer
+        self.progress = progress
+        self.matrices: dict[str, Matrix] = {}
+        self.vectors: dict[str, Extent] = {}
+        self.done = 0
+        self.total = sum(math.prod(checkpoint.shape(n)) for n in checkpoint.names())
+
+    def check_space(self, cut: Cut) -> None:
+        """Refuse before writing what cannot fit on the disk."""
+        bits = self.config.bits + 16 / self.config.group_size
+        needed = int(self.total * bits / 8)
+        free = shutil.disk_usage(self.writer.folder).free
+        if needed > free:
+            raise StorageError(
+                f"the bundle needs about {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free at "
+                f"{self.writer.destination.parent}; make room or choose another --output"
+            )
+
+    def write(self, cut: Cut) -> None:
+        for block in cut.blocks:
+            self.writer.align_block()
+            kind = cut.kinds[block.kind]
+            for name, shape in kind.parameters.items():
+                self._vector(block.tensor(name), shape)
+            for step in kind.steps:
+                if step.op in ("embedding", "head"):
+                    self._matrix(step.matrix, self.config.embedding_bits)
+                for linear in step.linears:
+                    name = block.tensor(linear.name)
+                    self._matrix(name, self.config.bits)
+                    if linear.bias:
+                        self._vector(f"{name}.bias", self.matrices[name].packed.shape[:1])
+        self.writer.align_block()
+
+    def _vector(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self.vectors:
+            return
+        value = self.checkpoint.rows(name, 0, shape[0])
+        self._check(name, value, 0)
+        self.vectors[name] = self.writer.tensor([value.tobytes()], "float32", shape)
+        self._advance(name, value.size)
+
+    def _matrix(self, name: str, bits: int) -> None:
+        if name in self.matrices:
+            return
+        tensor = f"{name}.weight"
+        rows, columns = self.checkpoint.shape(tensor)
+        ready = self.checkpoint.prequantized(tensor)
+        if ready is not None:
+            self.matrices[name] = self._taken(name, rows, columns, ready.bits, ready.group_size)
+            return
+        group = self.config.group_size
+        if columns % group:
+            raise UsageError(
+                f"{name} has {columns} columns, which --group-size {group} does not divide; "
+                f"use {[g for g in (32, 64, 128) if columns % g == 0] or 'another model'}"
+            )
+        scales: list[npt.NDArray[np.float16]] = []
+        squares = errors = peak = 0.0
+
+        def packed() -> Iterator[bytes]:
+            nonlocal squares, errors, peak
+            for start, stop in self._slices(rows, columns):
+                value = self.checkpoint.rows(tensor, start, stop)
+                self._check(tensor, value, start)
+                result = quantize_rows(value, bits, group)
+                if not np.isfinite(result.scales).all():
+                    raise BundleError(f"{tensor}: values too large for float16 scales")
+                scales.append(result.scales)
+                squares += result.square_sum
+                errors += result.error_sum
+                peak = max(peak, result.error_max)
+                yield result.packed.tobytes()
+                self._advance(name, value.size)
+
+        words = self.writer.tensor(packed(), "uint32", (rows, columns * bits // 32))
+        steps = self.writer.tensor(
+            (part.tobytes() for part in scales), "float16", (rows, columns // group)
+        )
+        error = {
+            "relative_rms": math.sqrt(errors / squares) if squares else 0.0,
+            "rms": math.sqrt(errors / (rows * columns)),
+            "max": peak,
+        }
+        self.matrices[name] = Matrix(
+            rows, columns, bits, group, "symmetric", words, steps, None, error
+        )
+
+    def _taken(self, name: str, rows: int, columns: int, bits: int, group: int) -> Matrix:
+        """A matrix that MLX quantized already, as it is (its scales and biases as float32)."""
+        tensor = f"{name}.weight"
+        scales: list[bytes] = []
+        biases: list[bytes] = []
+
+        def packed() -> Iterator[bytes]:
+            for start, stop in self._slices(rows, columns):
+                words, scale, bias = self.checkpoint.packed_rows(tensor, start, stop)
+                self._check(tensor, scale, start)
+                self._check(tensor, bias, start)
+                scales.append(scale.astype(np.float32).tobytes())
+                biases.append(bias.astype(np.float32).tobytes())
+                yield words.tobytes()
+                self._advance(name, (stop - start) * columns)
+
+        words = self.writer.tensor(packed(), "uint32", (rows, columns * bits // 32))
+        groups = (rows, columns // group)
+        return Matrix(
+            rows,
+            columns,
+            bits,
+            group,
+            "affine",
+            words,
+            self.writer.tensor(scales, "float32", groups),
+            self.writer.tensor(biases, "float32", groups),
+        )
+
+    def _slices(self, rows: int, columns: int) -> Iterator[tuple[int, int]]:
+        step = max(1, SLICE_VALUES // columns)
+        for start in range(0, rows, step):
+            yield start, min(rows, start + step)
+
+    def _check(self, name: str, value: npt.NDArray[Any], row: int) -> None:
+        finite = np.isfinite(value)
+        if not finite.all():
+            at = np.argwhere(~finite)[0].tolist()
+            at[0] += row
+            raise BundleError(
+                f"{name} holds {value[~finite][0]} at {at} ({(~finite).sum()} such values in this "
+                "slice): the checkpoint is damaged, download or convert it again"
+            )
+
+    def _advance(self, name: str, values: int) -> None:
+        self.done += values
+        self.progress(name, self.done, self.total)
+
+
+def write_graphs(
+    cut: Cut, rungs: tuple[int, ...], folder: Path, subfolder: str, progress: Progress
+) -> dict[str, Graph]:
+    """Serialize every glue graph at every rung below `folder / subfolder`."""
+    graphs: dict[str, Graph] = {}
+    for index, glue in enumerate(cut.glue):
+        for rung in rungs:
+            for direction in ("forward", "vjp"):
+                key = graph_key(glue.name, direction, rung)
+                graphs[key] = _write_graph(glue, direction, rung, folder, f"{subfolder}/{key}")
+        progress("graphs", index + 1, len(cut.glue))
+    return graphs
+
+
+def _write_graph(glue: Glue, direction: str, rung: int, folder: Path, stem: str) -> Graph:
+    forward = direction == "forward"
+    function = glue.forward if forward else glue.vjp
+    shapes = glue.forward_shapes if forward else glue.vjp_shapes
+    inputs = [mx.zeros(at_rung(shape, rung)) for shape in shapes]
+    traced = trace(function, inputs)
+    name = f"{stem}.mlxfn"
+    path = folder / name
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        serialize(path, function, inputs)
+        fsync_path(path)
+    return Graph(
+        name,
+        path.stat().st_size,
+        sha256_file(path),
+        tuple(tuple(a.shape) for a in inputs),
+        traced.output_shapes,
+        traced.workspace_bytes,
+    )
+
+
+def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:
+    """Trace a bundle's graphs again, for this MLX and device; weights stay as they are.
+
+    The new graphs are written beside the old, then the manifest is replaced atomically.
+    """
+    bundle = open_bundle(path)
+    manifest = bundle.manifest
+    here = set_device(device)
+    cut = cut_model(manifest.family, manifest.config)
+    if [b.kind for b in cut.blocks] != [b.kind for b in manifest.blocks] or any(
+        {n for n in kind.values} != {n for n in manifest.kinds[name].values}
+        for name, kind in cut.kinds.items()
+    ):
+        raise BundleError(f"{path}: this mlx-lm runs the model otherwise; export it again")
+    version = metadata.version("mlx")
+    folders = {graph.file.rpartition("/")[0] for graph in manifest.graphs.values()}
+    subfolder = f"graphs-{version}-{here}"
+    if subfolder in folders:
+        subfolder += "-again"
+    graphs = write_graphs(cut, manifest.rungs, bundle.path, subfolder, progress)
+    fresh = replace(manifest, graphs=graphs, kinds=cut.kinds, mlx_version=version, device=here)
+    write_atomic(bundle.path / MANIFEST, manifest_bytes(fresh))
+    for folder in folders:
+        shutil.rmtree(bundle.path / folder)
+    return open_bundle(path)

@@ -1,0 +1,130 @@
+"""What a model source offers, wherever its weights come from: named tensors, read by rows.
+
+Invariant: a source that opened has exactly the parameters that its family's model class needs, in
+the shapes that its configuration implies; and reading rows never holds more than those rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.errors import BundleError
+
+F32 = npt.NDArray[np.float32]
+U32 = npt.NDArray[np.uint32]
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Prequantized:
+    """MLX's affine layout: w = scale * q + bias, per group of `group_size` inputs of a row."""
+
+    bits: int
+    group_size: int
+
+
+class Checkpoint(ABC):
+    """A model source. Names are mlx-lm's, without an outer "language_model." prefix.
+
+    family: module under mlx_lm.models.  config: what its ModelArgs.from_dict takes, always with an
+    explicit "tie_word_embeddings".  provenance: where the weights are from, JSON-able.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        config: dict[str, Any],
+        provenance: dict[str, Any],
+        shapes: dict[str, tuple[int, ...]],
+    ) -> None:
+        self.family = family
+        self.config = config
+        self.provenance = provenance
+        self._shapes = shapes
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def names(self) -> list[str]:
+        """All parameters, in the order of the model's tree; "lm_head.weight" only when untied."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Logical shape, (out, in) or (dim,); unpacked where the file holds packed integers."""
+        if name not in self._shapes:
+            raise BundleError(f"{self.provenance['name']}: no tensor {name!r}")
+        return self._shapes[name]
+
+    @abstractmethod
+    def rows(self, name: str, start: int, stop: int) -> F32:
+        """Rows start:stop of a tensor, (stop - start, in) or (stop - start,), as a fresh array."""
+
+    def prequantized(self, name: str) -> Prequantized | None:
+        """The packed layout of a matrix, or None where the source holds plain numbers."""
+        self.shape(name)
+        return None
+
+    def packed_rows(self, name: str, start: int, stop: int) -> tuple[U32, Floats, Floats]:
+        """Rows start:stop of a prequantized matrix as the file packs them.
+
+        Returns weight (n, in * bits / 32) uint32, scales and biases (n, in / group_size) in float16
+        or float32 as stored; bfloat16 comes as float32. Raises BundleError for a plain tensor.
+        """
+        raise BundleError(f"{self.provenance['name']}: {name} is not quantized")
+
+    @abstractmethod
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Hugging Face tokenizer files by name, e.g. "tokenizer.json"; empty when there are none.
+
+        Raises BundleError for a vocabulary that has no equivalent there.
+        """
+
+    def close(self) -> None:
+        """Let go of mapped files; there are no tensors to read afterwards."""
+        self._shapes = {}
+
+    def _check_rows(self, name: str, start: int, stop: int) -> tuple[int, ...]:
+        shape = self.shape(name)
+        if not 0 <= start <= stop <= shape[0]:
+            raise ValueError(f"rows {start}:{stop} of {name}, which has {shape[0]}")
+        return shape
+
+
+def check_tensors(
+    where: str, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
+) -> None:
+    """Compare names and logical shapes; `found` holds only what belongs to the language model.
+
+    Raises BundleError naming the first tensors that are missing, of another shape, or unknown.
+    """
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise BundleError(
+            f"{where}: {len(missing)} of {len(expected)} tensors missing: {_some(missing)}; "
+            "the download may be incomplete, or the configuration belongs to another model"
+        )
+    wrong = [
+        f"{name} is {found[name]}, the configuration implies {shape}"
+        for name, shape in expected.items()
+        if found[name] != shape
+    ]
+    if wrong:
+        raise BundleError(f"{where}: {len(wrong)} tensors of the wrong shape: {_some(wrong)}")
+    unknown = [name for name in found if name not in expected]
+    if unknown:
+        raise BundleError(
+            f"{where}: {len(unknown)} tensors that this architecture does not use: "
+            f"{_some(unknown)}; results would differ from the original model's"
+        )
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:3]) + (", ..." if len(items) > 3 else "")

@@ -1,0 +1,1 @@
+"""Measuring and comparing: oracles, demos and reports."""

@@ -1,0 +1,115 @@
+"""Slow, obvious oracles: what every fast path is compared with.
+
+The dense model is mlx-lm's own class holding the bundle's dequantized weights, with LoRA added by
+mlx-lm's own `LoRALinear`; its gradients come from MLX's autograd over the whole graph. The kernels'
+oracles materialize what the kernels avoid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.lora import LoRALinear
+
+from export.families import build_model
+from ondevice.bundle import Bundle
+from ondevice.manifest import Matrix
+from runtime.adapters import Adapters
+from runtime.weights import Weights
+
+Row = tuple[npt.NDArray[Any], int]  # tokens (T+1,) and the first scored target
+
+
+def dequantized(weights: Weights, matrix: Matrix) -> mx.array:
+    """W (R, C) float32, by `mx.dequantize`."""
+    tile = weights.tile(matrix, 0, matrix.rows)
+    return mx.dequantize(
+        tile.words,
+        tile.scales,
+        tile.biases(matrix.bits),
+        group_size=matrix.group_size,
+        bits=matrix.bits,
+    )
+
+
+def dense_model(bundle: Bundle, adapters: Adapters | None = None) -> nn.Module:
+    """mlx-lm's model with the bundle's weights, and adapters where given."""
+    manifest = bundle.manifest
+    model = build_model(manifest.family, manifest.config)
+    weights = Weights(bundle)
+    values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
+    values |= {name: weights.vector(name) for name in manifest.vectors}
+    model.load_weights(list(values.items()), strict=True)
+    if adapters is not None:
+        model.freeze()
+        parents = dict(model.named_modules())
+        for block in manifest.layers:
+            for name in manifest.adapted(block):
+                path = block.tensor(name)
+                lora = LoRALinear.from_base(
+                    parents[path], r=int(manifest.lora["rank"]), scale=adapters.scale
+                )
+                parent, _, attribute = path.rpartition(".")
+                setattr(parents[parent], attribute, lora)
+        model.update(tree_unflatten(list(adapters.tensors.items())))
+    mx.eval(model.parameters())
+    return model
+
+
+def batch_loss(model: nn.Module, rows: Sequence[Row]) -> mx.array:
+    """Mean loss over all scored targets of all rows, each row run by itself."""
+    total, count = mx.array(0.0), 0
+    for tokens, first in rows:
+        ids = mx.array(np.asarray(tokens, np.int32))
+        logits = model(ids[None, :-1])[0].astype(mx.float32)
+        losses = nn.losses.cross_entropy(logits[first:], ids[1 + first :])
+        total = total + losses.sum()
+        count += len(tokens) - 1 - first
+    return total / count
+
+
+def gradients(model: nn.Module, rows: Sequence[Row]) -> tuple[float, dict[str, mx.array]]:
+    """The loss and d loss / d adapter, by autograd over the dense model."""
+    value, tree = nn.value_and_grad(model, lambda m: batch_loss(m, rows))(model)
+    found: dict[str, mx.array] = dict(tree_flatten(tree))
+    mx.eval(value, found)
+    return float(value), found
+
+
+def linear(
+    x: mx.array, w: mx.array, bias: mx.array | None, a: mx.array, b: mx.array, scale: float
+) -> mx.array:
+    """y = x W^T + b + s (x A) B."""
+    y = x @ w.T + scale * ((x @ a) @ b)
+    return y if bias is None else y + bias
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None) -> mx.array:
+    """softmax(q k^T scale + mask) v over all scores at once; (1, H, T, D), (1, K, T, D)."""
+    repeats, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
+    distance = mx.arange(length)[:, None] - mx.arange(length)[None]
+    allowed = (distance >= 0) & (distance < (window or length))
+    scores = mx.where(allowed, (q @ k.swapaxes(-1, -2)) * scale, -mx.inf)
+    return mx.softmax(scores, axis=-1) @ v
+
+
+def head(h: mx.array, w: mx.array, targets: mx.array) -> mx.array:
+    """Losses (N,) of h (N, D) through W (V, D), from all logits."""
+    return nn.losses.cross_entropy(h @ w.T, targets)
+
+
+def relative_error(found: mx.array, expected: mx.array) -> float:
+    """|found - expected| / |expected| in the Euclidean norm; 0 where both are zero."""
+    difference = float(mx.linalg.norm((found - expected).reshape(-1)))
+    size = float(mx.linalg.norm(expected.reshape(-1)))
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / size

@@ -1,0 +1,251 @@
+"""The bundle on disk: written whole or not at all, and checked before a byte of it is used.
+
+manifest.json   what `ondevice.manifest` describes; the last file written
+weights.bin     every tensor at its extent; a block's tensors lie together, page-aligned
+graphs/         serialized glue, one file per graph, direction and rung
+tokenizer/      the tokenizer's files as Hugging Face knows them
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.manifest import ALIGNMENT, FORMAT, PAGE, VERSION, Extent, File, Manifest
+from ondevice.schema import decode, encode
+from ondevice.validate import check_manifest
+
+MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
+MAX_MANIFEST_BYTES = 256 << 20
+CHUNK_BYTES = 4 << 20
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` so that a reader sees the old bytes or the new, never a mix."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with storage_errors(path):
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync_path(path.parent)
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk, a quota or a read-only folder into a `StorageError`."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
+            raise StorageError(
+                f"the disk is full: {problem.strerror} while writing {path} "
+                f"({free / 1e6:.0f} MB free); make room and start again"
+            ) from problem
+        if problem.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
+        raise
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An open bundle: its folder and its checked manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def weights_path(self) -> Path:
+        return self.path / WEIGHTS
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / TOKENIZER
+
+    def verify(self) -> None:
+        """Check every checksum.
+
+        Raises:
+            BundleError: naming the first file that differs.
+        """
+        self.verify_small()
+        if sha256_file(self.weights_path) != self.manifest.weights_sha256:
+            raise BundleError(f"{self.weights_path} is altered: its SHA-256 differs; export again")
+
+    def verify_small(self) -> None:
+        """Check the graphs and the tokenizer, all but the weights."""
+        small = {g.file: g.sha256 for g in self.manifest.graphs.values()}
+        small |= {name: file.sha256 for name, file in self.manifest.files.items()}
+        for name, expected in small.items():
+            if sha256_file(self.path / name) != expected:
+                raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
+
+    def check_mlx(self) -> None:
+        """Refuse graphs that another version of MLX wrote (their format is tied to it)."""
+        here = metadata.version("mlx")
+        if self.manifest.mlx_version != here:
+            raise BundleError(
+                f"{self.path} holds graphs of MLX {self.manifest.mlx_version}, this is MLX "
+                f"{here}; trace them again with: ondevice retrace {self.path}"
+            )
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Open a bundle, checking its manifest and every file's presence and size.
+
+    Raises:
+        BundleError: not a bundle, truncated, or inconsistent.
+    """
+    folder = Path(path)
+    try:
+        size = (folder / MANIFEST).stat().st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise BundleError(f"{folder / MANIFEST} has {size} bytes: not a manifest")
+        data = json.loads((folder / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
+        raise BundleError(f"{folder / MANIFEST} is damaged: {problem}") from None
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise BundleError(f"{folder / MANIFEST} is no {FORMAT} manifest")
+    if (version := data.pop("version", None)) != VERSION:
+        raise BundleError(f"{folder}: format version {version}, this program reads {VERSION}")
+    manifest = decode(Manifest, data, "manifest")
+    check_manifest(manifest)
+    bundle = Bundle(folder, manifest)
+    sizes = {WEIGHTS: manifest.weights_nbytes}
+    sizes |= {graph.file: graph.nbytes for graph in manifest.graphs.values()}
+    sizes |= {name: file.nbytes for name, file in manifest.files.items()}
+    root = folder.resolve()
+    for name, expected in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            raise BundleError(f"{folder}: {name} is missing")
+        if not file.resolve().is_relative_to(root):
+            raise BundleError(f"{folder}: {name} leads out of the bundle")
+        if (found := file.stat().st_size) != expected:
+            raise BundleError(f"{file} has {found} bytes, expected {expected}: truncated?")
+    return bundle
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """manifest.json as it is written."""
+    document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **encode(manifest)}
+    return json.dumps(document, indent=1, sort_keys=False).encode()
+
+
+class BundleWriter:
+    """Builds a bundle beside its destination and moves it there in one rename.
+
+    Use as a context manager: leaving it by an exception, Ctrl-C included, removes every trace.
+    """
+
+    def __init__(self, destination: Path, force: bool = False) -> None:
+        self.destination = destination
+        self.force = force
+        self.folder = destination.with_name(f".{destination.name}.partial")
+        self.offset = 0
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> BundleWriter:
+        if self.destination.exists():
+            if not self.force:
+                raise UsageError(f"{self.destination} exists; choose another or pass --force")
+            if any(self.destination.iterdir()) and not (self.destination / MANIFEST).exists():
+                raise UsageError(f"{self.destination} is not a bundle; it is not replaced")
+        with storage_errors(self.folder):
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            if self.folder.exists():  # left by a killed export
+                shutil.rmtree(self.folder)
+            (self.folder / GRAPHS).mkdir(parents=True)
+            self._weights = (self.folder / WEIGHTS).open("wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._weights.close()
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    def align(self, alignment: int = ALIGNMENT) -> None:
+        self._write(bytes(-self.offset % alignment))
+
+    def align_block(self) -> None:
+        """Start a block's tensors on a page of their own."""
+        self.align(PAGE)
+
+    def tensor(self, chunks: Iterable[bytes], dtype: str, shape: tuple[int, ...]) -> Extent:
+        """Append a tensor's bytes, little-endian and row-major."""
+        self.align()
+        start = self.offset
+        for chunk in chunks:
+            self._write(chunk)
+        return Extent(start, self.offset - start, dtype, shape)
+
+    def _write(self, data: bytes) -> None:
+        with storage_errors(self.folder / WEIGHTS):
+            self._weights.write(data)
+        self._digest.update(data)
+        self.offset += len(data)
+
+    def finish_weights(self) -> tuple[int, str]:
+        """Flush weights.bin. Returns its size in bytes and its SHA-256."""
+        with storage_errors(self.folder / WEIGHTS):
+            self._weights.flush()
+            os.fsync(self._weights.fileno())
+        return self.offset, self._digest.hexdigest()
+
+    def file(self, name: str, data: bytes) -> File:
+        """Write a small file of the bundle."""
+        path = self.folder / name
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            fsync_path(path)
+        return File(len(data), hashlib.sha256(data).hexdigest())
+
+    def commit(self, manifest: Manifest) -> Bundle:
+        """Write the manifest and move the bundle to its destination."""
+        check_manifest(manifest)
+        self.file(MANIFEST, manifest_bytes(manifest))
+        with storage_errors(self.destination):
+            for folder in (self.folder / GRAPHS, self.folder):
+                fsync_path(folder)
+            if self.destination.exists():
+                old = self.destination.with_name(f".{self.destination.name}.old")
+                shutil.rmtree(old, ignore_errors=True)
+                self.destination.rename(old)
+                self.folder.rename(self.destination)
+                shutil.rmtree(old)
+            else:
+                self.folder.rename(self.destination)
+            fsync_path(self.destination.parent)
+        return Bundle(self.destination, manifest)

@@ -1,0 +1,178 @@
+"""The bundle's manifest: which blocks there are, their programs, and where every byte lies.
+
+Plain data and its validation; it knows neither MLX nor the file system. A `Manifest` that was
+built by `Manifest.from_json` has been checked: every reference resolves, every extent lies inside
+the weights file and overlaps no other, every program is well formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FORMAT = "ondevice-bundle"
+VERSION = 1
+ALIGNMENT = 64
+PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
+
+T = "T"  # the symbolic dimension: the rung
+Dim = int | str
+Shape = tuple[Dim, ...]
+ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` bytes of weights.bin from `offset`, holding `dtype` values of `shape`."""
+
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A frozen matrix (rows, columns) in MLX's packed layout.
+
+    Row r holds `columns` unsigned integers of `bits` bits, lowest bits first in uint32 words;
+    value = scale * q + bias per group of `group_size` columns. `symmetric` stores no biases:
+    bias = -2**(bits-1) * scale.
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+    layout: Literal["symmetric", "affine"]
+    packed: Extent
+    scales: Extent
+    biases: Extent | None = None
+    error: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        extents = (self.packed, self.scales, self.biases)
+        return sum(extent.nbytes for extent in extents if extent is not None)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One product of a linear step: `name` is relative to the block."""
+
+    name: str
+    output: str
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a program; which fields are used depends on `op`.
+
+    - embedding: `matrix`, outputs = (rows looked up,)
+    - linear: inputs = (x,), `linears`
+    - attention: inputs = (q, k, v), outputs = (a,), `scale`, `window`
+    - glue: `graph`, inputs (values and parameters `@name`), outputs; `vjp_inputs` are what its
+      vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for
+    - head: inputs = (h,), `matrix`
+    """
+
+    op: Literal["embedding", "linear", "attention", "glue", "head"]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    matrix: str = ""
+    linears: tuple[Linear, ...] = ()
+    scale: float = 0.0
+    window: int | None = None
+    graph: str = ""
+    vjp_inputs: tuple[str, ...] = ()
+    vjp_outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A program: steps over named values. `parameters` are the small tensors glue needs."""
+
+    name: str
+    input: str
+    output: str
+    values: dict[str, Shape]
+    parameters: dict[str, tuple[int, ...]]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """An instance of a kind; its tensors are named `name.relative` (or `relative` if unnamed)."""
+
+    name: str
+    kind: str
+
+    def tensor(self, relative: str) -> str:
+        return f"{self.name}.{relative}" if self.name else relative
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One serialized function: its file, checksum, signature and the bytes it needs inside."""
+
+    file: str
+    nbytes: int
+    sha256: str
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class File:
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of manifest.json. `graphs` is keyed `GRAPH.forward.RUNG` and `GRAPH.vjp.RUNG`."""
+
+    mlx_version: str
+    device: str
+    family: str
+    config: dict[str, Any]
+    hidden_size: int
+    vocab_size: int
+    lora: dict[str, Any]
+    rungs: tuple[int, ...]
+    weights_nbytes: int
+    weights_sha256: str
+    matrices: dict[str, Matrix]
+    vectors: dict[str, Extent]
+    kinds: dict[str, Kind]
+    blocks: tuple[Block, ...]
+    graphs: dict[str, Graph]
+    files: dict[str, File]
+    provenance: dict[str, Any]
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        """The blocks between the embedding and the head."""
+        return self.blocks[1:-1]
+
+    def adapted(self, block: Block) -> tuple[str, ...]:
+        """Relative names of the block's linear layers that LoRA adapts, in program order."""
+        targets = self.lora["targets"]
+        names = [
+            linear.name
+            for step in self.kinds[block.kind].steps
+            if step.op == "linear"
+            for linear in step.linears
+        ]
+        return tuple(n for n in names if targets == "all-linear" or n.split(".")[-1] in targets)
+
+
+def graph_key(graph: str, direction: str, rung: int) -> str:
+    return f"{graph}.{direction}.{rung}"
+
+
+def at_rung(shape: Shape, rung: int) -> tuple[int, ...]:
+    """The shape with its symbolic dimension filled in."""
+    return tuple(rung if dim == T else int(dim) for dim in shape)

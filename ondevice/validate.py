@@ -1,0 +1,200 @@
+"""What must hold of a manifest before any byte it points to is used."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ondevice.errors import BundleError
+from ondevice.manifest import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    Block,
+    Extent,
+    Kind,
+    Manifest,
+    Matrix,
+    Step,
+    T,
+    at_rung,
+    graph_key,
+)
+
+SAFE = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BundleError(f"manifest: {message}")
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check that all references resolve, shapes agree and extents are disjoint and inside.
+
+    Raises:
+        BundleError: naming what is wrong.
+    """
+    rungs = manifest.rungs
+    require(bool(rungs) and rungs[0] > 0, "there is no rung")
+    require(list(rungs) == sorted(set(rungs)), f"rungs {list(rungs)} are not ascending")
+    require(rungs[-1] <= 1 << 20, f"rung {rungs[-1]} is beyond reason")
+    for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
+        require(SAFE.fullmatch(name) is not None, f"file name {name!r} is not allowed")
+    _check_lora(manifest)
+    for name, matrix in manifest.matrices.items():
+        _check_matrix(name, matrix)
+    for name, extent in manifest.vectors.items():
+        _check_extent(name, extent)
+        require(extent.dtype == "float32", f"{name}: vectors are float32, not {extent.dtype}")
+    _check_layout(manifest)
+    for kind in manifest.kinds.values():
+        _check_kind(manifest, kind)
+    require(len(manifest.blocks) >= 3, "fewer than three blocks")
+    for position, block in enumerate(manifest.blocks):
+        _check_block(manifest, position, block)
+
+
+def _check_lora(manifest: Manifest) -> None:
+    lora = manifest.lora
+    require(set(lora) == {"rank", "alpha", "targets"}, f"lora has keys {sorted(lora)}")
+    require(isinstance(lora["rank"], int) and 0 < lora["rank"] <= 4096, "lora.rank")
+    alpha = lora["alpha"]
+    require(isinstance(alpha, int | float) and math.isfinite(alpha) and alpha > 0, "lora.alpha")
+    targets = lora["targets"]
+    listed = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
+    require(targets == "all-linear" or listed, "lora.targets")
+
+
+def _check_extent(name: str, extent: Extent) -> None:
+    require(extent.dtype in ITEM_BYTES, f"{name}: unknown dtype {extent.dtype!r}")
+    expected = math.prod(extent.shape) * ITEM_BYTES[extent.dtype]
+    require(extent.nbytes == expected, f"{name}: {extent.nbytes} bytes, its shape needs {expected}")
+    require(extent.offset % ALIGNMENT == 0, f"{name}: offset {extent.offset} is not aligned")
+
+
+def _check_matrix(name: str, m: Matrix) -> None:
+    require(m.bits in (4, 8), f"{name}: {m.bits} bits")
+    require(m.group_size in (32, 64, 128), f"{name}: group size {m.group_size}")
+    require(m.columns > 0 and m.rows > 0, f"{name}: empty")
+    require(m.columns % m.group_size == 0, f"{name}: {m.columns} columns, groups of {m.group_size}")
+    _check_extent(name, m.packed)
+    packed = (m.rows, m.columns * m.bits // 32)
+    require(m.packed.shape == packed, f"{name}: packed shape {m.packed.shape}, expected {packed}")
+    require(m.packed.dtype == "uint32", f"{name}: packed as {m.packed.dtype}")
+    require((m.biases is not None) == (m.layout == "affine"), f"{name}: biases and {m.layout}")
+    for part in (m.scales, m.biases):
+        if part is not None:
+            _check_extent(name, part)
+            groups = (m.rows, m.columns // m.group_size)
+            require(part.shape == groups, f"{name}: scales {part.shape}, expected {groups}")
+            require(part.dtype != "uint32", f"{name}: scales of dtype {part.dtype}")
+
+
+def _check_layout(manifest: Manifest) -> None:
+    extents = [(e, name) for name, e in manifest.vectors.items()]
+    for name, matrix in manifest.matrices.items():
+        parts = (matrix.packed, matrix.scales, matrix.biases)
+        extents += [(part, name) for part in parts if part is not None]
+    end, before = 0, ""
+    for extent, name in sorted(extents, key=lambda item: item[0].offset):
+        require(extent.offset >= end, f"{name} overlaps {before}")
+        end, before = extent.offset + extent.nbytes, name
+    require(end <= manifest.weights_nbytes, f"{before} ends at {end}, beyond weights.bin")
+
+
+def _check_kind(manifest: Manifest, kind: Kind) -> None:
+    known = {kind.input} if kind.input else set()
+    where = f"kind {kind.name}"
+    for name, shape in kind.values.items():
+        require(shape.count(T) == 1, f"{where}: {name} has shape {shape}")
+        require(all(d == T or isinstance(d, int) for d in shape), f"{where}: {name} {shape}")
+    for step in kind.steps:
+        for name in step.inputs:
+            if name.startswith("@"):
+                require(name[1:] in kind.parameters, f"{where}: no parameter {name}")
+            else:
+                require(name in known, f"{where}: {name} is used before it is made")
+        made = [*step.outputs, *(linear.output for linear in step.linears)]
+        for name in made:
+            require(name in kind.values, f"{where}: {name} has no shape")
+            require(name not in known, f"{where}: {name} is made twice")
+        known |= set(made)
+        if step.op == "glue":
+            _check_glue(manifest, kind, step)
+        elif step.op == "attention":
+            _check_attention(kind, step)
+        elif step.op == "linear":
+            require(len(step.inputs) == 1 and bool(step.linears), f"{where}: linear step")
+    require(kind.output in known, f"{where}: its output {kind.output} is never made")
+
+
+def _check_attention(kind: Kind, step: Step) -> None:
+    where = f"kind {kind.name}: attention"
+    require(len(step.inputs) == 3 and len(step.outputs) == 1, f"{where} takes q, k, v")
+    q, k, v = (kind.values[name] for name in step.inputs)
+    out = kind.values[step.outputs[0]]
+    require(all(len(s) == 4 and s[0] == 1 and s[2] == T for s in (q, k, v, out)), f"{where} shapes")
+    require(k[1] == v[1] and q[3] == k[3] and out == (1, q[1], T, v[3]), f"{where} shapes")
+    require(int(k[1]) > 0 and int(q[1]) % int(k[1]) == 0, f"{where}: {q[1]} heads on {k[1]}")
+    require(step.scale > 0 and math.isfinite(step.scale), f"{where}: scale {step.scale}")
+    require(step.window is None or step.window > 0, f"{where}: window {step.window}")
+
+
+def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
+    where = f"kind {kind.name}: glue {step.graph}"
+    for name in step.vjp_inputs:
+        bare = name.lstrip("~")
+        expected = step.outputs if name.startswith("~") else step.inputs
+        require(bare in expected, f"{where}: its vjp wants {name}")
+    activations = {name for name in step.inputs if not name.startswith("@")}
+    require(set(step.vjp_outputs) == activations, f"{where}: its vjp returns {step.vjp_outputs}")
+    for rung in manifest.rungs:
+        for direction, inputs, outputs in (
+            ("forward", step.inputs, step.outputs),
+            ("vjp", step.vjp_inputs, step.vjp_outputs),
+        ):
+            graph = manifest.graphs.get(graph_key(step.graph, direction, rung))
+            if graph is None:
+                raise BundleError(f"manifest: {where}: no {direction} graph for rung {rung}")
+            for names, shapes in ((inputs, graph.inputs), (outputs, graph.outputs)):
+                expected_shapes = tuple(_shape(kind, name, rung) for name in names)
+                require(shapes == expected_shapes, f"{where}: signature {shapes}")
+
+
+def _shape(kind: Kind, name: str, rung: int) -> tuple[int, ...]:
+    if name.startswith("@"):
+        return kind.parameters[name[1:]]
+    return at_rung(kind.values[name.lstrip("~")], rung)
+
+
+def _check_block(manifest: Manifest, position: int, block: Block) -> None:
+    where = f"block {position} ({block.name or block.kind})"
+    kind = manifest.kinds.get(block.kind)
+    if kind is None:
+        raise BundleError(f"manifest: {where}: no kind {block.kind!r}")
+    ops = [step.op for step in kind.steps]
+    first, last = position == 0, position == len(manifest.blocks) - 1
+    require(("embedding" in ops) == first and ops.count("embedding") <= 1, f"{where}: {ops}")
+    require(("head" in ops) == last and ops.count("head") <= 1, f"{where}: {ops}")
+    stream = (1, T, manifest.hidden_size)
+    for end in (kind.input, kind.output):
+        require(not end or kind.values.get(end) == stream, f"{where}: {end!r} is not {stream}")
+    require(bool(kind.input) != first, f"{where}: input {kind.input!r}")
+    for name, shape in kind.parameters.items():
+        vector = manifest.vectors.get(block.tensor(name))
+        require(vector is not None and vector.shape == shape, f"{where}: {name} is not {shape}")
+    for step in kind.steps:
+        if step.op in ("embedding", "head"):
+            matrix = manifest.matrices.get(step.matrix)
+            expected = (manifest.vocab_size, manifest.hidden_size)
+            found = matrix and (matrix.rows, matrix.columns)
+            require(found == expected, f"{where}: {step.matrix} is {found}, expected {expected}")
+        for linear in step.linears:
+            name = block.tensor(linear.name)
+            matrix = manifest.matrices.get(name)
+            wanted = (kind.values[linear.output][-1], kind.values[step.inputs[0]][-1])
+            found = matrix and (matrix.rows, matrix.columns)
+            require(found == wanted, f"{where}: {name} is {found}, expected {wanted}")
+            bias = manifest.vectors.get(f"{name}.bias")
+            if linear.bias:
+                require(bias is not None and bias.shape == wanted[:1], f"{where}: {name}.bias")

@@ -1,0 +1,134 @@
+"""LoRA adapters: initialised, held, checked, written and read as mlx-lm does.
+
+`adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
+`adapter_config.json` is what `mlx_lm.generate --adapter-path` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from ondevice.bundle import fsync_path, storage_errors, write_atomic
+from ondevice.errors import BundleError
+from ondevice.manifest import Block, Manifest
+from runtime.kernels.linear import Lora
+
+WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
+
+
+def key_of(*parts: int | str) -> mx.array:
+    """A random key that is a function of its parts alone (randomness is a value)."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return mx.random.key(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class Adapters:
+    """The trainable tensors of every layer, float32, by full name."""
+
+    def __init__(self, manifest: Manifest, tensors: dict[str, mx.array]) -> None:
+        self.manifest = manifest
+        self.tensors = tensors
+        self.scale = float(manifest.lora["alpha"]) / int(manifest.lora["rank"])
+
+    @staticmethod
+    def shapes(manifest: Manifest) -> dict[str, tuple[int, int]]:
+        """Every tensor's shape, block by block in program order."""
+        rank = int(manifest.lora["rank"])
+        found: dict[str, tuple[int, int]] = {}
+        for block in manifest.layers:
+            for name in manifest.adapted(block):
+                matrix = manifest.matrices[block.tensor(name)]
+                found[f"{block.tensor(name)}.lora_a"] = (matrix.columns, rank)
+                found[f"{block.tensor(name)}.lora_b"] = (rank, matrix.rows)
+        return found
+
+    @classmethod
+    def initial(cls, manifest: Manifest, seed: int) -> Adapters:
+        """A uniform in +-1/sqrt(in), keyed by (seed, name); B zero."""
+        tensors: dict[str, mx.array] = {}
+        for name, shape in cls.shapes(manifest).items():
+            if name.endswith("lora_a"):
+                bound = 1 / math.sqrt(shape[0])
+                key = key_of(seed, "lora", name)
+                tensors[name] = mx.random.uniform(-bound, bound, shape, key=key)
+            else:
+                tensors[name] = mx.zeros(shape)
+        mx.eval(tensors)
+        return cls(manifest, tensors)
+
+    def loras(self, block: Block) -> dict[str, Lora]:
+        """The block's adapters by relative name."""
+        return {
+            name: Lora(
+                self.tensors[f"{block.tensor(name)}.lora_a"],
+                self.tensors[f"{block.tensor(name)}.lora_b"],
+                self.scale,
+            )
+            for name in self.manifest.adapted(block)
+        }
+
+    def config(self) -> dict[str, Any]:
+        """adapter_config.json."""
+        lora = self.manifest.lora
+        keys = sorted({n for block in self.manifest.layers for n in self.manifest.adapted(block)})
+        return {
+            "fine_tune_type": "lora",
+            "num_layers": len(self.manifest.layers),
+            "lora_parameters": {
+                "rank": lora["rank"],
+                "scale": self.scale,
+                "dropout": 0.0,
+                "keys": keys,
+            },
+            "ondevice": {"weights_sha256": self.manifest.weights_sha256},
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write both files into an existing folder, each atomically."""
+        temporary = folder / ".adapters.partial.safetensors"
+        with storage_errors(folder / WEIGHTS):
+            try:
+                mx.save_safetensors(str(temporary), self.tensors, {"format": "mlx"})
+                if temporary.stat().st_size < sum(t.nbytes for t in self.tensors.values()):
+                    raise OSError(28, os.strerror(28))  # MLX does not report a short write
+            except RuntimeError as problem:
+                raise OSError(28, str(problem)) from problem
+            fsync_path(temporary)
+            temporary.replace(folder / WEIGHTS)
+        write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
+
+    @classmethod
+    def load(cls, manifest: Manifest, folder: Path) -> Adapters:
+        """Read adapters and check names, shapes and finiteness.
+
+        Raises:
+            BundleError: they are damaged or belong to another model.
+        """
+        path = folder / WEIGHTS
+        expected = cls.shapes(manifest)
+        tensors: dict[str, mx.array] = {}
+        try:
+            with safe_open(path, framework="numpy") as file:
+                if set(file.keys()) != set(expected):
+                    odd = sorted(set(file.keys()) ^ set(expected))
+                    raise BundleError(f"{path} does not fit the bundle: {len(odd)} names, {odd[0]}")
+                for name, shape in expected.items():
+                    value = file.get_tensor(name)
+                    if value.shape != shape or value.dtype != np.float32:
+                        raise BundleError(f"{path}: {name} is {value.shape}, expected {shape}")
+                    if not np.isfinite(value).all():
+                        raise BundleError(f"{path}: {name} holds values that are not finite")
+                    tensors[name] = mx.array(value)
+        except (OSError, SafetensorError) as problem:
+            raise BundleError(f"{path} cannot be read: {problem}") from None
+        mx.eval(tensors)
+        return cls(manifest, tensors)

@@ -1,0 +1,124 @@
+"""Causal attention by query blocks: sliding window, grouped keys, and its hand-derived backward.
+
+Never more than one block of scores (H, block, keys) exists. The forward keeps the log-sum-exp of
+each row; the backward rebuilds the probabilities from it (as FlashAttention, arXiv 2205.14135):
+
+    P = exp(S - lse)   dV = P^T dO   dS = P * (dO V^T - rowsum(dO * O)) * scale
+    dQ = dS K          dK = dS^T Q
+
+The reference is `harness.reference.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from runtime.kernels.exponential import exp
+
+MASKED = -1e30
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """How attention runs: `query_block` rows of scores at a time."""
+
+    query_block: int
+
+    def _blocks(self, length: int, window: int | None) -> Iterator[tuple[int, int, int, mx.array]]:
+        for start in range(0, length, self.query_block):
+            stop = min(length, start + self.query_block)
+            first = 0 if window is None else max(0, start - window + 1)
+            rows, columns = mx.arange(start, stop)[:, None], mx.arange(first, stop)[None]
+            allowed = rows >= columns
+            if window is not None:
+                allowed = allowed & (rows - columns < window)
+            yield start, stop, first, allowed
+
+    def forward(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None
+    ) -> tuple[mx.array, mx.array]:
+        """Attend.
+
+        Args:
+            q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
+        Returns:
+            out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
+        """
+        _, heads, length, width = q.shape
+        groups = k.shape[1]
+        grouped = q.reshape(groups, heads // groups, length, width)
+        outputs, sums = [], []
+        for start, stop, first, allowed in self._blocks(length, window):
+            keys = k[0, :, None, first:stop]
+            s = _scores(grouped[:, :, start:stop], keys, scale, allowed)
+            top = s.max(axis=-1, keepdims=True)
+            p = exp(s - top)
+            total = p.sum(axis=-1, keepdims=True)
+            out = _multiply(p, v[0, :, None, first:stop]) / total
+            lse = top + mx.log(total)
+            del s, p
+            mx.eval(out, lse)
+            outputs.append(out)
+            sums.append(lse)
+        joined = _join(outputs).reshape(1, heads, length, v.shape[-1])
+        return joined, _join(sums)
+
+    def backward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        out: mx.array,
+        lse: mx.array,
+        d_out: mx.array,
+        scale: float,
+        window: int | None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned."""
+        _, heads, length, width = q.shape
+        groups = k.shape[1]
+        repeats = heads // groups
+        grouped = q.reshape(groups, repeats, length, width)
+        d_grouped = d_out.reshape(groups, repeats, length, -1)
+        inner = (d_grouped * out.reshape(d_grouped.shape)).sum(axis=-1, keepdims=True)
+        dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
+        dqs = []
+        for start, stop, first, allowed in self._blocks(length, window):
+            keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
+            rows = grouped[:, :, start:stop]
+            d_rows = d_grouped[:, :, start:stop]
+            p = exp(_scores(rows, keys, scale, allowed) - lse[:, :, start:stop])
+            dv[:, first:stop] = dv[:, first:stop] + _outer(p, d_rows)
+            ds = p * (_multiply(d_rows, values.swapaxes(-1, -2)) - inner[:, :, start:stop]) * scale
+            del p
+            dq = _multiply(ds, keys)
+            dk[:, first:stop] = dk[:, first:stop] + _outer(ds, rows)
+            del ds
+            mx.eval(dq, dk, dv)
+            dqs.append(dq)
+        return _join(dqs).reshape(q.shape), dk[None], dv[None]
+
+
+def _join(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _multiply(x: mx.array, y: mx.array) -> mx.array:
+    """x (K, R, t, n) times y (K, 1, n, m), one product per key head: (K, R, t, m)."""
+    groups, repeats, rows, inner = x.shape
+    flat = x.reshape(groups, repeats * rows, inner) @ y[:, 0]
+    return flat.reshape(groups, repeats, rows, -1)
+
+
+def _outer(x: mx.array, y: mx.array) -> mx.array:
+    """Sum over heads of a group and rows of x (K, R, t, n)^T y (K, R, t, m): (K, n, m)."""
+    groups, repeats, rows, _ = x.shape
+    left = x.reshape(groups, repeats * rows, -1)
+    return left.swapaxes(-1, -2) @ y.reshape(groups, repeats * rows, -1)
+
+
+def _scores(q: mx.array, k: mx.array, scale: float, allowed: mx.array) -> mx.array:
+    return mx.where(allowed, _multiply(q * scale, k.swapaxes(-1, -2)), MASKED)

@@ -1,0 +1,261 @@
+"""Running a block's program forward and reversed, at one rung.
+
+Invariant: after each step its results are evaluated and whatever died with it is dropped, so that
+what is alive is what the schedule says. Blocks are the only interface that methods see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.bundle import Bundle
+from ondevice.errors import BundleError
+from ondevice.manifest import Block, Kind, Linear, Step, graph_key
+from runtime.kernels.attention import AttentionKernel
+from runtime.kernels.head import HeadKernel, HeadResult
+from runtime.kernels.linear import LinearKernel, Lora
+from runtime.kernels.unpack import dense
+from runtime.schedule import Op, backward_schedule, forward_schedule, lse, outputs
+from runtime.weights import Weights
+
+Loras = dict[str, Lora]
+Gradients = dict[str, tuple[mx.array, mx.array]]
+Values = dict[str, mx.array]
+
+
+@dataclass
+class Program:
+    """The blocks of a bundle at one rung, ready to run."""
+
+    bundle: Bundle
+    weights: Weights
+    rung: int
+    linear: LinearKernel
+    attention: AttentionKernel
+    head_kernel: HeadKernel
+    _graphs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _schedules: dict[tuple[str, frozenset[str], bool | None], tuple[Op, ...]] = field(
+        default_factory=dict
+    )
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.bundle.manifest.blocks
+
+    def embed(self, tokens: npt.NDArray[np.int64]) -> mx.array:
+        """Hidden states (1, rung, D) of tokens (T,), padded up to the rung."""
+        block = self.blocks[0]
+        kind = self._kind(block)
+        padded = np.zeros(self.rung, np.int64)
+        padded[: len(tokens)] = tokens
+        matrix = self.bundle.manifest.matrices[kind.steps[0].matrix]
+        found = dense(self.weights.gather(matrix, padded), matrix.bits)[None]
+        values = {kind.steps[0].outputs[0]: found}
+        return self._run_forward(block, kind, values, {}, skip=1)
+
+    def forward(self, block: Block, x: mx.array, loras: Loras) -> mx.array:
+        """A layer's output (1, rung, D)."""
+        kind = self._kind(block)
+        return self._run_forward(block, kind, {kind.input: x}, loras)
+
+    def backward(
+        self, block: Block, x: mx.array, dy: mx.array, loras: Loras, input_too: bool
+    ) -> tuple[mx.array | None, Gradients]:
+        """A layer's vjp at x (1, rung, D): dx, where wanted, and (dA, dB) per adapted linear."""
+        kind = self._kind(block)
+        key = (kind.name, frozenset(loras), input_too)
+        if key not in self._schedules:
+            self._schedules[key] = backward_schedule(kind, key[1], input_too)
+        values: Values = {kind.input: x, f"~{kind.output}": dy}
+        del x, dy
+        gradients: Gradients = {}
+        for op in self._schedules[key]:
+            step = kind.steps[op.step]
+            if op.backward:
+                self._step_backward(block, step, op.wanted, values, loras, gradients)
+            else:
+                self._step_forward(block, kind, step, op.wanted, values, loras)
+            for name in op.frees:
+                values.pop(name, None)
+        return values.get(f"~{kind.input}"), gradients
+
+    def head(
+        self, x: mx.array, targets: npt.NDArray[np.int64], scored: slice, gradient: float | None
+    ) -> tuple[HeadResult, mx.array | None]:
+        """The loss at the positions `scored` of x (1, rung, D) against their targets (N,).
+
+        `gradient` is the factor of each position's loss in the objective; dx (1, rung, D) is
+        returned where it is not None.
+        """
+        block = self.blocks[-1]
+        kind = self._kind(block)
+        step = kind.steps[-1]
+        h = self._run_forward(block, kind, {kind.input: x}, {})
+        matrix = self.bundle.manifest.matrices[step.matrix]
+        result = self.head_kernel.run(h[0, scored], targets, matrix, gradient is not None)
+        del h
+        if gradient is None or result.dh is None:
+            return result, None
+        dh = mx.zeros((1, self.rung, result.dh.shape[-1]))
+        dh[0, scored] = result.dh * gradient
+        values: Values = {kind.input: x, f"~{step.inputs[0]}": dh}
+        key = (kind.name, frozenset[str](), True)
+        if key not in self._schedules:
+            self._schedules[key] = backward_schedule(kind, key[1], True)
+        for op in self._schedules[key]:
+            if op.backward:
+                self._step_backward(block, kind.steps[op.step], op.wanted, values, {}, {})
+            else:
+                self._step_forward(block, kind, kind.steps[op.step], op.wanted, values, {})
+        return HeadResult(result.loss, result.predicted, None), values[f"~{kind.input}"]
+
+    def hidden(self, x: mx.array) -> mx.array:
+        """What the head multiplies, (1, rung, D)."""
+        block = self.blocks[-1]
+        kind = self._kind(block)
+        return self._run_forward(block, kind, {kind.input: x}, {})
+
+    def release(self, block: Block) -> None:
+        """Give the block's mapped pages back."""
+        self.weights.release(block)
+
+    def _kind(self, block: Block) -> Kind:
+        return self.bundle.manifest.kinds[block.kind]
+
+    def _graph(self, step: Step, direction: str) -> Callable[..., Any]:
+        key = graph_key(step.graph, direction, self.rung)
+        if key not in self._graphs:
+            graph = self.bundle.manifest.graphs[key]
+            try:
+                self._graphs[key] = mx.import_function(str(self.bundle.path / graph.file))
+            except RuntimeError as problem:
+                raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
+        return self._graphs[key]
+
+    def _run_forward(
+        self, block: Block, kind: Kind, values: Values, loras: Loras, skip: int = 0
+    ) -> mx.array:
+        key = (kind.name, frozenset[str](), None)
+        if key not in self._schedules:
+            self._schedules[key] = forward_schedule(kind)
+        for op in self._schedules[key][skip:]:
+            self._step_forward(block, kind, kind.steps[op.step], op.wanted, values, loras, False)
+            for name in op.frees:
+                values.pop(name, None)
+        return values[kind.output]
+
+    def _argument(self, block: Block, name: str, values: Values) -> mx.array:
+        if name.startswith("@"):
+            return self.weights.vector(block.tensor(name[1:]))
+        return values[name]
+
+    def _step_forward(
+        self,
+        block: Block,
+        kind: Kind,
+        step: Step,
+        wanted: tuple[str, ...],
+        values: Values,
+        loras: Loras,
+        keep_lse: bool = True,
+    ) -> None:
+        if step.op == "glue":
+            arguments = [self._argument(block, name, values) for name in step.inputs]
+            results = self._graph(step, "forward")(*arguments)
+            del arguments
+            mx.eval(results)
+            values.update(zip(step.outputs, results, strict=True))
+        elif step.op == "linear":
+            x = values[step.inputs[0]][0]
+            for linear in step.linears:
+                if linear.output in wanted:
+                    y = self._linear(block, linear, x, loras.get(linear.name))
+                    mx.eval(y)
+                    values[linear.output] = y
+        elif step.op == "attention":
+            q, k, v = (values[name] for name in step.inputs)
+            out, sums = self.attention.forward(q, k, v, step.scale, step.window)
+            mx.eval(out, sums)
+            values[step.outputs[0]] = out
+            if keep_lse:
+                values[lse(step)] = sums
+
+    def _linear(self, block: Block, linear: Linear, x: mx.array, lora: Lora | None) -> mx.array:
+        name = block.tensor(linear.name)
+        bias = self.weights.vector(f"{name}.bias") if linear.bias else None
+        return self.linear.forward(x, self.bundle.manifest.matrices[name], bias, lora)[None]
+
+    def _step_backward(
+        self,
+        block: Block,
+        step: Step,
+        wanted: tuple[str, ...],
+        values: Values,
+        loras: Loras,
+        gradients: Gradients,
+    ) -> None:
+        found: Values = {}
+        if step.op == "glue":
+            for name in step.outputs:  # an output that nothing used has no gradient yet
+                if f"~{name}" not in values:
+                    values[f"~{name}"] = mx.zeros(self._output_shape(step, name))
+            arguments = [self._argument(block, name, values) for name in step.vjp_inputs]
+            results = self._graph(step, "vjp")(*arguments)
+            del arguments
+            found = dict(zip(step.vjp_outputs, results, strict=True))
+            del results
+        elif step.op == "linear":
+            self._linear_backward(block, step, bool(wanted), values, loras, gradients, found)
+        elif step.op == "attention":
+            q, k, v = (values[name] for name in step.inputs)
+            out, sums = values[step.outputs[0]], values[lse(step)]
+            d_out = values[f"~{step.outputs[0]}"]
+            results = self.attention.backward(q, k, v, out, sums, d_out, step.scale, step.window)
+            found = dict(zip(step.inputs, results, strict=True))
+            del results
+        for name in wanted:
+            gradient = found.pop(name)
+            before = values.pop(f"~{name}", None)
+            values[f"~{name}"] = gradient if before is None else before + gradient
+        del found
+        mx.eval([values[f"~{name}"] for name in wanted])
+
+    def _output_shape(self, step: Step, name: str) -> tuple[int, ...]:
+        graph = self.bundle.manifest.graphs[graph_key(step.graph, "forward", self.rung)]
+        return graph.outputs[step.outputs.index(name)]
+
+    def _linear_backward(
+        self,
+        block: Block,
+        step: Step,
+        input_too: bool,
+        values: Values,
+        loras: Loras,
+        gradients: Gradients,
+        found: Values,
+    ) -> None:
+        source = step.inputs[0]
+        total: mx.array | None = None
+        for linear in step.linears:
+            dy = values.pop(f"~{linear.output}")[0]
+            lora = loras.get(linear.name)
+            if lora is not None:
+                pair = self.linear.backward_lora(values[source][0], dy, lora)
+                mx.eval(pair)
+                gradients[linear.name] = pair
+            if input_too:
+                matrix = self.bundle.manifest.matrices[block.tensor(linear.name)]
+                dx = self.linear.backward_input(dy, matrix, lora)
+                total = dx if total is None else total + dx
+                mx.eval(total)
+        if total is not None:
+            found[source] = total[None]
+
+
+__all__ = ["Gradients", "Loras", "Program", "outputs"]

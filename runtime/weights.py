@@ -1,0 +1,124 @@
+"""Frozen weights, memory-mapped: lent tile by tile, released block by block.
+
+Nothing of weights.bin stays in memory: a tile is copied from the map into a fresh array when a
+kernel asks for it, and `release` drops a block's pages from the process once it is done.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.bundle import Bundle
+from ondevice.errors import BundleError
+from ondevice.manifest import Block, Extent, Matrix
+
+NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a packed matrix: words (R, C*bits/32) uint32, scales (R, G) float32, and `shift`.
+
+    value = scale * (q - 2**(bits-1)) + shift; `shift` (R, G) is None for symmetric groups.
+    """
+
+    words: mx.array
+    scales: mx.array
+    shift: mx.array | None
+
+    def biases(self, bits: int) -> mx.array:
+        """MLX's affine biases: value = scale * q + bias."""
+        zero = self.scales * -(2.0 ** (bits - 1))
+        return zero if self.shift is None else zero + self.shift
+
+
+class Weights:
+    """The map of a bundle's weights.bin."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.manifest = bundle.manifest
+        with bundle.weights_path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        if len(self._map) != bundle.manifest.weights_nbytes:
+            raise BundleError(f"{bundle.weights_path} changed its size while it was opened")
+        self._ranges = {block: self._range(block) for block in bundle.manifest.blocks}
+
+    def _range(self, block: Block) -> tuple[int, int]:
+        kind = self.manifest.kinds[block.kind]
+        vectors = [block.tensor(name) for name in kind.parameters]
+        matrices: list[str] = []
+        for step in kind.steps:
+            if step.matrix:
+                matrices.append(step.matrix)
+            for linear in step.linears:
+                matrices.append(block.tensor(linear.name))
+                if linear.bias:
+                    vectors.append(block.tensor(linear.name) + ".bias")
+        extents = [self.manifest.vectors[name] for name in vectors]
+        for name in matrices:
+            matrix = self.manifest.matrices[name]
+            parts = (matrix.packed, matrix.scales, matrix.biases)
+            extents += [part for part in parts if part is not None]
+        return (
+            min(extent.offset for extent in extents),
+            max(extent.offset + extent.nbytes for extent in extents),
+        )
+
+    def _view(self, extent: Extent, start: int, stop: int) -> npt.NDArray[np.generic]:
+        item = NUMPY[extent.dtype]
+        row = int(np.prod(extent.shape[1:], dtype=np.int64))
+        offset = extent.offset + start * row * np.dtype(item).itemsize
+        flat = np.frombuffer(self._map, item, (stop - start) * row, offset)
+        return flat.reshape(stop - start, *extent.shape[1:])
+
+    def _floats(self, extent: Extent, start: int, stop: int) -> mx.array:
+        array = mx.array(self._view(extent, start, stop))
+        if extent.dtype == "bfloat16":
+            array = array.view(mx.bfloat16)
+        return array.astype(mx.float32)
+
+    def vector(self, name: str) -> mx.array:
+        """A norm weight or bias, float32."""
+        extent = self.manifest.vectors[name]
+        return self._floats(extent, 0, extent.shape[0])
+
+    def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
+        """Rows start:stop of a matrix, copied out of the map."""
+        words = mx.array(self._view(matrix.packed, start, stop))
+        scales = self._floats(matrix.scales, start, stop)
+        if matrix.biases is None:
+            return Tile(words, scales, None)
+        biases = self._floats(matrix.biases, start, stop)
+        return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+
+    def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:
+        """Chosen rows of a matrix, in the given order (an embedding lookup)."""
+        words = mx.array(self._view(matrix.packed, 0, matrix.rows)[rows])
+        parts = []
+        for extent in (matrix.scales, matrix.biases):
+            if extent is None:
+                parts.append(None)
+                continue
+            part = mx.array(self._view(extent, 0, matrix.rows)[rows])
+            if extent.dtype == "bfloat16":
+                part = part.view(mx.bfloat16)
+            parts.append(part.astype(mx.float32))
+        scales, biases = parts
+        assert scales is not None
+        if biases is None:
+            return Tile(words, scales, None)
+        return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+
+    def release(self, block: Block) -> None:
+        """Drop the block's pages from this process; they stay in the system's file cache."""
+        if sys.platform == "darwin" or not hasattr(mmap, "MADV_DONTNEED"):
+            return  # clean file pages are not part of a Mac's footprint
+        start, stop = self._ranges[block]
+        start -= start % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)

@@ -1,0 +1,127 @@
+"""The footprint meter against memory that the test itself takes, drops and maps."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ondevice.errors import OnDeviceError
+from runtime import memory
+from runtime.memory import Footprint, Meter, RusageInfoV4, TaskVmInfo, read_footprint
+
+BLOCK_BYTES = 64 * 2**20
+SLACK_BYTES = 4 * 2**20
+
+STATUS = (
+    b"Name:\tVmRSS: 1 kB\nVmPeak:\t  900 kB\nVmHWM:\t    7000 kB\nVmRSS:\t    6000 kB\n"
+    b"RssAnon:\t    2000 kB\nRssFile:\t    3900 kB\nRssShmem:\t     100 kB\nVmData:\t   1 kB\n"
+)
+
+
+def touched(size_bytes: int) -> mmap.mmap:
+    """Anonymous memory, every page of it written."""
+    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.write(b"\1" * size_bytes)
+    return block
+
+
+def test_the_text_of_the_kernel_is_read() -> None:
+    assert memory.parse_status(STATUS) == Footprint(2100 * 1024, 6000 * 1024, 7000 * 1024)
+    with pytest.raises(ValueError):
+        memory.parse_status(STATUS.replace(b"RssShmem", b"Other"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_reading_agrees_with_the_status_file() -> None:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = {name: text for name, _, text in (line.partition(":") for line in lines)}
+    wanted = (int(kib["RssAnon"].split()[0]) + int(kib["RssShmem"].split()[0])) * 1024
+    reading = read_footprint()
+    assert abs(reading.footprint_bytes - wanted) < SLACK_BYTES
+    assert reading.footprint_bytes <= reading.rss_bytes <= reading.peak_rss_bytes
+
+
+def test_reading_is_cheap_enough_to_sample() -> None:
+    read_footprint()
+    start = time.perf_counter()
+    for _ in range(100):
+        read_footprint()
+    assert (time.perf_counter() - start) / 100 < 0.001
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_reads_its_own_footprint() -> None:
+    before = read_footprint().footprint_bytes
+    child = os.fork()
+    if child == 0:
+        block = touched(BLOCK_BYTES)
+        grown = read_footprint().footprint_bytes - before > BLOCK_BYTES // 2
+        block.close()
+        os._exit(0 if grown else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_peak_is_kept_after_the_memory_is_gone_until_it_is_reset() -> None:
+    with Meter(interval_s=0.001) as meter:
+        before = meter.now_bytes
+        block = touched(BLOCK_BYTES)
+        deadline = time.monotonic() + 5
+        samples = meter.samples
+        while meter.samples < samples + 3 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        block.close()
+        assert abs(meter.now_bytes - before) < SLACK_BYTES
+        assert meter.peak_bytes - before == pytest.approx(BLOCK_BYTES, abs=SLACK_BYTES)
+        assert meter.peak_rss_bytes >= meter.peak_bytes
+        meter.reset_peak()
+        assert abs(meter.peak_bytes - before) < SLACK_BYTES
+    taken = meter.samples
+    time.sleep(0.01)
+    assert meter.samples == taken  # the thread has ended
+
+
+def test_the_budget_is_compared_with_the_peak() -> None:
+    now = read_footprint().footprint_bytes
+    with Meter(budget_bytes=now + BLOCK_BYTES // 2) as meter:
+        assert not meter.over_budget
+        block = touched(BLOCK_BYTES)
+        assert meter.now_bytes > now
+        assert meter.over_budget
+        block.close()
+    assert meter.over_budget
+    with Meter() as unlimited:
+        assert not unlimited.over_budget
+
+
+def test_mapped_files_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"\1" * BLOCK_BYTES)
+    before = read_footprint().footprint_bytes
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        assert sum(view[:: mmap.PAGESIZE]) == BLOCK_BYTES // mmap.PAGESIZE
+        assert read_footprint().footprint_bytes - before < SLACK_BYTES
+
+
+def test_a_failed_sample_is_raised_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Footprint:
+        raise OnDeviceError("no reading")
+
+    with pytest.raises(OnDeviceError, match="no reading"), Meter(interval_s=0.001) as meter:
+        monkeypatch.setattr(memory, "read_footprint", fail)
+        time.sleep(0.05)
+        assert meter.peak_bytes >= 0
+
+
+def test_darwin_structures_have_the_offsets_of_the_headers() -> None:
+    assert (TaskVmInfo.resident_size.offset, TaskVmInfo.phys_footprint.offset) == (16, 144)
+    assert ctypes.sizeof(TaskVmInfo) == 152
+    assert (RusageInfoV4.resident_size.offset, RusageInfoV4.phys_footprint.offset) == (64, 72)
+    assert RusageInfoV4.lifetime_max_phys_footprint.offset == 240
+    assert ctypes.sizeof(RusageInfoV4) == 296
