@@ -232,4 +232,5 @@ def llama3_factors(base: float, head_dim: int, scaling: dict[str, Any]) -> F32:
     length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     # 1 for short waves, `factor` for long ones, a blend of their inverses between
     blend = np.clip((length / wavelength - low) / (high - low), 0, 1)
-    return (1 / ((1 - blend) / factor + blend)).astype(np.float32)
+    factors: F32 = (1 / ((1 - blend) / factor + blend)).astype(np.float32)
+    return factors

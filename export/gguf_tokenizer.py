@@ -128,7 +128,7 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
 
 
 def _token(metadata: dict[str, Any], key: str, tokens: Sequence[str], where: str) -> str | None:
-    index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    index: int | None = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if index is None:
         return None
     if not 0 <= index < len(tokens):

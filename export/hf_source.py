@@ -126,7 +126,7 @@ class HFCheckpoint(Checkpoint):
             base = name.removesuffix(".scales")
             outer = self._homes[name][1].removesuffix(".scales")
             own = settings.get(outer, settings.get(base)) if isinstance(settings, dict) else None
-            chosen = {**settings, **own} if isinstance(own, dict) else settings
+            chosen = {**(settings or {}), **own} if isinstance(own, dict) else settings
             layout = _layout(f"{self._folder}: {base}", chosen)
             for part, kinds in (
                 ("weight", ("U32",)),

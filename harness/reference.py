@@ -103,7 +103,8 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int |
 
 def head(h: mx.array, w: mx.array, targets: mx.array) -> mx.array:
     """Losses (N,) of h (N, D) through W (V, D), from all logits."""
-    return nn.losses.cross_entropy(h @ w.T, targets)
+    losses: mx.array = nn.losses.cross_entropy(h @ w.T, targets)
+    return losses
 
 
 def relative_error(found: mx.array, expected: mx.array) -> float:

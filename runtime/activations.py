@@ -20,10 +20,11 @@ from ondevice.bundle import storage_errors
 
 
 class Activations:
-    """`slots` checkpoints of shape (1, T, D) float32 for each of `rows` rows."""
+    """`slots` checkpoints for each of `rows` rows, of at most `shape` (1, T, D) float32."""
 
     def __init__(self, folder: Path, slots: int, rows: int, shape: tuple[int, ...]) -> None:
-        self.shape, self.rows = shape, rows
+        self.rows = rows
+        self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._values = int(np.prod(shape))
         self._stride = -(-self._values * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
         size = self._stride * slots * rows
@@ -31,7 +32,7 @@ class Activations:
             fd, name = tempfile.mkstemp(prefix=".activations-", dir=folder)
             try:
                 Path(name).unlink()
-                _allocate(fd, size)
+                allocate(fd, size)
                 self._map = mmap.mmap(fd, size)
             finally:
                 os.close(fd)
@@ -42,15 +43,19 @@ class Activations:
     def put(self, slot: int, row: int, value: mx.array) -> None:
         """Store an evaluated (1, T, D) array."""
         offset = self._offset(slot, row)
-        view = np.frombuffer(self._map, np.float32, self._values, offset)
+        if value.size > self._values:
+            raise ValueError(f"{value.shape} does not fit a slot of {self._values} values")
+        self._shapes[slot, row] = value.shape
+        view = np.frombuffer(self._map, np.float32, value.size, offset)
         view[:] = np.array(value, copy=False).reshape(-1)
         self._drop(offset)
 
     def get(self, slot: int, row: int) -> mx.array:
         """The array last stored there."""
         offset = self._offset(slot, row)
-        view = np.frombuffer(self._map, np.float32, self._values, offset)
-        value = mx.array(view).reshape(self.shape)
+        shape = self._shapes[slot, row]
+        view = np.frombuffer(self._map, np.float32, int(np.prod(shape)), offset)
+        value = mx.array(view).reshape(shape)
         self._drop(offset)
         return value
 
@@ -60,7 +65,8 @@ class Activations:
             self._map.madvise(mmap.MADV_DONTNEED, offset, self._stride)
 
 
-def _allocate(fd: int, size: int) -> None:
+def allocate(fd: int, size: int) -> None:
+    """Give a file `size` bytes of disk, or fail now (OSError) instead of at a page fault."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
         return

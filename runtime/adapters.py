@@ -28,7 +28,8 @@ WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 def key_of(*parts: int | str) -> mx.array:
     """A random key that is a function of its parts alone (randomness is a value)."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
-    return mx.random.key(int.from_bytes(digest[:8], "little") >> 1)
+    key: mx.array = mx.random.key(int.from_bytes(digest[:8], "little") >> 1)
+    return key
 
 
 class Adapters:

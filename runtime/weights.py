@@ -38,6 +38,14 @@ class Tile:
         return zero if self.shift is None else zero + self.shift
 
 
+def _floats(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
+    """A copy as float32; NumPy holds bfloat16 as uint16."""
+    array = mx.array(values)
+    if dtype == "bfloat16":
+        array = array.view(mx.bfloat16)
+    return array.astype(mx.float32)
+
+
 class Weights:
     """The map of a bundle's weights.bin."""
 
@@ -78,10 +86,10 @@ class Weights:
         return flat.reshape(stop - start, *extent.shape[1:])
 
     def _floats(self, extent: Extent, start: int, stop: int) -> mx.array:
-        array = mx.array(self._view(extent, start, stop))
-        if extent.dtype == "bfloat16":
-            array = array.view(mx.bfloat16)
-        return array.astype(mx.float32)
+        return _floats(self._view(extent, start, stop), extent.dtype)
+
+    def _chosen(self, extent: Extent, rows: npt.NDArray[np.int64]) -> mx.array:
+        return _floats(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
 
     def vector(self, name: str) -> mx.array:
         """A norm weight or bias, float32."""
@@ -91,6 +99,9 @@ class Weights:
     def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Rows start:stop of a matrix, copied out of the map."""
         words = mx.array(self._view(matrix.packed, start, stop))
+        row = matrix.packed.nbytes // matrix.rows
+        first = matrix.packed.offset + start * row
+        self._drop(first, first + (stop - start) * row)
         scales = self._floats(matrix.scales, start, stop)
         if matrix.biases is None:
             return Tile(words, scales, None)
@@ -100,25 +111,18 @@ class Weights:
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:
         """Chosen rows of a matrix, in the given order (an embedding lookup)."""
         words = mx.array(self._view(matrix.packed, 0, matrix.rows)[rows])
-        parts = []
-        for extent in (matrix.scales, matrix.biases):
-            if extent is None:
-                parts.append(None)
-                continue
-            part = mx.array(self._view(extent, 0, matrix.rows)[rows])
-            if extent.dtype == "bfloat16":
-                part = part.view(mx.bfloat16)
-            parts.append(part.astype(mx.float32))
-        scales, biases = parts
-        assert scales is not None
-        if biases is None:
+        scales = self._chosen(matrix.scales, rows)
+        if matrix.biases is None:
             return Tile(words, scales, None)
+        biases = self._chosen(matrix.biases, rows)
         return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
 
     def release(self, block: Block) -> None:
         """Drop the block's pages from this process; they stay in the system's file cache."""
+        self._drop(*self._ranges[block])
+
+    def _drop(self, start: int, stop: int) -> None:
         if sys.platform == "darwin" or not hasattr(mmap, "MADV_DONTNEED"):
             return  # clean file pages are not part of a Mac's footprint
-        start, stop = self._ranges[block]
         start -= start % mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)

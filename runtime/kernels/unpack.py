@@ -49,7 +49,7 @@ def join(parts: tuple[mx.array, ...]) -> mx.array:
     """The inverse of `split`: (T, C)."""
     if len(parts) == 1:
         return parts[0]
-    return mx.stack(parts, axis=-1).reshape(parts[0].shape[0], -1)
+    return mx.stack(list(parts), axis=-1).reshape(parts[0].shape[0], -1)
 
 
 def dense(tile: Tile, bits: int) -> mx.array:

@@ -1,0 +1,7 @@
+"""`python -m ondevice`."""
+
+import sys
+
+from ondevice.cli import main
+
+sys.exit(main())

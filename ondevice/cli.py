@@ -1,0 +1,296 @@
+"""The command line: a thin shell over `export` and `runtime`, which it imports when needed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ondevice import __version__
+from ondevice.config import (
+    EvalConfig,
+    ExportConfig,
+    PlanConfig,
+    TrainConfig,
+    add_arguments,
+    given,
+    load,
+)
+from ondevice.errors import InterruptedRunError, OnDeviceError, UsageError
+from ondevice.units import format_bytes
+
+Handler = Callable[[argparse.Namespace], None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    handler: Handler = arguments.handler
+    try:
+        handler(arguments)
+    except OnDeviceError as problem:
+        print(f"ondevice: {problem}", file=sys.stderr)
+        return problem.exit_code
+    except KeyboardInterrupt:
+        print("ondevice: interrupted", file=sys.stderr)
+        return InterruptedRunError.exit_code
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output is gone, as with `| head`
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ondevice",
+        description="Fine-tune language models on this device, inside a memory budget.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ondevice {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.set_defaults(handler=handler)
+        return made
+
+    export = command("export", _export, "make a bundle from a checkpoint")
+    export.add_argument("-o", dest="output", metavar="BUNDLE", default=argparse.SUPPRESS)
+    add_arguments(export, ExportConfig)
+    retrace = command("retrace", _retrace, "trace a bundle's graphs again for this MLX")
+    retrace.add_argument("bundle")
+    retrace.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    inspect = command("inspect", _inspect, "show what a bundle holds")
+    inspect.add_argument("bundle")
+    inspect.add_argument("--verify", action="store_true", help="check every checksum")
+    inspect.add_argument("--json", action="store_true", help="print the manifest's facts as JSON")
+    add_arguments(command("plan", _plan, "show what a budget buys"), PlanConfig)
+    train = command("train", _train, "fine-tune LoRA adapters from a bundle")
+    train.add_argument("--resume", metavar="RUN", type=Path, help="go on with an interrupted run")
+    add_arguments(train, TrainConfig)
+    add_arguments(command("eval", _eval, "measure loss, perplexity and accuracy"), EvalConfig)
+    generate = command("generate", _generate, "continue a prompt, greedily")
+    generate.add_argument("bundle")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--adapter", metavar="RUN", type=Path)
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--budget", default="1GB")
+    return parser
+
+
+@contextlib.contextmanager
+def _bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, made anew whenever the task changes."""
+    from tqdm import tqdm
+
+    bars: dict[str, Any] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        task = what if total < 10_000 else "weights"
+        if task not in bars:
+            for bar in bars.values():
+                bar.close()
+            scale = total >= 10_000
+            bars[task] = tqdm(
+                total=total,
+                desc=task,
+                unit=unit if not scale else "",
+                unit_scale=scale,
+                leave=False,
+                dynamic_ncols=True,
+                disable=None,
+            )
+        bars[task].update(done - bars[task].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    _prepare()
+    config = load(ExportConfig, arguments.config, given(arguments, ExportConfig))
+    from export.pack import export_bundle
+    from runtime.memory import Meter
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    with Meter() as meter, _bar("graph") as progress:
+        bundle = export_bundle(config, progress)
+    manifest = bundle.manifest
+    facts = {
+        "bundle": str(bundle.path),
+        "weights_bytes": manifest.weights_nbytes,
+        "graphs_bytes": sum(graph.nbytes for graph in manifest.graphs.values()),
+        "peak_footprint_bytes": meter.peak_bytes,
+    }
+    if arguments.json:
+        print(json.dumps(facts))
+    else:
+        print(
+            f"{bundle.path}: {format_bytes(manifest.weights_nbytes)} of weights, "
+            f"{len(manifest.graphs)} graphs, peak footprint {format_bytes(meter.peak_bytes)}"
+        )
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _retrace(arguments: argparse.Namespace) -> None:
+    _prepare()
+    from export.pack import retrace
+
+    with _bar("graph") as progress:
+        bundle = retrace(arguments.bundle, arguments.device, progress)
+    print(f"{bundle.path}: {len(bundle.manifest.graphs)} graphs for {bundle.manifest.device}")
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from ondevice.bundle import open_bundle
+    from ondevice.describe import describe_bundle, facts_of
+
+    bundle = open_bundle(arguments.bundle)
+    if arguments.verify:
+        bundle.verify()
+    if arguments.json:
+        print(json.dumps({**facts_of(bundle), "verified": arguments.verify}, indent=1))
+        return
+    print(describe_bundle(bundle))
+    if arguments.verify:
+        print("every checksum agrees")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    config = load(PlanConfig, arguments.config, given(arguments, PlanConfig))
+    from ondevice.bundle import open_bundle
+    from ondevice.describe import describe_plan
+    from runtime.session import plan_for
+
+    plan = plan_for(
+        open_bundle(config.bundle),
+        config.budget_bytes,
+        config.max_seq_length,
+        config.arithmetic,
+        rows=config.batch_size,
+        accumulation=config.grad_accumulation,
+        optimizer=config.optimizer,
+    )
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        print(describe_plan(plan.to_json(), per_block=True))
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    overrides = given(arguments, TrainConfig)
+    if arguments.resume is not None and (overrides or arguments.config):
+        raise UsageError(
+            f"--resume takes the run's own settings; leave out {sorted(overrides) or '--config'}"
+        )
+    config = None
+    if arguments.resume is None:
+        config = load(TrainConfig, arguments.config, overrides)
+    _prepare()
+    from ondevice.describe import describe_plan, describe_summary
+    from runtime.train import Events, resume, train
+
+    quiet = arguments.json
+    with _bar("row") as evaluation, _steps() as step:
+        events = Events(
+            plan=lambda plan: None if quiet else _say(describe_plan(plan.to_json())),
+            note=_say,
+            step=step,
+            evaluation=evaluation,
+        )
+        summary = resume(arguments.resume, events) if config is None else train(config, events)
+    print(json.dumps(summary) if quiet else describe_summary(summary))
+
+
+@contextlib.contextmanager
+def _steps() -> Iterator[Callable[[dict[str, Any], int], None]]:
+    """A progress bar of training steps, on stderr."""
+    from tqdm import tqdm
+
+    bars: list[Any] = []
+
+    def show(entry: dict[str, Any], total: int) -> None:
+        if not bars:
+            bars.append(
+                tqdm(
+                    total=total,
+                    initial=entry["step"] - 1,
+                    desc="training",
+                    unit="step",
+                    dynamic_ncols=True,
+                    disable=None,
+                )
+            )
+        bars[0].set_postfix_str(
+            f"loss {entry['loss']:.3f}, {entry['tokens'] / entry['seconds']:.0f} tokens/s, "
+            f"{format_bytes(entry['footprint_bytes'])}",
+            refresh=False,
+        )
+        bars[0].update(1)
+
+    try:
+        yield show
+    finally:
+        for bar in bars:
+            bar.close()
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    config = load(EvalConfig, arguments.config, given(arguments, EvalConfig))
+    _prepare()
+    from runtime.train import Events, run_eval
+
+    with tempfile.TemporaryDirectory() as scratch, _bar("row") as progress:
+        result = run_eval(config, Path(scratch), Events(evaluation=progress))
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    print(
+        f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}, next-token accuracy "
+        f"{result['accuracy']:.2%}, rows exactly right {result['exact']:.2%} over "
+        f"{result['tokens']} tokens in {result['rows']} rows\n"
+        f"peak footprint {format_bytes(result['peak_footprint_bytes'])} of a budget of "
+        f"{format_bytes(result['budget_bytes'])}"
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    _prepare()
+    from ondevice.units import parse_bytes
+    from runtime.generate import generate
+
+    for piece in generate(
+        arguments.bundle,
+        arguments.prompt,
+        arguments.adapter,
+        arguments.max_tokens,
+        parse_bytes(arguments.budget),
+    ):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _prepare() -> None:
+    """Set the process up before MLX is imported, and say so where that leaves it slow."""
+    from runtime.backend import prepare
+
+    found = prepare()
+    if found.warning:
+        print(f"ondevice: warning: {found.warning}", file=sys.stderr)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,76 @@
+"""Greedy generation from a bundle, a full forward per token: for looking at what was learned.
+
+There is no key-value cache; the cost of a token is that of a row. For serving, hand the adapters
+to mlx-lm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.errors import DataError, UsageError
+from runtime.adapters import Adapters
+from runtime.kernels.head import HeadResult
+from runtime.program import Program
+from runtime.session import open_checked, open_session, plan_for
+
+
+def next_token(program: Program, adapters: Adapters, tokens: list[int]) -> int:
+    """The most likely token after `tokens`."""
+    x = program.embed(np.array(tokens, np.int64))
+    for block in program.blocks[1:-1]:
+        x = program.forward(block, x, adapters.loras(block))
+        program.release(block)
+    last = slice(len(tokens) - 1, len(tokens))
+    result: HeadResult
+    result, _ = program.head(x, np.zeros(1, np.int64), last, None)
+    program.release(program.blocks[-1])
+    return int(result.predicted.item())  # type: ignore[arg-type]
+
+
+def generate(
+    path: str, prompt: str, adapter: Path | None, max_tokens: int, budget_bytes: int
+) -> Iterator[str]:
+    """Yield the continuation of `prompt`, piece by piece, up to an end token or `max_tokens`.
+
+    Raises:
+        DataError: the bundle has no tokenizer.
+        UsageError: the prompt does not fit the ladder.
+    """
+    import json
+
+    from tokenizers import Tokenizer
+
+    bundle = open_checked(path)
+    file = bundle.tokenizer_path / "tokenizer.json"
+    if not file.exists():
+        raise DataError(f"{path} has no tokenizer; export it from a checkpoint that has one")
+    tokenizer = Tokenizer.from_file(str(file))
+    config_file = bundle.tokenizer_path / "tokenizer_config.json"
+    config = json.loads(config_file.read_text()) if config_file.exists() else {}
+    eos = config.get("eos_token")
+    end = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos or "")
+    tokens = list(tokenizer.encode(prompt).ids)
+    longest = bundle.manifest.rungs[-1]
+    if len(tokens) >= longest:
+        raise UsageError(f"the prompt has {len(tokens)} tokens; the bundle's longest is {longest}")
+    length = min(longest, len(tokens) + max_tokens)
+    plan = plan_for(bundle, budget_bytes, length, "auto", training=False)
+    session = open_session(bundle, plan)
+    if adapter is None:
+        adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
+    else:
+        adapters = Adapters.load(bundle.manifest, adapter)
+    shown = tokenizer.decode(tokens)
+    while len(tokens) < length:
+        token = next_token(session.program(len(tokens)), adapters, tokens)
+        if token == end:
+            return
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith("�"):  # half a character waits for its other bytes
+            yield text[len(shown) :]
+            shown = text

@@ -1,0 +1,134 @@
+"""A run's directory: what it holds, and how a save becomes visible all at once.
+
+    config.toml   plan.json   metrics.jsonl   summary.json
+    adapters.safetensors, adapter_config.json   those of the last save, for mlx-lm
+    saves/step-N/   adapters, optimizer.bin, state.json: all that resuming needs
+
+A save is written beside its place, flushed, and renamed; the one before it is removed after that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ondevice.bundle import fsync_path, storage_errors, write_atomic
+from ondevice.errors import BundleError, UsageError
+from ondevice.manifest import Manifest
+from runtime import adapters as adapter_files
+from runtime.adapters import Adapters
+from runtime.optimizer import Optimizer
+
+CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
+STATE, OPTIMIZER = "state.json", "optimizer.bin"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The output directory of one training."""
+
+    path: Path
+
+    @property
+    def saves(self) -> Path:
+        return self.path / "saves"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    def create(self) -> None:
+        """Make the directory.
+
+        Raises:
+            UsageError: a run is there already.
+        """
+        if (self.path / CONFIG).exists():
+            raise UsageError(
+                f"{self.path} holds a run already; go on with it (ondevice train --resume "
+                f"{self.path}) or choose another --output"
+            )
+        with storage_errors(self.path):
+            self.saves.mkdir(parents=True, exist_ok=True)
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def save(self, step: int, adapters: Adapters, optimizer: Optimizer) -> None:
+        """Make the state after `step` steps the one that resuming finds.
+
+        Raises:
+            StorageError: the disk is full; the save before this one is intact.
+        """
+        place = self.saves / f"step-{step:08d}"
+        partial = self.saves / f".{place.name}.partial"
+        with storage_errors(place):
+            try:
+                if partial.exists():
+                    shutil.rmtree(partial)
+                partial.mkdir(parents=True)
+                adapters.save(partial)
+                optimizer.write(partial / OPTIMIZER)
+                names = (adapter_files.WEIGHTS, OPTIMIZER)
+                sums = {name: _sha256(partial / name) for name in names}
+                state = {"step": step, "sha256": sums}
+                write_atomic(partial / STATE, json.dumps(state).encode())
+                fsync_path(partial)
+                if place.exists():
+                    shutil.rmtree(place)
+                partial.rename(place)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            fsync_path(self.saves)
+            for old in self.saves.iterdir():
+                if old.name != place.name:
+                    shutil.rmtree(old)
+            adapters.save(self.path)
+
+    def latest(self) -> Path | None:
+        """The newest whole save; partial ones were never renamed into place."""
+        found = sorted(self.saves.glob("step-*")) if self.saves.exists() else []
+        return found[-1] if found else None
+
+    def restore(self, manifest: Manifest, place: Path) -> tuple[int, Adapters]:
+        """The step and adapters of a save, checked.
+
+        Raises:
+            BundleError: the save is damaged or belongs to another bundle.
+        """
+        try:
+            state = json.loads((place / STATE).read_bytes())
+            step, sums = int(state["step"]), dict(state["sha256"])
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise BundleError(f"{place / STATE} is damaged: {problem}") from None
+        for name, expected in sums.items():
+            if _sha256(place / name) != expected:
+                raise BundleError(f"{place / name} is altered: its SHA-256 differs")
+        return step, Adapters.load(manifest, place)
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the lines of steps after `step`, and a half-written last line."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                break  # the process died while it wrote this line; its step is run again
+            if entry["step"] <= step:
+                kept.append(line)
+        write_atomic(self.metrics, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,86 @@
+"""A bundle opened for a plan: checked, mapped, limits set, a `Program` for every rung in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from ondevice.bundle import Bundle, open_bundle
+from runtime.backend import choose_arithmetic, limit_memory, use_device
+from runtime.kernels.attention import AttentionKernel
+from runtime.kernels.head import HeadKernel
+from runtime.kernels.linear import LinearKernel
+from runtime.plan import Plan, Work, choose_rung, make_plan
+from runtime.program import Program
+from runtime.weights import Weights
+
+
+@dataclass
+class Session:
+    """An open bundle and the plan it runs under."""
+
+    bundle: Bundle
+    plan: Plan
+    weights: Weights
+    _programs: dict[int, Program] = field(default_factory=dict)
+
+    def program(self, length: int) -> Program:
+        """The program of the smallest rung that holds `length` tokens."""
+        rung = choose_rung(self.bundle.manifest, length)
+        if rung not in self._programs:
+            plan = self.plan
+            linear = LinearKernel(self.weights, plan.arithmetic, plan.tile_values)
+            self._programs[rung] = Program(
+                self.bundle,
+                self.weights,
+                rung,
+                linear,
+                AttentionKernel(plan.query_block),
+                HeadKernel(linear, plan.chunk_rows),
+            )
+        return self._programs[rung]
+
+
+def plan_for(
+    bundle: Bundle,
+    budget_bytes: int,
+    length: int,
+    arithmetic: str,
+    *,
+    rows: int = 1,
+    accumulation: int = 1,
+    optimizer: str = "adamw",
+    training: bool = True,
+) -> Plan:
+    """The plan for rows of `length` tokens under a budget.
+
+    Raises:
+        BudgetError: nothing fits.
+        UsageError: the ladder ends below `length`.
+    """
+    work = Work(
+        rung=choose_rung(bundle.manifest, length),
+        rows=rows,
+        accumulation=accumulation,
+        optimizer=optimizer,
+        arithmetic=choose_arithmetic(arithmetic, bundle.manifest.device),
+        training=training,
+    )
+    return make_plan(bundle.manifest, work, budget_bytes)
+
+
+def open_checked(path: str) -> Bundle:
+    """Open a bundle whose graphs this MLX can run, with every checksum verified."""
+    bundle = open_bundle(path)
+    bundle.check_mlx()
+    bundle.verify()
+    return bundle
+
+
+def open_session(bundle: Bundle, plan: Plan) -> Session:
+    """Set up the device and its limits for a plan, and map the weights."""
+    use_device(bundle.manifest.device)
+    limit_memory(plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes, plan.cache_bytes)
+    mx.clear_cache()
+    return Session(bundle, plan, Weights(bundle))

@@ -1,0 +1,449 @@
+"""The training loop: plan, steps, saves, resume, and the budget's promise.
+
+Invariant: whatever ends a run (its last step, a signal, its budget), the state that is left is a
+whole number of steps, and going on from it gives the bits that an uninterrupted run would have.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.bundle import Bundle, storage_errors, write_atomic
+from ondevice.config import EvalConfig, TrainConfig, load, to_toml
+from ondevice.errors import BudgetError, DataError, InterruptedRunError, UsageError
+from ondevice.manifest import Block
+from ondevice.units import format_bytes
+from runtime.activations import Activations
+from runtime.adapters import Adapters
+from runtime.backend import describe
+from runtime.data import RandomRows, TokenRows, prepare_tokens, row_index
+from runtime.mebp import MeBP, evaluate
+from runtime.memory import Meter
+from runtime.method import Row, StepLoss
+from runtime.optimizer import Optimizer, learning_rate
+from runtime.plan import Plan
+from runtime.program import Gradients
+from runtime.saves import CONFIG, PLAN, SUMMARY, RunFolder
+from runtime.session import Session, open_checked, open_session, plan_for
+
+TOKENS = ("train.tokens", "valid.tokens")
+RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
+
+
+class Rows(Protocol):
+    """Rows of a token file, or random ones."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> tuple[npt.NDArray[np.int32], int]: ...
+
+
+@dataclass
+class Events:
+    """What the caller wants to see while a run goes on; every hook may be left alone."""
+
+    plan: Callable[[Plan], None] = lambda plan: None
+    note: Callable[[str], None] = lambda text: None
+    step: Callable[[dict[str, Any], int], None] = lambda entry, total: None
+    evaluation: Callable[[str, int, int], None] = lambda what, done, total: None
+
+
+@dataclass
+class _Stop:
+    """Whether SIGINT or SIGTERM has arrived."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def _catching_signals() -> Iterator[_Stop]:
+    """Note the first signal and go on to the step's end; a second Ctrl-C ends at once."""
+    stop = _Stop()
+
+    def note(number: int, frame: Any) -> None:
+        if stop.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.signal = number
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
+    """Loss, perplexity and next-token accuracy over rows; `exact` is the share all right."""
+    total = sum(losses, StepLoss(0.0, 0, 0))
+    loss = total.loss_sum / total.tokens
+    return {
+        "loss": loss,
+        "perplexity": float(np.exp(min(loss, 700.0))),
+        "accuracy": total.correct / total.tokens,
+        "exact": sum(one.correct == one.tokens for one in losses) / len(losses),
+        "tokens": total.tokens,
+        "rows": len(losses),
+    }
+
+
+def evaluate_rows(
+    session: Session, adapters: Adapters, rows: Rows, limit: int, events: Events, what: str
+) -> dict[str, Any]:
+    """Evaluate the first `limit` rows (0: all), one at a time."""
+    count = min(len(rows), limit) if limit else len(rows)
+    losses = []
+    for index in range(count):
+        row = Row(*rows.row(index))
+        losses += evaluate(session.program(len(row.inputs)), adapters, [row])
+        events.evaluation(what, index + 1, count)
+    return summarize(losses)
+
+
+def open_rows(bundle: Bundle, data: str, split: str, length: int, folder: Path, name: str) -> Rows:
+    """The rows of `data`: tokenized in another process into `folder / name`, or random."""
+    if data.startswith("random:"):
+        try:
+            seed = int(data.partition(":")[2])
+        except ValueError:
+            raise UsageError(f"--data {data}: random:SEED takes a whole number") from None
+        return RandomRows(seed, bundle.manifest.vocab_size, length, RANDOM_ROWS)
+    path = prepare_tokens(bundle.path, data, split, length, folder / name)
+    return TokenRows(path, bundle.manifest.vocab_size)
+
+
+def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
+    """`ondevice eval`: loss, perplexity and accuracy under a budget."""
+    with Meter(budget_bytes=config.budget_bytes) as meter:
+        bundle = open_checked(config.bundle)
+        plan = plan_for(
+            bundle,
+            config.budget_bytes,
+            config.max_seq_length,
+            config.arithmetic,
+            training=False,
+        )
+        events.plan(plan)
+        rows = open_rows(
+            bundle, config.data, "valid", config.max_seq_length, scratch, "eval.tokens"
+        )
+        session = open_session(bundle, plan)
+        adapters = _adapters_for_eval(bundle, config.adapter)
+        limit = config.eval_rows or (0 if isinstance(rows, TokenRows) else 1)
+        result = evaluate_rows(session, adapters, rows, limit, events, "evaluating")
+        return {
+            **result,
+            "budget_bytes": config.budget_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "peak_footprint_bytes": meter.peak_bytes,
+            "peak_rss_bytes": meter.peak_rss_bytes,
+        }
+
+
+def _adapters_for_eval(bundle: Bundle, adapter: str | None) -> Adapters:
+    if adapter is None:
+        return Adapters(replace(bundle.manifest, lora={**bundle.manifest.lora, "targets": []}), {})
+    folder = Path(adapter)
+    return Adapters.load(bundle.manifest, folder if folder.is_dir() else folder.parent)
+
+
+@dataclass
+class Training:
+    """One run in progress."""
+
+    config: TrainConfig
+    folder: RunFolder
+    session: Session
+    adapters: Adapters
+    optimizer: Optimizer
+    method: MeBP
+    rows: Rows
+    eval_rows: Rows | None
+    events: Events
+    meter: Meter
+    done: int = 0
+    evaluations: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step; returns the summary."""
+        if self.eval_rows is not None and "before" not in self.evaluations:
+            self._evaluate("before")
+        times: list[float] = []
+        last: dict[str, Any] = {}
+        with (
+            _catching_signals() as stop,
+            storage_errors(self.folder.metrics),
+            self.folder.metrics.open("a") as metrics,
+        ):
+            while self.done < self.config.steps:
+                last = self._step()
+                times.append(last["seconds"])
+                metrics.write(json.dumps(last) + "\n")
+                metrics.flush()
+                self.events.step(last, self.config.steps)
+                self._after_step(stop)
+        if self.eval_rows is not None:
+            self._evaluate("after")
+        return self._finish()
+
+    def _after_step(self, stop: _Stop) -> None:
+        every = self.config.save_every
+        finished = self.done == self.config.steps
+        due = finished or (every and self.done % every == 0)
+        if due or stop.signal is not None or self.meter.over_budget:
+            self.folder.save(self.done, self.adapters, self.optimizer)
+        resume = f"go on with: ondevice train --resume {self.folder.path}"
+        if self.meter.over_budget:
+            raise BudgetError(
+                f"the run passed its budget: footprint {format_bytes(self.meter.peak_bytes)} > "
+                f"{self.config.budget} (predicted "
+                f"{format_bytes(self.session.plan.predicted_peak_bytes)}); its state after step "
+                f"{self.done} is saved in {self.folder.path}"
+            )
+        if stop.signal is not None and not finished:
+            name = signal.Signals(stop.signal).name
+            raise InterruptedRunError(f"{name}: saved after step {self.done}; {resume}")
+        if self.config.eval_every and self.done % self.config.eval_every == 0 and not finished:
+            self._evaluate(str(self.done))
+
+    def _step(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        config = self.config
+        size, parts = config.batch_size, config.grad_accumulation
+        first = self.done * size * parts
+        rows = [self._row(first + index) for index in range(size * parts)]
+        tokens = sum(len(row.targets) for row in rows)
+        rate = learning_rate(
+            config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, self.done
+        )
+        self.optimizer.begin(self.done, rate)
+        held: dict[Block, Gradients] = {}
+
+        def hold(block: Block, gradients: Gradients) -> None:
+            before = held.get(block)
+            if before is not None:
+                gradients = {
+                    name: (before[name][0] + da, before[name][1] + db)
+                    for name, (da, db) in gradients.items()
+                }
+                mx.eval([array for pair in gradients.values() for array in pair])
+            held[block] = gradients
+
+        loss = StepLoss(0.0, 0, 0)
+        for part in range(parts):
+            micro = rows[part * size : (part + 1) * size]
+            method = replace(
+                self.method, program=self.session.program(max(len(r.inputs) for r in micro))
+            )
+            loss += method.step(micro, tokens, self.optimizer.apply if parts == 1 else hold)
+        for block, gradients in held.items():
+            self.optimizer.apply(block, gradients)
+        self.done += 1
+        return {
+            "step": self.done,
+            "loss": loss.loss_sum / tokens,
+            "learning_rate": rate,
+            "tokens": tokens,
+            "seconds": time.perf_counter() - start,
+            "footprint_bytes": self.meter.now_bytes,
+            "peak_footprint_bytes": self.meter.peak_bytes,
+        }
+
+    def _row(self, position: int) -> Row:
+        return Row(*self.rows.row(row_index(self.config.seed, position, len(self.rows))))
+
+    def _evaluate(self, when: str) -> None:
+        assert self.eval_rows is not None
+        limit = self.config.eval_rows
+        if not limit and isinstance(self.eval_rows, RandomRows):
+            limit = 1
+        what = f"evaluating ({when})"
+        result = evaluate_rows(
+            self.session, self.adapters, self.eval_rows, limit, self.events, what
+        )
+        self.evaluations[when] = result
+        self.folder.write_json("evaluations.json", self.evaluations)
+
+    def _finish(self) -> dict[str, Any]:
+        entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+        seconds = [entry["seconds"] for entry in entries]
+        plan = self.session.plan
+        summary = {
+            "method": self.config.method,
+            "steps": self.done,
+            "budget_bytes": self.config.budget_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "peak_footprint_bytes": self.meter.peak_bytes,
+            "peak_rss_bytes": self.meter.peak_rss_bytes,
+            "step_s_median": statistics.median(seconds),
+            "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds),
+            "final_train_loss": entries[-1]["loss"],
+            "trainable_parameters": sum(t.size for t in self.adapters.tensors.values()),
+            "eval": self.evaluations,
+            "machine": describe(),
+        }
+        self.folder.write_json(SUMMARY, summary)
+        return summary
+
+
+def train(config: TrainConfig, events: Events) -> dict[str, Any]:
+    """Start a run. Returns its summary.
+
+    Raises:
+        OnDeviceError: of the kind that says what is wrong; a refused run leaves nothing behind.
+    """
+    with Meter(budget_bytes=config.budget_bytes) as meter:
+        _check_method(config)
+        bundle = open_checked(config.bundle)
+        plan = _plan(config, bundle)
+        events.plan(plan)
+        folder = RunFolder(Path(config.output))
+        existed = folder.path.exists()
+        folder.create()
+        for name in TOKENS:  # of a run that was killed before it began
+            (folder.path / name).unlink(missing_ok=True)
+        try:
+            fixed = replace(
+                config,
+                bundle=str(Path(config.bundle).resolve()),
+                data=_absolute(config.data),
+                output=str(folder.path.resolve()),
+                eval_data=None if config.eval_data is None else _absolute(config.eval_data),
+            )
+            rows, eval_rows = _rows(fixed, bundle, folder)
+            training = _assemble(fixed, bundle, plan, folder, rows, eval_rows, None, events, meter)
+            folder.write_json(PLAN, plan.to_json())
+            write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
+        except BaseException:
+            _remove_refused(folder, existed)
+            raise
+        return training.run()
+
+
+def resume(path: Path, events: Events) -> dict[str, Any]:
+    """Go on with the run in `path` from its last save."""
+    folder = RunFolder(path)
+    if not (path / CONFIG).exists():
+        raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
+    config = replace(load(TrainConfig, path / CONFIG, {}), output=str(path))
+    with Meter(budget_bytes=config.budget_bytes) as meter:
+        bundle = open_checked(config.bundle)
+        plan = _plan(config, bundle)
+        events.plan(plan)
+        rows, eval_rows = _rows(config, bundle, folder)
+        training = _assemble(
+            config, bundle, plan, folder, rows, eval_rows, folder.latest(), events, meter
+        )
+        folder.truncate_metrics(training.done)
+        done = path / "evaluations.json"
+        if done.exists():
+            training.evaluations = json.loads(done.read_text())
+            training.evaluations.pop("after", None)
+        events.note(f"resuming after step {training.done} of {config.steps}")
+        return training.run()
+
+
+def _check_method(config: TrainConfig) -> None:
+    if config.method != "mebp":
+        raise UsageError(f"--method {config.method} is not available; available: mebp")
+
+
+def _plan(config: TrainConfig, bundle: Bundle) -> Plan:
+    return plan_for(
+        bundle,
+        config.budget_bytes,
+        config.max_seq_length,
+        config.arithmetic,
+        rows=config.batch_size,
+        accumulation=config.grad_accumulation,
+        optimizer=config.optimizer,
+    )
+
+
+def _absolute(data: str) -> str:
+    return data if data.startswith("random:") else str(Path(data).resolve())
+
+
+def _rows(config: TrainConfig, bundle: Bundle, folder: RunFolder) -> tuple[Rows, Rows | None]:
+    """Training and evaluation rows; token files live in the run, so resuming reads the same."""
+    length = config.max_seq_length
+    found: list[Rows | None] = []
+    sources = [(config.data, "train", TOKENS[0])]
+    folder_data = not config.data.startswith("random:") and Path(config.data).is_dir()
+    eval_data = config.eval_data or (config.data if folder_data else None)
+    if eval_data is not None:
+        sources.append((eval_data, "valid", TOKENS[1]))
+    for data, split, name in sources:
+        ready = folder.path / name
+        if ready.exists():
+            found.append(TokenRows(ready, bundle.manifest.vocab_size))
+        else:
+            found.append(open_rows(bundle, data, split, length, folder.path, name))
+    rows = found[0]
+    assert rows is not None
+    if len(rows) == 0:
+        raise DataError(f"{config.data} holds no row to train on")
+    return rows, found[1] if len(found) > 1 else None
+
+
+def _assemble(
+    config: TrainConfig,
+    bundle: Bundle,
+    plan: Plan,
+    folder: RunFolder,
+    rows: Rows,
+    eval_rows: Rows | None,
+    save: Path | None,
+    events: Events,
+    meter: Meter,
+) -> Training:
+    session = open_session(bundle, plan)
+    manifest = bundle.manifest
+    step, adapters = 0, None
+    if save is not None:
+        step, adapters = folder.restore(manifest, save)
+    if adapters is None:
+        adapters = Adapters.initial(manifest, config.seed)
+    optimizer = Optimizer(adapters, config.optimizer, config.weight_decay, folder.path)
+    if save is not None:
+        optimizer.read(save / "optimizer.bin")
+    shape = (1, plan.rung, manifest.hidden_size)
+    slots = len(manifest.blocks)
+    activations = Activations(folder.path, slots, config.batch_size, shape)
+    method = MeBP(session.program(plan.rung), adapters, activations)
+    return Training(
+        config,
+        folder,
+        session,
+        adapters,
+        optimizer,
+        method,
+        rows,
+        eval_rows,
+        events,
+        meter,
+        done=step,
+    )
+
+
+def _remove_refused(folder: RunFolder, existed: bool) -> None:
+    """Take back what a run that never started has written, and nothing else."""
+    if not existed:
+        shutil.rmtree(folder.path)
+        return
+    for name in (*TOKENS, CONFIG, PLAN):
+        (folder.path / name).unlink(missing_ok=True)
+    folder.saves.rmdir()
