@@ -345,7 +345,7 @@ def _glue(
 
         return pulled
 
-    traced = trace(pull(vjp_candidates), probe(vjp_candidates))
+    traced = trace(pull(vjp_candidates), probe(vjp_candidates), differentiated=True)
     used = frozenset().union(*traced.depends)
     vjp_inputs = tuple(
         key
@@ -362,7 +362,7 @@ def _glue(
     )
     reduced: list[Trace] = [
         trace(forward, probe(inputs)),
-        trace(pull(vjp_inputs), probe(vjp_inputs)),
+        trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
     ]
     return _GlueCut(
         step,

@@ -293,12 +293,12 @@ def _write_graph(glue: Glue, direction: str, rung: int, folder: Path, stem: str)
     function = glue.forward if forward else glue.vjp
     shapes = glue.forward_shapes if forward else glue.vjp_shapes
     inputs = [mx.zeros(at_rung(shape, rung)) for shape in shapes]
-    traced = trace(function, inputs)
+    traced = trace(function, inputs, differentiated=not forward)
     name = f"{stem}.mlxfn"
     path = folder / name
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        serialize(path, function, inputs)
+        serialize(path, function, inputs, differentiated=not forward)
         fsync_path(path)
     return Graph(
         name,

@@ -40,8 +40,8 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def row(self, i: int) -> tuple[Tokens, int]:
-        """Row i: its (T + 1,) tokens, and the index of the first of its T targets with a loss.
+    def row(self, index: int) -> tuple[Tokens, int]:
+        """Row `index`: its (T + 1,) tokens, and the index of the first of its T targets with a loss.
 
         Inputs are `tokens[:-1]`, targets `tokens[1:]`; losses count from `targets[loss_start]`.
         """
@@ -146,11 +146,11 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self._index)
 
-    def row(self, i: int) -> tuple[Tokens, int]:
-        """Row i, see Rows. Raises IndexError where there is no such row."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        start, length, loss_start = self._index[i].item()
+    def row(self, index: int) -> tuple[Tokens, int]:
+        """Row `index`, see Rows. Raises IndexError where there is no such row."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        start, length, loss_start = self._index[index].item()
         return np.array(self._tokens[start : start + length], dtype=np.int32), loss_start
 
     def _check_index(self) -> None:
@@ -191,11 +191,11 @@ class RandomRows:
     def __len__(self) -> int:
         return self._count
 
-    def row(self, i: int) -> tuple[Tokens, int]:
-        """Row i, see Rows. Raises IndexError where there is no such row."""
-        if not 0 <= i < self._count:
-            raise IndexError(f"row {i} of {self._count}")
-        words = _hashed(1, self._seed, i, np.arange(self.seq_length + 1, dtype=np.uint64))
+    def row(self, index: int) -> tuple[Tokens, int]:
+        """Row `index`, see Rows. Raises IndexError where there is no such row."""
+        if not 0 <= index < self._count:
+            raise IndexError(f"row {index} of {self._count}")
+        words = _hashed(1, self._seed, index, np.arange(self.seq_length + 1, dtype=np.uint64))
         return (words % np.uint64(self._vocab_size)).astype(np.int32), 0
 
 

@@ -6,6 +6,7 @@ to mlx-lm.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import numpy as np
 
 from ondevice.errors import DataError, UsageError
 from runtime.adapters import Adapters
-from runtime.kernels.head import HeadResult
 from runtime.program import Program
 from runtime.session import open_checked, open_session, plan_for
 
@@ -25,9 +25,9 @@ def next_token(program: Program, adapters: Adapters, tokens: list[int]) -> int:
         x = program.forward(block, x, adapters.loras(block))
         program.release(block)
     last = slice(len(tokens) - 1, len(tokens))
-    result: HeadResult
     result, _ = program.head(x, np.zeros(1, np.int64), last, None)
     program.release(program.blocks[-1])
+    assert result.predicted is not None
     return int(result.predicted.item())  # type: ignore[arg-type]
 
 
@@ -40,8 +40,6 @@ def generate(
         DataError: the bundle has no tokenizer.
         UsageError: the prompt does not fit the ladder.
     """
-    import json
-
     from tokenizers import Tokenizer
 
     bundle = open_checked(path)

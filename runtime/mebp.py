@@ -70,7 +70,7 @@ class MeBP:
             scored, dx = self.program.head(x, item.targets, item.scored, 1.0 / tokens)
             assert dx is not None
             self.activations.put(head, row, dx)
-            result += head_loss(scored.loss, scored.predicted, item)
+            result += StepLoss(float(scored.loss.sum().item()), 0, len(item.targets))  # type: ignore[arg-type]
             del x, dx, scored
         self.program.release(blocks[-1])
         return result
@@ -106,6 +106,7 @@ def evaluate(program: Program, adapters: Adapters, rows: Sequence[Row]) -> list[
     results = []
     for x, row in zip(hidden, rows, strict=True):
         scored, _ = program.head(x, row.targets, row.scored, None)
+        assert scored.predicted is not None
         results.append(head_loss(scored.loss, scored.predicted, row))
     program.release(program.blocks[-1])
     return results

@@ -40,7 +40,10 @@ class Row:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Summed loss over `tokens` scored positions, and how many were predicted right."""
+    """Summed loss over `tokens` scored positions, and how many were predicted right.
+
+    `correct` is counted in evaluation only; training leaves it 0.
+    """
 
     loss_sum: float
     correct: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -133,7 +133,9 @@ class Program:
         if key not in self._graphs:
             graph = self.bundle.manifest.graphs[key]
             try:
-                self._graphs[key] = mx.import_function(str(self.bundle.path / graph.file))
+                self._graphs[key] = cast(
+                    Callable[..., Any], mx.import_function(str(self.bundle.path / graph.file))
+                )
             except RuntimeError as problem:
                 raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
         return self._graphs[key]

@@ -25,10 +25,13 @@ from runtime.kernels.unpack import dense, join, split, unpack
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Per position: loss (N,), the most likely token (N,), and dh (N, D) of the summed loss."""
+    """Per position: loss (N,), the most likely token (N,), and dh (N, D) of the summed loss.
+
+    Predictions cost a pass over the logits and are made where no gradient is asked for.
+    """
 
     loss: mx.array
-    predicted: mx.array
+    predicted: mx.array | None
     dh: mx.array | None
 
 
@@ -68,8 +71,9 @@ class HeadKernel:
                     sums = h.reshape(count, tile.shift.shape[1], -1).sum(axis=-1)
                     logits = mx.addmm(logits, sums, tile.shift.T)
             top = logits.max(axis=-1, keepdims=True)
-            place = logits.argmax(axis=-1).astype(mx.int32) + start
-            predicted = mx.where(top[:, 0] > best[:, 0], place, predicted)
+            if not gradient:
+                place = logits.argmax(axis=-1).astype(mx.int32) + start
+                predicted = mx.where(top[:, 0] > best[:, 0], place, predicted)
             new = mx.maximum(best, top)
             fade = mx.exp(best - new)
             p = exp(logits - new)
@@ -93,7 +97,7 @@ class HeadKernel:
                     mx.eval(shifted)
                 mx.eval(halves)
             mx.eval(best, total, predicted)
-            del p, tile, columns, fade, new, top, place
+            del p, tile, columns, fade, new, top
         loss = (best + mx.log(total) - target_logit)[:, 0]
         if not gradient:
             return HeadResult(loss, predicted, None)
@@ -104,4 +108,4 @@ class HeadKernel:
         else:
             assert shifted is not None
             dh = shifted
-        return HeadResult(loss, predicted, dh / total - chosen)
+        return HeadResult(loss, None, dh / total - chosen)
