@@ -178,8 +178,15 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
     Raises:
         BundleError: the model does something that programs cannot express.
     """
-    module = importlib.import_module(f"mlx_lm.models.{family}")
+    try:
+        return _cut_model(family, config)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+        raise BundleError(f"{family} cannot be run with this configuration: {problem}") from problem
+
+
+def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     model = build_model(family, config)
+    module = importlib.import_module(f"mlx_lm.models.{family}")
     taps = Taps(module, model)
     cut = Cut()
     _cut_ends(taps, cut)

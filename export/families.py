@@ -93,13 +93,16 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     Nothing is evaluated, so it costs no memory until a parameter is used. Raises BundleError when
     the model class cannot be built from the configuration.
     """
-    module = importlib.import_module(f"mlx_lm.models.{family}")
+    try:
+        module = importlib.import_module(f"mlx_lm.models.{family}")
+    except ImportError:
+        raise BundleError(f"{where}: mlx-lm knows no architecture {family!r:.40}") from None
     try:
         model = module.Model(module.ModelArgs.from_dict(config))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
         raise BundleError(f"{where}: {family} cannot be built from this configuration: {e}") from e
     # sanitize is where mlx-lm drops the output matrix of tied models
-    model.sanitize({} if config["tie_word_embeddings"] else {"lm_head.weight": None})
+    model.sanitize({} if config.get("tie_word_embeddings", True) else {"lm_head.weight": None})
     return model
 
 

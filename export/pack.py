@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,6 +40,7 @@ from ondevice.config import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.manifest import Block, Extent, Graph, Manifest, Matrix, at_rung, graph_key
 from ondevice.schema import encode
+from ondevice.validate import check_manifest
 
 SLICE_VALUES = 4 << 20  # values of a tensor in memory at a time
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -300,6 +304,10 @@ def _write_graph(glue: Glue, direction: str, rung: int, folder: Path, stem: str)
         path.parent.mkdir(parents=True, exist_ok=True)
         serialize(path, function, inputs, differentiated=not forward)
         fsync_path(path)
+        try:
+            mx.import_function(str(path))
+        except RuntimeError:  # MLX does not report a short write
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
     return Graph(
         name,
         path.stat().st_size,
@@ -318,20 +326,26 @@ def retrace(path: str | Path, device: str = "auto", progress: Progress = no_prog
     bundle = open_bundle(path)
     manifest = bundle.manifest
     here = set_device(device)
+    if manifest.config.get("num_hidden_layers") != len(manifest.layers):
+        raise BundleError(f"{path}: its configuration has not its {len(manifest.layers)} layers")
     cut = cut_model(manifest.family, manifest.config)
     if [b.kind for b in cut.blocks] != [b.kind for b in manifest.blocks] or any(
-        {n for n in kind.values} != {n for n in manifest.kinds[name].values}
-        for name, kind in cut.kinds.items()
+        set(kind.values) != set(manifest.kinds[name].values) for name, kind in cut.kinds.items()
     ):
         raise BundleError(f"{path}: this mlx-lm runs the model otherwise; export it again")
     version = metadata.version("mlx")
     folders = {graph.file.rpartition("/")[0] for graph in manifest.graphs.values()}
-    subfolder = f"graphs-{version}-{here}"
+    subfolder = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{GRAPHS}-{version}-{here}")
     if subfolder in folders:
         subfolder += "-again"
-    graphs = write_graphs(cut, manifest.rungs, bundle.path, subfolder, progress)
-    fresh = replace(manifest, graphs=graphs, kinds=cut.kinds, mlx_version=version, device=here)
+    try:
+        graphs = write_graphs(cut, manifest.rungs, bundle.path, subfolder, progress)
+        fresh = replace(manifest, graphs=graphs, kinds=cut.kinds, mlx_version=version, device=here)
+        check_manifest(fresh)
+    except BaseException:
+        shutil.rmtree(bundle.path / subfolder, ignore_errors=True)
+        raise
     write_atomic(bundle.path / MANIFEST, manifest_bytes(fresh))
     for folder in folders:
-        shutil.rmtree(bundle.path / folder)
+        shutil.rmtree(bundle.path / folder, ignore_errors=True)
     return open_bundle(path)

@@ -88,7 +88,8 @@ def _search(w: F32, bits: int) -> tuple[F32, npt.NDArray[np.float16]]:
         judge((np.float32(low * (1 + stretch)) / safe).astype(np.float32))
     for _ in range(2):
         judge(np.divide(1, best_scale, out=np.zeros_like(best_scale), where=best_scale != 0))
-    scales = best_scale.astype(np.float16)
+    with np.errstate(over="ignore"):  # the caller looks for infinite scales
+        scales = best_scale.astype(np.float16)
     exact = scales.astype(np.float32)
     inverse = np.divide(1, exact, out=np.zeros_like(exact), where=exact != 0)
     np.multiply(w, inverse[:, None], out=q)

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -51,17 +51,21 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data` so that a reader sees the old bytes or the new, never a mix."""
     temporary = path.with_name(f".{path.name}.partial")
     with storage_errors(path):
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         fsync_path(path.parent)
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, a quota or a read-only folder into a `StorageError`."""
+    """Turn what the system says (a full disk, a read-only folder) into a `StorageError`."""
     try:
         yield
     except OSError as problem:
@@ -71,9 +75,7 @@ def storage_errors(path: Path) -> Iterator[None]:
                 f"the disk is full: {problem.strerror} while writing {path} "
                 f"({free / 1e6:.0f} MB free); make room and start again"
             ) from problem
-        if problem.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
-        raise
+        raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
 
 
 @dataclass(frozen=True)
@@ -127,20 +129,11 @@ def open_bundle(path: str | Path) -> Bundle:
     """
     folder = Path(path)
     try:
-        size = (folder / MANIFEST).stat().st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise BundleError(f"{folder / MANIFEST} has {size} bytes: not a manifest")
-        data = json.loads((folder / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
+        manifest = _read_manifest(folder)
+    except OSError as problem:
+        raise BundleError(f"{folder / MANIFEST} cannot be read: {problem.strerror}") from None
+    except (ValueError, RecursionError) as problem:  # of JSON, UTF-8, huge numbers, deep nesting
         raise BundleError(f"{folder / MANIFEST} is damaged: {problem}") from None
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise BundleError(f"{folder / MANIFEST} is no {FORMAT} manifest")
-    if (version := data.pop("version", None)) != VERSION:
-        raise BundleError(f"{folder}: format version {version}, this program reads {VERSION}")
-    manifest = decode(Manifest, data, "manifest")
-    check_manifest(manifest)
     bundle = Bundle(folder, manifest)
     sizes = {WEIGHTS: manifest.weights_nbytes}
     sizes |= {graph.file: graph.nbytes for graph in manifest.graphs.values()}
@@ -155,6 +148,25 @@ def open_bundle(path: str | Path) -> Bundle:
         if (found := file.stat().st_size) != expected:
             raise BundleError(f"{file} has {found} bytes, expected {expected}: truncated?")
     return bundle
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
+    if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path} has {size} bytes: not a manifest")
+    data = json.loads(path.read_bytes())
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise BundleError(f"{path} is no {FORMAT} manifest")
+    version = data.pop("version", None)
+    if version != VERSION or isinstance(version, bool):
+        raise BundleError(f"{folder}: format version {version!r:.20}, this program reads {VERSION}")
+    manifest = decode(Manifest, data, "manifest")
+    check_manifest(manifest)
+    return manifest
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -177,21 +189,29 @@ class BundleWriter:
         self._digest = hashlib.sha256()
 
     def __enter__(self) -> BundleWriter:
-        if self.destination.exists():
+        if os.path.lexists(self.destination):
             if not self.force:
                 raise UsageError(f"{self.destination} exists; choose another or pass --force")
-            if any(self.destination.iterdir()) and not (self.destination / MANIFEST).exists():
+            ours = self.destination.is_dir() and not self.destination.is_symlink()
+            if not ours or not (
+                (self.destination / MANIFEST).exists() or not any(self.destination.iterdir())
+            ):
                 raise UsageError(f"{self.destination} is not a bundle; it is not replaced")
         with storage_errors(self.folder):
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             if self.folder.exists():  # left by a killed export
                 shutil.rmtree(self.folder)
-            (self.folder / GRAPHS).mkdir(parents=True)
-            self._weights = (self.folder / WEIGHTS).open("wb")
+            try:
+                (self.folder / GRAPHS).mkdir(parents=True)
+                self._weights = (self.folder / WEIGHTS).open("wb")
+            except BaseException:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._weights.close()
+        with suppress(OSError):  # its buffer, on a full disk; `finish_weights` has reported it
+            self._weights.close()
         if self.folder.exists():
             shutil.rmtree(self.folder)
 
@@ -243,7 +263,11 @@ class BundleWriter:
                 old = self.destination.with_name(f".{self.destination.name}.old")
                 shutil.rmtree(old, ignore_errors=True)
                 self.destination.rename(old)
-                self.folder.rename(self.destination)
+                try:
+                    self.folder.rename(self.destination)
+                except BaseException:
+                    old.rename(self.destination)
+                    raise
                 shutil.rmtree(old)
             else:
                 self.folder.rename(self.destination)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ondevice.errors import BundleError
 
 D = TypeVar("D")
+MAX_INT = 2**63 - 1
 
 
 def encode(value: Any) -> Any:
@@ -77,6 +78,8 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         return {key: _value(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     if dataclasses.is_dataclass(hint):
         return decode(hint, data, where)  # type: ignore[arg-type]
+    if isinstance(data, int) and abs(data) > MAX_INT:
+        raise BundleError(f"{where}: a number of {data.bit_length()} bits")
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, hint) or (hint is int and isinstance(data, bool)):

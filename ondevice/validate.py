@@ -20,6 +20,9 @@ from ondevice.manifest import (
     graph_key,
 )
 
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
+PLACES = {"graph": re.compile(r"graphs[A-Za-z0-9_.-]*/[^/]+"), "file": re.compile(r"tokenizer/.+")}
+MAX_NAME, MAX_DIM, MAX_DIMS = 200, 1 << 31, 8
 SAFE = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
 
 
@@ -38,18 +41,26 @@ def check_manifest(manifest: Manifest) -> None:
     require(bool(rungs) and rungs[0] > 0, "there is no rung")
     require(list(rungs) == sorted(set(rungs)), f"rungs {list(rungs)} are not ascending")
     require(rungs[-1] <= 1 << 20, f"rung {rungs[-1]} is beyond reason")
-    for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
-        require(SAFE.fullmatch(name) is not None, f"file name {name!r} is not allowed")
+    require(manifest.device in ("cpu", "gpu"), f"device {manifest.device!r}")
+    names = [("file", name) for name in manifest.files]
+    names += [("graph", graph.file) for graph in manifest.graphs.values()]
+    for what, name in names:
+        allowed = len(name) <= MAX_NAME and SAFE.fullmatch(name) and PLACES[what].fullmatch(name)
+        require(bool(allowed), f"{what} {name!r:.80} is not an allowed name")
     _check_lora(manifest)
     for name, matrix in manifest.matrices.items():
         _check_matrix(name, matrix)
     for name, extent in manifest.vectors.items():
         _check_extent(name, extent)
         require(extent.dtype == "float32", f"{name}: vectors are float32, not {extent.dtype}")
+        require(len(extent.shape) == 1, f"{name}: a vector of shape {extent.shape}")
     _check_layout(manifest)
-    for kind in manifest.kinds.values():
+    for name, kind in manifest.kinds.items():
+        require(kind.name == name, f"kind {name} calls itself {kind.name}")
         _check_kind(manifest, kind)
     require(len(manifest.blocks) >= 3, "fewer than three blocks")
+    layers = [block.name for block in manifest.layers]
+    require(len(set(layers)) == len(layers), "two layers have the same name")
     for position, block in enumerate(manifest.blocks):
         _check_block(manifest, position, block)
 
@@ -57,9 +68,9 @@ def check_manifest(manifest: Manifest) -> None:
 def _check_lora(manifest: Manifest) -> None:
     lora = manifest.lora
     require(set(lora) == {"rank", "alpha", "targets"}, f"lora has keys {sorted(lora)}")
-    require(isinstance(lora["rank"], int) and 0 < lora["rank"] <= 4096, "lora.rank")
-    alpha = lora["alpha"]
-    require(isinstance(alpha, int | float) and math.isfinite(alpha) and alpha > 0, "lora.alpha")
+    rank, alpha = lora["rank"], lora["alpha"]
+    require(type(rank) is int and 0 < rank <= 4096, "lora.rank is not in 1..4096")
+    require(type(alpha) in (int, float) and 0 < alpha <= 1e6, "lora.alpha is not in 0..1e6")
     targets = lora["targets"]
     listed = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
     require(targets == "all-linear" or listed, "lora.targets")
@@ -67,6 +78,7 @@ def _check_lora(manifest: Manifest) -> None:
 
 def _check_extent(name: str, extent: Extent) -> None:
     require(extent.dtype in ITEM_BYTES, f"{name}: unknown dtype {extent.dtype!r}")
+    require(len(extent.shape) <= MAX_DIMS, f"{name}: {len(extent.shape)} dimensions")
     expected = math.prod(extent.shape) * ITEM_BYTES[extent.dtype]
     require(extent.nbytes == expected, f"{name}: {extent.nbytes} bytes, its shape needs {expected}")
     require(extent.offset % ALIGNMENT == 0, f"{name}: offset {extent.offset} is not aligned")
@@ -106,11 +118,17 @@ def _check_kind(manifest: Manifest, kind: Kind) -> None:
     known = {kind.input} if kind.input else set()
     where = f"kind {kind.name}"
     for name, shape in kind.values.items():
-        require(shape.count(T) == 1, f"{where}: {name} has shape {shape}")
-        require(all(d == T or isinstance(d, int) for d in shape), f"{where}: {name} {shape}")
-    for step in kind.steps:
+        require(NAME.fullmatch(name) is not None, f"{where}: value {name!r}")
+        sizes = [dim for dim in shape if isinstance(dim, int)]
+        good = shape.count(T) == 1 and len(sizes) == len(shape) - 1 and len(shape) <= MAX_DIMS
+        require(good and all(0 < d <= MAX_DIM for d in sizes), f"{where}: {name} is {shape}")
+    for position, step in enumerate(kind.steps):
+        _check_fields(step, where)
+        require(step.op != "embedding" or position == 0, f"{where}: a late embedding")
+        require(step.op != "head" or position == len(kind.steps) - 1, f"{where}: an early head")
         for name in step.inputs:
             if name.startswith("@"):
+                require(step.op == "glue", f"{where}: {step.op} of the parameter {name}")
                 require(name[1:] in kind.parameters, f"{where}: no parameter {name}")
             else:
                 require(name in known, f"{where}: {name} is used before it is made")
@@ -118,19 +136,46 @@ def _check_kind(manifest: Manifest, kind: Kind) -> None:
         for name in made:
             require(name in kind.values, f"{where}: {name} has no shape")
             require(name not in known, f"{where}: {name} is made twice")
+        require(len(set(made)) == len(made), f"{where}: {made} are not distinct")
         known |= set(made)
         if step.op == "glue":
             _check_glue(manifest, kind, step)
         elif step.op == "attention":
             _check_attention(kind, step)
         elif step.op == "linear":
-            require(len(step.inputs) == 1 and bool(step.linears), f"{where}: linear step")
+            shapes = [kind.values[name] for name in (*step.inputs, *made)]
+            require(all(s[:2] == (1, T) and len(s) == 3 for s in shapes), f"{where}: {shapes}")
     require(kind.output in known, f"{where}: its output {kind.output} is never made")
+
+
+ARITY = {"embedding": (0, 1, 0), "attention": (3, 1, 0), "head": (1, 0, 0)}
+FIELDS = {
+    "embedding": {"matrix"},
+    "linear": {"linears"},
+    "attention": {"scale", "window"},
+    "glue": {"graph", "vjp_inputs", "vjp_outputs"},
+    "head": {"matrix"},
+}
+
+
+def _check_fields(step: Step, where: str) -> None:
+    """A step has the inputs and outputs of its operation, and no other operation's fields."""
+    counts = (len(step.inputs), len(step.outputs), len(step.linears))
+    if step.op == "linear":
+        require(counts[:2] == (1, 0) and bool(step.linears), f"{where}: linear step")
+    elif step.op == "glue":
+        distinct = len(set(step.inputs)) == len(step.inputs)
+        require(distinct and bool(step.outputs), f"{where}: glue {step.graph}")
+    else:
+        require(counts == ARITY[step.op], f"{where}: {step.op} step")
+    blank = Step(step.op)
+    for name in ("matrix", "linears", "scale", "window", "graph", "vjp_inputs", "vjp_outputs"):
+        foreign = name not in FIELDS[step.op] and getattr(step, name) != getattr(blank, name)
+        require(not foreign, f"{where}: {step.op} step with {name}")
 
 
 def _check_attention(kind: Kind, step: Step) -> None:
     where = f"kind {kind.name}: attention"
-    require(len(step.inputs) == 3 and len(step.outputs) == 1, f"{where} takes q, k, v")
     q, k, v = (kind.values[name] for name in step.inputs)
     out = kind.values[step.outputs[0]]
     require(all(len(s) == 4 and s[0] == 1 and s[2] == T for s in (q, k, v, out)), f"{where} shapes")
@@ -143,11 +188,12 @@ def _check_attention(kind: Kind, step: Step) -> None:
 def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
     where = f"kind {kind.name}: glue {step.graph}"
     for name in step.vjp_inputs:
-        bare = name.lstrip("~")
+        bare = name.removeprefix("~")
         expected = step.outputs if name.startswith("~") else step.inputs
         require(bare in expected, f"{where}: its vjp wants {name}")
     activations = {name for name in step.inputs if not name.startswith("@")}
-    require(set(step.vjp_outputs) == activations, f"{where}: its vjp returns {step.vjp_outputs}")
+    returned = (len(step.vjp_outputs), set(step.vjp_outputs))
+    require(returned == (len(activations), activations), f"{where}: its vjp: {step.vjp_outputs}")
     for rung in manifest.rungs:
         for direction, inputs, outputs in (
             ("forward", step.inputs, step.outputs),
@@ -164,7 +210,7 @@ def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
 def _shape(kind: Kind, name: str, rung: int) -> tuple[int, ...]:
     if name.startswith("@"):
         return kind.parameters[name[1:]]
-    return at_rung(kind.values[name.lstrip("~")], rung)
+    return at_rung(kind.values[name.removeprefix("~")], rung)
 
 
 def _check_block(manifest: Manifest, position: int, block: Block) -> None:
@@ -189,6 +235,9 @@ def _check_block(manifest: Manifest, position: int, block: Block) -> None:
             expected = (manifest.vocab_size, manifest.hidden_size)
             found = matrix and (matrix.rows, matrix.columns)
             require(found == expected, f"{where}: {step.matrix} is {found}, expected {expected}")
+            (name,) = step.inputs or step.outputs
+            require(kind.values[name] == stream, f"{where}: {name} is not {stream}")
+            require(first or name == kind.output, f"{where}: the head reads {name}")
         for linear in step.linears:
             name = block.tensor(linear.name)
             matrix = manifest.matrices.get(name)

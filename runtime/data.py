@@ -41,7 +41,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> tuple[Tokens, int]:
-        """Row `index`: its (T + 1,) tokens, and the index of the first of its T targets with a loss.
+        """Row `index`: its (T + 1,) tokens, and which of its T targets is the first with a loss.
 
         Inputs are `tokens[:-1]`, targets `tokens[1:]`; losses count from `targets[loss_start]`.
         """

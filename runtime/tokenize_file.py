@@ -61,6 +61,8 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         config_file = folder / "tokenizer_config.json"
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+        if not isinstance(config, dict):
+            raise ValueError("tokenizer_config.json is not a JSON object")
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"the tokenizer of bundle {bundle_dir} cannot be read: {error}") from error
     tokenizer.no_truncation()
@@ -78,7 +80,9 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
 
     bos = special("bos_token")
     # without the key, what the tokenizer itself puts before a text decides
-    adds_bos = config.get("add_bos_token", tokenizer.encode("").ids[:1] == [bos])
+    adds_bos = config.get("add_bos_token")
+    if adds_bos is None:
+        adds_bos = tokenizer.encode("").ids[:1] == [bos]
     return TextEncoder(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
         bos=bos if adds_bos else None,

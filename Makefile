@@ -1,0 +1,38 @@
+# make demo and make test set up everything from nothing, in a virtual environment of their own.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup blas demo test check clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
+	$(MAKE) blas
+	touch $@
+
+# The OpenBLAS wheel needs the Fortran runtime, which minimal Linux images lack.
+blas:
+	@if [ "$$(uname -s)" = Linux ] && ! ldconfig -p 2>/dev/null | grep -q 'libgfortran\.so\.5'; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    { apt-get install -y -qq libgfortran5 || { apt-get update -qq && apt-get install -y -qq libgfortran5; }; } >/dev/null; \
+	  else echo 'libgfortran5 is missing: matrix products will be slow; install it with your package manager'; fi; \
+	fi
+
+demo: setup
+	$(BIN)/python -m harness.demo --output demo-out
+
+test: setup check
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) demo-out
