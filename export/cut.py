@@ -112,7 +112,9 @@ class _LayerTap:
         self.mask: Any = None
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        self.mask = kwargs["mask"] if "mask" in kwargs else args[0]
+        self.mask = kwargs.pop("mask") if "mask" in kwargs else args[0]
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise BundleError(f"layer {self.index} is given more than its input and a mask")
         return self.taps.tape.call("layer", str(self.index), (x,), tuple(x.shape))
 
     def __getattr__(self, name: str) -> Any:
@@ -245,7 +247,10 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
         calls, final = replay(outputs)
         return [*(call.inputs[0] for call in calls[1:]), final]
 
-    passes = trace(ends, [call.output for call in calls]).passes
+    traced = trace(ends, [call.output for call in calls])
+    passes = traced.passes
+    if not (traced.depends[0] <= {0} and traced.depends[-2] <= {len(calls) - 2}):
+        raise BundleError("the model's head or first layer reads past its neighbour")
     if passes[-1] != len(calls) - 1:
         raise BundleError("the model changes its logits after the head (soft-capping?)")
     for index in range(1, len(taps.layers)):

@@ -44,6 +44,10 @@ def quantize_rows(w: F32, bits: int, group_size: int, threads: int = 2) -> Quant
     scales = np.empty(len(groups), np.float16)
 
     def work(start: int) -> tuple[float, float, float]:
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for infinite scales
+            return quantize(start)
+
+    def quantize(start: int) -> tuple[float, float, float]:
         part = groups[start : start + step]
         q, s = _search(part, bits)
         codes[start : start + step] = (q + 2 ** (bits - 1)).astype(np.uint8)
@@ -88,8 +92,8 @@ def _search(w: F32, bits: int) -> tuple[F32, npt.NDArray[np.float16]]:
         judge((np.float32(low * (1 + stretch)) / safe).astype(np.float32))
     for _ in range(2):
         judge(np.divide(1, best_scale, out=np.zeros_like(best_scale), where=best_scale != 0))
-    with np.errstate(over="ignore"):  # the caller looks for infinite scales
-        scales = best_scale.astype(np.float16)
+    best_scale[best_gain < 0] = np.inf  # too large to be judged
+    scales = best_scale.astype(np.float16)
     exact = scales.astype(np.float32)
     inverse = np.divide(1, exact, out=np.zeros_like(exact), where=exact != 0)
     np.multiply(w, inverse[:, None], out=q)

@@ -53,7 +53,7 @@ def export_gemma(folder: Path) -> Path:
     gguf = folder / "gemma3-270m.gguf"
     if not gguf.exists():
         package.assemble(str(gguf))
-    print(ondevice("export", str(gguf), "-o", str(bundle), "--seq-lens=64,128,256").strip())
+    print(ondevice("export", str(gguf), "-o", str(bundle), "--seq-lens=32,48,64,128").strip())
     return bundle
 
 

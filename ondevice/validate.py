@@ -146,6 +146,8 @@ def _check_kind(manifest: Manifest, kind: Kind) -> None:
             shapes = [kind.values[name] for name in (*step.inputs, *made)]
             require(all(s[:2] == (1, T) and len(s) == 3 for s in shapes), f"{where}: {shapes}")
     require(kind.output in known, f"{where}: its output {kind.output} is never made")
+    used = {kind.output, *(name for step in kind.steps for name in step.inputs)}
+    require(known <= used, f"{where}: {sorted(known - used)} are never used")
 
 
 ARITY = {"embedding": (0, 1, 0), "attention": (3, 1, 0), "head": (1, 0, 0)}

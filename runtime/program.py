@@ -140,6 +140,19 @@ class Program:
                 raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
         return self._graphs[key]
 
+    def _call(self, step: Step, direction: str, arguments: list[mx.array]) -> tuple[mx.array, ...]:
+        """A graph's results, lazy; a file that is not what the manifest says is refused."""
+        graph = self.bundle.manifest.graphs[graph_key(step.graph, direction, self.rung)]
+        function = self._graph(step, direction)
+        try:
+            results = tuple(function(*arguments))
+        except (RuntimeError, ValueError) as problem:
+            raise BundleError(f"{graph.file} does not take its inputs: {problem}") from None
+        found = tuple(tuple(result.shape) for result in results)
+        if found != graph.outputs or any(result.dtype != mx.float32 for result in results):
+            raise BundleError(f"{graph.file} returns {found}, the manifest says {graph.outputs}")
+        return results
+
     def _run_forward(
         self, block: Block, kind: Kind, values: Values, loras: Loras, skip: int = 0
     ) -> mx.array:
@@ -169,7 +182,7 @@ class Program:
     ) -> None:
         if step.op == "glue":
             arguments = [self._argument(block, name, values) for name in step.inputs]
-            results = self._graph(step, "forward")(*arguments)
+            results = self._call(step, "forward", arguments)
             del arguments
             mx.eval(results)
             values.update(zip(step.outputs, results, strict=True))
@@ -208,7 +221,7 @@ class Program:
                 if f"~{name}" not in values:
                     values[f"~{name}"] = mx.zeros(self._output_shape(step, name))
             arguments = [self._argument(block, name, values) for name in step.vjp_inputs]
-            results = self._graph(step, "vjp")(*arguments)
+            results = self._call(step, "vjp", arguments)
             del arguments
             found = dict(zip(step.vjp_outputs, results, strict=True))
             del results
@@ -245,7 +258,10 @@ class Program:
         source = step.inputs[0]
         total: mx.array | None = None
         for linear in step.linears:
-            dy = values.pop(f"~{linear.output}")[0]
+            received = values.pop(f"~{linear.output}", None)
+            if received is None:
+                continue  # not adapted, and no adapter lies before it
+            dy = received[0]
             lora = loras.get(linear.name)
             if lora is not None:
                 pair = self.linear.backward_lora(values[source][0], dy, lora)

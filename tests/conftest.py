@@ -1,0 +1,78 @@
+"""Tiny bundles, exported once, and fresh random inputs whose seed a failing test prints."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.backend import prepare
+
+prepare()  # before MLX is imported
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from export.pack import export_bundle  # noqa: E402
+from ondevice.bundle import Bundle  # noqa: E402
+from ondevice.config import ExportConfig  # noqa: E402
+from runtime.kernels.attention import AttentionKernel  # noqa: E402
+from runtime.kernels.head import HeadKernel  # noqa: E402
+from runtime.kernels.linear import LinearKernel  # noqa: E402
+from runtime.program import Program  # noqa: E402
+from runtime.weights import Weights  # noqa: E402
+
+FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
+RUNGS = (16, 32, 64)
+SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
+
+
+@pytest.fixture
+def seed() -> int:
+    """A seed of its own for every test and run; pytest shows it where the test fails."""
+    value = int(os.environ[SEED]) if SEED in os.environ else secrets.randbits(32)
+    print(f"{SEED}={value}")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
+    """tiny(family, **settings): its bundle at RUNGS, exported when first asked for."""
+    folder = tmp_path_factory.mktemp("tiny")
+    made: dict[str, Bundle] = {}
+
+    def get(family: str, **settings: object) -> Bundle:
+        key = repr((family, sorted(settings.items())))
+        if key not in made:
+            config = {"seq_lens": RUNGS, "device": "cpu", **settings}
+            source, output = f"random:tiny-{family}", str(folder / f"{family}-{len(made)}")
+            made[key] = export_bundle(ExportConfig(source=source, output=output, **config))
+        return made[key]
+
+    return get
+
+
+def program_of(
+    bundle: Bundle,
+    rung: int,
+    arithmetic: str = "unpacked",
+    tile_values: int = 3000,
+    query_block: int = 7,
+    chunk_rows: int = 100,
+) -> Program:
+    """A program whose tiles are small and divide nothing."""
+    weights = Weights(bundle)
+    linear = LinearKernel(weights, arithmetic, tile_values)
+    attention, head = AttentionKernel(query_block), HeadKernel(linear, chunk_rows)
+    return Program(bundle, weights, rung, linear, attention, head)
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything below a folder, hidden files too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

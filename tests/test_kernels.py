@@ -1,0 +1,270 @@
+"""The three kernels against their oracles: fresh shapes, values and tile sizes in every run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from harness import reference
+from ondevice.manifest import Extent, Matrix
+from runtime.kernels.attention import AttentionKernel
+from runtime.kernels.exponential import exp
+from runtime.kernels.head import HeadKernel
+from runtime.kernels.linear import LinearKernel, Lora
+from runtime.kernels.unpack import dense, join, split
+from runtime.weights import Weights
+
+CLOSE = 1e-5
+LAYOUTS = [
+    (bits, group, layout)
+    for bits in (4, 8)
+    for group in (32, 64, 128)
+    for layout in ("symmetric", "affine")
+]
+Rng = np.random.Generator
+
+
+def stored(
+    folder: Path, rng: Rng, rows: int, groups: int, bits: int, group_size: int, layout: str
+) -> tuple[Weights, Matrix, np.ndarray]:
+    """A random matrix in a weights file, and its values (R, C) in float64 by the format's words."""
+    columns = groups * group_size
+    codes = rng.integers(0, 1 << bits, (rows, columns), dtype=np.uint32)
+    per_word = 32 // bits
+    lanes = codes.reshape(rows, -1, per_word) << (bits * np.arange(per_word, dtype=np.uint32))
+    words = np.bitwise_or.reduce(lanes, axis=2).astype("<u4")
+    dtype = {"symmetric": "float16", "affine": str(rng.choice(["float32", "bfloat16"]))}[layout]
+    # symmetric scales may be negative
+    scales = rng.standard_normal((rows, groups)) / (1 << bits)
+    biases = rng.standard_normal((rows, groups))
+    parts = [words, _stored_floats(scales, dtype), _stored_floats(biases, dtype)]
+    blob, extents = b"", []
+    for part, kind in zip(parts, ("uint32", dtype, dtype), strict=True):
+        blob += bytes(-len(blob) % 64)
+        extents.append(Extent(len(blob), part.nbytes, kind, part.shape))
+        blob += part.tobytes()
+    path = folder / "weights.bin"
+    path.write_bytes(blob)
+    manifest = SimpleNamespace(blocks=(), kinds={}, weights_nbytes=len(blob))
+    weights = Weights(SimpleNamespace(manifest=manifest, weights_path=path))  # type: ignore[arg-type]
+    symmetric = layout == "symmetric"
+    matrix = Matrix(
+        rows, columns, bits, group_size, layout, *extents[:2], None if symmetric else extents[2]
+    )
+    exact_scales = _exact(parts[1], dtype)
+    offset = -(2.0 ** (bits - 1)) * exact_scales if symmetric else _exact(parts[2], dtype)
+    grouped = codes.reshape(rows, groups, group_size)
+    values = grouped * exact_scales[..., None] + offset[..., None]
+    return weights, matrix, values.reshape(rows, columns)
+
+
+def _stored_floats(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)
+
+
+def _exact(stored: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored.astype(np.float64)
+
+
+def normal(rng: Rng, *shape: int) -> mx.array:
+    return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+def close(found: Any, expected: Any, bound: float = CLOSE) -> None:
+    assert tuple(found.shape) == tuple(expected.shape)
+    assert reference.relative_error(found, expected) <= bound
+
+
+# --- unpacking --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+def test_unpacked_values_are_the_formats(
+    tmp_path: Path, rng: Rng, bits: int, group: int, layout: str
+) -> None:
+    rows, groups = int(rng.integers(1, 40)), int(rng.integers(1, 4))
+    weights, matrix, values = stored(tmp_path, rng, rows, groups, bits, group, layout)
+    tile = weights.tile(matrix, 0, rows)
+    found = np.array(dense(tile, bits)).astype(np.float64)
+    by_mlx = np.array(reference.dequantized(weights, matrix)).astype(np.float64)
+    if layout == "symmetric":  # float16 times a few bits: every product is exact in float32
+        assert (found == values).all()
+        assert (by_mlx == values).all()
+    else:
+        np.testing.assert_allclose(found, values, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(by_mlx, values, rtol=0, atol=1e-5)
+
+
+def test_tiles_and_gathered_rows_are_rows_of_the_matrix(tmp_path: Path, rng: Rng) -> None:
+    weights, matrix, values = stored(tmp_path, rng, 37, 2, 4, 32, "affine")
+    start, stop = sorted(rng.choice(38, 2, replace=False).tolist())
+    tile = dense(weights.tile(matrix, start, stop), 4)
+    np.testing.assert_allclose(np.array(tile), values[start:stop], atol=1e-5)
+    rows = rng.integers(0, 37, 50)
+    np.testing.assert_allclose(
+        np.array(dense(weights.gather(matrix, rows), 4)), values[rows], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_join_undoes_split(rng: Rng, bits: int) -> None:
+    x = normal(rng, 5, 64)
+    assert mx.array_equal(join(split(x, bits)), x)
+
+
+# --- linear -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
+@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+@pytest.mark.parametrize("extras", [(), ("bias",), ("lora",), ("bias", "lora")], ids="+".join)
+def test_linear_and_its_backward(
+    tmp_path: Path,
+    rng: Rng,
+    bits: int,
+    group: int,
+    layout: str,
+    arithmetic: str,
+    extras: tuple[str, ...],
+) -> None:
+    rows, groups, length = (int(n) for n in rng.integers(1, (60, 4, 20)))
+    weights, matrix, values = stored(tmp_path, rng, rows, groups, bits, group, layout)
+    columns, rank = matrix.columns, int(rng.integers(1, 9))
+    x, dy = normal(rng, length, columns), normal(rng, length, rows)
+    bias = normal(rng, rows) if "bias" in extras else None
+    a, b, scale = normal(rng, columns, rank), normal(rng, rank, rows), float(rng.uniform(0.1, 4))
+    lora = Lora(a, b, scale) if "lora" in extras else None
+    kernel = LinearKernel(weights, arithmetic, int(rng.integers(1, 2 * rows * columns)))
+    w = mx.array(values.astype(np.float32))
+    factor = scale if lora else 0.0
+
+    def oracle(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        return reference.linear(x, w, bias, a, b, factor)
+
+    (y,), (dx, da, db) = mx.vjp(oracle, [x, a, b], [dy])
+    close(kernel.forward(x, matrix, bias, lora), y)
+    close(kernel.backward_input(dy, matrix, lora), dx)
+    if lora is not None:
+        found_a, found_b = kernel.backward_lora(x, dy, lora)
+        close(found_a, da)
+        close(found_b, db)
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize("window", [None, 1, 5, 1000])
+@pytest.mark.parametrize("block", [1, 7, 16, 1000])
+def test_attention_and_its_backward(
+    rng: Rng, heads: int, groups: int, window: int | None, block: int
+) -> None:
+    length, width, value_width = (int(n) for n in rng.integers((1, 1, 1), (40, 20, 20)))
+    q = normal(rng, 1, heads, length, width)
+    k = normal(rng, 1, groups, length, width)
+    v = normal(rng, 1, groups, length, value_width)
+    d_out = normal(rng, 1, heads, length, value_width)
+    scale = float(rng.uniform(0.05, 1))
+    kernel = AttentionKernel(block)
+    out, lse = kernel.forward(q, k, v, scale, window)
+    (expected,), gradients = mx.vjp(
+        lambda q, k, v: reference.attention(q, k, v, scale, window), [q, k, v], [d_out]
+    )
+    close(out, expected)
+    found = kernel.backward(q, k, v, out, lse, d_out, scale, window)
+    # one key: softmax is constant and dq, dk are zero up to rounding
+    floor = 1e-5 * float(mx.linalg.norm(d_out.reshape(-1)))
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert mine.shape == theirs.shape
+        difference = float(mx.linalg.norm((mine - theirs).reshape(-1)))
+        assert difference <= CLOSE * float(mx.linalg.norm(theirs.reshape(-1))) + floor
+
+
+def test_attention_with_huge_scores_stays_finite(rng: Rng) -> None:
+    q, k, v = (normal(rng, 1, 2, 21, 8) * factor for factor in (100, 100, 1))
+    kernel = AttentionKernel(5)
+    out, lse = kernel.forward(q, k, v, 1.0, 6)
+    close(out, reference.attention(q, k, v, 1.0, 6), 1e-4)
+    for gradient in kernel.backward(q, k, v, out, lse, normal(rng, *out.shape), 1.0, 6):
+        assert mx.isfinite(gradient).all()
+
+
+def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng) -> None:
+    q, k, v = (normal(rng, 1, 2, 30, 8) for _ in range(3))
+    kernel = AttentionKernel(4)
+    out, _ = kernel.forward(q, k, v, 0.3, 5)
+    far = mx.arange(30)[None, None, :, None]
+    outside = (far > 20) | (far <= 15)
+    moved, _ = kernel.forward(q, mx.where(outside, 1e3, k), mx.where(outside, -1e3, v), 0.3, 5)
+    assert mx.array_equal(out[:, :, 20], moved[:, :, 20])
+
+
+def test_fast_exponential(rng: Rng) -> None:
+    x = -np.abs(rng.standard_normal(4000).astype(np.float32)) * 20
+    found = np.array(exp(mx.array(x))).astype(np.float64)
+    # x itself is rounded to 24 bits, which e**x multiplies by |x|
+    np.testing.assert_allclose(found, np.exp(x.astype(np.float64)), rtol=1e-5)
+    assert float(exp(mx.array(0.0))) == 1.0
+    assert float(exp(mx.array(-1e30))) == 0.0
+
+
+# --- head -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
+@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+def test_head_loss_gradient_and_prediction(
+    tmp_path: Path, rng: Rng, bits: int, group: int, layout: str, arithmetic: str
+) -> None:
+    vocab, groups, count = (int(n) for n in rng.integers((2, 1, 1), (300, 4, 20)))
+    weights, matrix, values = stored(tmp_path, rng, vocab, groups, bits, group, layout)
+    w = mx.array(values.astype(np.float32))
+    h = normal(rng, count, matrix.columns) * float(rng.choice([0.1, 1, 10]))
+    targets = rng.integers(0, vocab, count)
+    linear = LinearKernel(weights, arithmetic, 1000)
+    kernel = HeadKernel(linear, int(rng.integers(1, vocab + 50)))
+    trained = kernel.run(h, targets, matrix, gradient=True)
+    scored = kernel.run(h, targets, matrix, gradient=False)
+    expected = reference.head(h, w, mx.array(targets))
+    dh = mx.grad(lambda h: reference.head(h, w, mx.array(targets)).sum())(h)
+    logits = np.array(h @ w.T)
+    bound = CLOSE * max(1.0, float(np.abs(logits).max()))  # a loss is a difference of logits
+    for result in (trained, scored):
+        np.testing.assert_allclose(np.array(result.loss), np.array(expected), rtol=0, atol=bound)
+    difference = float(mx.linalg.norm((trained.dh - dh).reshape(-1)))
+    assert difference <= CLOSE * float(
+        mx.linalg.norm(dh.reshape(-1)) + mx.linalg.norm(w[mx.array(targets)].reshape(-1))
+    )
+    assert scored.dh is None
+    assert trained.predicted is None
+    best = logits[np.arange(count), np.array(scored.predicted)]
+    assert (best >= logits.max(axis=1) - bound).all()
+
+
+def test_head_with_huge_logits_stays_finite(tmp_path: Path, rng: Rng) -> None:
+    weights, matrix, values = stored(tmp_path, rng, 100, 2, 4, 64, "symmetric")
+    h = normal(rng, 6, matrix.columns) * 1e4
+    kernel = HeadKernel(LinearKernel(weights, "unpacked", 1000), 7)
+    logits = np.array(h).astype(np.float64) @ values.T
+    targets = logits.argmin(axis=1)
+    result = kernel.run(h, targets, matrix, gradient=True)
+    np.testing.assert_allclose(np.array(result.loss), np.ptp(logits, axis=1), rtol=1e-4)
+    assert mx.isfinite(result.dh).all()
+    predicted = kernel.run(h, targets, matrix, gradient=False).predicted
+    assert predicted.tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_relative_error_is_honest() -> None:
+    assert reference.relative_error(mx.zeros(3), mx.zeros(3)) == 0
+    assert math.isinf(reference.relative_error(mx.ones(3), mx.zeros(3)))
+    assert reference.relative_error(mx.array([1.1, 0]), mx.array([1.0, 0])) == pytest.approx(0.1)
