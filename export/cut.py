@@ -182,7 +182,14 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
     """
     try:
         return _cut_model(family, config)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as problem:
         raise BundleError(f"{family} cannot be run with this configuration: {problem}") from problem
 
 

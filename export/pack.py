@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from ondevice.bundle import (
 )
 from ondevice.config import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.manifest import Block, Extent, Graph, Manifest, Matrix, at_rung, graph_key
+from ondevice.manifest import Block, Extent, Graph, Kind, Manifest, Matrix, at_rung, graph_key
 from ondevice.schema import encode
 from ondevice.validate import check_manifest
 
@@ -302,12 +301,12 @@ def _write_graph(glue: Glue, direction: str, rung: int, folder: Path, stem: str)
     path = folder / name
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        serialize(path, function, inputs, differentiated=not forward)
-        fsync_path(path)
-        try:
+        try:  # the function has been traced: what fails now is the file, whole only if it loads
+            serialize(path, function, inputs, differentiated=not forward)
             mx.import_function(str(path))
-        except RuntimeError:  # MLX does not report a short write
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        except RuntimeError as problem:
+            raise OSError(errno.ENOSPC, str(problem)) from None
+        fsync_path(path)
     return Graph(
         name,
         path.stat().st_size,
@@ -316,6 +315,11 @@ def _write_graph(glue: Glue, direction: str, rung: int, folder: Path, stem: str)
         traced.output_shapes,
         traced.workspace_bytes,
     )
+
+
+def _needs(kind: Kind) -> tuple[object, ...]:
+    """What a kind's values are and which weights it takes."""
+    return kind.values, kind.parameters, [(step.matrix, step.linears) for step in kind.steps]
 
 
 def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:
@@ -330,7 +334,7 @@ def retrace(path: str | Path, device: str = "auto", progress: Progress = no_prog
         raise BundleError(f"{path}: its configuration has not its {len(manifest.layers)} layers")
     cut = cut_model(manifest.family, manifest.config)
     if [b.kind for b in cut.blocks] != [b.kind for b in manifest.blocks] or any(
-        set(kind.values) != set(manifest.kinds[name].values) for name, kind in cut.kinds.items()
+        _needs(kind) != _needs(manifest.kinds[name]) for name, kind in cut.kinds.items()
     ):
         raise BundleError(f"{path}: this mlx-lm runs the model otherwise; export it again")
     version = metadata.version("mlx")

@@ -60,8 +60,13 @@ def export_gemma(folder: Path) -> Path:
 def answer(bundle: Path, example: Example, *options: str) -> str:
     """The model's own continuation of an example's prompt, up to the end of its first line."""
     text = ondevice(
-        "generate", str(bundle), "--prompt", example.prompt, "--max-tokens=40",
-        f"--budget={BUDGET}", *options,
+        "generate",
+        str(bundle),
+        "--prompt",
+        example.prompt,
+        "--max-tokens=40",
+        f"--budget={BUDGET}",
+        *options,
     )
     return text.strip().split("\n")[0]
 
@@ -79,8 +84,13 @@ def run(folder: Path) -> dict[str, Any]:
     before = answer(bundle, tests[0])
     summary: dict[str, Any] = json.loads(
         ondevice(
-            "train", str(bundle), f"--data={data}", f"--budget={BUDGET}",
-            f"--output={run_folder}", "--json", *SETTINGS,
+            "train",
+            str(bundle),
+            f"--data={data}",
+            f"--budget={BUDGET}",
+            f"--output={run_folder}",
+            "--json",
+            *SETTINGS,
         )
     )
     after = answer(bundle, tests[0], f"--adapter={run_folder}")

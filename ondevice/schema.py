@@ -11,6 +11,7 @@ from ondevice.errors import BundleError
 
 D = TypeVar("D")
 MAX_INT = 2**63 - 1
+MAX_DEPTH = 20
 
 
 def encode(value: Any) -> Any:
@@ -61,6 +62,7 @@ def decode(cls: type[D], data: Any, where: str) -> D:
 def _value(hint: Any, data: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
+        _check_depth(data, where, MAX_DEPTH)
         return data
     if origin in (typing.Union, types.UnionType):
         return _union(arguments, data, where)
@@ -87,6 +89,14 @@ def _value(hint: Any, data: Any, where: str) -> Any:
     if hint is int and data < 0:
         raise BundleError(f"{where}: {data} is negative")
     return data
+
+
+def _check_depth(data: Any, where: str, left: int) -> None:
+    if left == 0:
+        raise BundleError(f"{where}: nested too deeply")
+    if isinstance(data, dict | list):
+        for item in data.values() if isinstance(data, dict) else data:
+            _check_depth(item, where, left - 1)
 
 
 def _union(options: tuple[Any, ...], data: Any, where: str) -> Any:

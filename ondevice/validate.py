@@ -117,6 +117,7 @@ def _check_layout(manifest: Manifest) -> None:
 def _check_kind(manifest: Manifest, kind: Kind) -> None:
     known = {kind.input} if kind.input else set()
     where = f"kind {kind.name}"
+    require(known <= set(kind.values), f"{where}: its input {kind.input} has no shape")
     for name, shape in kind.values.items():
         require(NAME.fullmatch(name) is not None, f"{where}: value {name!r}")
         sizes = [dim for dim in shape if isinstance(dim, int)]

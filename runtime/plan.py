@@ -21,6 +21,7 @@ F32 = 4
 # Interpreter, NumPy, MLX, OpenBLAS's packing buffers: measured on Linux x86-64; a guess on macOS.
 BASE_BYTES = {"linux": 30_000_000, "darwin": 60_000_000}
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
+CACHE_PER_LIVE = 1.5  # buffers are reused at nearly equal sizes only; more than this is never kept
 MARGIN = 0.98  # of the budget that a plan may predict
 
 
@@ -154,7 +155,7 @@ def predict(
     base += counted * MANIFEST_FACTOR
     slots = len(manifest.blocks) if work.training else 0
     row_bytes = work.rung * manifest.hidden_size * F32
-    cached = min(sizes.cache_bytes, live)  # only what was alive once can be kept
+    cached = min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))
     held_rows = 0 if work.training else work.rows * row_bytes
     return Plan(
         budget_bytes=budget_bytes,

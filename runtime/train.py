@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from ondevice.bundle import Bundle, storage_errors, write_atomic
 from ondevice.config import EvalConfig, TrainConfig, load, to_toml
@@ -29,7 +28,14 @@ from ondevice.units import format_bytes
 from runtime.activations import Activations
 from runtime.adapters import Adapters
 from runtime.backend import describe
-from runtime.data import RandomRows, TokenRows, prepare_tokens, row_index
+from runtime.data import (
+    RandomRows,
+    Rows,
+    TokenRows,
+    prepare_tokens,
+    random_seed,
+    row_index,
+)
 from runtime.mebp import MeBP, evaluate
 from runtime.memory import Meter
 from runtime.method import Row, StepLoss
@@ -41,14 +47,6 @@ from runtime.session import Session, open_checked, open_session, plan_for
 
 TOKENS = ("train.tokens", "valid.tokens")
 RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
-
-
-class Rows(Protocol):
-    """Rows of a token file, or random ones."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> tuple[npt.NDArray[np.int32], int]: ...
 
 
 @dataclass
@@ -115,11 +113,7 @@ def evaluate_rows(
 
 def open_rows(bundle: Bundle, data: str, split: str, length: int, folder: Path, name: str) -> Rows:
     """The rows of `data`: tokenized in another process into `folder / name`, or random."""
-    if data.startswith("random:"):
-        try:
-            seed = int(data.partition(":")[2])
-        except ValueError:
-            raise UsageError(f"--data {data}: random:SEED takes a whole number") from None
+    if (seed := random_seed(data)) is not None:
         return RandomRows(seed, bundle.manifest.vocab_size, length, RANDOM_ROWS)
     path = prepare_tokens(bundle.path, data, split, length, folder / name)
     return TokenRows(path, bundle.manifest.vocab_size)

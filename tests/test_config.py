@@ -66,6 +66,7 @@ def test_sizes_are_written(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**15))
 def test_a_written_size_reads_back_close_and_never_below_when_rounded_up(size_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(size_bytes)) - size_bytes) <= size_bytes / 100

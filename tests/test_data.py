@@ -91,6 +91,7 @@ def test_the_training_process_does_not_load_the_tokenizer() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(2, 99), max_size=30)), st.integers(1, 9), st.booleans())
 def test_each_token_is_a_target_once(parts: list[list[int]], length: int, with_bos: bool) -> None:
     tokens = [token for part in parts for token in part]
@@ -105,7 +106,7 @@ def test_each_token_is_a_target_once(parts: list[list[int]], length: int, with_b
         assert all(a[-1] == b[0] for (a, _), (b, _) in pairwise(rows))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["the", "cat ", "\n", "\n\n", " a", "  ", "1!", "!\n"])))
 def test_chunks_give_the_tokens_of_the_whole(words: list[str]) -> None:
     text = "".join(words)
@@ -381,6 +382,7 @@ def test_the_hash_is_splitmix64() -> None:
     assert plain_hash(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 2**31 - 1))
 def test_rows_and_orders_follow_the_plain_hash(seed: int, index: int, vocab_size: int) -> None:
     tokens, start = RandomRows(seed, vocab_size, 4, 2**41).row(index)
@@ -398,6 +400,7 @@ def test_random_seeds_are_read_from_the_flag() -> None:
             data.random_seed(wrong)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(1, 300))
 def test_an_order_is_a_permutation(seed: int, epoch: int, n: int) -> None:
     assert sorted(order(seed, epoch, n).tolist()) == list(range(n))
@@ -410,6 +413,7 @@ def test_orders_differ_by_seed_and_epoch_and_are_fair() -> None:
     assert abs(first - 500).max() < 100
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1))
 def test_the_row_of_a_position_needs_no_history(seed: int, n: int, positions: list[int]) -> None:
     unbroken = [int(row) for epoch in range(200 // n + 1) for row in order(seed, epoch, n)]

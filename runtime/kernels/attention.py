@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from runtime.kernels.exponential import exp
+from runtime.kernels.exponential import exp, row_sums
 
 MASKED = -1e30
 
@@ -56,7 +56,7 @@ class AttentionKernel:
             s = _scores(grouped[:, :, start:stop], keys, scale, allowed)
             top = s.max(axis=-1, keepdims=True)
             p = exp(s - top)
-            total = p.sum(axis=-1, keepdims=True)
+            total = row_sums(p)
             out = _multiply(p, v[0, :, None, first:stop]) / total
             lse = top + mx.log(total)
             del s, p
@@ -83,7 +83,7 @@ class AttentionKernel:
         repeats = heads // groups
         grouped = q.reshape(groups, repeats, length, width)
         d_grouped = d_out.reshape(groups, repeats, length, -1)
-        inner = (d_grouped * out.reshape(d_grouped.shape)).sum(axis=-1, keepdims=True)
+        inner = row_sums(d_grouped * out.reshape(d_grouped.shape))
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
         dqs = []
         for start, stop, first, allowed in self._blocks(length, window):

