@@ -801,7 +801,7 @@ def test_random_changes_are_refused_or_run(origin: Bundle, tmp_path: Path, rng: 
     original = manifest_of(origin.path)
     text = json.dumps(original)
     refused = 0
-    for _ in range(600):
+    for _ in range(400):
         document = json.loads(text)
         for name in ("config", "provenance"):  # free text to a reader
             if rng.random() < 0.9:
@@ -818,7 +818,7 @@ def test_random_changes_are_refused_or_run(origin: Bundle, tmp_path: Path, rng: 
             refused += 1
         except Exception as problem:
             raise AssertionError(done) from problem
-    assert refused > 300
+    assert refused > 200
 
 
 @pytest.mark.parametrize(
