@@ -28,9 +28,9 @@ from ondevice.bundle import open_bundle  # noqa: E402
 from ondevice.config import TrainConfig, load  # noqa: E402
 from runtime.adapters import Adapters  # noqa: E402
 from runtime.data import TokenRows, row_index  # noqa: E402
+from runtime.evaluate import summarize  # noqa: E402
 from runtime.method import Row, StepLoss  # noqa: E402
 from runtime.optimizer import learning_rate  # noqa: E402
-from runtime.train import summarize  # noqa: E402
 
 
 @dataclass(frozen=True)

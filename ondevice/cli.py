@@ -173,17 +173,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     config = load(PlanConfig, arguments.config, given(arguments, PlanConfig))
     from ondevice.bundle import open_bundle
     from ondevice.describe import describe_plan
-    from runtime.session import plan_for
+    from runtime.session import plan_of
 
-    plan = plan_for(
-        open_bundle(config.bundle),
-        config.budget_bytes,
-        config.max_seq_length,
-        config.arithmetic,
-        rows=config.batch_size,
-        accumulation=config.grad_accumulation,
-        optimizer=config.optimizer,
-    )
+    plan = plan_of(config, open_bundle(config.bundle))
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
@@ -201,7 +193,8 @@ def _train(arguments: argparse.Namespace) -> None:
         config = load(TrainConfig, arguments.config, overrides)
     _prepare()
     from ondevice.describe import describe_plan, describe_summary
-    from runtime.train import Events, resume, train
+    from runtime.evaluate import Events
+    from runtime.train import resume, train
 
     quiet = arguments.json
     with _bar("row") as evaluation, _steps() as step:
@@ -251,7 +244,7 @@ def _steps() -> Iterator[Callable[[dict[str, Any], int], None]]:
 def _eval(arguments: argparse.Namespace) -> None:
     config = load(EvalConfig, arguments.config, given(arguments, EvalConfig))
     _prepare()
-    from runtime.train import Events, run_eval
+    from runtime.evaluate import Events, run_eval
 
     with tempfile.TemporaryDirectory() as scratch, _bar("row") as progress:
         result = run_eval(config, Path(scratch), Events(evaluation=progress))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ondevice.bundle import Bundle, open_bundle
+from ondevice.config import PlanConfig
 from runtime.backend import choose_arithmetic, limit_memory, use_device
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
@@ -68,6 +69,19 @@ def plan_for(
         training=training,
     )
     return make_plan(bundle.manifest, work, budget_bytes)
+
+
+def plan_of(config: PlanConfig, bundle: Bundle) -> Plan:
+    """The plan for training as configured; raises as `plan_for`."""
+    return plan_for(
+        bundle,
+        config.budget_bytes,
+        config.max_seq_length,
+        config.arithmetic,
+        rows=config.batch_size,
+        accumulation=config.grad_accumulation,
+        optimizer=config.optimizer,
+    )
 
 
 def open_checked(path: str) -> Bundle:

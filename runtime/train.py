@@ -11,17 +11,16 @@ import shutil
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ondevice.bundle import Bundle, storage_errors, write_atomic
-from ondevice.config import EvalConfig, TrainConfig, load, to_toml
+from ondevice.config import TrainConfig, load, to_toml
 from ondevice.errors import BudgetError, DataError, InterruptedRunError, UsageError
 from ondevice.manifest import Block
 from ondevice.units import format_bytes
@@ -32,31 +31,19 @@ from runtime.data import (
     RandomRows,
     Rows,
     TokenRows,
-    prepare_tokens,
-    random_seed,
     row_index,
 )
-from runtime.mebp import MeBP, evaluate
+from runtime.evaluate import Events, evaluate_rows, open_rows
+from runtime.mebp import MeBP
 from runtime.memory import Meter
 from runtime.method import Row, StepLoss
 from runtime.optimizer import Optimizer, learning_rate
 from runtime.plan import Plan
 from runtime.program import Gradients
 from runtime.saves import CONFIG, PLAN, SUMMARY, RunFolder
-from runtime.session import Session, open_checked, open_session, plan_for
+from runtime.session import Session, open_checked, open_session, plan_of
 
 TOKENS = ("train.tokens", "valid.tokens")
-RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
-
-
-@dataclass
-class Events:
-    """What the caller wants to see while a run goes on; every hook may be left alone."""
-
-    plan: Callable[[Plan], None] = lambda plan: None
-    note: Callable[[str], None] = lambda text: None
-    step: Callable[[dict[str, Any], int], None] = lambda entry, total: None
-    evaluation: Callable[[str, int, int], None] = lambda what, done, total: None
 
 
 @dataclass
@@ -82,76 +69,6 @@ def _catching_signals() -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
-    """Loss, perplexity and next-token accuracy over rows; `exact` is the share all right."""
-    total = sum(losses, StepLoss(0.0, 0, 0))
-    loss = total.loss_sum / total.tokens
-    return {
-        "loss": loss,
-        "perplexity": float(np.exp(min(loss, 700.0))),
-        "accuracy": total.correct / total.tokens,
-        "exact": sum(one.correct == one.tokens for one in losses) / len(losses),
-        "tokens": total.tokens,
-        "rows": len(losses),
-    }
-
-
-def evaluate_rows(
-    session: Session, adapters: Adapters, rows: Rows, limit: int, events: Events, what: str
-) -> dict[str, Any]:
-    """Evaluate the first `limit` rows (0: all), one at a time."""
-    count = min(len(rows), limit) if limit else len(rows)
-    losses = []
-    for index in range(count):
-        row = Row(*rows.row(index))
-        losses += evaluate(session.program(len(row.inputs)), adapters, [row])
-        events.evaluation(what, index + 1, count)
-    return summarize(losses)
-
-
-def open_rows(bundle: Bundle, data: str, split: str, length: int, folder: Path, name: str) -> Rows:
-    """The rows of `data`: tokenized in another process into `folder / name`, or random."""
-    if (seed := random_seed(data)) is not None:
-        return RandomRows(seed, bundle.manifest.vocab_size, length, RANDOM_ROWS)
-    path = prepare_tokens(bundle.path, data, split, length, folder / name)
-    return TokenRows(path, bundle.manifest.vocab_size)
-
-
-def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
-    """`ondevice eval`: loss, perplexity and accuracy under a budget."""
-    with Meter(budget_bytes=config.budget_bytes) as meter:
-        bundle = open_checked(config.bundle)
-        plan = plan_for(
-            bundle,
-            config.budget_bytes,
-            config.max_seq_length,
-            config.arithmetic,
-            training=False,
-        )
-        events.plan(plan)
-        rows = open_rows(
-            bundle, config.data, "valid", config.max_seq_length, scratch, "eval.tokens"
-        )
-        session = open_session(bundle, plan)
-        adapters = _adapters_for_eval(bundle, config.adapter)
-        limit = config.eval_rows or (0 if isinstance(rows, TokenRows) else 1)
-        result = evaluate_rows(session, adapters, rows, limit, events, "evaluating")
-        return {
-            **result,
-            "budget_bytes": config.budget_bytes,
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "peak_footprint_bytes": meter.peak_bytes,
-            "peak_rss_bytes": meter.peak_rss_bytes,
-        }
-
-
-def _adapters_for_eval(bundle: Bundle, adapter: str | None) -> Adapters:
-    if adapter is None:
-        return Adapters(replace(bundle.manifest, lora={**bundle.manifest.lora, "targets": []}), {})
-    folder = Path(adapter)
-    return Adapters.load(bundle.manifest, folder if folder.is_dir() else folder.parent)
 
 
 @dataclass
@@ -302,7 +219,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     with Meter(budget_bytes=config.budget_bytes) as meter:
         _check_method(config)
         bundle = open_checked(config.bundle)
-        plan = _plan(config, bundle)
+        plan = plan_of(config, bundle)
         events.plan(plan)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
@@ -335,7 +252,7 @@ def resume(path: Path, events: Events) -> dict[str, Any]:
     config = replace(load(TrainConfig, path / CONFIG, {}), output=str(path))
     with Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle)
-        plan = _plan(config, bundle)
+        plan = plan_of(config, bundle)
         events.plan(plan)
         rows, eval_rows = _rows(config, bundle, folder)
         training = _assemble(
@@ -353,18 +270,6 @@ def resume(path: Path, events: Events) -> dict[str, Any]:
 def _check_method(config: TrainConfig) -> None:
     if config.method != "mebp":
         raise UsageError(f"--method {config.method} is not available; available: mebp")
-
-
-def _plan(config: TrainConfig, bundle: Bundle) -> Plan:
-    return plan_for(
-        bundle,
-        config.budget_bytes,
-        config.max_seq_length,
-        config.arithmetic,
-        rows=config.batch_size,
-        accumulation=config.grad_accumulation,
-        optimizer=config.optimizer,
-    )
 
 
 def _absolute(data: str) -> str:

@@ -1,0 +1,102 @@
+"""Evaluation: loss, perplexity and accuracy of held-out rows, under a budget like all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ondevice.bundle import Bundle
+from ondevice.config import EvalConfig
+from runtime.adapters import Adapters
+from runtime.data import RandomRows, Rows, TokenRows, prepare_tokens, random_seed
+from runtime.mebp import evaluate
+from runtime.memory import Meter
+from runtime.method import Row, StepLoss
+from runtime.plan import Plan
+from runtime.session import Session, open_checked, open_session, plan_for
+
+RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
+
+
+@dataclass
+class Events:
+    """What the caller wants to see while a run goes on; every hook may be left alone."""
+
+    plan: Callable[[Plan], None] = lambda plan: None
+    note: Callable[[str], None] = lambda text: None
+    step: Callable[[dict[str, Any], int], None] = lambda entry, total: None
+    evaluation: Callable[[str, int, int], None] = lambda what, done, total: None
+
+
+def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
+    """Loss, perplexity and next-token accuracy over rows; `exact` is the share all right."""
+    total = sum(losses, StepLoss(0.0, 0, 0))
+    loss = total.loss_sum / total.tokens
+    return {
+        "loss": loss,
+        "perplexity": float(np.exp(min(loss, 700.0))),
+        "accuracy": total.correct / total.tokens,
+        "exact": sum(one.correct == one.tokens for one in losses) / len(losses),
+        "tokens": total.tokens,
+        "rows": len(losses),
+    }
+
+
+def evaluate_rows(
+    session: Session, adapters: Adapters, rows: Rows, limit: int, events: Events, what: str
+) -> dict[str, Any]:
+    """Evaluate the first `limit` rows (0: all), one at a time."""
+    count = min(len(rows), limit) if limit else len(rows)
+    losses = []
+    for index in range(count):
+        row = Row(*rows.row(index))
+        losses += evaluate(session.program(len(row.inputs)), adapters, [row])
+        events.evaluation(what, index + 1, count)
+    return summarize(losses)
+
+
+def open_rows(bundle: Bundle, data: str, split: str, length: int, folder: Path, name: str) -> Rows:
+    """The rows of `data`: tokenized in another process into `folder / name`, or random."""
+    if (seed := random_seed(data)) is not None:
+        return RandomRows(seed, bundle.manifest.vocab_size, length, RANDOM_ROWS)
+    path = prepare_tokens(bundle.path, data, split, length, folder / name)
+    return TokenRows(path, bundle.manifest.vocab_size)
+
+
+def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
+    """`ondevice eval`: loss, perplexity and accuracy under a budget."""
+    with Meter(budget_bytes=config.budget_bytes) as meter:
+        bundle = open_checked(config.bundle)
+        plan = plan_for(
+            bundle,
+            config.budget_bytes,
+            config.max_seq_length,
+            config.arithmetic,
+            training=False,
+        )
+        events.plan(plan)
+        rows = open_rows(
+            bundle, config.data, "valid", config.max_seq_length, scratch, "eval.tokens"
+        )
+        session = open_session(bundle, plan)
+        adapters = _adapters_for_eval(bundle, config.adapter)
+        limit = config.eval_rows or (0 if isinstance(rows, TokenRows) else 1)
+        result = evaluate_rows(session, adapters, rows, limit, events, "evaluating")
+        return {
+            **result,
+            "budget_bytes": config.budget_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "peak_footprint_bytes": meter.peak_bytes,
+            "peak_rss_bytes": meter.peak_rss_bytes,
+        }
+
+
+def _adapters_for_eval(bundle: Bundle, adapter: str | None) -> Adapters:
+    if adapter is None:
+        return Adapters(replace(bundle.manifest, lora={**bundle.manifest.lora, "targets": []}), {})
+    folder = Path(adapter)
+    return Adapters.load(bundle.manifest, folder if folder.is_dir() else folder.parent)
