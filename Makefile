@@ -18,7 +18,8 @@ $(VENV)/.ready: pyproject.toml
 blas:
 	@if [ "$$(uname -s)" = Linux ] && ! ldconfig -p 2>/dev/null | grep -q 'libgfortran\.so\.5'; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    { apt-get install -y -qq libgfortran5 || { apt-get update -qq && apt-get install -y -qq libgfortran5; }; } >/dev/null; \
+	    { apt-get install -y -qq libgfortran5 || { apt-get update -qq && apt-get install -y -qq libgfortran5; }; } >/dev/null \
+	      || echo 'libgfortran5 could not be installed: matrix products may be slow'; \
 	  else echo 'libgfortran5 is missing: matrix products will be slow; install it with your package manager'; fi; \
 	fi
 

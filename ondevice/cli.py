@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     handler: Handler = arguments.handler
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         handler(arguments)
     except OnDeviceError as problem:
@@ -81,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--adapter", metavar="RUN", type=Path)
     generate.add_argument("--max-tokens", type=int, default=64)
-    generate.add_argument("--budget", default="1GB")
     return parser
 
 
@@ -93,11 +93,11 @@ def _bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
     bars: dict[str, Any] = {}
 
     def show(what: str, done: int, total: int) -> None:
-        task = what if total < 10_000 else "weights"
+        task = "weights" if total >= 1_000_000 else what
         if task not in bars:
             for bar in bars.values():
                 bar.close()
-            scale = total >= 10_000
+            scale = total >= 1_000_000
             bars[task] = tqdm(
                 total=total,
                 desc=task,
@@ -122,7 +122,6 @@ def _export(arguments: argparse.Namespace) -> None:
     from export.pack import export_bundle
     from runtime.memory import Meter
 
-    signal.signal(signal.SIGTERM, _interrupt)
     with Meter() as meter, _bar("graph") as progress:
         bundle = export_bundle(config, progress)
     manifest = bundle.manifest
@@ -184,10 +183,10 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     overrides = given(arguments, TrainConfig)
-    if arguments.resume is not None and (overrides or arguments.config):
-        raise UsageError(
-            f"--resume takes the run's own settings; leave out {sorted(overrides) or '--config'}"
-        )
+    budget = overrides.get("budget")
+    if arguments.resume is not None and (set(overrides) - {"budget"} or arguments.config):
+        odd = sorted(set(overrides) - {"budget"}) or "--config"
+        raise UsageError(f"--resume takes the run's own settings (and --budget); leave out {odd}")
     config = None
     if arguments.resume is None:
         config = load(TrainConfig, arguments.config, overrides)
@@ -204,7 +203,9 @@ def _train(arguments: argparse.Namespace) -> None:
             step=step,
             evaluation=evaluation,
         )
-        summary = resume(arguments.resume, events) if config is None else train(config, events)
+        summary = (
+            resume(arguments.resume, events, budget) if config is None else train(config, events)
+        )
     print(json.dumps(summary) if quiet else describe_summary(summary))
 
 
@@ -261,8 +262,9 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    if arguments.max_tokens < 1:
+        raise UsageError(f"--max-tokens {arguments.max_tokens} is less than 1")
     _prepare()
-    from ondevice.units import parse_bytes
     from runtime.generate import generate
 
     for piece in generate(
@@ -270,7 +272,6 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.prompt,
         arguments.adapter,
         arguments.max_tokens,
-        parse_bytes(arguments.budget),
     ):
         print(piece, end="", flush=True)
     print()

@@ -127,7 +127,9 @@ class PlanConfig(_BundleConfig):
     batch_size: int = _option(1, "rows per batch", _COUNT)
     grad_accumulation: int = _option(1, "batches per optimizer step", _COUNT)
     optimizer: str = _choice("adamw", "optimizer", "adamw", "sgd")
-    method: str = _choice("mebp", "how a batch becomes an update", "mebp", "mezo")
+    method: str = _option(
+        "mebp", "how a batch becomes an update: mebp", _Check(lambda v: v == "mebp", "mebp")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ class TrainConfig(PlanConfig):
     seed: int = _option(0, "seed of the order of rows and of the noise", _NOT_NEGATIVE)
     eval_data: str | None = _option(None, "data to evaluate on (else valid of --data)", _FILLED)
     eval_every: int = _option(0, "steps between evaluations (0: none)", _NOT_NEGATIVE)
-    eval_rows: int = _option(0, "rows per evaluation (0: all)", _NOT_NEGATIVE)
+    eval_rows: int = _option(0, "rows per evaluation (0: all; one if random)", _NOT_NEGATIVE)
     save_every: int = _option(50, "steps between saved states (0: only the last)", _NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
@@ -159,8 +161,7 @@ class EvalConfig(_BundleConfig):
 
     data: str = _required("a .txt or .jsonl file, a folder with valid, or random:SEED")
     adapter: str | None = _option(None, "adapter file or run directory", _FILLED)
-    eval_rows: int = _option(0, "rows to evaluate (0: all)", _NOT_NEGATIVE)
-    seed: int = _option(0, "seed of the choice of rows", _NOT_NEGATIVE)
+    eval_rows: int = _option(0, "rows to evaluate (0: all; one if random)", _NOT_NEGATIVE)
 
 
 C = TypeVar("C", bound=_Config)
@@ -206,12 +207,14 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[_Config]) -> None:
     for one in fields(cls):
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(one)}
         flag = "--" + one.name.replace("_", "-")
+        aliases = ("--seq-len",) if one.name == "max_seq_length" else ()
         if one.name == cls.positional:
             parser.add_argument(one.name, nargs="?", **options)
         elif one.type == "bool":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
-            parser.add_argument(flag, dest=one.name, metavar=_kind(one).metavar, **options)
+            metavar = _kind(one).metavar
+            parser.add_argument(flag, *aliases, dest=one.name, metavar=metavar, **options)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of these options")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 

@@ -42,6 +42,10 @@ class StorageError(OnDeviceError):
     exit_code = 5
 
 
+class DivergedError(OnDeviceError):
+    """Training has left the finite numbers; the last save is intact."""
+
+
 class InterruptedRunError(OnDeviceError):
     """Ctrl-C or SIGTERM arrived; state was saved where there was any."""
 

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle import fsync_path, storage_errors, write_atomic
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, DivergedError
 from ondevice.manifest import Block, Manifest
 from runtime.kernels.linear import Lora
 
@@ -93,6 +93,12 @@ class Adapters:
             "ondevice": {"weights_sha256": self.manifest.weights_sha256},
         }
 
+    def check_finite(self) -> None:
+        """Raise DivergedError where a value is not finite."""
+        for name, tensor in self.tensors.items():
+            if not mx.isfinite(tensor).all().item():
+                raise DivergedError(f"{name} is no longer finite; lower --learning-rate")
+
     def save(self, folder: Path) -> None:
         """Write both files into an existing folder, each atomically."""
         temporary = folder / ".adapters.partial.safetensors"
@@ -102,19 +108,24 @@ class Adapters:
                 if temporary.stat().st_size < sum(t.nbytes for t in self.tensors.values()):
                     raise OSError(28, os.strerror(28))  # MLX does not report a short write
             except RuntimeError as problem:
+                temporary.unlink(missing_ok=True)
                 raise OSError(28, str(problem)) from problem
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
             fsync_path(temporary)
             temporary.replace(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
 
     @classmethod
-    def load(cls, manifest: Manifest, folder: Path) -> Adapters:
-        """Read adapters and check names, shapes and finiteness.
+    def load(cls, manifest: Manifest, source: Path) -> Adapters:
+        """Read adapters (a folder, or the file itself) and check all that can be checked.
 
         Raises:
-            BundleError: they are damaged or belong to another model.
+            BundleError: they are damaged or belong to another bundle.
         """
-        path = folder / WEIGHTS
+        path = source / WEIGHTS if source.is_dir() else source
+        _check_config(manifest, path.with_name(CONFIG))
         expected = cls.shapes(manifest)
         tensors: dict[str, mx.array] = {}
         try:
@@ -133,3 +144,23 @@ class Adapters:
             raise BundleError(f"{path} cannot be read: {problem}") from None
         mx.eval(tensors)
         return cls(manifest, tensors)
+
+
+def _check_config(manifest: Manifest, path: Path) -> None:
+    """Refuse adapters of other weights or another scale; a file without a config says neither."""
+    if not path.exists():
+        return
+    try:
+        config = json.loads(path.read_bytes())
+        scale = float(config["lora_parameters"]["scale"])
+        weights = config.get("ondevice", {}).get("weights_sha256", manifest.weights_sha256)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise BundleError(f"{path} is damaged: {problem!r}") from None
+    expected = float(manifest.lora["alpha"]) / int(manifest.lora["rank"])
+    if not math.isclose(scale, expected):
+        raise BundleError(f"{path}: its scale is {scale:g}, the bundle's alpha / rank {expected:g}")
+    if weights != manifest.weights_sha256:
+        raise BundleError(
+            f"{path}: the adapter was trained on other weights (SHA-256 {str(weights)[:12]}), the "
+            f"bundle's are {manifest.weights_sha256[:12]}"
+        )

@@ -11,6 +11,8 @@ import numpy as np
 
 from ondevice.bundle import Bundle
 from ondevice.config import EvalConfig
+from ondevice.errors import BudgetError
+from ondevice.units import format_bytes
 from runtime.adapters import Adapters
 from runtime.data import RandomRows, Rows, TokenRows, prepare_tokens, random_seed
 from runtime.mebp import evaluate
@@ -47,16 +49,39 @@ def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
 
 
 def evaluate_rows(
-    session: Session, adapters: Adapters, rows: Rows, limit: int, events: Events, what: str
+    session: Session,
+    adapters: Adapters,
+    rows: Rows,
+    limit: int,
+    events: Events,
+    what: str,
+    meter: Meter,
 ) -> dict[str, Any]:
-    """Evaluate the first `limit` rows (0: all), one at a time."""
+    """Evaluate the first `limit` rows (0: all, of random rows one), one at a time.
+
+    Raises:
+        BudgetError: the footprint has passed the meter's budget.
+    """
+    if not limit and isinstance(rows, RandomRows):
+        limit = 1
     count = min(len(rows), limit) if limit else len(rows)
     losses = []
     for index in range(count):
         row = Row(*rows.row(index))
         losses += evaluate(session.program(len(row.inputs)), adapters, [row])
         events.evaluation(what, index + 1, count)
+        check_budget(meter, session.plan, f"{what} ended at row {index + 1}")
     return summarize(losses)
+
+
+def check_budget(meter: Meter, plan: Plan, state: str) -> None:
+    """Keep the promise: raise BudgetError once the footprint has passed the budget."""
+    if meter.over_budget:
+        raise BudgetError(
+            f"the run passed its budget: footprint {format_bytes(meter.peak_bytes, up=True)} > "
+            f"{format_bytes(plan.budget_bytes)} (predicted "
+            f"{format_bytes(plan.predicted_peak_bytes)}); {state}"
+        )
 
 
 def open_rows(bundle: Bundle, data: str, split: str, length: int, folder: Path, name: str) -> Rows:
@@ -84,8 +109,9 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
         )
         session = open_session(bundle, plan)
         adapters = _adapters_for_eval(bundle, config.adapter)
-        limit = config.eval_rows or (0 if isinstance(rows, TokenRows) else 1)
-        result = evaluate_rows(session, adapters, rows, limit, events, "evaluating")
+        result = evaluate_rows(
+            session, adapters, rows, config.eval_rows, events, "evaluating", meter
+        )
         return {
             **result,
             "budget_bytes": config.budget_bytes,
@@ -98,5 +124,4 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
 def _adapters_for_eval(bundle: Bundle, adapter: str | None) -> Adapters:
     if adapter is None:
         return Adapters(replace(bundle.manifest, lora={**bundle.manifest.lora, "targets": []}), {})
-    folder = Path(adapter)
-    return Adapters.load(bundle.manifest, folder if folder.is_dir() else folder.parent)
+    return Adapters.load(bundle.manifest, Path(adapter))

@@ -17,6 +17,8 @@ from runtime.adapters import Adapters
 from runtime.program import Program
 from runtime.session import open_checked, open_session, plan_for
 
+BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
+
 
 def next_token(program: Program, adapters: Adapters, tokens: list[int]) -> int:
     """The most likely token after `tokens`."""
@@ -31,9 +33,7 @@ def next_token(program: Program, adapters: Adapters, tokens: list[int]) -> int:
     return int(result.predicted.item())  # type: ignore[arg-type]
 
 
-def generate(
-    path: str, prompt: str, adapter: Path | None, max_tokens: int, budget_bytes: int
-) -> Iterator[str]:
+def generate(path: str, prompt: str, adapter: Path | None, max_tokens: int) -> Iterator[str]:
     """Yield the continuation of `prompt`, piece by piece, up to an end token or `max_tokens`.
 
     Raises:
@@ -52,11 +52,15 @@ def generate(
     eos = config.get("eos_token")
     end = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos or "")
     tokens = list(tokenizer.encode(prompt).ids)
+    if not tokens:
+        raise UsageError("the prompt has no tokens")
+    if max(tokens) >= bundle.manifest.vocab_size:
+        raise UsageError(f"the prompt has token {max(tokens)}, which the model does not embed")
     longest = bundle.manifest.rungs[-1]
     if len(tokens) >= longest:
         raise UsageError(f"the prompt has {len(tokens)} tokens; the bundle's longest is {longest}")
     length = min(longest, len(tokens) + max_tokens)
-    plan = plan_for(bundle, budget_bytes, length, "auto", training=False)
+    plan = plan_for(bundle, BUDGET_BYTES, length, "auto", training=False)
     session = open_session(bundle, plan)
     if adapter is None:
         adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model

@@ -113,6 +113,8 @@ class Program:
                 self._step_backward(block, kind.steps[op.step], op.wanted, values, {}, {})
             else:
                 self._step_forward(block, kind, kind.steps[op.step], op.wanted, values, {})
+            for name in op.frees:
+                values.pop(name, None)
         return HeadResult(result.loss, result.predicted, None), values[f"~{kind.input}"]
 
     def hidden(self, x: mx.array) -> mx.array:

@@ -9,9 +9,12 @@ A save is written beside its place, flushed, and renamed; the one before it is r
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ from runtime.adapters import Adapters
 from runtime.optimizer import Optimizer
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
+TOKENS = ("train.tokens", "valid.tokens")
+LOCK = ".lock"
 STATE, OPTIMIZER = "state.json", "optimizer.bin"
 
 
@@ -52,8 +57,34 @@ class RunFolder:
                 f"{self.path} holds a run already; go on with it (ondevice train --resume "
                 f"{self.path}) or choose another --output"
             )
+        if self.path.exists():
+            if not self.path.is_dir():
+                raise UsageError(f"{self.path} is a file; choose another --output")
+            if others := sorted(p.name for p in self.path.iterdir() if not _leftover(p)):
+                raise UsageError(
+                    f"{self.path} holds other files ({', '.join(others[:3])}); choose another "
+                    "--output, or an empty folder"
+                )
+            for path in self.path.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         with storage_errors(self.path):
             self.saves.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second process from the same run.
+
+        Raises:
+            UsageError: another process is training it.
+        """
+        with storage_errors(self.path / LOCK):
+            file = (self.path / LOCK).open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another process is training {self.path}") from None
+            yield
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
@@ -64,6 +95,7 @@ class RunFolder:
         Raises:
             StorageError: the disk is full; the save before this one is intact.
         """
+        adapters.check_finite()
         place = self.saves / f"step-{step:08d}"
         partial = self.saves / f".{place.name}.partial"
         with storage_errors(place):
@@ -78,6 +110,8 @@ class RunFolder:
                 state = {"step": step, "sha256": sums}
                 write_atomic(partial / STATE, json.dumps(state).encode())
                 fsync_path(partial)
+                if self.metrics.exists():  # its lines are never fewer than the steps saved
+                    fsync_path(self.metrics)
                 if place.exists():
                     shutil.rmtree(place)
                 partial.rename(place)
@@ -85,7 +119,7 @@ class RunFolder:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             fsync_path(self.saves)
-            for old in self.saves.iterdir():
+            for old in [*self.saves.glob("step-*"), *self.saves.glob(".step-*.partial")]:
                 if old.name != place.name:
                     shutil.rmtree(old)
             adapters.save(self.path)
@@ -104,11 +138,11 @@ class RunFolder:
         try:
             state = json.loads((place / STATE).read_bytes())
             step, sums = int(state["step"]), dict(state["sha256"])
+            for name in (adapter_files.WEIGHTS, OPTIMIZER):
+                if _sha256(place / name) != sums[name]:
+                    raise BundleError(f"{place / name} is altered: its SHA-256 differs")
         except (OSError, ValueError, KeyError, TypeError) as problem:
-            raise BundleError(f"{place / STATE} is damaged: {problem}") from None
-        for name, expected in sums.items():
-            if _sha256(place / name) != expected:
-                raise BundleError(f"{place / name} is altered: its SHA-256 differs")
+            raise BundleError(f"{place} is damaged: {problem!r}") from None
         return step, Adapters.load(manifest, place)
 
     def truncate_metrics(self, step: int) -> None:
@@ -124,6 +158,14 @@ class RunFolder:
             if entry["step"] <= step:
                 kept.append(line)
         write_atomic(self.metrics, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _leftover(path: Path) -> bool:
+    """Whether a file is of a run of ours that was killed before it began."""
+    if path.name == "saves":
+        return path.is_dir() and not any(path.iterdir())
+    ours = (*TOKENS, PLAN, LOCK)
+    return path.name in ours or (path.name.startswith(".") and path.name.endswith(".partial"))
 
 
 def _sha256(path: Path) -> str:

@@ -7,6 +7,7 @@ whole number of steps, and going on from it gives the bits that an uninterrupted
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import statistics
@@ -21,29 +22,32 @@ import mlx.core as mx
 
 from ondevice.bundle import Bundle, storage_errors, write_atomic
 from ondevice.config import TrainConfig, load, to_toml
-from ondevice.errors import BudgetError, DataError, InterruptedRunError, UsageError
+from ondevice.errors import (
+    BundleError,
+    DataError,
+    DivergedError,
+    InterruptedRunError,
+    UsageError,
+)
 from ondevice.manifest import Block
-from ondevice.units import format_bytes
 from runtime.activations import Activations
 from runtime.adapters import Adapters
 from runtime.backend import describe
 from runtime.data import (
-    RandomRows,
     Rows,
     TokenRows,
     row_index,
+    split_file,
 )
-from runtime.evaluate import Events, evaluate_rows, open_rows
+from runtime.evaluate import Events, check_budget, evaluate_rows, open_rows
 from runtime.mebp import MeBP
 from runtime.memory import Meter
 from runtime.method import Row, StepLoss
 from runtime.optimizer import Optimizer, learning_rate
 from runtime.plan import Plan
 from runtime.program import Gradients
-from runtime.saves import CONFIG, PLAN, SUMMARY, RunFolder
+from runtime.saves import CONFIG, PLAN, SUMMARY, TOKENS, RunFolder
 from runtime.session import Session, open_checked, open_session, plan_of
-
-TOKENS = ("train.tokens", "valid.tokens")
 
 
 @dataclass
@@ -92,23 +96,27 @@ class Training:
         """Train to the last step; returns the summary."""
         if self.eval_rows is not None and "before" not in self.evaluations:
             self._evaluate("before")
-        times: list[float] = []
-        last: dict[str, Any] = {}
-        with (
-            _catching_signals() as stop,
-            storage_errors(self.folder.metrics),
-            self.folder.metrics.open("a") as metrics,
-        ):
+        self._evaluate_if_due()
+        with storage_errors(self.folder.metrics):
+            metrics = self.folder.metrics.open("a")
+        with metrics, _catching_signals() as stop:
             while self.done < self.config.steps:
-                last = self._step()
-                times.append(last["seconds"])
-                metrics.write(json.dumps(last) + "\n")
-                metrics.flush()
-                self.events.step(last, self.config.steps)
+                entry = self._step()
+                with storage_errors(self.folder.metrics):
+                    metrics.write(json.dumps(entry) + "\n")
+                    metrics.flush()
+                self.events.step(entry, self.config.steps)
                 self._after_step(stop)
         if self.eval_rows is not None:
             self._evaluate("after")
         return self._finish()
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate where `eval_every` says so, unless it was done before the run was resumed."""
+        due = self.config.eval_every and self.done % self.config.eval_every == 0
+        inside = 0 < self.done < self.config.steps
+        if due and inside and self.eval_rows and str(self.done) not in self.evaluations:
+            self._evaluate(str(self.done))
 
     def _after_step(self, stop: _Stop) -> None:
         every = self.config.save_every
@@ -117,18 +125,15 @@ class Training:
         if due or stop.signal is not None or self.meter.over_budget:
             self.folder.save(self.done, self.adapters, self.optimizer)
         resume = f"go on with: ondevice train --resume {self.folder.path}"
-        if self.meter.over_budget:
-            raise BudgetError(
-                f"the run passed its budget: footprint {format_bytes(self.meter.peak_bytes)} > "
-                f"{self.config.budget} (predicted "
-                f"{format_bytes(self.session.plan.predicted_peak_bytes)}); its state after step "
-                f"{self.done} is saved in {self.folder.path}"
-            )
+        check_budget(
+            self.meter,
+            self.session.plan,
+            f"its state after step {self.done} is saved; {resume} --budget MORE",
+        )
         if stop.signal is not None and not finished:
             name = signal.Signals(stop.signal).name
             raise InterruptedRunError(f"{name}: saved after step {self.done}; {resume}")
-        if self.config.eval_every and self.done % self.config.eval_every == 0 and not finished:
-            self._evaluate(str(self.done))
+        self._evaluate_if_due()
 
     def _step(self) -> dict[str, Any]:
         start = time.perf_counter()
@@ -162,6 +167,11 @@ class Training:
             loss += method.step(micro, tokens, self.optimizer.apply if parts == 1 else hold)
         for block, gradients in held.items():
             self.optimizer.apply(block, gradients)
+        if not math.isfinite(loss.loss_sum):
+            raise DivergedError(
+                f"the loss of step {self.done + 1} is {loss.loss_sum}; the last save is intact; "
+                "lower --learning-rate"
+            )
         self.done += 1
         return {
             "step": self.done,
@@ -171,6 +181,7 @@ class Training:
             "seconds": time.perf_counter() - start,
             "footprint_bytes": self.meter.now_bytes,
             "peak_footprint_bytes": self.meter.peak_bytes,
+            "peak_rss_bytes": self.meter.peak_rss_bytes,
         }
 
     def _row(self, position: int) -> Row:
@@ -178,18 +189,25 @@ class Training:
 
     def _evaluate(self, when: str) -> None:
         assert self.eval_rows is not None
-        limit = self.config.eval_rows
-        if not limit and isinstance(self.eval_rows, RandomRows):
-            limit = 1
-        what = f"evaluating ({when})"
         result = evaluate_rows(
-            self.session, self.adapters, self.eval_rows, limit, self.events, what
+            self.session,
+            self.adapters,
+            self.eval_rows,
+            self.config.eval_rows,
+            self.events,
+            f"evaluating ({when})",
+            self.meter,
         )
         self.evaluations[when] = result
         self.folder.write_json("evaluations.json", self.evaluations)
 
     def _finish(self) -> dict[str, Any]:
         entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+        if len(entries) != self.done:
+            raise BundleError(
+                f"{self.folder.metrics} has {len(entries)} lines for {self.done} steps; the "
+                f"adapters in {self.folder.path} are whole, their summary cannot be"
+            )
         seconds = [entry["seconds"] for entry in entries]
         plan = self.session.plan
         summary = {
@@ -197,8 +215,13 @@ class Training:
             "steps": self.done,
             "budget_bytes": self.config.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "peak_footprint_bytes": self.meter.peak_bytes,
-            "peak_rss_bytes": self.meter.peak_rss_bytes,
+            # of all processes that this run has had
+            "peak_footprint_bytes": max(
+                self.meter.peak_bytes, *(e["peak_footprint_bytes"] for e in entries)
+            ),
+            "peak_rss_bytes": max(
+                self.meter.peak_rss_bytes, *(e["peak_rss_bytes"] for e in entries)
+            ),
             "step_s_median": statistics.median(seconds),
             "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds),
             "final_train_loss": entries[-1]["loss"],
@@ -217,15 +240,12 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
         OnDeviceError: of the kind that says what is wrong; a refused run leaves nothing behind.
     """
     with Meter(budget_bytes=config.budget_bytes) as meter:
-        _check_method(config)
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         events.plan(plan)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
         folder.create()
-        for name in TOKENS:  # of a run that was killed before it began
-            (folder.path / name).unlink(missing_ok=True)
         try:
             fixed = replace(
                 config,
@@ -241,23 +261,33 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
         except BaseException:
             _remove_refused(folder, existed)
             raise
-        return training.run()
+        with folder.locked():
+            return training.run()
 
 
-def resume(path: Path, events: Events) -> dict[str, Any]:
-    """Go on with the run in `path` from its last save."""
+def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, Any]:
+    """Go on with the run in `path` from its last save, under another budget where one is given.
+
+    Another budget may choose other tile sizes, which change results in the last bits.
+    """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
-    config = replace(load(TrainConfig, path / CONFIG, {}), output=str(path))
-    with Meter(budget_bytes=config.budget_bytes) as meter:
+    given = {} if budget is None else {"budget": budget}
+    config = replace(load(TrainConfig, path / CONFIG, given), output=str(path))
+    with folder.locked(), Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         events.plan(plan)
         rows, eval_rows = _rows(config, bundle, folder)
-        training = _assemble(
-            config, bundle, plan, folder, rows, eval_rows, folder.latest(), events, meter
-        )
+        save = folder.latest()
+        training = _assemble(config, bundle, plan, folder, rows, eval_rows, save, events, meter)
+        if save is not None:  # a kill may have come between the save and this copy of it
+            training.adapters.save(path)
+        if json.dumps(plan.to_json()) != json.dumps(json.loads((path / PLAN).read_text())):
+            events.note("the run is planned otherwise than before; its last bits may differ")
+        folder.write_json(PLAN, plan.to_json())
+        write_atomic(path / CONFIG, to_toml(config).encode())
         folder.truncate_metrics(training.done)
         done = path / "evaluations.json"
         if done.exists():
@@ -265,11 +295,6 @@ def resume(path: Path, events: Events) -> dict[str, Any]:
             training.evaluations.pop("after", None)
         events.note(f"resuming after step {training.done} of {config.steps}")
         return training.run()
-
-
-def _check_method(config: TrainConfig) -> None:
-    if config.method != "mebp":
-        raise UsageError(f"--method {config.method} is not available; available: mebp")
 
 
 def _absolute(data: str) -> str:
@@ -282,7 +307,8 @@ def _rows(config: TrainConfig, bundle: Bundle, folder: RunFolder) -> tuple[Rows,
     found: list[Rows | None] = []
     sources = [(config.data, "train", TOKENS[0])]
     folder_data = not config.data.startswith("random:") and Path(config.data).is_dir()
-    eval_data = config.eval_data or (config.data if folder_data else None)
+    held_out = folder_data and split_file(config.data, "valid") is not None
+    eval_data = config.eval_data or (config.data if held_out else None)
     if eval_data is not None:
         sources.append((eval_data, "valid", TOKENS[1]))
     for data, split, name in sources:
@@ -343,6 +369,5 @@ def _remove_refused(folder: RunFolder, existed: bool) -> None:
     if not existed:
         shutil.rmtree(folder.path)
         return
-    for name in (*TOKENS, CONFIG, PLAN):
-        (folder.path / name).unlink(missing_ok=True)
-    folder.saves.rmdir()
+    for path in folder.path.iterdir():  # it was empty before
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

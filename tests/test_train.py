@@ -197,6 +197,43 @@ def test_damaged_bundles_and_saves_are_refused(bundle: Path, tmp_path: Path) -> 
     assert done.returncode == 4 and "optimizer.bin" in done.stderr
 
 
+def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = train_arguments(bundle, run, 9, learning_rate=1e30, lr_schedule="constant")
+    done = ondevice(*arguments)
+    assert done.returncode == 1 and "learning-rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(list(run.glob("saves/step-*"))) <= 1
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        assert "NaN" not in line
+
+
+def test_adapters_of_other_weights_are_refused(bundle: Path, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
+    made = ondevice("export", "random:tiny-gemma3", "-o", other, "--seed", 5, "--seq-lens", "16,32")
+    assert made.returncode == 0
+    arguments = ["--data", "random:1", "--max-seq-length", 24]
+    assert ondevice("eval", bundle, "--adapter", run, *arguments).returncode == 0
+    done = ondevice("eval", other, "--adapter", run, *arguments)
+    assert done.returncode == 4 and "other weights" in done.stderr
+    done = ondevice("eval", bundle, "--adapter", tmp_path / "typo", *arguments)
+    assert done.returncode == 4 and "typo" in done.stderr
+    (run / "adapters.safetensors").unlink()  # as if killed between the last save and its copy
+    assert ondevice("train", "--resume", run).returncode == 0
+    assert ondevice("eval", bundle, "--adapter", run, *arguments).returncode == 0
+
+
+def test_a_folder_with_other_files_is_left_alone(bundle: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "plan.json").write_text("mine")
+    (mine / "letters.txt").write_text("mine")
+    done = ondevice(*train_arguments(bundle, mine, 2))
+    assert done.returncode == 2 and "letters.txt" in done.stderr
+    assert {path.name for path in mine.iterdir()} == {"plan.json", "letters.txt"}
+
+
 def test_results_do_not_depend_on_the_budget(bundle: Path, tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import load_file

@@ -1,0 +1,90 @@
+"""The planner: what fits, what is refused, and that its promise holds in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ondevice.bundle import Bundle
+from ondevice.errors import BudgetError, UsageError
+from runtime.plan import LEVELS, Work, choose_rung, make_plan, predict
+
+Tiny = Callable[..., Bundle]
+
+
+def test_a_plan_fits_its_budget_and_more_budget_never_buys_less(tiny: Tiny) -> None:
+    manifest = tiny("gemma3").manifest
+    before = 0
+    for megabytes in range(20, 400, 7):
+        budget = megabytes * 1_000_000
+        try:
+            plan = make_plan(manifest, Work(32), budget)
+        except BudgetError:
+            assert before == 0
+            continue
+        assert plan.minimum_bytes <= budget
+        assert before <= plan.predicted_peak_bytes <= budget
+        assert plan.predicted_peak_bytes == (
+            plan.base_bytes + plan.adapter_bytes + plan.gradient_bytes
+            + plan.live_bytes + plan.cache_bytes
+        )  # fmt: skip
+        before = plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "llama"])
+def test_the_smallest_budget_is_the_smallest(tiny: Tiny, family: str) -> None:
+    manifest = tiny(family).manifest
+    plan = make_plan(manifest, Work(64), 1_000_000_000)
+    make_plan(manifest, Work(64), plan.minimum_bytes)
+    with pytest.raises(BudgetError, match="the smallest that fits is") as refused:
+        make_plan(manifest, Work(64), int(plan.minimum_bytes * 0.99))
+    assert refused.value.exit_code == 3
+
+
+def test_what_costs_memory(tiny: Tiny) -> None:
+    manifest = tiny("qwen2").manifest
+    work = Work(32)
+
+    def cost(changed: Work) -> int:
+        return predict(manifest, changed, LEVELS[-1], 0, 0).predicted_peak_bytes
+
+    assert cost(replace(work, rung=64)) > cost(work) > cost(replace(work, rung=16))
+    assert cost(replace(work, accumulation=2)) > cost(work)
+    assert cost(replace(work, training=False)) < cost(work)
+
+
+def test_the_ladder_is_the_limit(tiny: Tiny) -> None:
+    manifest = tiny("llama").manifest
+    assert choose_rung(manifest, 1) == manifest.rungs[0]
+    for rung in manifest.rungs:
+        assert choose_rung(manifest, rung) == rung
+    with pytest.raises(UsageError, match="--seq-lens"):
+        choose_rung(manifest, manifest.rungs[-1] + 1)
+
+
+def test_measured_is_never_far_over_predicted(tiny: Tiny, tmp_path: Path) -> None:
+    """A fresh process, at random settings: the peak stays below prediction + 2 % and budget."""
+    chance = random.Random()
+    family = chance.choice(["qwen2", "qwen3", "gemma3", "llama"])
+    length, rows = chance.choice([16, 40, 64]), chance.choice([1, 3])
+    bundle = tiny(family)
+    smallest = make_plan(bundle.manifest, Work(64, rows), 1_000_000_000).minimum_bytes
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "ondevice", "train", str(bundle.path), "--data=random:3",
+            f"--max-seq-length={length}", f"--batch-size={rows}", "--steps=4", "--json",
+            f"--budget={smallest}", f"--output={tmp_path / 'run'}",
+        ],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, (family, length, rows, done.stderr)
+    summary = json.loads(done.stdout)
+    assert summary["peak_footprint_bytes"] <= smallest
+    assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]
