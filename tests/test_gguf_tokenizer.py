@@ -40,7 +40,9 @@ def spm_metadata(prefix: bool, add_bos: bool = True) -> dict[str, Any]:
     pieces = [(piece, 1) for piece in PIECES]
     tokens, types = zip(*special, *octets, *pieces, strict=True)
     scores = np.array([-1000.0] * (len(tokens) - len(pieces)) + [-float(i) for i in range(13)])
-    scores[-7:] = [-3, -1, -2, -4, -0.5, -6, -7]  # better when longer, sometimes
+    # better when longer, sometimes; no two alike, as in real vocabularies (a merge table ranks
+    # equal scores by id, SentencePiece by position)
+    scores[-7:] = [-3.5, -1, -2.5, -4.5, -0.5, -6.5, -7.5]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": list(tokens),
