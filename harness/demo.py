@@ -19,9 +19,9 @@ from harness.calls import Example, generate, write_jsonl
 from ondevice.units import format_bytes
 
 BUDGET = "300MB"
-TRAIN_ROWS, TEST_ROWS = 1200, 60
+TRAIN_ROWS, TEST_ROWS = 1200, 40
 SETTINGS = (
-    "--steps=150",
+    "--steps=90",
     "--batch-size=2",
     "--learning-rate=1e-3",
     "--lr-schedule=linear",
