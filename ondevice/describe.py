@@ -80,7 +80,7 @@ def describe_bundle(bundle: Bundle) -> str:
         f"graphs: {len(m.graphs)} in {format_bytes(graphs)}, for sequence lengths "
         f"{', '.join(map(str, m.rungs))} on {m.device}, MLX {m.mlx_version}",
         f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
-        f"from: {m.provenance.get('name', '?')} ({m.provenance.get('source', '?')})",
+        f"from: {m.provenance.get('name', '?')} ({m.provenance.get('kind', '?')})",
         "",
     ]
     for name, kind in m.kinds.items():
