@@ -13,6 +13,7 @@ from export.hf_source import TOKENIZER_FILES, HFCheckpoint, load_hf_tokenizer_fi
 from export.presets import PRESETS, RandomCheckpoint
 from export.source import Checkpoint, Prequantized
 from ondevice.errors import UsageError
+from ondevice.paths import text_path
 
 __all__ = [
     "PRESETS",
@@ -36,7 +37,7 @@ def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:
     """
     if source.startswith(_RANDOM):
         return RandomCheckpoint(source.removeprefix(_RANDOM), seed)
-    path = Path(source).expanduser()
+    path = text_path(Path(source).expanduser())
     if path.is_dir():
         return HFCheckpoint(path)
     if path.is_file():

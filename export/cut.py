@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from export.families import build_model
-from export.taps import MASK, PROBE, Call, Tape, Taps, attention_windows
+from export.taps import MASK, Call, Tape, Taps, attention_windows, probe_length
 from export.trace import Function, Trace, trace
 from ondevice.errors import BundleError
 from ondevice.manifest import Block, Kind, Linear, Shape, Step, T, at_rung
@@ -70,7 +70,7 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
 def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     model = build_model(family, config)
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    taps = Taps(module, model)
+    taps = Taps(module, model, probe_length(model, config))
     cut = Cut()
     _cut_ends(taps, cut)
     windows = attention_windows(taps, config)
@@ -92,7 +92,7 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
     """The embedding and the head: what lies before the first and after the last layer."""
     tape = Tape()
     with taps.recording(tape):
-        taps.model(mx.zeros((1, PROBE), dtype=mx.int32))
+        taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
     calls = tape.calls
     ops = [call.op for call in calls]
     if ops != ["embedding", *["layer"] * len(taps.layers), "linear"]:
@@ -135,7 +135,7 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
             outputs.append(mx.zeros((1, length, 1)))
             return [replay(outputs)[0][consumer].inputs[0]]
 
-        made = _glue(f"{name}.0", {source: shape}, parameters, [target], values, stage)
+        made = _glue(f"{name}.0", {source: shape}, parameters, [target], values, stage, taps.probe)
         cut.glue.append(made.glue)
         return [made.step], Kind(name, source, output, values, made.parameters, ())
 
@@ -177,8 +177,12 @@ def _glue(
     targets: list[str],
     values: dict[str, Shape],
     stage: Callable[..., list[mx.array]],
+    tokens: int,
 ) -> _GlueCut:
-    """Reduce a stage to the inputs it depends on, and derive its vjp, reduced likewise."""
+    """Reduce a stage to the inputs it depends on, and derive its vjp, reduced likewise.
+
+    Both are traced at `tokens` tokens, to hold at any number of them.
+    """
     shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
 
     def over(keys: Sequence[str]) -> Function:
@@ -186,7 +190,7 @@ def _glue(
         return lambda *arrays: stage(*arrays, _keys=chosen)
 
     def probe(keys: Sequence[str]) -> list[mx.array]:
-        return [mx.zeros(at_rung(shapes[key], PROBE)) for key in keys]
+        return [mx.zeros(at_rung(shapes[key], tokens)) for key in keys]
 
     everything = tuple(shapes)
     full = trace(over(everything), probe(everything))
@@ -265,7 +269,7 @@ class _Cutter:
 
     def cut(self, name: str) -> tuple[Kind, list[Glue], str]:
         width = self._width()
-        x = mx.zeros((1, PROBE, width))
+        x = mx.zeros((1, self.taps.probe, width))
         calls, out = self.run(x, None)
         if not calls:
             raise BundleError("a layer without matrix products")
@@ -284,7 +288,7 @@ class _Cutter:
             if fresh:
                 for key, array in fresh:
                     known[id(array)] = key
-                    values[key] = _symbolic(array)
+                    values[key] = self._symbolic(array)
                 made = self._stage(
                     f"{name}.{len(glue)}", [k for k, _ in fresh], values, outputs[:upto], upto
                 )
@@ -319,7 +323,7 @@ class _Cutter:
                         window=self.window,
                     )
                 )
-            values[target] = _symbolic(call.output)
+            values[target] = self._symbolic(call.output)
             outputs.append(target)
         (end,) = reach([("out", out)], len(calls))
         kind = Kind(name, "x", end, values, needed, tuple(steps))
@@ -341,8 +345,8 @@ class _Cutter:
         upto: int,
     ) -> _GlueCut:
         sources = {"x": values["x"], **{key: values[key] for key in available}}
-        probe_calls, _ = self.run(mx.zeros(at_rung(values["x"], PROBE)), None)
-        shapes = [_symbolic(call.output) for call in probe_calls]
+        probe_calls, _ = self.run(mx.zeros(at_rung(values["x"], self.taps.probe)), None)
+        shapes = [self._symbolic(call.output) for call in probe_calls]
 
         def stage(*arrays: mx.array, _keys: tuple[str, ...]) -> list[mx.array]:
             given = dict(zip(_keys, arrays, strict=True))
@@ -360,7 +364,10 @@ class _Cutter:
                 return [out]
             return [calls[upto].inputs[_part(target)] for target in targets]
 
-        return _glue(name, sources, self.parameters, targets, values, stage)
+        return _glue(name, sources, self.parameters, targets, values, stage, self.taps.probe)
+
+    def _symbolic(self, array: mx.array) -> Shape:
+        return tuple(T if size == self.taps.probe else size for size in array.shape)
 
 
 def _part(target: str) -> int:
@@ -373,7 +380,3 @@ def _length(given: dict[str, mx.array], shapes: dict[str, Shape]) -> int:
         if key in shapes:
             return int(array.shape[list(shapes[key]).index(T)])
     raise BundleError("glue that depends on no activation")
-
-
-def _symbolic(array: mx.array) -> Shape:
-    return tuple(T if dim == PROBE else dim for dim in array.shape)

@@ -9,15 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ondevice.errors import BundleError
 
-PROBE = 13  # a length that no other dimension of a model equals
+SHORTEST_PROBE = 13
+
+
+def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
+    """A length that no other dimension of what the model computes equals.
+
+    Those are sizes that its configuration or parameters have, or factors of them (a matrix of
+    416 rows may be 13 heads of 32), so the length is the first that divides none of these.
+    """
+    sizes = {value for value in config.values() if type(value) is int and value > 0}
+    sizes |= {size for _, value in tree_flatten(model.parameters()) for size in value.shape}
+    return next(n for n in count(SHORTEST_PROBE) if all(size % n for size in sizes if size))
 
 
 @dataclass(frozen=True)
@@ -97,10 +110,13 @@ MASK = "causal"
 
 
 class Taps:
-    """A model with taps in place; `tape` is what they record to at the moment."""
+    """A model with taps in place; `tape` is what they record to at the moment.
 
-    def __init__(self, module: ModuleType, model: nn.Module) -> None:
-        self.module, self.model = module, model
+    `probe` is the sequence length to record at, by which a length is known from a dimension.
+    """
+
+    def __init__(self, module: ModuleType, model: nn.Module, probe: int) -> None:
+        self.module, self.model, self.probe = module, model, probe
         self.tape = Tape()
         self.inner = model.model
         self.layers = list(self.inner.layers)
@@ -146,7 +162,7 @@ class Taps:
 def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
     """Each layer's attention window (None: full causal), read off the masks it is given."""
     sizes = [int(v) for k, v in config.items() if "window" in k and isinstance(v, int)]
-    length = min(max([PROBE, *sizes]) + 3, 8192)
+    length = min(max([taps.probe, *sizes]) + 3, 8192)
     with taps.recording(Tape()):
         taps.model(mx.zeros((1, length), dtype=mx.int32))
     return [_window(tap.mask, length) for tap in taps.layer_taps]

@@ -22,6 +22,9 @@ from export.families import build_model
 from ondevice.bundle import Bundle
 from ondevice.manifest import Matrix
 from runtime.adapters import Adapters
+from runtime.method import Row as ScoredRow
+from runtime.noise import Noise
+from runtime.program import Program
 from runtime.weights import Weights
 
 Row = tuple[npt.NDArray[Any], int]  # tokens (T+1,) and the first scored target
@@ -92,6 +95,61 @@ def gradients(model: nn.Module, rows: Sequence[Row]) -> tuple[float, dict[str, m
         found: dict[str, mx.array] = dict(tree_flatten(tree))
         mx.eval(value, found)
     return float(value), found
+
+
+def plain_loss(program: Program, adapters: Adapters, rows: Sequence[ScoredRow]) -> float:
+    """Mean loss over all scored targets, each row run by itself from end to end."""
+    total, count = 0.0, 0
+    for row in rows:
+        x = program.embed(row.inputs)
+        for block in program.blocks[1:-1]:
+            x = program.forward(block, x, adapters.loras(block))
+        h = program.hidden(x, row.scored)
+        (result,) = program.losses([h], [row.targets], gradient=False)
+        total += float(result.loss.sum().item())  # type: ignore[arg-type]
+        count += len(row.targets)
+    return total / count
+
+
+class MonolithicMeZO:
+    """MeZO's Algorithms 1 and 2 as they are written: all parameters perturbed, whole forwards.
+
+    Two departures, for the sake of exact comparison: theta + eps z and theta - eps z are computed
+    from a kept theta where the paper restores theta by a third perturbation, which rounds; and the
+    loss is that of the bundle's own kernels.
+    """
+
+    def __init__(
+        self, adapters: Adapters, noise: Noise, epsilon: float, queries: int, weight_decay: float
+    ) -> None:
+        self.adapters = adapters
+        self.noise, self.epsilon = noise, epsilon
+        self.queries, self.weight_decay = queries, weight_decay
+
+    def _perturbed(self, step: int, query: int, by: float) -> Adapters:
+        theta = self.adapters.tensors
+        z = {name: self.noise.draw(step, query, name, theta[name].shape) for name in theta}
+        tensors = {name: theta[name] + z[name] * by for name in theta}
+        return Adapters(self.adapters.manifest, tensors)
+
+    def step(
+        self, program: Program, rows: Sequence[ScoredRow], number: int, rate: float
+    ) -> tuple[float, list[float]]:
+        """The mean of all losses and the projected gradients; the adapters are updated."""
+        losses: list[tuple[float, float]] = []
+        for query in range(self.queries):
+            plus = plain_loss(program, self._perturbed(number, query, self.epsilon), rows)
+            minus = plain_loss(program, self._perturbed(number, query, -self.epsilon), rows)
+            losses.append((plus, minus))
+        gradients = [(plus - minus) / (2 * self.epsilon) for plus, minus in losses]
+        for name, theta in self.adapters.tensors.items():
+            update = theta * self.weight_decay
+            for query, gradient in enumerate(gradients):
+                z = self.noise.draw(number, query, name, theta.shape)
+                update = update + z * (gradient / self.queries)
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors)
+        return sum(map(sum, losses)) / (2 * len(losses)), gradients
 
 
 def linear(

@@ -9,6 +9,7 @@ tokenizer/      the tokenizer's files as Hugging Face knows them
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -22,10 +23,12 @@ from typing import Any
 
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.manifest import ALIGNMENT, FORMAT, PAGE, VERSION, Extent, File, Manifest
+from ondevice.paths import partial_folder, text_path
 from ondevice.schema import decode, encode
 from ondevice.validate import check_manifest
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
+NEW, OLD = "new", "old"  # of a bundle in the making: itself, and the one that it replaces
 MAX_MANIFEST_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20
 
@@ -78,6 +81,15 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
 
 
+@contextmanager
+def reading_errors(path: Path) -> Iterator[None]:
+    """Turn what the system says (no permission, a broken disk) into a `BundleError`."""
+    try:
+        yield
+    except OSError as problem:
+        raise BundleError(f"{path} cannot be read: {problem.strerror}") from problem
+
+
 @dataclass(frozen=True)
 class Bundle:
     """An open bundle: its folder and its checked manifest."""
@@ -97,10 +109,12 @@ class Bundle:
         """Check every checksum.
 
         Raises:
-            BundleError: naming the first file that differs.
+            BundleError: naming the first file that differs or cannot be read.
         """
         self.verify_small()
-        if sha256_file(self.weights_path) != self.manifest.weights_sha256:
+        with reading_errors(self.weights_path):
+            found = sha256_file(self.weights_path)
+        if found != self.manifest.weights_sha256:
             raise BundleError(f"{self.weights_path} is altered: its SHA-256 differs; export again")
 
     def verify_small(self) -> None:
@@ -108,7 +122,9 @@ class Bundle:
         small = {g.file: g.sha256 for g in self.manifest.graphs.values()}
         small |= {name: file.sha256 for name, file in self.manifest.files.items()}
         for name, expected in small.items():
-            if sha256_file(self.path / name) != expected:
+            with reading_errors(self.path / name):
+                found = sha256_file(self.path / name)
+            if found != expected:
                 raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
 
     def check_mlx(self) -> None:
@@ -125,13 +141,13 @@ def open_bundle(path: str | Path) -> Bundle:
     """Open a bundle, checking its manifest and every file's presence and size.
 
     Raises:
-        BundleError: not a bundle, truncated, or inconsistent.
+        BundleError: not a bundle, truncated, inconsistent, or not readable.
+        UsageError: the path is no text.
     """
-    folder = Path(path)
+    folder = text_path(path)
     try:
-        manifest = _read_manifest(folder)
-    except OSError as problem:
-        raise BundleError(f"{folder / MANIFEST} cannot be read: {problem.strerror}") from None
+        with reading_errors(folder / MANIFEST):
+            manifest = _read_manifest(folder)
     except (ValueError, RecursionError) as problem:  # of JSON, UTF-8, huge numbers, deep nesting
         raise BundleError(f"{folder / MANIFEST} is damaged: {problem}") from None
     bundle = Bundle(folder, manifest)
@@ -141,19 +157,26 @@ def open_bundle(path: str | Path) -> Bundle:
     root = folder.resolve()
     for name, expected in sizes.items():
         file = folder / name
-        if not file.is_file():
-            raise BundleError(f"{folder}: {name} is missing")
-        if not file.resolve().is_relative_to(root):
-            raise BundleError(f"{folder}: {name} leads out of the bundle")
-        if (found := file.stat().st_size) != expected:
-            raise BundleError(f"{file} has {found} bytes, expected {expected}: truncated?")
+        with reading_errors(file):
+            if not file.is_file():
+                raise BundleError(f"{folder}: {name} is missing")
+            if not file.resolve().is_relative_to(root):
+                raise BundleError(f"{folder}: {name} leads out of the bundle")
+            if (found := file.stat().st_size) != expected:
+                raise BundleError(f"{file} has {found} bytes, expected {expected}: truncated?")
     return bundle
 
 
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}")
+        old = partial_folder(folder) / OLD
+        aside = (
+            f"; a forced export was stopped while it replaced the bundle there, which is whole in "
+            f"{old}: export again, or move it back"
+        )
+        lost = not folder.exists() and (old / MANIFEST).is_file()
+        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}{aside if lost else ''}")
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
@@ -178,42 +201,107 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 class BundleWriter:
     """Builds a bundle beside its destination and moves it there in one rename.
 
-    Use as a context manager: leaving it by an exception, Ctrl-C included, removes every trace.
+    Use as a context manager: leaving it by an exception, Ctrl-C included, removes every trace. All
+    is in a folder `.NAME.partial` that one process at a time has locked: `new` is the bundle in the
+    making. A bundle that is replaced spends the time between two renames as `old`; where a killed
+    process left it so, the next writer puts it back before it clears the folder.
     """
 
     def __init__(self, destination: Path, force: bool = False) -> None:
-        self.destination = destination
+        self.destination = text_path(destination)
         self.force = force
-        self.folder = destination.with_name(f".{destination.name}.partial")
+        self.place = partial_folder(destination)
+        self.folder = self.place / NEW
         self.offset = 0
         self._digest = hashlib.sha256()
 
     def __enter__(self) -> BundleWriter:
-        if os.path.lexists(self.destination):
-            if not self.force:
-                raise UsageError(f"{self.destination} exists; choose another or pass --force")
-            ours = self.destination.is_dir() and not self.destination.is_symlink()
-            if not ours or not (
-                (self.destination / MANIFEST).exists() or not any(self.destination.iterdir())
-            ):
-                raise UsageError(f"{self.destination} is not a bundle; it is not replaced")
-        with storage_errors(self.folder):
+        with storage_errors(self.destination):
+            self._refuse_existing()
             self.destination.parent.mkdir(parents=True, exist_ok=True)
-            if self.folder.exists():  # left by a killed export
-                shutil.rmtree(self.folder)
+            self._lock = self._locked()
             try:
+                if self._put_back() and not self.force:
+                    raise UsageError(
+                        f"{self.destination} is back in place, after a forced export was stopped "
+                        "while it replaced it; choose another or pass --force"
+                    )
+                self._check_destination()
+                self._empty()  # of what a killed export left
                 (self.folder / GRAPHS).mkdir(parents=True)
                 self._weights = (self.folder / WEIGHTS).open("wb")
             except BaseException:
-                shutil.rmtree(self.folder, ignore_errors=True)
+                self._clear()
                 raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(OSError):  # its buffer, on a full disk; `finish_weights` has reported it
             self._weights.close()
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
+        with storage_errors(self.place):
+            self._clear()
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.destination) and not self.force:
+            raise UsageError(f"{self.destination} exists; choose another or pass --force")
+
+    def _check_destination(self) -> None:
+        self._refuse_existing()
+        if not os.path.lexists(self.destination):
+            return
+        ours = self.destination.is_dir() and not self.destination.is_symlink()
+        if not ours or not (
+            (self.destination / MANIFEST).exists() or not any(self.destination.iterdir())
+        ):
+            raise UsageError(f"{self.destination} is not a bundle; it is not replaced")
+
+    def _locked(self) -> int:
+        """Make `.NAME.partial`, or take over what a killed process left, and lock it."""
+        while True:
+            self.place.mkdir(exist_ok=True)
+            with suppress(FileNotFoundError):  # the process that had it has just removed it
+                lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(lock), self.place.lstat()):
+                        return lock
+                except BlockingIOError:
+                    os.close(lock)
+                    raise UsageError(
+                        f"another process is exporting to {self.destination}; wait for it or "
+                        "choose another"
+                    ) from None
+                except BaseException:
+                    os.close(lock)
+                    raise
+                os.close(lock)
+
+    def _put_back(self) -> bool:
+        """Undo a replacement that went half-way; whether there was one."""
+        old = self.place / OLD
+        if os.path.lexists(self.destination) or not (old / MANIFEST).is_file():
+            return False
+        old.rename(self.destination)
+        fsync_path(self.destination.parent)
+        return True
+
+    def _clear(self) -> None:
+        """Remove all but the destination, and unlock."""
+        try:
+            self._put_back()
+            self._empty()
+            self.place.rmdir()
+        finally:
+            os.close(self._lock)
+
+    def _empty(self) -> None:
+        # without its manifest nobody takes for a whole bundle what is being removed
+        (self.place / OLD / MANIFEST).unlink(missing_ok=True)
+        for left in self.place.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
 
     def align(self, alignment: int = ALIGNMENT) -> None:
         self._write(bytes(-self.offset % alignment))
@@ -257,19 +345,10 @@ class BundleWriter:
         check_manifest(manifest)
         self.file(MANIFEST, manifest_bytes(manifest))
         with storage_errors(self.destination):
-            for folder in (self.folder / GRAPHS, self.folder):
+            for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
                 fsync_path(folder)
             if self.destination.exists():
-                old = self.destination.with_name(f".{self.destination.name}.old")
-                shutil.rmtree(old, ignore_errors=True)
-                self.destination.rename(old)
-                try:
-                    self.folder.rename(self.destination)
-                except BaseException:
-                    old.rename(self.destination)
-                    raise
-                shutil.rmtree(old)
-            else:
-                self.folder.rename(self.destination)
+                self.destination.rename(self.place / OLD)
+            self.folder.rename(self.destination)
             fsync_path(self.destination.parent)
         return Bundle(self.destination, manifest)

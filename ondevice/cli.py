@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ondevice import __version__
+from ondevice.bench_config import BenchConfig
+from ondevice.compare_config import CompareConfig
 from ondevice.config import (
     EvalConfig,
     ExportConfig,
@@ -77,6 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", metavar="RUN", type=Path, help="go on with an interrupted run")
     add_arguments(train, TrainConfig)
     add_arguments(command("eval", _eval, "measure loss, perplexity and accuracy"), EvalConfig)
+    replay = command("replay", _replay, "rebuild a MeZO run's adapter from its log")
+    replay.add_argument("run", type=Path)
+    replay.add_argument("-o", dest="output", metavar="DIR", type=Path)
+    replay.add_argument("--bundle", help="another place of the run's bundle")
+    replay.add_argument("--initial", metavar="ADAPTER", type=Path, help="what the run started from")
+    replay.add_argument("--json", action="store_true", help="print the result as JSON")
+    compare = command("compare", _compare, "compare methods: what each spends to reach a quality")
+    compare.add_argument("-o", dest="output", metavar="DIR", default=argparse.SUPPRESS)
+    add_arguments(compare, CompareConfig)
+    bench = command("bench", _bench, "repeat a paper's measurement on this machine")
+    add_arguments(bench, BenchConfig)
     generate = command("generate", _generate, "continue a prompt, greedily")
     generate.add_argument("bundle")
     generate.add_argument("--prompt", required=True)
@@ -229,7 +242,7 @@ def _steps() -> Iterator[Callable[[dict[str, Any], int], None]]:
                 )
             )
         bars[0].set_postfix_str(
-            f"loss {entry['loss']:.3f}, {entry['tokens'] / entry['seconds']:.0f} tokens/s, "
+            f"loss {_loss(entry)}, {entry['tokens'] / entry['seconds']:.0f} tokens/s, "
             f"{format_bytes(entry['footprint_bytes'])}",
             refresh=False,
         )
@@ -240,6 +253,26 @@ def _steps() -> Iterator[Callable[[dict[str, Any], int], None]]:
     finally:
         for bar in bars:
             bar.close()
+
+
+def _loss(entry: dict[str, Any]) -> str:
+    return "not finite" if entry["loss"] is None else f"{entry['loss']:.3f}"
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    _prepare()
+    from runtime.replay import replay
+
+    output = arguments.output or arguments.run / "replayed"
+    facts = replay(arguments.run, output, arguments.bundle, arguments.initial)
+    if arguments.json:
+        print(json.dumps(facts))
+        return
+    same = {True: "identical to", False: "NOT identical to", None: "there are none in"}
+    print(
+        f"{facts['output']}: {facts['steps']} steps replayed from {facts['log_bytes']} bytes; "
+        f"{same[facts['identical']]} the run's own adapters"
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> None:
@@ -259,6 +292,23 @@ def _eval(arguments: argparse.Namespace) -> None:
         f"peak footprint {format_bytes(result['peak_footprint_bytes'])} of a budget of "
         f"{format_bytes(result['budget_bytes'])}"
     )
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    config = load(CompareConfig, arguments.config, given(arguments, CompareConfig))
+    from harness.compare import compare
+    from harness.report import to_text
+
+    report = compare(config, _say)
+    print(json.dumps(report) if arguments.json else to_text(report))
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    config = load(BenchConfig, arguments.config, given(arguments, BenchConfig))
+    from harness.bench import bench, to_text
+
+    report = bench(config, _say)
+    print(json.dumps(report) if arguments.json else to_text(report))
 
 
 def _generate(arguments: argparse.Namespace) -> None:

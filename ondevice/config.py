@@ -126,10 +126,11 @@ class PlanConfig(_BundleConfig):
 
     batch_size: int = _option(1, "rows per batch", _COUNT)
     grad_accumulation: int = _option(1, "batches per optimizer step", _COUNT)
-    optimizer: str = _choice("adamw", "optimizer", "adamw", "sgd")
-    method: str = _option(
-        "mebp", "how a batch becomes an update: mebp", _Check(lambda v: v == "mebp", "mebp")
-    )
+    method: str = _choice("mebp", "how a batch becomes an update", "mebp", "mezo")
+    optimizer: str = _choice("adamw", "optimizer of mebp (mezo has its own)", "adamw", "sgd")
+    queries: int = _option(1, "directions that a step of mezo averages over", _COUNT)
+    plan: str = _choice("budget", "memory plan: ours or as MeBP's paper", "budget", "paper")
+    prefetch: bool = _option(True, "read the next block while one computes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +142,26 @@ class TrainConfig(PlanConfig):
     steps: int = _option(100, "optimizer steps", _COUNT)
     learning_rate: float = _option(1e-4, "learning rate at its highest", _ABOVE_ZERO)
     lr_schedule: str = _choice("constant", "after the warm-up", "constant", "linear", "cosine")
+    epsilon: float = _option(1e-3, "how far mezo perturbs", _ABOVE_ZERO)
+    noise: str = _choice("gaussian", "what mezo perturbs along", "gaussian", "rademacher")
     warmup_steps: int = _option(0, "steps over which the learning rate rises", _NOT_NEGATIVE)
     weight_decay: float = _option(0.0, "decoupled weight decay", _NOT_NEGATIVE)
     seed: int = _option(0, "seed of the order of rows and of the noise", _NOT_NEGATIVE)
+    adapter: str | None = _option(None, "adapter to start from: a file or a run", _FILLED)
     eval_data: str | None = _option(None, "data to evaluate on (else valid of --data)", _FILLED)
     eval_every: int = _option(0, "steps between evaluations (0: none)", _NOT_NEGATIVE)
     eval_rows: int = _option(0, "rows per evaluation (0: all; one if random)", _NOT_NEGATIVE)
     save_every: int = _option(50, "steps between saved states (0: only the last)", _NOT_NEGATIVE)
+    stop_seconds: float = _option(0.0, "training seconds to end after (0: none)", _NOT_NEGATIVE)
+    stop_loss: float = _option(0.0, "held-out loss to end at (0: none)", _NOT_NEGATIVE)
+    profile: bool = _option(False, "tell where time and memory go, in the summary")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup_steps > self.steps:
             _refuse(type(self), [f"warmup_steps {self.warmup_steps} > steps {self.steps}"])
+        if self.stop_loss and not self.eval_every:
+            _refuse(type(self), ["stop_loss needs eval_every: the loss is looked at only then"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,17 +247,27 @@ def _whole(value: Any) -> bool:  # TOML's integers have 64 bits
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
 _KINDS = {  # by annotation, which this file leaves as text
     "str": _Kind("text", "TEXT", lambda value: isinstance(value, str)),
     "str | None": _Kind("text", "TEXT", lambda value: isinstance(value, str | None)),
     "int": _Kind("a whole number", "N", _whole, int),
-    "float": _Kind("a number", "X", lambda value: _whole(value) or isinstance(value, float), float),
+    "float": _Kind("a number", "X", _number, float),
     "bool": _Kind("true or false", "", lambda value: isinstance(value, bool)),
     "tuple[int, ...]": _Kind(
         "a list of whole numbers",
         "N,N",
         lambda value: isinstance(value, list | tuple) and all(map(_whole, value)),
         lambda text: tuple(map(int, text.split(","))),
+    ),
+    "tuple[float, ...]": _Kind(
+        "a list of numbers",
+        "X,X",
+        lambda value: isinstance(value, list | tuple) and all(map(_number, value)),
+        lambda text: tuple(map(float, text.split(","))),
     ),
 }
 
@@ -261,6 +280,8 @@ def _normal(one: Field[Any], value: Any) -> Any:
     """A value of a type that passes, as the field's own type."""
     if one.type == "float":
         return float(value)
+    if one.type == "tuple[float, ...]":
+        return tuple(map(float, value))
     return tuple(value) if isinstance(value, list) else value
 
 

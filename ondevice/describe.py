@@ -154,10 +154,13 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
 
 def describe_summary(summary: dict[str, Any]) -> str:
     """What `ondevice train` ends with."""
+    final = summary["final_train_loss"]
+    loss = "" if final is None else f", final training loss {final:.4f}"
+    speed = "no step was needed"
+    if summary["steps"]:
+        speed = f"{summary['step_s_median']:.2f} s each, {summary['tokens_per_s']:.0f} tokens/s"
     lines = [
-        f"{summary['steps']} steps, {summary['step_s_median']:.2f} s each, "
-        f"{summary['tokens_per_s']:.0f} tokens/s, final training loss "
-        f"{summary['final_train_loss']:.4f}",
+        f"{summary['method']}: {summary['steps']} steps, {speed}{loss}",
         f"peak footprint {format_bytes(summary['peak_footprint_bytes'])} (predicted "
         f"{format_bytes(summary['predicted_peak_bytes'])}, budget "
         f"{format_bytes(summary['budget_bytes'])}; with file pages at most "

@@ -37,7 +37,8 @@ class Matrix:
 
     Row r holds `columns` unsigned integers of `bits` bits, lowest bits first in uint32 words;
     value = scale * q + bias per group of `group_size` columns. `symmetric` stores no biases:
-    bias = -2**(bits-1) * scale.
+    bias = -2**(bits-1) * scale. `error` is what quantizing did to the values: `relative_rms`, `rms`
+    and `max`, or nothing where the checkpoint was quantized already.
     """
 
     rows: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -19,9 +20,11 @@ from ondevice.manifest import (
     at_rung,
     graph_key,
 )
+from ondevice.schema import encode
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 PLACES = {"graph": re.compile(r"graphs[A-Za-z0-9_.-]*/[^/]+"), "file": re.compile(r"tokenizer/.+")}
+ERROR = {"relative_rms", "rms", "max"}
 MAX_NAME, MAX_DIM, MAX_DIMS = 200, 1 << 31, 8
 SAFE = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
 
@@ -37,6 +40,7 @@ def check_manifest(manifest: Manifest) -> None:
     Raises:
         BundleError: naming what is wrong.
     """
+    _check_text(manifest)
     rungs = manifest.rungs
     require(bool(rungs) and rungs[0] > 0, "there is no rung")
     require(list(rungs) == sorted(set(rungs)), f"rungs {list(rungs)} are not ascending")
@@ -55,14 +59,25 @@ def check_manifest(manifest: Manifest) -> None:
         require(extent.dtype == "float32", f"{name}: vectors are float32, not {extent.dtype}")
         require(len(extent.shape) == 1, f"{name}: a vector of shape {extent.shape}")
     _check_layout(manifest)
+    used = {block.kind for block in manifest.blocks}
     for name, kind in manifest.kinds.items():
         require(kind.name == name, f"kind {name} calls itself {kind.name}")
+        require(name in used, f"kind {name} has no block")
         _check_kind(manifest, kind)
     require(len(manifest.blocks) >= 3, "fewer than three blocks")
     layers = [block.name for block in manifest.layers]
     require(len(set(layers)) == len(layers), "two layers have the same name")
     for position, block in enumerate(manifest.blocks):
         _check_block(manifest, position, block)
+
+
+def _check_text(manifest: Manifest) -> None:
+    try:
+        json.dumps(encode(manifest), ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:  # Python reads NaN, and half a surrogate pair, and can print neither as JSON
+        raise BundleError(
+            "manifest: a number that is not finite, or a text that is not valid Unicode"
+        ) from None
 
 
 def _check_lora(manifest: Manifest) -> None:
@@ -89,6 +104,8 @@ def _check_matrix(name: str, m: Matrix) -> None:
     require(m.group_size in (32, 64, 128), f"{name}: group size {m.group_size}")
     require(m.columns > 0 and m.rows > 0, f"{name}: empty")
     require(m.columns % m.group_size == 0, f"{name}: {m.columns} columns, groups of {m.group_size}")
+    good = all(math.isfinite(value) and value >= 0 for value in m.error.values())
+    require(set(m.error) in (set(), ERROR) and good, f"{name}: quantization error {m.error!r:.80}")
     _check_extent(name, m.packed)
     packed = (m.rows, m.columns * m.bits // 32)
     require(m.packed.shape == packed, f"{name}: packed shape {m.packed.shape}, expected {packed}")

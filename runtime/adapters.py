@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,16 +19,11 @@ from safetensors import SafetensorError, safe_open
 from ondevice.bundle import fsync_path, storage_errors, write_atomic
 from ondevice.errors import BundleError, DivergedError
 from ondevice.manifest import Block, Manifest
+from ondevice.paths import text_path
 from runtime.kernels.linear import Lora
+from runtime.noise import key_of
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
-
-
-def key_of(*parts: int | str) -> mx.array:
-    """A random key that is a function of its parts alone (randomness is a value)."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    key: mx.array = mx.random.key(int.from_bytes(digest[:8], "little") >> 1)
-    return key
 
 
 class Adapters:
@@ -123,7 +117,9 @@ class Adapters:
 
         Raises:
             BundleError: they are damaged or belong to another bundle.
+            UsageError: the path is no text.
         """
+        source = text_path(source)
         path = source / WEIGHTS if source.is_dir() else source
         _check_config(manifest, path.with_name(CONFIG))
         expected = cls.shapes(manifest)

@@ -97,8 +97,8 @@ def choose_arithmetic(requested: str, device: str) -> Arithmetic:
     return "unpacked"
 
 
-def use_device(device: str) -> None:
-    """Make the device that a bundle's graphs were traced for MLX's default.
+def use_device(device: str, bundle: Path) -> None:
+    """Make the device that the graphs of `bundle` were traced for MLX's default.
 
     Raises:
         UsageError: there is no such device here.
@@ -107,8 +107,8 @@ def use_device(device: str) -> None:
 
     if device == "gpu" and not mx.is_available(mx.gpu):
         raise UsageError(
-            "the bundle's graphs were traced for a GPU and there is none here; trace them for "
-            "the CPU with: ondevice retrace BUNDLE --device cpu"
+            f"the graphs of {bundle} were traced for a GPU and there is none here; trace them for "
+            f"the CPU with: ondevice retrace {bundle} --device cpu"
         )
     mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
 

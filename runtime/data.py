@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.errors import DataError, StorageError, UsageError
+from ondevice.paths import text_path
 
 MAGIC = b"ondvtok\0"
 VERSION = 1
@@ -61,9 +62,9 @@ def split_file(data: str | Path, split: str) -> Path | None:
     """The file that holds `split` (train, valid or test); None where a directory has none.
 
     A file is itself, whatever the split. Raises DataError where nothing is at `data`, or where
-    a directory has the split twice.
+    a directory has the split twice, UsageError where the path is no text.
     """
-    path = Path(data)
+    path = text_path(data)
     if path.is_file():
         return path
     if not path.is_dir():

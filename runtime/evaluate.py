@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from ondevice.bundle import Bundle
@@ -15,10 +16,11 @@ from ondevice.errors import BudgetError
 from ondevice.units import format_bytes
 from runtime.adapters import Adapters
 from runtime.data import RandomRows, Rows, TokenRows, prepare_tokens, random_seed
-from runtime.mebp import evaluate
+from runtime.kernels.head import HeadResult
 from runtime.memory import Meter
 from runtime.method import Row, StepLoss
 from runtime.plan import Plan
+from runtime.program import Program
 from runtime.session import Session, open_checked, open_session, plan_for
 
 RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
@@ -48,6 +50,43 @@ def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
     }
 
 
+def evaluate(program: Program, adapters: Adapters, rows: Sequence[Row]) -> list[StepLoss]:
+    """Loss and accuracy of each row, forward only; all rows visit each block side by side."""
+    xs = [program.embed(row.inputs) for row in rows]
+    program.release(program.blocks[0])
+    for index, block in enumerate(program.blocks[1:-1], start=1):
+        program.read_ahead(program.blocks[index + 1])
+        xs = program.forward_lanes(block, xs, [adapters.loras(block)] * len(rows))
+        program.release(block)
+    hs = [program.hidden(xs.pop(0), row.scored) for row in rows]
+    found = program.losses(hs, [row.targets for row in rows], gradient=False, predictions=True)
+    program.release(program.blocks[-1])
+    return [_count(one, row) for one, row in zip(found, rows, strict=True)]
+
+
+def _count(found: HeadResult, row: Row) -> StepLoss:
+    assert found.predicted is not None
+    right = found.predicted == mx.array(row.targets.astype("int32"))
+    loss = float(found.loss.sum().item())  # type: ignore[arg-type]
+    return StepLoss(loss, int(right.sum().item()), len(row.targets))  # type: ignore[arg-type]
+
+
+def _side_by_side(session: Session, rows: Rows, count: int) -> Iterator[list[Row]]:
+    """The first `count` rows in order, in groups of one rung that the plan lets travel together."""
+    group: list[Row] = []
+    for index in range(count):
+        row = Row(*rows.row(index))
+        if group and (
+            len(group) == session.plan.eval_lanes
+            or session.program(len(row.inputs)) is not session.program(len(group[0].inputs))
+        ):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
 def evaluate_rows(
     session: Session,
     adapters: Adapters,
@@ -57,7 +96,7 @@ def evaluate_rows(
     what: str,
     meter: Meter,
 ) -> dict[str, Any]:
-    """Evaluate the first `limit` rows (0: all, of random rows one), one at a time.
+    """Evaluate the first `limit` rows (0: all, of random rows one).
 
     Raises:
         BudgetError: the footprint has passed the meter's budget.
@@ -65,12 +104,11 @@ def evaluate_rows(
     if not limit and isinstance(rows, RandomRows):
         limit = 1
     count = min(len(rows), limit) if limit else len(rows)
-    losses = []
-    for index in range(count):
-        row = Row(*rows.row(index))
-        losses += evaluate(session.program(len(row.inputs)), adapters, [row])
-        events.evaluation(what, index + 1, count)
-        check_budget(meter, session.plan, f"{what} ended at row {index + 1}")
+    losses: list[StepLoss] = []
+    for group in _side_by_side(session, rows, count):
+        losses += evaluate(session.program(len(group[0].inputs)), adapters, group)
+        events.evaluation(what, len(losses), count)
+        check_budget(meter, session.plan, f"{what} ended at row {len(losses)}")
     return summarize(losses)
 
 
@@ -101,7 +139,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             config.budget_bytes,
             config.max_seq_length,
             config.arithmetic,
-            training=False,
+            method="eval",
         )
         events.plan(plan)
         rows = open_rows(

@@ -27,7 +27,8 @@ def next_token(program: Program, adapters: Adapters, tokens: list[int]) -> int:
         x = program.forward(block, x, adapters.loras(block))
         program.release(block)
     last = slice(len(tokens) - 1, len(tokens))
-    result, _ = program.head(x, np.zeros(1, np.int64), last, None)
+    h = program.hidden(x, last)
+    (result,) = program.losses([h], [np.zeros(1, np.int64)], gradient=False, predictions=True)
     program.release(program.blocks[-1])
     assert result.predicted is not None
     return int(result.predicted.item())  # type: ignore[arg-type]
@@ -38,10 +39,14 @@ def generate(path: str, prompt: str, adapter: Path | None, max_tokens: int) -> I
 
     Raises:
         DataError: the bundle has no tokenizer.
-        UsageError: the prompt does not fit the ladder.
+        UsageError: the prompt is no text or does not fit the ladder.
     """
     from tokenizers import Tokenizer
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
     bundle = open_checked(path)
     file = bundle.tokenizer_path / "tokenizer.json"
     if not file.exists():
@@ -60,7 +65,7 @@ def generate(path: str, prompt: str, adapter: Path | None, max_tokens: int) -> I
     if len(tokens) >= longest:
         raise UsageError(f"the prompt has {len(tokens)} tokens; the bundle's longest is {longest}")
     length = min(longest, len(tokens) + max_tokens)
-    plan = plan_for(bundle, BUDGET_BYTES, length, "auto", training=False)
+    plan = plan_for(bundle, BUDGET_BYTES, length, "auto", method="eval")
     session = open_session(bundle, plan)
     if adapter is None:
         adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model

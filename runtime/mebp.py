@@ -9,78 +9,118 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
+from ondevice.manifest import Block
 from runtime.activations import Activations
 from runtime.adapters import Adapters
-from runtime.method import Row, StepLoss, Update
+from runtime.method import Programs, Row, StepLoss, StepResult, Update
+from runtime.optimizer import Optimizer
 from runtime.program import Gradients, Program
 
 
 @dataclass(frozen=True)
-class MeBP:
-    """Exact gradients over a program; `activations` holds a slot per block for each row."""
+class Backprop:
+    """Exact gradients over a program.
+
+    `activations` holds a slot per block for each row; `lanes` rows travel side by side through the
+    forward pass.
+    """
 
     program: Program
     adapters: Adapters
     activations: Activations
+    lanes: int = 1
 
-    def step(self, rows: Sequence[Row], tokens: int, update: Update) -> StepLoss:
-        """See `Method.step`."""
-        result = self._forward(rows, tokens)
+    def gradients(self, rows: Sequence[Row], tokens: int, update: Update) -> StepLoss:
+        """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
+        self._forward(rows)
+        result = self._head(rows, tokens)
         blocks = self.program.blocks
         for index in range(len(blocks) - 2, 0, -1):
             block = blocks[index]
-            loras = self.adapters.loras(block)
-            total: Gradients = {}
-            for row in range(len(rows)):
-                dx, gradients = self.program.backward(
-                    block,
-                    self.activations.get(index, row),
-                    self.activations.get(index + 1, row),
-                    loras,
-                    input_too=index > 1,
-                )
-                if dx is not None:
-                    self.activations.put(index, row, dx)
-                _accumulate(total, gradients)
-                del dx, gradients
-            self.program.release(block)
-            del loras
-            update(block, total)
+            self.program.read_ahead(blocks[index - 1])
+            with self.program.profile.block(block.name, "backward"):
+                total = self._block(index, len(rows))
+                self.program.release(block)
+                with self.program.profile.span("optimizer"):
+                    update(block, total)
         return result
 
-    def _forward(self, rows: Sequence[Row], tokens: int) -> StepLoss:
+    def _block(self, index: int, rows: int) -> Gradients:
+        block = self.program.blocks[index]
+        loras = self.adapters.loras(block)
+        total: Gradients = {}
+        for row in range(rows):
+            dx, gradients = self.program.backward(
+                block,
+                self.activations.get(index, row),
+                self.activations.get(index + 1, row),
+                loras,
+                input_too=index > 1,
+            )
+            if dx is not None:
+                self.activations.put(index, row, dx)
+            _accumulate(total, gradients)
+            del dx, gradients
+        return total
+
+    def _forward(self, rows: Sequence[Row]) -> None:
         blocks = self.program.blocks
         for row, item in enumerate(rows):
             self.activations.put(1, row, self.program.embed(item.inputs))
         self.program.release(blocks[0])
         for index, block in enumerate(blocks[1:-1], start=1):
+            self.program.read_ahead(blocks[index + 1])
             loras = self.adapters.loras(block)
-            for row in range(len(rows)):
-                x = self.activations.get(index, row)
-                self.activations.put(index + 1, row, self.program.forward(block, x, loras))
-                del x
+            with self.program.profile.block(block.name, "forward"):
+                for first in range(0, len(rows), self.lanes):
+                    group = range(first, min(first + self.lanes, len(rows)))
+                    xs = [self.activations.get(index, row) for row in group]
+                    ys = self.program.forward_lanes(block, xs, [loras] * len(group))
+                    for row in group:
+                        self.activations.put(index + 1, row, ys.pop(0))
             self.program.release(block)
+
+    def _head(self, rows: Sequence[Row], tokens: int) -> StepLoss:
+        """Losses, and their gradients in place of the head's inputs."""
+        head = len(self.program.blocks) - 1
+        block = self.program.blocks[head]
         result = StepLoss(0.0, 0, 0)
-        head = len(blocks) - 1
-        for row, item in enumerate(rows):
-            x = self.activations.get(head, row)
-            scored, dx = self.program.head(x, item.targets, item.scored, 1.0 / tokens)
-            assert dx is not None
-            self.activations.put(head, row, dx)
-            result += StepLoss(float(scored.loss.sum().item()), 0, len(item.targets))  # type: ignore[arg-type]
-            del x, dx, scored
-        self.program.release(blocks[-1])
+        with self.program.profile.block(block.name or block.kind, "forward"):
+            for group in _groups(rows, self.program.rung):
+                hs = [
+                    self.program.hidden(self.activations.get(head, row), rows[row].scored)
+                    for row in group
+                ]
+                scored = self.program.losses(hs, [rows[row].targets for row in group], True)
+                hs.clear()
+                for row in group:
+                    one = scored.pop(0)
+                    loss = float(one.loss.sum().item())  # type: ignore[arg-type]
+                    result += StepLoss(loss, 0, len(rows[row].targets))
+                    assert one.dh is not None
+                    x = self.activations.get(head, row)
+                    dx = self.program.head_backward(x, one.dh * (1.0 / tokens), rows[row].scored)
+                    self.activations.put(head, row, dx)
+                    del x, dx, one
+        self.program.release(block)
         return result
 
 
-def head_loss(loss: mx.array, predicted: mx.array, row: Row) -> StepLoss:
-    """Sum up a row's losses (N,) and predictions (N,)."""
-    targets = mx.array(row.targets.astype("int32"))
-    correct = int((predicted == targets).sum().item())  # type: ignore[arg-type]
-    return StepLoss(float(loss.sum().item()), correct, len(row.targets))  # type: ignore[arg-type]
+def _groups(rows: Sequence[Row], most: int) -> list[list[int]]:
+    """Rows that share a pass over the vocabulary: together at most `most` scored positions."""
+    groups: list[list[int]] = []
+    room = 0
+    for index, row in enumerate(rows):
+        if not groups or len(row.targets) > room:
+            groups.append([])
+            room = most
+        groups[-1].append(index)
+        room -= len(row.targets)
+    return groups
 
 
 def _accumulate(total: Gradients, fresh: Gradients) -> None:
@@ -91,22 +131,40 @@ def _accumulate(total: Gradients, fresh: Gradients) -> None:
         total[name] = (da, db)
 
 
-def evaluate(program: Program, adapters: Adapters, rows: Sequence[Row]) -> list[StepLoss]:
-    """Loss and accuracy of each row, forward only; rows visit each block together.
+@dataclass(frozen=True)
+class MeBP:
+    """The method `mebp`: exact gradients, and the optimizer's update of each block."""
 
-    Hidden states of all `rows` are held, so callers pass a few at a time.
-    """
-    hidden = [program.embed(row.inputs) for row in rows]
-    program.release(program.blocks[0])
-    for block in program.blocks[1:-1]:
-        loras = adapters.loras(block)
-        for index in range(len(hidden)):
-            hidden[index] = program.forward(block, hidden[index], loras)
-        program.release(block)
-    results = []
-    for x, row in zip(hidden, rows, strict=True):
-        scored, _ = program.head(x, row.targets, row.scored, None)
-        assert scored.predicted is not None
-        results.append(head_loss(scored.loss, scored.predicted, row))
-    program.release(program.blocks[-1])
-    return results
+    programs: Programs
+    adapters: Adapters
+    activations: Activations
+    optimizer: Optimizer
+    lanes: int = 1
+
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
+        """See `Method.step`; gradients of several parts are held until the last."""
+        self.optimizer.begin(number, rate)
+        tokens = sum(len(row.targets) for part in parts for row in part)
+        held: dict[Block, Gradients] = {}
+
+        def hold(block: Block, gradients: Gradients) -> None:
+            _accumulate(held.setdefault(block, {}), gradients)
+
+        loss = StepLoss(0.0, 0, 0)
+        for rows in parts:
+            program = self.programs(max(len(row.inputs) for row in rows))
+            pass_ = Backprop(program, self.adapters, self.activations, self.lanes)
+            update = self.optimizer.apply if len(parts) == 1 else hold
+            loss += pass_.gradients(rows, tokens, update)
+        for block, gradients in held.items():
+            self.optimizer.apply(block, gradients)
+        return StepResult(loss, sum(map(len, parts)))
+
+    def settle(self) -> None:
+        """Updates are applied as they are found: nothing is pending."""
+
+    def write(self, path: Path) -> None:
+        self.optimizer.write(path)
+
+    def read(self, path: Path) -> None:
+        self.optimizer.read(path)

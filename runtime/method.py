@@ -1,21 +1,21 @@
 """The protocol of methods: how one step turns rows into an update of the adapters.
 
 A method sees a `Program`'s blocks, the adapters, and the rows of a step; it never sees files,
-budgets or models. What it learns for a block it hands to an `Update` as soon as it is complete,
-so that gradients need not all be held.
+budgets or models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ondevice.manifest import Block
-from runtime.program import Gradients
+from runtime.program import Gradients, Program
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,44 @@ class StepLoss:
         )
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    `loss` is that of the batch; `forward_passes` counts rows run forward for the objective (not
+    recomputation); `skipped` says that nothing was learned because a loss was not finite, the
+    `skipped`-th time in a row; `record` is what the trajectory log keeps of it.
+    """
+
+    loss: StepLoss
+    forward_passes: int
+    skipped: int = 0
+    record: list[Any] | None = None
+
+
 class Update(Protocol):
     """Takes a block's gradients (dA, dB per relative name) once they are complete."""
 
     def __call__(self, block: Block, gradients: Gradients) -> None: ...
 
 
-class Method(Protocol):
-    """One step over a micro-batch."""
+Programs = Callable[[int], Program]  # of the smallest rung that holds so many tokens
 
-    def step(self, rows: Sequence[Row], tokens: int, update: Update) -> StepLoss:
-        """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
+
+class Method(Protocol):
+    """One way to train. Its state beside the adapters is what `write` writes and `read` reads."""
+
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
+        """Step `number` (0-based) at learning rate `rate` over micro-batches of rows.
+
+        The objective is the mean loss over all scored tokens of all parts.
+        """
         ...
+
+    def settle(self) -> None:
+        """Bring the adapters to the state after the last step (before a save or evaluation)."""
+        ...
+
+    def write(self, path: Path) -> None: ...
+
+    def read(self, path: Path) -> None: ...

@@ -6,7 +6,7 @@ what is alive is what the schedule says. Blocks are the only interface that meth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,12 +16,13 @@ import numpy.typing as npt
 
 from ondevice.bundle import Bundle
 from ondevice.errors import BundleError
-from ondevice.manifest import Block, Kind, Linear, Step, graph_key
+from ondevice.manifest import Block, Kind, Step, graph_key
 from runtime.kernels.attention import AttentionKernel
-from runtime.kernels.head import HeadKernel, HeadResult
+from runtime.kernels.head import HeadKernel, HeadResult, Targets
 from runtime.kernels.linear import LinearKernel, Lora
 from runtime.kernels.unpack import dense
-from runtime.schedule import Op, backward_schedule, forward_schedule, lse, outputs
+from runtime.profile import Profile
+from runtime.schedule import Op, backward_schedule, forward_schedule, lse
 from runtime.weights import Weights
 
 Loras = dict[str, Lora]
@@ -39,6 +40,7 @@ class Program:
     linear: LinearKernel
     attention: AttentionKernel
     head_kernel: HeadKernel
+    profile: Profile = field(default_factory=Profile)
     _graphs: dict[str, Callable[..., Any]] = field(default_factory=dict)
     _schedules: dict[tuple[str, frozenset[str], bool | None], tuple[Op, ...]] = field(
         default_factory=dict
@@ -56,76 +58,78 @@ class Program:
         padded[: len(tokens)] = tokens
         matrix = self.bundle.manifest.matrices[kind.steps[0].matrix]
         found = dense(self.weights.gather(matrix, padded), matrix.bits)[None]
-        values = {kind.steps[0].outputs[0]: found}
-        return self._run_forward(block, kind, values, {}, skip=1)
+        lanes = [{kind.steps[0].outputs[0]: found}]
+        del found
+        return self._run_forward(block, kind, lanes, [{}], skip=1)[0]
 
     def forward(self, block: Block, x: mx.array, loras: Loras) -> mx.array:
         """A layer's output (1, rung, D)."""
+        return self.forward_lanes(block, [x], [loras])[0]
+
+    def forward_lanes(
+        self, block: Block, xs: list[mx.array], loras: Sequence[Loras]
+    ) -> list[mx.array]:
+        """A layer's outputs (1, rung, D) of several inputs, each with adapters of its own.
+
+        Every tile of the weights is read and unpacked once and serves all of them; none of the
+        results depends on which others travel beside it. `xs` is emptied.
+        """
         kind = self._kind(block)
-        return self._run_forward(block, kind, {kind.input: x}, loras)
+        lanes = [{kind.input: x} for x in xs]
+        xs.clear()
+        return self._run_forward(block, kind, lanes, loras)
 
     def backward(
         self, block: Block, x: mx.array, dy: mx.array, loras: Loras, input_too: bool
     ) -> tuple[mx.array | None, Gradients]:
         """A layer's vjp at x (1, rung, D): dx, where wanted, and (dA, dB) per adapted linear."""
         kind = self._kind(block)
-        key = (kind.name, frozenset(loras), input_too)
-        if key not in self._schedules:
-            self._schedules[key] = backward_schedule(kind, key[1], input_too)
         values: Values = {kind.input: x, f"~{kind.output}": dy}
         del x, dy
-        gradients: Gradients = {}
-        for op in self._schedules[key]:
-            step = kind.steps[op.step]
-            if op.backward:
-                self._step_backward(block, step, op.wanted, values, loras, gradients)
-            else:
-                self._step_forward(block, kind, step, op.wanted, values, loras)
-            for name in op.frees:
-                values.pop(name, None)
+        gradients = self._run_backward(block, kind, values, loras, input_too)
         return values.get(f"~{kind.input}"), gradients
 
-    def head(
-        self, x: mx.array, targets: npt.NDArray[np.int64], scored: slice, gradient: float | None
-    ) -> tuple[HeadResult, mx.array | None]:
-        """The loss at the positions `scored` of x (1, rung, D) against their targets (N,).
-
-        `gradient` is the factor of each position's loss in the objective; dx (1, rung, D) is
-        returned where it is not None.
-        """
+    def hidden(self, x: mx.array, scored: slice) -> mx.array:
+        """What the head multiplies at the positions `scored`, (N, D), of its input (1, rung, D)."""
         block = self.blocks[-1]
         kind = self._kind(block)
-        step = kind.steps[-1]
-        h = self._run_forward(block, kind, {kind.input: x}, {})
+        (whole,) = self._run_forward(block, kind, [{kind.input: x}], [{}])
+        found = whole[0, scored] + 0.0  # a copy, so that the rest can go
+        mx.eval(found)
+        return found
+
+    def losses(
+        self,
+        hs: Sequence[mx.array],
+        targets: Sequence[Targets],
+        gradient: bool,
+        predictions: bool = False,
+    ) -> list[HeadResult]:
+        """The head over hidden states h (N, D) against targets (N,), in one pass for all lanes."""
+        step = self._kind(self.blocks[-1]).steps[-1]
         matrix = self.bundle.manifest.matrices[step.matrix]
-        result = self.head_kernel.run(h[0, scored], targets, matrix, gradient is not None)
-        del h
-        if gradient is None or result.dh is None:
-            return result, None
-        dh = mx.zeros((1, self.rung, result.dh.shape[-1]))
-        dh[0, scored] = result.dh * gradient
-        values: Values = {kind.input: x, f"~{step.inputs[0]}": dh}
-        key = (kind.name, frozenset[str](), True)
-        if key not in self._schedules:
-            self._schedules[key] = backward_schedule(kind, key[1], True)
-        for op in self._schedules[key]:
-            if op.backward:
-                self._step_backward(block, kind.steps[op.step], op.wanted, values, {}, {})
-            else:
-                self._step_forward(block, kind, kind.steps[op.step], op.wanted, values, {})
-            for name in op.frees:
-                values.pop(name, None)
-        return HeadResult(result.loss, result.predicted, None), values[f"~{kind.input}"]
+        with self.profile.span("head"):
+            return self.head_kernel.run(hs, targets, matrix, gradient, predictions)
 
-    def hidden(self, x: mx.array) -> mx.array:
-        """What the head multiplies, (1, rung, D)."""
+    def head_backward(self, x: mx.array, dh: mx.array, scored: slice) -> mx.array:
+        """dx (1, rung, D) at the head's input x, from dh (N, D) at the positions `scored`."""
         block = self.blocks[-1]
         kind = self._kind(block)
-        return self._run_forward(block, kind, {kind.input: x}, {})
+        whole = mx.zeros((1, self.rung, dh.shape[-1]))
+        whole[0, scored] = dh
+        values: Values = {kind.input: x, f"~{kind.steps[-1].inputs[0]}": whole}
+        del x, whole
+        self._run_backward(block, kind, values, {}, True)
+        return values[f"~{kind.input}"]
 
     def release(self, block: Block) -> None:
-        """Give the block's mapped pages back."""
+        """Give the block's mapped pages back, and what was unpacked of it."""
+        self.linear.release()
         self.weights.release(block)
+
+    def read_ahead(self, block: Block) -> None:
+        """Begin to bring the block's weights into the system's file cache."""
+        self.weights.read_ahead(block)
 
     def _kind(self, block: Block) -> Kind:
         return self.bundle.manifest.kinds[block.kind]
@@ -156,16 +160,38 @@ class Program:
         return results
 
     def _run_forward(
-        self, block: Block, kind: Kind, values: Values, loras: Loras, skip: int = 0
-    ) -> mx.array:
+        self,
+        block: Block,
+        kind: Kind,
+        lanes: list[Values],
+        loras: Sequence[Loras],
+        skip: int = 0,
+    ) -> list[mx.array]:
         key = (kind.name, frozenset[str](), None)
         if key not in self._schedules:
             self._schedules[key] = forward_schedule(kind)
         for op in self._schedules[key][skip:]:
-            self._step_forward(block, kind, kind.steps[op.step], op.wanted, values, loras, False)
-            for name in op.frees:
-                values.pop(name, None)
-        return values[kind.output]
+            self._step_forward(block, kind.steps[op.step], op, lanes, loras, keep_lse=False)
+        return [values[kind.output] for values in lanes]
+
+    def _run_backward(
+        self, block: Block, kind: Kind, values: Values, loras: Loras, input_too: bool
+    ) -> Gradients:
+        """Recompute and reverse; `values` is left with the input's gradient, where wanted."""
+        key = (kind.name, frozenset(loras), input_too)
+        if key not in self._schedules:
+            self._schedules[key] = backward_schedule(kind, key[1], input_too)
+        gradients: Gradients = {}
+        for op in self._schedules[key]:
+            step = kind.steps[op.step]
+            if op.backward:
+                with self.profile.span(f"{step.op} backward"):
+                    self._step_backward(block, step, op.wanted, values, loras, gradients)
+                for name in op.frees:
+                    values.pop(name, None)
+            else:
+                self._step_forward(block, step, op, [values], [loras], keep_lse=True)
+        return gradients
 
     def _argument(self, block: Block, name: str, values: Values) -> mx.array:
         if name.startswith("@"):
@@ -175,38 +201,59 @@ class Program:
     def _step_forward(
         self,
         block: Block,
-        kind: Kind,
+        step: Step,
+        op: Op,
+        lanes: list[Values],
+        loras: Sequence[Loras],
+        keep_lse: bool,
+    ) -> None:
+        """One step for every lane; what dies with it is dropped lane by lane where it can be."""
+        with self.profile.span(f"{step.op} forward"):
+            if step.op == "linear":
+                self._linear_forward(block, step, op.wanted, lanes, loras)
+            for values in lanes:
+                if step.op == "glue":
+                    self._glue_forward(block, step, values)
+                elif step.op == "attention":
+                    self._attention_forward(step, values, keep_lse)
+                for name in op.frees:
+                    values.pop(name, None)
+
+    def _glue_forward(self, block: Block, step: Step, values: Values) -> None:
+        arguments = [self._argument(block, name, values) for name in step.inputs]
+        results = self._call(step, "forward", arguments)
+        del arguments
+        mx.eval(results)
+        values.update(zip(step.outputs, results, strict=True))
+
+    def _attention_forward(self, step: Step, values: Values, keep_lse: bool) -> None:
+        q, k, v = (values[name] for name in step.inputs)
+        out, sums = self.attention.forward(q, k, v, step.scale, step.window)
+        mx.eval(out, sums)
+        values[step.outputs[0]] = out
+        if keep_lse:
+            values[lse(step)] = sums
+
+    def _linear_forward(
+        self,
+        block: Block,
         step: Step,
         wanted: tuple[str, ...],
-        values: Values,
-        loras: Loras,
-        keep_lse: bool = True,
+        lanes: list[Values],
+        loras: Sequence[Loras],
     ) -> None:
-        if step.op == "glue":
-            arguments = [self._argument(block, name, values) for name in step.inputs]
-            results = self._call(step, "forward", arguments)
-            del arguments
-            mx.eval(results)
-            values.update(zip(step.outputs, results, strict=True))
-        elif step.op == "linear":
-            x = values[step.inputs[0]][0]
-            for linear in step.linears:
-                if linear.output in wanted:
-                    y = self._linear(block, linear, x, loras.get(linear.name))
-                    mx.eval(y)
-                    values[linear.output] = y
-        elif step.op == "attention":
-            q, k, v = (values[name] for name in step.inputs)
-            out, sums = self.attention.forward(q, k, v, step.scale, step.window)
-            mx.eval(out, sums)
-            values[step.outputs[0]] = out
-            if keep_lse:
-                values[lse(step)] = sums
-
-    def _linear(self, block: Block, linear: Linear, x: mx.array, lora: Lora | None) -> mx.array:
-        name = block.tensor(linear.name)
-        bias = self.weights.vector(f"{name}.bias") if linear.bias else None
-        return self.linear.forward(x, self.bundle.manifest.matrices[name], bias, lora)[None]
+        xs = [values[step.inputs[0]][0] for values in lanes]
+        for linear in step.linears:
+            if linear.output not in wanted:
+                continue
+            name = block.tensor(linear.name)
+            bias = self.weights.vector(f"{name}.bias") if linear.bias else None
+            matrix = self.bundle.manifest.matrices[name]
+            adapters = [lora.get(linear.name) for lora in loras]
+            ys = self.linear.forward_lanes(xs, matrix, bias, adapters)
+            for values, y in zip(lanes, ys, strict=True):
+                values[linear.output] = y[None]
+            del ys
 
     def _step_backward(
         self,
@@ -278,4 +325,4 @@ class Program:
             found[source] = total[None]
 
 
-__all__ = ["Gradients", "Loras", "Program", "outputs"]
+__all__ = ["Gradients", "Loras", "Program"]

@@ -1,8 +1,8 @@
 """A run's directory: what it holds, and how a save becomes visible all at once.
 
-    config.toml   plan.json   metrics.jsonl   summary.json
+    config.toml   plan.json   metrics.jsonl   trajectory.jsonl (mezo)   summary.json
     adapters.safetensors, adapter_config.json   those of the last save, for mlx-lm
-    saves/step-N/   adapters, optimizer.bin, state.json: all that resuming needs
+    saves/step-N/   adapters, method.bin, state.json: all that resuming needs
 
 A save is written beside its place, flushed, and renamed; the one before it is removed after that.
 """
@@ -22,14 +22,16 @@ from typing import Any
 from ondevice.bundle import fsync_path, storage_errors, write_atomic
 from ondevice.errors import BundleError, UsageError
 from ondevice.manifest import Manifest
+from ondevice.paths import text_path
 from runtime import adapters as adapter_files
 from runtime.adapters import Adapters
-from runtime.optimizer import Optimizer
+from runtime.method import Method
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
+TRAJECTORY = "trajectory.jsonl"
 TOKENS = ("train.tokens", "valid.tokens")
 LOCK = ".lock"
-STATE, OPTIMIZER = "state.json", "optimizer.bin"
+STATE, STATE_OF_METHOD = "state.json", "method.bin"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class RunFolder:
 
     path: Path
 
+    def __post_init__(self) -> None:
+        text_path(self.path)  # config.toml holds it
+
     @property
     def saves(self) -> Path:
         return self.path / "saves"
@@ -45,6 +50,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / METRICS
+
+    @property
+    def trajectory(self) -> Path:
+        return self.path / TRAJECTORY
 
     def create(self) -> None:
         """Make the directory.
@@ -89,12 +98,13 @@ class RunFolder:
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
 
-    def save(self, step: int, adapters: Adapters, optimizer: Optimizer) -> None:
+    def save(self, step: int, adapters: Adapters, method: Method) -> None:
         """Make the state after `step` steps the one that resuming finds.
 
         Raises:
             StorageError: the disk is full; the save before this one is intact.
         """
+        method.settle()
         adapters.check_finite()
         place = self.saves / f"step-{step:08d}"
         partial = self.saves / f".{place.name}.partial"
@@ -104,14 +114,15 @@ class RunFolder:
                     shutil.rmtree(partial)
                 partial.mkdir(parents=True)
                 adapters.save(partial)
-                optimizer.write(partial / OPTIMIZER)
-                names = (adapter_files.WEIGHTS, OPTIMIZER)
+                method.write(partial / STATE_OF_METHOD)
+                names = (adapter_files.WEIGHTS, STATE_OF_METHOD)
                 sums = {name: _sha256(partial / name) for name in names}
                 state = {"step": step, "sha256": sums}
                 write_atomic(partial / STATE, json.dumps(state).encode())
                 fsync_path(partial)
-                if self.metrics.exists():  # its lines are never fewer than the steps saved
-                    fsync_path(self.metrics)
+                for log in (self.metrics, self.trajectory):
+                    if log.exists():  # its lines are never fewer than the steps saved
+                        fsync_path(log)
                 if place.exists():
                     shutil.rmtree(place)
                 partial.rename(place)
@@ -138,18 +149,18 @@ class RunFolder:
         try:
             state = json.loads((place / STATE).read_bytes())
             step, sums = int(state["step"]), dict(state["sha256"])
-            for name in (adapter_files.WEIGHTS, OPTIMIZER):
+            for name in (adapter_files.WEIGHTS, STATE_OF_METHOD):
                 if _sha256(place / name) != sums[name]:
                     raise BundleError(f"{place / name} is altered: its SHA-256 differs")
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise BundleError(f"{place} is damaged: {problem!r}") from None
         return step, Adapters.load(manifest, place)
 
-    def truncate_metrics(self, step: int) -> None:
-        """Drop the lines of steps after `step`, and a half-written last line."""
+    def truncate_metrics(self, step: int) -> list[dict[str, Any]]:
+        """Drop the lines of steps after `step`, and a half-written last line; returns the rest."""
         if not self.metrics.exists():
-            return
-        kept = []
+            return []
+        kept, entries = [], []
         for line in self.metrics.read_text().splitlines():
             try:
                 entry = json.loads(line)
@@ -157,14 +168,16 @@ class RunFolder:
                 break  # the process died while it wrote this line; its step is run again
             if entry["step"] <= step:
                 kept.append(line)
+                entries.append(entry)
         write_atomic(self.metrics, "".join(f"{line}\n" for line in kept).encode())
+        return entries
 
 
 def _leftover(path: Path) -> bool:
     """Whether a file is of a run of ours that was killed before it began."""
     if path.name == "saves":
         return path.is_dir() and not any(path.iterdir())
-    ours = (*TOKENS, PLAN, LOCK)
+    ours = (*TOKENS, PLAN, LOCK, TRAJECTORY)
     return path.name in ours or (path.name.startswith(".") and path.name.endswith(".partial"))
 
 

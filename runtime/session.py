@@ -13,6 +13,7 @@ from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
 from runtime.kernels.linear import LinearKernel
 from runtime.plan import Plan, Work, choose_rung, make_plan
+from runtime.profile import Profile
 from runtime.program import Program
 from runtime.weights import Weights
 
@@ -24,6 +25,7 @@ class Session:
     bundle: Bundle
     plan: Plan
     weights: Weights
+    profile: Profile = field(default_factory=Profile)
     _programs: dict[int, Program] = field(default_factory=dict)
 
     def program(self, length: int) -> Program:
@@ -31,7 +33,9 @@ class Session:
         rung = choose_rung(self.bundle.manifest, length)
         if rung not in self._programs:
             plan = self.plan
-            linear = LinearKernel(self.weights, plan.arithmetic, plan.tile_values)
+            linear = LinearKernel(
+                self.weights, plan.arithmetic, plan.tile_values, plan.hold, self.profile
+            )
             self._programs[rung] = Program(
                 self.bundle,
                 self.weights,
@@ -39,6 +43,7 @@ class Session:
                 linear,
                 AttentionKernel(plan.query_block),
                 HeadKernel(linear, plan.chunk_rows),
+                self.profile,
             )
         return self._programs[rung]
 
@@ -52,7 +57,10 @@ def plan_for(
     rows: int = 1,
     accumulation: int = 1,
     optimizer: str = "adamw",
-    training: bool = True,
+    method: str = "mebp",
+    queries: int = 1,
+    layout: str = "budget",
+    prefetch: bool = True,
 ) -> Plan:
     """The plan for rows of `length` tokens under a budget.
 
@@ -66,7 +74,10 @@ def plan_for(
         accumulation=accumulation,
         optimizer=optimizer,
         arithmetic=choose_arithmetic(arithmetic, bundle.manifest.device),
-        training=training,
+        method=method,
+        queries=queries,
+        layout=layout,
+        prefetch=prefetch,
     )
     return make_plan(bundle.manifest, work, budget_bytes)
 
@@ -81,6 +92,10 @@ def plan_of(config: PlanConfig, bundle: Bundle) -> Plan:
         rows=config.batch_size,
         accumulation=config.grad_accumulation,
         optimizer=config.optimizer,
+        method=config.method,
+        queries=config.queries,
+        layout=config.plan,
+        prefetch=config.prefetch,
     )
 
 
@@ -94,7 +109,7 @@ def open_checked(path: str) -> Bundle:
 
 def open_session(bundle: Bundle, plan: Plan) -> Session:
     """Set up the device and its limits for a plan, and map the weights."""
-    use_device(bundle.manifest.device)
+    use_device(bundle.manifest.device, bundle.path)
     limit_memory(plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes, plan.cache_bytes)
     mx.clear_cache()
-    return Session(bundle, plan, Weights(bundle))
+    return Session(bundle, plan, Weights(bundle, plan.prefetch))

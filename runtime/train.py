@@ -12,67 +12,34 @@ import shutil
 import signal
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ondevice.bundle import Bundle, storage_errors, write_atomic
 from ondevice.config import TrainConfig, load, to_toml
-from ondevice.errors import (
-    BundleError,
-    DataError,
-    DivergedError,
-    InterruptedRunError,
-    UsageError,
-)
-from ondevice.manifest import Block
+from ondevice.errors import BundleError, DivergedError, InterruptedRunError, UsageError
+from ondevice.manifest import Manifest
 from runtime.activations import Activations
 from runtime.adapters import Adapters
 from runtime.backend import describe
-from runtime.data import (
-    Rows,
-    TokenRows,
-    row_index,
-    split_file,
-)
-from runtime.evaluate import Events, check_budget, evaluate_rows, open_rows
+from runtime.data import Rows, row_index
+from runtime.evaluate import Events, check_budget, evaluate_rows
 from runtime.mebp import MeBP
 from runtime.memory import Meter
-from runtime.method import Row, StepLoss
+from runtime.method import Method, Row
+from runtime.mezo import MeZO
+from runtime.noise import Noise
 from runtime.optimizer import Optimizer, learning_rate
 from runtime.plan import Plan
-from runtime.program import Gradients
-from runtime.saves import CONFIG, PLAN, SUMMARY, TOKENS, RunFolder
+from runtime.run_data import absolute, open_run_rows
+from runtime.saves import CONFIG, PLAN, STATE_OF_METHOD, SUMMARY, RunFolder
 from runtime.session import Session, open_checked, open_session, plan_of
+from runtime.signals import Stop, catching_signals
+from runtime.trajectory import Header, digest, start_log, truncate_log
 
-
-@dataclass
-class _Stop:
-    """Whether SIGINT or SIGTERM has arrived."""
-
-    signal: int | None = None
-
-
-@contextmanager
-def _catching_signals() -> Iterator[_Stop]:
-    """Note the first signal and go on to the step's end; a second Ctrl-C ends at once."""
-    stop = _Stop()
-
-    def note(number: int, frame: Any) -> None:
-        if stop.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.signal = number
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+SKIPS = 10  # steps in a row without a finite loss that end a run
 
 
 @dataclass
@@ -83,113 +50,137 @@ class Training:
     folder: RunFolder
     session: Session
     adapters: Adapters
-    optimizer: Optimizer
-    method: MeBP
+    method: Method
     rows: Rows
     eval_rows: Rows | None
     events: Events
     meter: Meter
     done: int = 0
+    first: int = 0  # the steps that were done before this process
+    seconds: float = 0.0  # of training, in all processes that this run has had
+    skipped: int = 0  # steps in a row whose loss was not finite
     evaluations: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step; returns the summary."""
+        """Train to the end; returns the summary."""
+        self.session.profile.on = self.config.profile
         if self.eval_rows is not None and "before" not in self.evaluations:
             self._evaluate("before")
         self._evaluate_if_due()
         with storage_errors(self.folder.metrics):
             metrics = self.folder.metrics.open("a")
-        with metrics, _catching_signals() as stop:
-            while self.done < self.config.steps:
-                entry = self._step()
+            trajectory = self.folder.trajectory.open("a") if self._logged else None
+        with metrics, trajectory or nullcontext(), catching_signals() as stop:
+            while not self.ended:
+                entry, record = self._step()
                 with storage_errors(self.folder.metrics):
                     metrics.write(json.dumps(entry) + "\n")
                     metrics.flush()
+                    if trajectory is not None:
+                        trajectory.write(json.dumps(record) + "\n")
+                        trajectory.flush()
                 self.events.step(entry, self.config.steps)
                 self._after_step(stop)
+        if self.ended == "loss":  # found by an evaluation, which comes after a save
+            self.folder.save(self.done, self.adapters, self.method)
         if self.eval_rows is not None:
             self._evaluate("after")
         return self._finish()
 
+    @property
+    def _logged(self) -> bool:
+        return self.config.method == "mezo"
+
+    @property
+    def ended(self) -> str:
+        """Why the run is over: "steps", "seconds" or "loss"; empty while it is not."""
+        config = self.config
+        if self.done >= config.steps:
+            return "steps"
+        if config.stop_seconds and self.seconds >= config.stop_seconds:
+            return "seconds"
+        latest = self.evaluations.get(str(self.done) if self.done else "before")
+        if config.stop_loss and latest is not None and latest["loss"] <= config.stop_loss:
+            return "loss"
+        return ""
+
     def _evaluate_if_due(self) -> None:
         """Evaluate where `eval_every` says so, unless it was done before the run was resumed."""
         due = self.config.eval_every and self.done % self.config.eval_every == 0
-        inside = 0 < self.done < self.config.steps
+        inside = self.done > 0 and not self.ended
         if due and inside and self.eval_rows and str(self.done) not in self.evaluations:
             self._evaluate(str(self.done))
 
-    def _after_step(self, stop: _Stop) -> None:
+    def _after_step(self, stop: Stop) -> None:
         every = self.config.save_every
-        finished = self.done == self.config.steps
-        due = finished or (every and self.done % every == 0)
-        if due or stop.signal is not None or self.meter.over_budget:
-            self.folder.save(self.done, self.adapters, self.optimizer)
+        due = self.ended or (every and self.done % every == 0)
+        lost = self.skipped >= SKIPS
+        if due or lost or stop.signal is not None or self.meter.over_budget:
+            self.folder.save(self.done, self.adapters, self.method)
         resume = f"go on with: ondevice train --resume {self.folder.path}"
+        if lost:
+            raise DivergedError(
+                f"the loss was not finite {self.skipped} steps in a row; the state after step "
+                f"{self.done} is saved in {self.folder.path}; lower --epsilon or --learning-rate"
+            )
         check_budget(
             self.meter,
             self.session.plan,
             f"its state after step {self.done} is saved; {resume} --budget MORE",
         )
-        if stop.signal is not None and not finished:
+        if stop.signal is not None and not self.ended:
             name = signal.Signals(stop.signal).name
             raise InterruptedRunError(f"{name}: saved after step {self.done}; {resume}")
         self._evaluate_if_due()
 
-    def _step(self) -> dict[str, Any]:
+    def _step(self) -> tuple[dict[str, Any], list[Any] | None]:
+        """One step: its line of metrics.jsonl, and what the trajectory keeps of it."""
         start = time.perf_counter()
         config = self.config
-        size, parts = config.batch_size, config.grad_accumulation
-        first = self.done * size * parts
-        rows = [self._row(first + index) for index in range(size * parts)]
-        tokens = sum(len(row.targets) for row in rows)
+        size, count = config.batch_size, config.grad_accumulation
+        first = self.done * size * count
+        parts = [
+            [self._row(first + part * size + index) for index in range(size)]
+            for part in range(count)
+        ]
         rate = learning_rate(
             config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, self.done
         )
-        self.optimizer.begin(self.done, rate)
-        held: dict[Block, Gradients] = {}
-
-        def hold(block: Block, gradients: Gradients) -> None:
-            before = held.get(block)
-            if before is not None:
-                gradients = {
-                    name: (before[name][0] + da, before[name][1] + db)
-                    for name, (da, db) in gradients.items()
-                }
-                mx.eval([array for pair in gradients.values() for array in pair])
-            held[block] = gradients
-
-        loss = StepLoss(0.0, 0, 0)
-        for part in range(parts):
-            micro = rows[part * size : (part + 1) * size]
-            method = replace(
-                self.method, program=self.session.program(max(len(r.inputs) for r in micro))
-            )
-            loss += method.step(micro, tokens, self.optimizer.apply if parts == 1 else hold)
-        for block, gradients in held.items():
-            self.optimizer.apply(block, gradients)
-        if not math.isfinite(loss.loss_sum):
+        result = self.method.step(self.done, rate, parts)
+        loss = result.loss.loss_sum / result.loss.tokens
+        self.skipped = result.skipped
+        if not math.isfinite(loss) and not result.skipped:
             raise DivergedError(
-                f"the loss of step {self.done + 1} is {loss.loss_sum}; the last save is intact; "
+                f"the loss of step {self.done + 1} is {loss}; the last save is intact; "
                 "lower --learning-rate"
             )
         self.done += 1
-        return {
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        entry: dict[str, Any] = {
             "step": self.done,
-            "loss": loss.loss_sum / tokens,
+            "loss": loss if math.isfinite(loss) else None,
             "learning_rate": rate,
-            "tokens": tokens,
-            "seconds": time.perf_counter() - start,
+            "tokens": result.loss.tokens,
+            "forward_passes": result.forward_passes,
+            "seconds": seconds,
             "footprint_bytes": self.meter.now_bytes,
             "peak_footprint_bytes": self.meter.peak_bytes,
             "peak_rss_bytes": self.meter.peak_rss_bytes,
         }
+        if result.skipped:
+            entry["skipped"] = True
+        return entry, result.record
 
     def _row(self, position: int) -> Row:
         return Row(*self.rows.row(row_index(self.config.seed, position, len(self.rows))))
 
     def _evaluate(self, when: str) -> None:
         assert self.eval_rows is not None
-        result = evaluate_rows(
+        self.method.settle()
+        known = self.evaluations.get(str(self.done)) if when == "after" else None
+        self.session.profile.on = False
+        result = known or evaluate_rows(
             self.session,
             self.adapters,
             self.eval_rows,
@@ -198,6 +189,7 @@ class Training:
             f"evaluating ({when})",
             self.meter,
         )
+        self.session.profile.on = self.config.profile
         self.evaluations[when] = result
         self.folder.write_json("evaluations.json", self.evaluations)
 
@@ -210,25 +202,32 @@ class Training:
             )
         seconds = [entry["seconds"] for entry in entries]
         plan = self.session.plan
+        losses = [entry["loss"] for entry in entries if entry["loss"] is not None]
         summary = {
             "method": self.config.method,
             "steps": self.done,
+            "stopped": self.ended,
+            "skipped_steps": len(entries) - len(losses),
+            "forward_passes": sum(entry["forward_passes"] for entry in entries),
+            "seconds": sum(seconds),
             "budget_bytes": self.config.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             # of all processes that this run has had
             "peak_footprint_bytes": max(
-                self.meter.peak_bytes, *(e["peak_footprint_bytes"] for e in entries)
+                [self.meter.peak_bytes, *(e["peak_footprint_bytes"] for e in entries)]
             ),
             "peak_rss_bytes": max(
-                self.meter.peak_rss_bytes, *(e["peak_rss_bytes"] for e in entries)
+                [self.meter.peak_rss_bytes, *(e["peak_rss_bytes"] for e in entries)]
             ),
-            "step_s_median": statistics.median(seconds),
-            "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds),
-            "final_train_loss": entries[-1]["loss"],
+            "step_s_median": statistics.median(seconds) if seconds else None,
+            "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds) if seconds else None,
+            "final_train_loss": losses[-1] if losses else None,
             "trainable_parameters": sum(t.size for t in self.adapters.tensors.values()),
             "eval": self.evaluations,
             "machine": describe(),
         }
+        if self.config.profile:
+            summary |= self.session.profile.to_json(max(1, self.done - self.first))
         self.folder.write_json(SUMMARY, summary)
         return summary
 
@@ -250,12 +249,15 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
             fixed = replace(
                 config,
                 bundle=str(Path(config.bundle).resolve()),
-                data=_absolute(config.data),
+                data=absolute(config.data),
                 output=str(folder.path.resolve()),
-                eval_data=None if config.eval_data is None else _absolute(config.eval_data),
+                eval_data=None if config.eval_data is None else absolute(config.eval_data),
+                adapter=None if config.adapter is None else absolute(config.adapter),
             )
-            rows, eval_rows = _rows(fixed, bundle, folder)
+            rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
             training = _assemble(fixed, bundle, plan, folder, rows, eval_rows, None, events, meter)
+            if fixed.method == "mezo":
+                start_log(folder.trajectory, _header(fixed, training.adapters))
             folder.write_json(PLAN, plan.to_json())
             write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
         except BaseException:
@@ -279,7 +281,7 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         events.plan(plan)
-        rows, eval_rows = _rows(config, bundle, folder)
+        rows, eval_rows = open_run_rows(config, bundle, folder.path)
         save = folder.latest()
         training = _assemble(config, bundle, plan, folder, rows, eval_rows, save, events, meter)
         if save is not None:  # a kill may have come between the save and this copy of it
@@ -288,40 +290,15 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
             events.note("the run is planned otherwise than before; its last bits may differ")
         folder.write_json(PLAN, plan.to_json())
         write_atomic(path / CONFIG, to_toml(config).encode())
-        folder.truncate_metrics(training.done)
+        training.seconds = sum(entry["seconds"] for entry in folder.truncate_metrics(training.done))
+        if config.method == "mezo":
+            truncate_log(folder.trajectory, training.done)
         done = path / "evaluations.json"
         if done.exists():
             training.evaluations = json.loads(done.read_text())
             training.evaluations.pop("after", None)
         events.note(f"resuming after step {training.done} of {config.steps}")
         return training.run()
-
-
-def _absolute(data: str) -> str:
-    return data if data.startswith("random:") else str(Path(data).resolve())
-
-
-def _rows(config: TrainConfig, bundle: Bundle, folder: RunFolder) -> tuple[Rows, Rows | None]:
-    """Training and evaluation rows; token files live in the run, so resuming reads the same."""
-    length = config.max_seq_length
-    found: list[Rows | None] = []
-    sources = [(config.data, "train", TOKENS[0])]
-    folder_data = not config.data.startswith("random:") and Path(config.data).is_dir()
-    held_out = folder_data and split_file(config.data, "valid") is not None
-    eval_data = config.eval_data or (config.data if held_out else None)
-    if eval_data is not None:
-        sources.append((eval_data, "valid", TOKENS[1]))
-    for data, split, name in sources:
-        ready = folder.path / name
-        if ready.exists():
-            found.append(TokenRows(ready, bundle.manifest.vocab_size))
-        else:
-            found.append(open_rows(bundle, data, split, length, folder.path, name))
-    rows = found[0]
-    assert rows is not None
-    if len(rows) == 0:
-        raise DataError(f"{config.data} holds no row to train on")
-    return rows, found[1] if len(found) > 1 else None
 
 
 def _assemble(
@@ -341,27 +318,61 @@ def _assemble(
     if save is not None:
         step, adapters = folder.restore(manifest, save)
     if adapters is None:
-        adapters = Adapters.initial(manifest, config.seed)
-    optimizer = Optimizer(adapters, config.optimizer, config.weight_decay, folder.path)
+        adapters = initial_adapters(manifest, config.seed, config.adapter)
+    method = _method(config, session, plan, adapters, folder.path)
     if save is not None:
-        optimizer.read(save / "optimizer.bin")
-    shape = (1, plan.rung, manifest.hidden_size)
-    slots = len(manifest.blocks)
-    activations = Activations(folder.path, slots, config.batch_size, shape)
-    method = MeBP(session.program(plan.rung), adapters, activations)
+        method.read(save / STATE_OF_METHOD)
     return Training(
         config,
         folder,
         session,
         adapters,
-        optimizer,
         method,
         rows,
         eval_rows,
         events,
         meter,
         done=step,
+        first=step,
     )
+
+
+def initial_adapters(manifest: Manifest, seed: int, adapter: str | None) -> Adapters:
+    """What training starts from: the adapters in a file or run, or new ones."""
+    if adapter is None:
+        return Adapters.initial(manifest, seed)
+    return Adapters.load(manifest, Path(adapter))
+
+
+def _method(
+    config: TrainConfig, session: Session, plan: Plan, adapters: Adapters, scratch: Path
+) -> Method:
+    blocks = len(session.bundle.manifest.blocks)
+    shape = (1, plan.rung, session.bundle.manifest.hidden_size)
+    if config.method == "mezo":
+        count = 2 * config.queries * config.batch_size * config.grad_accumulation
+        return MeZO(
+            session.program,
+            adapters,
+            Activations(scratch, 1, count, shape),
+            Noise(config.seed, config.noise),
+            config.epsilon,
+            config.queries,
+            config.weight_decay,
+            plan.lanes,
+        )
+    return MeBP(
+        session.program,
+        adapters,
+        Activations(scratch, blocks, config.batch_size, shape),
+        Optimizer(adapters, config.optimizer, config.weight_decay, scratch),
+        plan.lanes,
+    )
+
+
+def _header(config: TrainConfig, adapters: Adapters) -> Header:
+    weights = adapters.manifest.weights_sha256
+    return Header(config.seed, config.noise, config.weight_decay, weights, digest(adapters))
 
 
 def _remove_refused(folder: RunFolder, existed: bool) -> None:

@@ -7,6 +7,7 @@ kernel asks for it, and `release` drops a block's pages from the process once it
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from dataclasses import dataclass
 
@@ -14,9 +15,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle import Bundle
+from ondevice.bundle import Bundle, reading_errors
 from ondevice.errors import BundleError
 from ondevice.manifest import Block, Extent, Matrix
+from runtime.read_ahead import ReadAhead
 
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -47,14 +49,17 @@ def _floats(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
 
 
 class Weights:
-    """The map of a bundle's weights.bin."""
+    """The map of a bundle's weights.bin; `prefetch` starts a thread that reads blocks ahead."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, prefetch: bool = False) -> None:
         self.manifest = bundle.manifest
-        with bundle.weights_path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        if len(self._map) != bundle.manifest.weights_nbytes:
-            raise BundleError(f"{bundle.weights_path} changed its size while it was opened")
+        size = bundle.manifest.weights_nbytes
+        with reading_errors(bundle.weights_path):
+            with bundle.weights_path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size != size:
+                    raise BundleError(f"{bundle.weights_path} changed its size while it was opened")
+                self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+            self._ahead = ReadAhead(bundle.weights_path) if prefetch else None
         self._ranges = {block: self._range(block) for block in bundle.manifest.blocks}
 
     def _range(self, block: Block) -> tuple[int, int]:
@@ -116,6 +121,11 @@ class Weights:
             return Tile(words, scales, None)
         biases = self._chosen(matrix.biases, rows)
         return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+
+    def read_ahead(self, block: Block) -> None:
+        """Begin to bring a block into the system's file cache; nothing without `prefetch`."""
+        if self._ahead is not None:
+            self._ahead.request(*self._ranges[block])
 
     def release(self, block: Block) -> None:
         """Drop the block's pages from this process; they stay in the system's file cache."""

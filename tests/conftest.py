@@ -13,6 +13,8 @@ prepare()  # before MLX is imported
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from bundles import settings  # noqa: E402
+from checkpoints import weights_of, write_folder  # noqa: E402
 
 from export.pack import export_bundle  # noqa: E402
 from ondevice.bundle import Bundle  # noqa: E402
@@ -56,6 +58,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle with one rung, small enough to be copied often."""
+    folder = tmp_path_factory.mktemp("origin")
+    checkpoint = write_folder(folder / "checkpoint", *weights_of("tiny-qwen2"))
+    (checkpoint / "tokenizer.json").write_text('{"not": "used here"}')
+    return export_bundle(settings(checkpoint, folder / "bundle"))
 
 
 def program_of(

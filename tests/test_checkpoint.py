@@ -13,31 +13,13 @@ import huggingface_hub
 import mlx.core as mx
 import numpy as np
 import pytest
+from checkpoints import Arrays, weights_of, whole, write_folder
 
-from export.checkpoint import PRESETS, Checkpoint, Prequantized, open_checkpoint
+from export.checkpoint import PRESETS, Prequantized, open_checkpoint
 from export.families import build_model, normalise_config
 from ondevice.errors import BundleError, UsageError
 
-Arrays = dict[str, np.ndarray]
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
-
-
-def whole(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    return checkpoint.rows(name, 0, checkpoint.shape(name)[0])
-
-
-def weights_of(preset: str) -> tuple[dict[str, Any], Arrays]:
-    source = open_checkpoint(f"random:{preset}")
-    return dict(source.config), {name: whole(source, name) for name in source.names()}
-
-
-def write_folder(folder: Path, config: dict[str, Any], arrays: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(
-        str(folder / "model.safetensors"), {name: mx.array(a) for name, a in arrays.items()}
-    )
-    return folder
 
 
 def write_shards(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:

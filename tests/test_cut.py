@@ -356,3 +356,34 @@ def test_shapes_are_symbolic_in_the_length_alone() -> None:
     for family in FAMILIES:
         for kind in cut_of(family).kinds.values():
             assert all(shape.count(T) == 1 for shape in kind.values.values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 13, "num_key_value_heads": 13, "head_dim": 32},
+        {"num_attention_heads": 26, "num_key_value_heads": 13, "head_dim": 32},
+        {"head_dim": 26},
+        {"hidden_size": 13, "head_dim": 16},
+        {"intermediate_size": 13},
+        {"vocab_size": 13},
+    ],
+    ids=repr,
+)
+def test_a_dimension_of_any_size_is_told_from_the_length(changes: dict[str, int]) -> None:
+    config = config_of("llama", **changes)
+    cut = cut_of("llama", **changes)
+    values = cut.kinds["layer0"].values
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    assert values["x"] == values["out"] == (1, T, config["hidden_size"])
+    assert values["mlp.up_proj.out"] == (1, T, config["intermediate_size"])
+    assert values["attention0.q"] == (1, config["num_attention_heads"], T, size)
+    assert values["attention0.k"] == (1, config["num_key_value_heads"], T, size)
+    for glue in cut.glue:  # and the graphs hold at other lengths
+        steps = [step for kind in cut.kinds.values() for step in kind.steps]
+        (step,) = (step for step in steps if step.graph == glue.name)
+        for direction, names in (("forward", step.outputs), ("vjp", step.vjp_outputs)):
+            shapes = getattr(glue, f"{direction}_shapes")
+            found = getattr(glue, direction)(*(mx.zeros(at_rung(s, 21)) for s in shapes))
+            kind = cut.kinds[glue.name.split(".")[0]]
+            assert [a.shape for a in found] == [at_rung(kind.values[n], 21) for n in names]

@@ -23,7 +23,7 @@ def export(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_exports_leave_nothing(tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "bundle"
-    partial = tmp_path / ".bundle.partial"
+    partial = tmp_path / ".bundle.partial" / "new"
     process = subprocess.Popen(
         [*COMMAND, "random:gemma3-270m", "-o", str(output)], stderr=subprocess.PIPE, text=True
     )
@@ -40,7 +40,7 @@ def test_interrupted_exports_leave_nothing(tmp_path: Path, number: signal.Signal
 def test_a_killed_export_is_replaced_by_the_next(tmp_path: Path) -> None:
     output = tmp_path / "bundle"
     process = subprocess.Popen([*COMMAND, "random:gemma3-270m", "-o", str(output)])
-    while not (tmp_path / ".bundle.partial").exists():
+    while not (tmp_path / ".bundle.partial" / "new").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()

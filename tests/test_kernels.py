@@ -233,8 +233,11 @@ def test_head_loss_gradient_and_prediction(
     targets = rng.integers(0, vocab, count)
     linear = LinearKernel(weights, arithmetic, 1000)
     kernel = HeadKernel(linear, int(rng.integers(1, vocab + 50)))
-    trained = kernel.run(h, targets, matrix, gradient=True)
-    scored = kernel.run(h, targets, matrix, gradient=False)
+    (trained,) = kernel.run([h], [targets], matrix, gradient=True, predictions=False)
+    scored, half = kernel.run(
+        [h, h[::2] + 0], [targets, targets[::2]], matrix, gradient=False, predictions=True
+    )
+    assert mx.array_equal(half.predicted, scored.predicted[::2])
     expected = reference.head(h, w, mx.array(targets))
     dh = mx.grad(lambda h: reference.head(h, w, mx.array(targets)).sum())(h)
     logits = np.array(h @ w.T)
@@ -257,11 +260,10 @@ def test_head_with_huge_logits_stays_finite(tmp_path: Path, rng: Rng) -> None:
     kernel = HeadKernel(LinearKernel(weights, "unpacked", 1000), 7)
     logits = np.array(h).astype(np.float64) @ values.T
     targets = logits.argmin(axis=1)
-    result = kernel.run(h, targets, matrix, gradient=True)
+    (result,) = kernel.run([h], [targets], matrix, gradient=True, predictions=True)
     np.testing.assert_allclose(np.array(result.loss), np.ptp(logits, axis=1), rtol=1e-4)
     assert mx.isfinite(result.dh).all()
-    predicted = kernel.run(h, targets, matrix, gradient=False).predicted
-    assert predicted.tolist() == logits.argmax(axis=1).tolist()
+    assert result.predicted.tolist() == logits.argmax(axis=1).tolist()
 
 
 def test_relative_error_is_honest() -> None:

@@ -57,7 +57,7 @@ def test_what_costs_memory(tiny: Tiny) -> None:
 
     assert cost(replace(work, rung=64)) > cost(work) > cost(replace(work, rung=16))
     assert cost(replace(work, accumulation=2)) > cost(work)
-    assert cost(replace(work, training=False)) < cost(work)
+    assert cost(replace(work, method="eval")) < cost(work)
 
 
 def test_the_ladder_is_the_limit(tiny: Tiny) -> None:

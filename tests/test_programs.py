@@ -16,7 +16,8 @@ from ondevice.bundle import Bundle
 from ondevice.manifest import Kind, Step
 from runtime.activations import Activations
 from runtime.adapters import Adapters
-from runtime.mebp import MeBP, evaluate
+from runtime.evaluate import evaluate
+from runtime.mebp import Backprop
 from runtime.method import Row, StepLoss
 from runtime.program import Program
 from runtime.schedule import activations, backward_schedule, forward_schedule, lse, outputs
@@ -60,7 +61,7 @@ def mebp(
             found[f"{block.tensor(name)}.lora_b"] = db
 
     tokens = sum(len(row.targets) for row in rows)
-    result = MeBP(program, adapters, scratch).step(rows, tokens, update)
+    result = Backprop(program, adapters, scratch).gradients(rows, tokens, update)
     assert result.tokens == tokens
     return result, found
 
@@ -71,7 +72,7 @@ def logits_of(program: Program, adapters: Adapters, tokens: np.ndarray) -> mx.ar
         x = program.forward(block, x, adapters.loras(block))
     manifest = program.bundle.manifest
     head = manifest.matrices[manifest.kinds["head"].steps[-1].matrix]
-    return program.hidden(x)[0, : len(tokens)] @ reference.dequantized(program.weights, head).T
+    return program.hidden(x, slice(len(tokens))) @ reference.dequantized(program.weights, head).T
 
 
 def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: float = CLOSE) -> None:
@@ -170,13 +171,15 @@ def test_positions_without_a_target_get_no_gradient(tiny: Tiny, rng: Rng) -> Non
     program = program_of(bundle, 32)
     x = mx.array(rng.standard_normal((1, 32, bundle.manifest.hidden_size)).astype(np.float32))
     targets = rng.integers(0, bundle.manifest.vocab_size, 9)
-    result, dx = program.head(x, targets, slice(4, 13), 0.25)
-    assert result.loss.shape == (9,)
+    h = program.hidden(x, slice(4, 13))
+    (result,) = program.losses([h], [targets], gradient=True)
+    assert result.loss.shape == (9,) and result.dh is not None
+    dx = program.head_backward(x, result.dh, slice(4, 13))
     assert mx.abs(dx[0, 4:13]).min(axis=-1).shape == (9,)
     assert float(mx.abs(dx[0, 4:13]).sum(axis=-1).min()) > 0
     assert float(mx.abs(dx[0, :4]).max()) == float(mx.abs(dx[0, 13:]).max()) == 0
-    nothing, none = program.head(x, targets, slice(4, 13), None)
-    assert none is None
+    (nothing,) = program.losses([h], [targets], gradient=False)
+    assert nothing.dh is None
     np.testing.assert_allclose(np.array(nothing.loss), np.array(result.loss), rtol=1e-5)
 
 

@@ -15,8 +15,10 @@ from ondevice.bundle import Bundle
 from ondevice.config import ExportConfig
 from runtime.activations import Activations
 from runtime.adapters import Adapters
-from runtime.mebp import MeBP
+from runtime.mebp import Backprop
 from runtime.method import Row
+from runtime.mezo import MeZO
+from runtime.noise import Noise
 from runtime.program import Gradients
 from runtime.session import open_session, plan_for
 
@@ -60,7 +62,7 @@ def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
         x = program.forward(block, x, {})
     head = gemma.manifest.matrices["model.embed_tokens"]
     w = reference.dequantized(session.weights, head)
-    logits = program.hidden(x)[0, : len(row.inputs)] @ w.T
+    logits = program.hidden(x, slice(len(row.inputs))) @ w.T
     dense = reference.dense_model(gemma)(mx.array(row.inputs.astype(np.int32))[None])[0]
     assert reference.relative_error(logits, dense) <= 1e-4
     loss = reference.batch_loss(reference.dense_model(gemma), [(row.tokens, row.first)])
@@ -77,7 +79,7 @@ def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> Non
             adapters.tensors[name] = mx.array(noise * 0.002)
     program = session.program(len(row.inputs))
     shape = (1, program.rung, gemma.manifest.hidden_size)
-    method = MeBP(program, adapters, Activations(tmp_path, len(program.blocks), 1, shape))
+    backprop = Backprop(program, adapters, Activations(tmp_path, len(program.blocks), 1, shape))
     found: dict[str, mx.array] = {}
 
     def keep(block: object, gradients: Gradients) -> None:
@@ -85,7 +87,7 @@ def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> Non
             found[f"{block.tensor(name)}.lora_a"] = da
             found[f"{block.tensor(name)}.lora_b"] = db
 
-    result = method.step([row], len(row.targets), keep)
+    result = backprop.gradients([row], len(row.targets), keep)
     # The residual stream of this model reaches 1e5, so float32 itself is far from exact: the
     # oracle is float64, and ours must be as near to it as float32 autograd is.
     single = reference.dense_model(gemma, adapters)
@@ -105,3 +107,25 @@ def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> Non
 def _worst(errors: dict[str, float]) -> str:
     name = max(errors, key=errors.__getitem__)
     return f"{errors[name]:.1e} ({name})"
+
+
+def test_mezo_is_the_monolithic_algorithm(
+    gemma: Bundle, row: Row, tmp_path: Path, seed: int
+) -> None:
+    session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto", method="mezo"))
+    program = session.program(len(row.inputs))
+    adapters = Adapters.initial(gemma.manifest, seed)
+    noise = Noise(seed)
+    oracle = reference.MonolithicMeZO(
+        Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0
+    )
+    scratch = Activations(tmp_path, 1, 2, (1, program.rung, gemma.manifest.hidden_size))
+    method = MeZO(session.program, adapters, scratch, noise, 1e-3)
+    for step in range(5):
+        loss, gradients = oracle.step(program, [row], step, 1e-4)
+        result = method.step(step, 1e-4, [[row]])
+        assert result.record == [1e-4, gradients]
+        assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=1e-12)
+    method.settle()
+    for name, expected in oracle.adapters.tensors.items():
+        assert mx.array_equal(adapters.tensors[name], expected), name

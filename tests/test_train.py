@@ -158,7 +158,10 @@ def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
         (train_arguments(bundle, run, 3, data=tmp_path / "none"), 4, "no data at"),
         (train_arguments(bundle, run, 3, max_seq_length=99), 2, "--seq-lens"),
         (train_arguments(bundle, run, 0), 2, "steps is 0"),
-        (train_arguments(bundle, run, 3, method="mezo"), 2, "mezo"),
+        (train_arguments(bundle, run, 3, method="zo"), 2, "mezo"),
+        (train_arguments(bundle, run, 3, method="mezo", epsilon=0), 2, "epsilon is 0"),
+        (train_arguments(bundle, run, 3, method="mezo", queries=0), 2, "queries is 0"),
+        (train_arguments(bundle, run, 3, stop_loss=2), 2, "eval_every"),
         (train_arguments(tmp_path / "nowhere", run, 3), 4, "no bundle"),
         ([*train_arguments(bundle, run, 3), "--frobnicate"], 2, "frobnicate"),
         (["train", "--resume", str(run)], 2, "no run to resume"),
@@ -191,10 +194,10 @@ def test_damaged_bundles_and_saves_are_refused(bundle: Path, tmp_path: Path) -> 
     assert not run.exists()
     assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
     (save,) = (run / "saves").iterdir()
-    state = save / "optimizer.bin"
+    state = save / "method.bin"
     state.write_bytes(state.read_bytes()[:-4])
     done = ondevice("train", "--resume", run)
-    assert done.returncode == 4 and "optimizer.bin" in done.stderr
+    assert done.returncode == 4 and "method.bin" in done.stderr
 
 
 def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:

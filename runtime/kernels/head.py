@@ -5,13 +5,14 @@ training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttenti
 
     loss = m + log z - l_target        d loss / d h = G / z - W_target
 
-Each chunk is read and unpacked once. Positions without a target never get here. The reference is
-`harness.reference.head`.
+Each chunk is read and unpacked once for all lanes; a lane's result does not depend on its
+companions. Positions without a target never get here. The reference is `harness.reference.head`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -20,19 +21,62 @@ import numpy.typing as npt
 from ondevice.manifest import Matrix
 from runtime.kernels.exponential import exp, row_sums
 from runtime.kernels.linear import LinearKernel
-from runtime.kernels.unpack import dense, join, split, unpack
+from runtime.kernels.product import Input, OpenTile, RowSum
+from runtime.kernels.unpack import dense
+
+Targets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class HeadResult:
     """Per position: loss (N,), the most likely token (N,), and dh (N, D) of the summed loss.
 
-    Predictions cost a pass over the logits and are made where no gradient is asked for.
+    Predictions cost a pass over the logits and are made only where they are asked for.
     """
 
     loss: mx.array
     predicted: mx.array | None
     dh: mx.array | None
+
+
+@dataclass
+class _Lane:
+    """The running state of one set of positions."""
+
+    given: Input
+    chosen: mx.array  # W_target (N, D)
+    best: mx.array
+    total: mx.array
+    predicted: mx.array | None
+    weighted: RowSum = field(default_factory=RowSum)
+
+    def meet(self, opened: OpenTile, start: int, gradient: bool) -> None:
+        """Take in the logits of the vocabulary from `start` on."""
+        logits = opened.transposed_product(self.given)
+        top = logits.max(axis=-1, keepdims=True)
+        if self.predicted is not None:
+            place = logits.argmax(axis=-1).astype(mx.int32) + start
+            self.predicted = mx.where(top[:, 0] > self.best[:, 0], place, self.predicted)
+            mx.eval(self.predicted)
+        new = mx.maximum(self.best, top)
+        fade = mx.exp(self.best - new)
+        p = exp(logits - new)
+        del logits
+        self.total = self.total * fade + row_sums(p)
+        self.best = new
+        if gradient:
+            self.weighted.add(p, opened, fade)
+        mx.eval(self.best, self.total)
+
+    def result(self, gradient: bool, group_size: int) -> HeadResult:
+        target_logit = row_sums(self.given.x * self.chosen)
+        loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
+        dh = None
+        if gradient:
+            dh = self.weighted.result(group_size) / self.total - self.chosen
+            mx.eval(dh)
+        mx.eval(loss)
+        return HeadResult(loss, self.predicted, dh)
 
 
 @dataclass(frozen=True)
@@ -43,69 +87,29 @@ class HeadKernel:
     chunk_rows: int
 
     def run(
-        self, h: mx.array, targets: npt.NDArray[np.int64], matrix: Matrix, gradient: bool
-    ) -> HeadResult:
-        """Losses of hidden states h (N, D) against targets (N,), in float32."""
-        count = h.shape[0]
-        weights = self.linear.weights
-        chosen = dense(weights.gather(matrix, targets), matrix.bits)
-        target_logit = row_sums(h * chosen)
-        best = mx.full((count, 1), -mx.inf)
-        predicted = mx.zeros((count,), dtype=mx.int32)
-        total = mx.zeros((count, 1))
-        halves: tuple[mx.array, ...] = ()
-        shifted: mx.array | None = None
-        parts = split(h, matrix.bits)
+        self,
+        hs: Sequence[mx.array],
+        targets: Sequence[Targets],
+        matrix: Matrix,
+        gradient: bool,
+        predictions: bool,
+    ) -> list[HeadResult]:
+        """Losses of hidden states h (N, D) against targets (N,), in float32, for every lane."""
+        lanes = [self._lane(h, t, matrix, predictions) for h, t in zip(hs, targets, strict=True)]
         for start in range(0, matrix.rows, self.chunk_rows):
-            stop = min(matrix.rows, start + self.chunk_rows)
-            tile = weights.tile(matrix, start, stop)
-            columns: tuple[mx.array, ...] = ()
-            if self.linear.arithmetic == "packed":
-                logits = self.linear.times_transposed(h, parts, tile, matrix)
-            else:
-                columns = unpack(tile, matrix.bits)
-                logits = parts[0] @ columns[0].T
-                for part, column in zip(parts[1:], columns[1:], strict=True):
-                    logits = mx.addmm(logits, part, column.T)
-                if tile.shift is not None:
-                    sums = h.reshape(count, tile.shift.shape[1], -1).sum(axis=-1)
-                    logits = mx.addmm(logits, sums, tile.shift.T)
-            top = logits.max(axis=-1, keepdims=True)
-            if not gradient:
-                place = logits.argmax(axis=-1).astype(mx.int32) + start
-                predicted = mx.where(top[:, 0] > best[:, 0], place, predicted)
-            new = mx.maximum(best, top)
-            fade = mx.exp(best - new)
-            p = exp(logits - new)
-            total = total * fade + row_sums(p)
-            best = new
-            del logits
-            if gradient and self.linear.arithmetic == "packed":
-                product = self.linear.times(p, tile, matrix)
-                shifted = product if shifted is None else shifted * fade + product
-                mx.eval(shifted)
-            elif gradient:
-                if halves:
-                    halves = tuple(
-                        mx.addmm(half * fade, p, c) for half, c in zip(halves, columns, strict=True)
-                    )
-                else:
-                    halves = tuple(p @ c for c in columns)
-                if tile.shift is not None:
-                    moved = p @ tile.shift
-                    shifted = moved if shifted is None else shifted * fade + moved
-                    mx.eval(shifted)
-                mx.eval(halves)
-            mx.eval(best, total, predicted)
-            del p, tile, columns, fade, new, top
-        loss = (best + mx.log(total) - target_logit)[:, 0]
-        if not gradient:
-            return HeadResult(loss, predicted, None)
-        if halves:
-            dh = join(halves)
-            if shifted is not None:
-                dh = dh + mx.repeat(shifted, matrix.group_size, axis=1)
-        else:
-            assert shifted is not None
-            dh = shifted
-        return HeadResult(loss, None, dh / total - chosen)
+            opened = self.linear.opened(matrix, start, min(matrix.rows, start + self.chunk_rows))
+            for lane in lanes:
+                lane.meet(opened, start, gradient)
+            del opened
+        return [lane.result(gradient, matrix.group_size) for lane in lanes]
+
+    def _lane(self, h: mx.array, targets: Targets, matrix: Matrix, predictions: bool) -> _Lane:
+        count = h.shape[0]
+        chosen = dense(self.linear.weights.gather(matrix, targets), matrix.bits)
+        return _Lane(
+            Input.of(h, matrix, self.linear.arithmetic),
+            chosen,
+            mx.full((count, 1), -mx.inf),
+            mx.zeros((count, 1)),
+            mx.zeros((count,), dtype=mx.int32) if predictions else None,
+        )

@@ -1,0 +1,34 @@
+"""Paths that users name: kept only where they are text.
+
+Invariant: a path that passes can be printed, written to JSON and TOML, and handed to libraries
+that take UTF-8, absolute or as it was given.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ondevice.errors import UsageError
+
+
+def text_path(path: str | Path) -> Path:
+    """The path as it was given.
+
+    Raises:
+        UsageError: its full name has bytes that are not UTF-8, or a null byte.
+    """
+    try:
+        os.path.realpath(path).encode()
+    except ValueError:
+        raise UsageError(
+            f"{str(path)!r}: its full name is not valid UTF-8, so it can be neither printed nor "
+            "written to a run's config.toml; rename the file, or the folder that is named so"
+        ) from None
+    return Path(path)
+
+
+def partial_folder(destination: Path) -> Path:
+    """The hidden folder beside a destination in which what goes there is prepared."""
+    whole = Path(os.path.normpath(destination.absolute()))
+    return whole.parent / f".{whole.name}.partial"

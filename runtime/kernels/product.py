@@ -1,0 +1,106 @@
+"""Products with one tile of a packed matrix, in either arithmetic, and their sums over tiles.
+
+*packed*: `quantized_matmul` on the words as they lie. *unpacked*: the tile's columns as float32 and
+GEMM; the affine shift of each group folds into a small product of its own. A tile is unpacked once,
+however many inputs it meets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ondevice.manifest import Matrix
+from runtime.kernels.unpack import group_sums, join, split, unpack
+from runtime.weights import Tile
+
+
+@dataclass(frozen=True)
+class Input:
+    """x (T, C) and its columns as unpacked tiles want them."""
+
+    x: mx.array
+    parts: tuple[mx.array, ...]
+
+    @classmethod
+    def of(cls, x: mx.array, matrix: Matrix, arithmetic: str) -> Input:
+        return cls(x, () if arithmetic == "packed" else split(x, matrix.bits))
+
+
+@dataclass(frozen=True)
+class OpenTile:
+    """Rows of a matrix ready to be multiplied; `columns` is empty where they stay packed."""
+
+    tile: Tile
+    matrix: Matrix
+    columns: tuple[mx.array, ...]
+
+    @classmethod
+    def of(cls, tile: Tile, matrix: Matrix, arithmetic: str) -> OpenTile:
+        return cls(tile, matrix, () if arithmetic == "packed" else unpack(tile, matrix.bits))
+
+    def transposed_product(self, given: Input) -> mx.array:
+        """x W^T (T, R') for the tile's rows."""
+        if not self.columns:
+            return self._quantized(given.x, transpose=True)
+        y = given.parts[0] @ self.columns[0].T
+        for part, column in zip(given.parts[1:], self.columns[1:], strict=True):
+            y = mx.addmm(y, part, column.T)
+        shift = self.tile.shift
+        if shift is not None:
+            y = mx.addmm(y, group_sums(given.x, shift.shape[1]), shift.T)
+        return y
+
+    def _quantized(self, x: mx.array, transpose: bool) -> mx.array:
+        return mx.quantized_matmul(
+            x,
+            self.tile.words,
+            self.tile.scales,
+            self.tile.biases(self.matrix.bits),
+            transpose=transpose,
+            group_size=self.matrix.group_size,
+            bits=self.matrix.bits,
+        )
+
+
+@dataclass
+class RowSum:
+    """The running sum over tiles of p_i W_i, (T, C), each term evaluated as it is added."""
+
+    halves: tuple[mx.array, ...] = ()
+    whole: mx.array | None = None  # packed products, or the sums of shifts (T, G)
+
+    def add(self, part: mx.array, opened: OpenTile, fade: mx.array | None = None) -> None:
+        """Add `part` (T, R') times the tile; what was there is first scaled by `fade` (T, 1)."""
+        if not opened.columns:
+            self._add_whole(opened._quantized(part, transpose=False), fade)
+            mx.eval(self.whole)
+            return
+        if self.halves:
+            kept = self.halves if fade is None else tuple(half * fade for half in self.halves)
+            pairs = zip(kept, opened.columns, strict=True)
+            self.halves = tuple(mx.addmm(half, part, column) for half, column in pairs)
+        else:
+            self.halves = tuple(part @ column for column in opened.columns)
+        if opened.tile.shift is not None:
+            self._add_whole(part @ opened.tile.shift, fade)
+            mx.eval(self.whole)
+        mx.eval(self.halves)
+
+    def _add_whole(self, term: mx.array, fade: mx.array | None) -> None:
+        if self.whole is not None:
+            term = term + (self.whole if fade is None else self.whole * fade)
+        self.whole = term
+
+    def result(self, group_size: int) -> mx.array:
+        """The sum (T, C); the accumulator is spent."""
+        halves, whole = self.halves, self.whole
+        self.halves, self.whole = (), None
+        if not halves:
+            assert whole is not None
+            return whole
+        total = join(halves)
+        if whole is None:
+            return total
+        return total + mx.repeat(whole, group_size, axis=1)  # the same for a group's columns

@@ -1,0 +1,34 @@
+"""The directions z that MeZO perturbs along: values, never stored.
+
+z of a tensor is a function of (seed, step, query, tensor name) alone; the name says which block it
+is of. It is the same in any order of execution, on resume, and on another worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+def key_of(*parts: int | str) -> mx.array:
+    """A random key that is a function of its parts alone (randomness is a value)."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    key: mx.array = mx.random.key(int.from_bytes(digest[:8], "little") >> 1)
+    return key
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one run: `kind` is "gaussian" (N(0, 1)) or "rademacher" (-1 or 1)."""
+
+    seed: int
+    kind: str = "gaussian"
+
+    def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
+        """z of `tensor`, float32, with mean 0 and variance 1 in every element."""
+        key = key_of(self.seed, "noise", step, query, tensor)
+        if self.kind == "rademacher":
+            return mx.where(mx.random.bernoulli(0.5, shape, key=key), 1.0, -1.0)
+        return mx.random.normal(shape, key=key)

@@ -1,0 +1,111 @@
+"""Where a step's time and memory go: exclusive seconds per owner, seconds and peak per block.
+
+Off by default, and then free of cost. On, it evaluates between the parts that it tells apart, which
+costs some overlap: a profile explains a step, it does not time one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+
+@dataclass
+class BlockUse:
+    """Sums over the visits of one block."""
+
+    visits: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    owners: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Profile:
+    """Collects while `on`; `seconds` is exclusive of inner spans."""
+
+    on: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    blocks: dict[tuple[str, str], BlockUse] = field(default_factory=dict)
+    _inner: list[float] = field(default_factory=list)
+    _visited: BlockUse | None = None
+
+    def span(self, owner: str) -> AbstractContextManager[None]:
+        """Count the time inside under `owner`."""
+        return self._span(owner) if self.on else nullcontext()
+
+    def block(self, name: str, direction: str) -> AbstractContextManager[None]:
+        """Count time and the allocator's peak inside as one visit of a block."""
+        return self._block(name, direction) if self.on else nullcontext()
+
+    def settle(self, *arrays: Any) -> None:
+        """Evaluate now, so that the time falls into the open span; nothing while off."""
+        if self.on:
+            mx.eval(*arrays)
+
+    def clear(self) -> None:
+        self.seconds.clear()
+        self.blocks.clear()
+
+    @contextmanager
+    def _span(self, owner: str) -> Iterator[None]:
+        self._inner.append(0.0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            whole = time.perf_counter() - start
+            inner = self._inner.pop()
+            self.seconds[owner] = self.seconds.get(owner, 0.0) + whole - inner
+            if self._visited is not None:
+                owners = self._visited.owners
+                owners[owner] = owners.get(owner, 0.0) + whole - inner
+            if self._inner:
+                self._inner[-1] += whole
+
+    @contextmanager
+    def _block(self, name: str, direction: str) -> Iterator[None]:
+        use = self._visited = self.blocks.setdefault((name, direction), BlockUse())
+        mx.reset_peak_memory()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._visited = None
+            use.visits += 1
+            use.seconds += time.perf_counter() - start
+            use.peak_bytes = max(use.peak_bytes, mx.get_peak_memory())
+
+    def to_json(self, steps: int) -> dict[str, Any]:
+        """Seconds a step per owner; per block seconds a step (also per owner) and peak bytes.
+
+        A block's figures are told apart by direction.
+        """
+        names = list(dict.fromkeys(name for name, _ in self.blocks))
+        return {
+            "seconds_per_step": {name: value / steps for name, value in self.seconds.items()},
+            "blocks": [
+                {
+                    "name": name,
+                    **{
+                        key: value
+                        for direction in ("forward", "backward")
+                        if (use := self.blocks.get((name, direction))) is not None
+                        for key, value in (
+                            (f"{direction}_s", use.seconds / steps),
+                            (f"{direction}_peak_bytes", use.peak_bytes),
+                            (
+                                f"{direction}_owners_s",
+                                {owner: value / steps for owner, value in use.owners.items()},
+                            ),
+                        )
+                    },
+                }
+                for name in names
+            ],
+        }

@@ -1,0 +1,53 @@
+"""`ondevice replay`: a MeZO run's adapter from its trajectory and its initial adapter alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ondevice.config import TrainConfig, load
+from ondevice.errors import UsageError
+from ondevice.paths import text_path
+from runtime.adapters import WEIGHTS, Adapters
+from runtime.backend import use_device
+from runtime.saves import CONFIG, TRAJECTORY
+from runtime.session import open_checked
+from runtime.trajectory import digest, read_log, rebuild
+
+
+def replay(
+    run: Path, output: Path, bundle: str | None = None, initial: Path | None = None
+) -> dict[str, Any]:
+    """Rebuild the adapter of `run` into the folder `output`, and compare it with the run's own.
+
+    `initial` are the adapters that the run started from; without it they are drawn again from the
+    run's seed, or read from where its configuration says.
+
+    Raises:
+        UsageError: `run` has no trajectory (it is not a MeZO run).
+        BundleError: the trajectory does not belong to the bundle or to the initial adapters.
+    """
+    text_path(output)
+    if not (run / TRAJECTORY).exists():
+        raise UsageError(f"{run} has no {TRAJECTORY}: only runs of --method mezo can be replayed")
+    config = load(TrainConfig, run / CONFIG, {})
+    opened = open_checked(bundle or config.bundle)
+    use_device(opened.manifest.device, opened.path)
+    header, updates = read_log(run / TRAJECTORY)
+    source = initial if initial is not None else config.adapter
+    if source is None:
+        start = Adapters.initial(opened.manifest, header.seed)
+    else:
+        start = Adapters.load(opened.manifest, Path(source))
+    rebuilt = rebuild(header, updates, start)
+    rebuilt.check_finite()
+    output.mkdir(parents=True, exist_ok=True)
+    rebuilt.save(output)
+    own = Adapters.load(opened.manifest, run) if (run / WEIGHTS).exists() else None
+    return {
+        "steps": len(updates),
+        "skipped_steps": updates.count(None),
+        "log_bytes": (run / TRAJECTORY).stat().st_size,
+        "output": str(output),
+        "identical": None if own is None else digest(own) == digest(rebuilt),
+    }

@@ -1,0 +1,401 @@
+"""Benchmarks: statistics and tables on made-up numbers, refusals, and a tiny run of each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import bench as benches
+from harness import benchmark, published, shapes
+from harness.bench import BENCHMARKS, bench, command, to_text
+from harness.block_profiles import _shares, together
+from harness.page_cache import cached_share, drop
+from harness.repeats import Outcome, figures, in_turn, peak_ratio, reason, spread, time_ratio
+from harness.shapes import bundle_of
+from harness.tables import TABLE2
+from ondevice.bench_config import BenchConfig
+from ondevice.bundle import MANIFEST, Bundle, open_bundle
+from ondevice.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
+
+MODEL = "tiny-qwen2"
+
+
+def process(*step_s: float, peak: int = 100) -> dict[str, Any]:
+    return {"step_s": list(step_s), "peak_footprint_bytes": peak, "peak_rss_bytes": peak + 50}
+
+
+# --- statistics -------------------------------------------------------------------------------
+
+
+def test_variants_run_in_turn_and_failures_are_kept() -> None:
+    ran: list[str] = []
+
+    def run(name: str, fails_at: int = 99) -> Callable[[], dict[str, Any]]:
+        def one() -> dict[str, Any]:
+            ran.append(name)
+            if ran.count(name) == fails_at:
+                raise BudgetError("budget 1 MB < 2 MB needed; the smallest that fits is 2 MB")
+            return process(1.0)
+
+        return one
+
+    found = in_turn({"a": run("a"), "b": run("b", 2), "c": run("c", 1)}, 3, lambda text: None)
+    assert ran == ["a", "b", "c", "a", "b", "a"]
+    assert [len(one.processes) for one in found.values()] == [3, 1, 0]
+    assert found["a"].failed is None
+    assert found["b"].failed == found["c"].failed == "budget 1 MB < 2 MB needed"
+
+
+def test_a_wish_to_stop_is_no_failure() -> None:
+    def stopped() -> dict[str, Any]:
+        raise InterruptedRunError("SIGTERM: saved after step 2")
+
+    with pytest.raises(InterruptedRunError):
+        in_turn({"a": stopped}, 2, lambda text: None)
+    assert reason(OnDeviceError("no space; make room")) == "no space"
+
+
+def test_figures_of_all_processes() -> None:
+    slow = Outcome([process(4.0, 5.0, peak=300), process(6.0, 6.0, peak=200)])
+    fast = Outcome([process(2.0, 3.0), process(2.0, 1.0), process(9.0)])
+    assert figures(slow)["step_s"] == {"median": 5.5, "low": 4.0, "high": 6.0}
+    assert figures(slow)["peak_footprint_bytes"] == 300
+    assert figures(slow)["peak_rss_bytes"] == 350
+    ratio = time_ratio(slow, fast)  # 4.5 / 2.5 and 6 / 1.5; the third turn has no pair
+    assert ratio == {"median": pytest.approx(2.9), "low": 1.8, "high": 4.0}
+    assert peak_ratio(slow, fast) == 3.0
+    empty = Outcome(failed="no room")
+    assert figures(empty)["step_s"] is figures(empty)["peak_rss_bytes"] is None
+    assert time_ratio(slow, empty) is peak_ratio(empty, slow) is spread([]) is None
+
+
+def test_profiles_of_several_processes() -> None:
+    def block(name: str, unpack: float, peak: int) -> dict[str, Any]:
+        owners = {"unpack": unpack, "read": 0.1}
+        forward = {"forward_s": 1.0, "forward_peak_bytes": peak, "forward_owners_s": owners}
+        more = {"backward_s": 2.0, "backward_peak_bytes": 2 * peak, "backward_owners_s": owners}
+        return {"name": name, **forward, **({} if name == "head" else more)}
+
+    one = [block("l0", 0.2, 10), block("l1", 0.4, 10), block("head", 0.1, 50)]
+    two = [block("l0", 0.4, 12), block("l1", 0.4, 11), block("head", 0.3, 40)]
+    both = together([one, two])
+    assert both[0]["forward_owners_s"]["unpack"] == pytest.approx(0.3)
+    assert both[0]["backward_peak_bytes"] == 24 and both[2]["forward_peak_bytes"] == 50
+    assert together([]) == []
+    shares = _shares(
+        {"blocks": one, "seconds": 14.0, "steps": 2, "seconds_per_step": {"unpack": 1.4}}
+    )
+    assert shares["unpack"] == pytest.approx(
+        {"forward": 0.3, "backward": 0.15, "head": 0.1, "step": 0.2}
+    )
+    assert shares["read"]["step"] == 0.0
+
+
+# --- the papers' figures and their tables -----------------------------------------------------
+
+
+def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
+    steps = published.STEPS
+    table2 = [(steps[name, 256, "mebp"], steps[name, 256, "mezo"]) for name in published.MODELS]
+    ratios = [mebp.seconds / mezo.seconds - 1 for mebp, mezo in table2]
+    assert (int(100 * min(ratios)), round(100 * max(ratios))) == (43, 94)  # "43% to 94%"
+    most = max(mebp.peak_mb / mezo.peak_mb for mebp, mezo in table2)
+    assert 1.19 < most < 1.2  # "up to 20% more memory"
+    assert all(steps[key].peak_mb > 300 for key in steps)
+    decompression = [published.DECOMPRESSION[name, 256] for name in published.MODELS]
+    assert int(min(one.forward for one in decompression)) == 32  # "32% to 42% ... 13% to 24%"
+    assert int(max(one.forward for one in decompression)) == 42
+    assert int(min(one.backward for one in decompression)) == 13
+    assert int(max(one.backward for one in decompression)) == 24
+    mezo = {"OPT-1.3B": 1998, "OPT-2.7B": 1104, "OPT-6.7B": 492, "OPT-13B": 266}
+    factors = {  # printed beside the throughputs, of MeZO's
+        "OPT-1.3B": (0.56, 0.37, 0.78, 0.97),
+        "OPT-2.7B": (0.52, 0.38, 0.77, 0.98),
+        "OPT-6.7B": (0.46, 0.37, 0.76, 0.98),
+        "OPT-13B": (0.39, 0.39, 0.74, 0.97),
+    }
+    for model, factor in factors.items():
+        one = published.ABLATION[model]
+        found = (one.no_scheduler, one.no_reusable_memory, one.no_efficient_update, one.whole)
+        assert [value / mezo[model] for value in found] == pytest.approx(factor, abs=0.01)
+
+
+def made_up_row(model: str) -> dict[str, Any]:
+    def variant(method: str, seconds: float, peak: float, **more: Any) -> dict[str, Any]:
+        step = published.STEPS.get((model, 256, method))
+        return {
+            "name": f"{method}, our plan, min",
+            "method": method,
+            "plan": "budget",
+            "budget": "min",
+            "failed": None,
+            "step_s": {"median": seconds, "low": seconds - 0.1, "high": seconds + 0.1},
+            "peak_footprint_bytes": peak,
+            "peak_rss_bytes": peak + 6e7,
+            "processes": [{"predicted_peak_bytes": 1.1e8, "budget_bytes": 114_000_000}],
+            "published": None if step is None else vars(step),
+            **more,
+        }
+
+    failed = {"failed": "budget 1 GB < 3 GB", "processes": [], "step_s": None}
+    return {
+        "model": model,
+        "tokens": 256,
+        "failed": None,
+        "variants": [
+            variant("mezo", 3.21, 1e8),
+            variant("mebp", 4.5, 1.02e8),
+            variant("mebp", 0, 0, name="mebp, paper's plan", plan="paper", **failed),
+        ],
+        "ratios": [
+            {
+                "what": "mebp / mezo, our plan, min",
+                "methods": True,
+                "step_s": {"median": 1.4, "low": 1.38, "high": 1.444},
+                "peak_footprint": 1.02,
+            }
+        ],
+    }
+
+
+def test_ours_stands_beside_the_papers() -> None:
+    steps, ratios = TABLE2.tables([made_up_row("qwen2.5-0.5b")])
+    plan = "our plan, min (114 MB)"
+    assert steps.rows[1] == (
+        *("qwen2.5-0.5b", "256", "mezo", plan, "3.21", "3.11-3.31", "100.0", "160.0", "110.0"),
+        *("2.68", "318.93"),
+    )
+    assert steps.rows[3][3:5] == ("paper's plan", "did not run")
+    assert steps.rows[3][-2:] == ("3.85", "320.17")
+    assert ratios.rows[1][3:] == ("x1.40", "x1.38-x1.44", "x1.02", "yes", "x1.44", "x1.00")
+    assert len({len(row) for row in steps.rows}) == len({len(row) for row in ratios.rows}) == 1
+    steps, ratios = TABLE2.tables([made_up_row(MODEL)])
+    assert steps.rows[1][-2:] == ratios.rows[1][-2:] == ("not in the paper", "")
+    row = made_up_row(MODEL)
+    row["ratios"][0]["peak_footprint"] = 0.99
+    assert "NO" in TABLE2.tables([row])[1].rows[1]
+    assert benchmark.failures([row]) == [
+        f"{MODEL} at 256 tokens, mebp, paper's plan: budget 1 GB < 3 GB"
+    ]
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def test_unknown_benchmarks_and_models_are_refused_with_the_list(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ondevice", "bench", "mebp-table9"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and "no benchmark 'mebp-table9'" in done.stderr
+    assert all(f"{name}: " in done.stderr for name in BENCHMARKS)
+    config = BenchConfig(name="mebp-table2", models="qwen2.5-0.5b,gpt-5")
+    with pytest.raises(UsageError, match=r"no shapes for gpt-5; there are qwen2.5-0.5b, "):
+        bench(config, print)
+    with pytest.raises(UsageError, match="there is no folder"):
+        bench(BenchConfig(name="mebp-table2", output=str(tmp_path / "no" / "x.json")), print)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("models", "a,a"),
+        ("models", "a,,b"),
+        ("seq_lens", "16,x"),
+        ("seq_lens", "0"),
+        ("plans", "ours"),
+        ("budget", "1GB,some"),
+        ("steps", 1),
+        ("repeats", 0),
+    ],
+)
+def test_wrong_settings_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{key} is "):
+        BenchConfig(name="mebp-table2", **{key: value})
+
+
+def test_settings_as_the_benchmarks_take_them() -> None:
+    config = BenchConfig(name="x", seq_lens="512, 16", plans="paper,budget", budget="min, 2GB")
+    assert (config.lengths, config.plan_names) == ((16, 512), ("budget", "paper"))
+    assert (config.budgets, config.model_names) == (("min", "2GB"), ())
+    config = BenchConfig(name="x", bundles="/far/away", budget="min", output="o.json", repeats=5)
+    assert command(config) == "ondevice bench x --budget=min --repeats=5"
+
+
+# --- bundles and the page cache ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles")
+    path = bundle_of(folder, MODEL, (16,), lambda text: None)
+    assert open_bundle(path).manifest.rungs == (16,)
+    bundle_of(folder, MODEL, (32,), lambda text: None)
+    assert open_bundle(path).manifest.rungs == (16, 32)
+    return folder
+
+
+def test_bundles_are_used_again_and_others_are_not(
+    bundles: Path, origin: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (bundles / MODEL / MANIFEST).stat().st_mtime_ns
+    notes: list[str] = []
+    bundle_of(bundles, MODEL, (16, 32), notes.append)
+    assert (bundles / MODEL / MANIFEST).stat().st_mtime_ns == before and not notes
+    (tmp_path / MODEL).symlink_to(origin.path)  # exported from a folder
+    with pytest.raises(UsageError, match="not what `ondevice export random:tiny-qwen2` makes"):
+        bundle_of(tmp_path, MODEL, (16,), print)
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(shapes, "ondevice", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(Bundle, "check_mlx", lambda self: (_ for _ in ()).throw(_stale()))
+    bundle_of(bundles, MODEL, (16,), notes.append)
+    assert ran[0][:2] == ("export", f"random:{MODEL}")
+    assert ran[0][-3:] == ("--seq-lens", "16,32", "--force")
+
+
+def _stale() -> OnDeviceError:
+    from ondevice.errors import BundleError
+
+    return BundleError("traced with another MLX")
+
+
+def test_pages_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    path.read_bytes()
+    try:
+        drop(path)
+    except OnDeviceError as problem:
+        assert "posix_fadvise" in str(problem)
+        return
+    left = cached_share(path)
+    path.read_bytes()
+    assert 0 <= left <= cached_share(path) == 1
+
+
+# --- end to end -------------------------------------------------------------------------------
+
+
+def run(bundles: Path, tmp_path: Path, name: str, **more: Any) -> dict[str, Any]:
+    settings = {"models": MODEL, "seq_lens": "16", "steps": 3, "repeats": 1, **more}
+    output = tmp_path / "found.json"
+    config = BenchConfig(name=name, bundles=str(bundles), output=str(output), **settings)
+    report = bench(config, lambda text: None)
+    assert report == json.loads(output.read_text())
+    assert report["complete"] and report["benchmark"] == name
+    assert {"cpu", "cores", "memory_bytes", "mlx", "python"} <= set(report["machine"])
+    assert {"version", "commit", "measured", "paper", "notes"} <= set(report)
+    assert report["command"].startswith(f"ondevice bench {name} --models=tiny-qwen2")
+    assert str(bundles) not in output.read_text()
+    assert [path.name for path in bundles.iterdir()] == [MODEL]  # runs are taken away
+    return report
+
+
+def test_table2(bundles: Path, tmp_path: Path) -> None:
+    report = run(bundles, tmp_path, "mebp-table2", repeats=2, plans="paper")
+    (row,) = report["rows"]
+    assert [(one["method"], one["plan"]) for one in row["variants"]] == [
+        ("mezo", "paper"),
+        ("mebp", "paper"),
+    ]
+    for one in row["variants"]:
+        assert one["failed"] is None and len(one["processes"]) == 2
+        assert all(len(process["step_s"]) == 2 for process in one["processes"])
+        assert 1e7 < one["peak_footprint_bytes"] <= one["peak_rss_bytes"]
+    assert row["trainable_parameters"] > 0 and row["ratios"][0]["step_s"]["low"] > 0
+    text = to_text(report)
+    assert "iPhone 15 Pro Max" in text and "not in the paper" in text
+
+
+def test_table4(bundles: Path, tmp_path: Path) -> None:
+    report = run(bundles, tmp_path, "mebp-table4", seq_lens="16,32", plans="budget")
+    assert [row["tokens"] for row in report["rows"]] == [16, 32]
+    for row in report["rows"]:
+        assert [one["method"] for one in row["variants"]] == ["mezo", "mebp"]
+        assert all(one["processes"][0]["budget_bytes"] == 10**9 for one in row["variants"])
+
+
+def test_table3_and_what_does_not_fit(bundles: Path, tmp_path: Path) -> None:
+    report = run(bundles, tmp_path, "mebp-table3", budget="1MB,min", plans="budget")
+    small, least = report["rows"][0]["variants"]
+    assert "budget 1 MB < " in small["failed"] and small["processes"] == []
+    budget = least["processes"][0]["budget_bytes"]
+    assert least["peak_footprint_bytes"] <= budget < 60_000_000 and budget % 1_000_000 == 0
+    shares = least["shares"]["unpack"]
+    assert all(0 < shares[part]["median"] < 1 for part in ("forward", "backward", "head", "step"))
+    text = to_text(report)
+    assert "did not run" in text and f"- {MODEL} at 16 tokens, our plan, 1MB: budget 1 MB" in text
+
+
+def test_figure2(bundles: Path, tmp_path: Path) -> None:
+    report = run(bundles, tmp_path, "mebp-figure2")
+    for one in report["rows"][0]["variants"]:
+        names = [block["name"] for block in one["blocks"]]
+        assert names == ["model.layers.0", "model.layers.1", "head"]
+        assert one["backward_over_forward"]["memory"] > 0
+    assert (tmp_path / f"found-{MODEL}-16.png").read_bytes().startswith(b"\x89PNG")
+    assert "x" in to_text(report)
+
+
+def test_zo2_ablation(bundles: Path, tmp_path: Path) -> None:
+    report = run(bundles, tmp_path, "zo2-ablation")
+    found = {one["name"]: one for one in report["rows"][0]["variants"]}
+    assert len(found) == 7
+    for name, one in found.items():
+        if "cold" in name and one["failed"]:
+            assert "cache" in one["failed"]  # where the system cannot drop pages
+            continue
+        assert one["failed"] is None and one["same_losses"] is True, name
+        assert len(one["processes"][0]["losses"]) == 3
+        assert (one["ratio"] is None) == name.startswith("full")
+    text = to_text(report)
+    assert "x1.90  x1.75-x3.49" in text and "NVIDIA A100 80 GB" in text
+
+
+def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(
+    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, model: str, *rest: object) -> Path:
+        raise OnDeviceError("the bundle needs about 900 MB, 10 MB are free; make room")
+
+    monkeypatch.setattr(benchmark, "bundle_of", full)
+    for name in BENCHMARKS:
+        report = run(bundles, tmp_path, name)
+        (row,) = report["rows"]
+        assert row["failed"] == "no bundle: the bundle needs about 900 MB, 10 MB are free"
+        assert to_text(report).count(row["failed"]) == 2  # in its row, and below
+
+
+def test_an_interrupted_benchmark_keeps_its_rows(
+    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(settings: Any, run: Path) -> dict[str, Any]:
+        raise InterruptedRunError("SIGTERM")
+
+    output = tmp_path / "found.json"
+    monkeypatch.setattr(benchmark, "measure", stops)
+    given = {"bundles": str(bundles), "models": MODEL, "seq_lens": "16", "output": str(output)}
+    with pytest.raises(InterruptedRunError, match="before the first row"):
+        bench(BenchConfig(name="mebp-table2", **given), lambda text: None)
+    assert not output.exists()
+    first = {"model": MODEL, "tokens": 16, "failed": "none"}
+
+    def rows(given: Any) -> Any:
+        yield first
+        raise InterruptedRunError("SIGTERM")
+
+    stopped = benches.Benchmark("text", None, (MODEL,), (16,), rows, TABLE2.tables)
+    monkeypatch.setitem(BENCHMARKS, "stopped", stopped)
+    with pytest.raises(InterruptedRunError, match="1 finished rows are in"):
+        bench(BenchConfig(name="stopped", **given), lambda text: None)
+    found = json.loads(output.read_text())
+    assert found["rows"] == [first] and not found["complete"]
