@@ -27,7 +27,7 @@ RANK, ALPHA, LEARNING_RATE = 8, 16.0, 1e-4
 # what libraries read when they are loaded; `runtime.backend.prepare` sets some of them
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 PREPARED = ("OPENBLAS_CORETYPE", "MLX_BFS_MAX_WIDTH")
-OTHERS = ("MLX_DISABLE_COMPILE",)
+LIBRARIES = ("OMP_", "OPENBLAS_", "MKL_", "MLX_", "VECLIB_")
 REASON_CHARS = 300
 
 
@@ -106,9 +106,9 @@ def token_rows(vocabulary: int, steps: int, tokens: int) -> npt.NDArray[np.int64
     return np.random.default_rng(0).integers(vocabulary, size=(steps, tokens + 1))
 
 
-def environment() -> dict[str, str | None]:
-    """The variables that decide about threads, BLAS and run-ahead."""
-    return {name: os.environ.get(name) for name in (*THREADS, *PREPARED, *OTHERS)}
+def environment() -> dict[str, str]:
+    """The variables that decide about threads, BLAS and run-ahead, where they are set."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(LIBRARIES)}
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:

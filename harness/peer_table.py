@@ -19,6 +19,7 @@ HEADINGS = (
     "peak, ours/peer",
 )
 NONE = "-"
+BUSY_CORES = 0.1  # more than a system at rest uses
 
 
 def to_text(report: Mapping[str, Any]) -> str:
@@ -37,6 +38,11 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         "is less",
         "training MB leaves the peer's loading out; of ours the whole process counts there too",
     ]
+    said += [
+        f"NOT OUR CHOICE: {name}={value} was set before, and ours ran with it; unset it to measure "
+        "what ondevice chooses"
+        for name, value in report["inherited"].items()
+    ]
     trained = {}
     for name, found in report["peers"].items():
         if found["reason"]:
@@ -48,6 +54,12 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         first = next(iter(found["rounds"].values()))
         trained[name] = first["trainable_parameters"]
         said.append(f"{name}: {found['what']}, threads {first['threads']}, BLAS {first['blas']}")
+        for number, one in found["rounds"].items():
+            if (one["other_cores"] or 0) > BUSY_CORES:
+                said.append(
+                    f"NOT ALONE: other programs kept {one['other_cores']:.2f} cores busy while "
+                    f"{name} ran in round {number}; measure again on an idle machine"
+                )
     if len(set(trained.values())) > 1:
         counts = ", ".join(f"{name} {count:,}" for name, count in trained.items())
         said.append(f"NOT THE SAME LORA, numbers of trainable parameters differ: {counts}")

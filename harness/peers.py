@@ -26,6 +26,7 @@ from typing import Any
 
 from export.presets import PRESETS
 from harness.measure import ROOT, ondevice, provenance
+from harness.other_load import other_load
 from harness.paired import Sample, summarize
 from harness.peer_process import ALPHA, LEARNING_RATE, PREPARED, RANK, THREADS
 from harness.peer_table import to_text
@@ -47,6 +48,11 @@ class Peer:
     flags: tuple[str, ...] = ()
     once: bool = False  # minutes per step: a single step, in the first round
     budget: str = ""  # of a plan that a budget would only refuse
+
+    @property
+    def as_it_comes(self) -> bool:
+        """Whether it runs without our BLAS and settings."""
+        return bool(self.module) and "--prepare" not in self.flags
 
 
 _SLOW = sys.platform != "darwin"  # where MLX runs on the CPU, with a reference BLAS
@@ -108,6 +114,7 @@ class _Bench:
             "lora": {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"},
             "optimizer": "adamw",
             "machine": describe(),
+            "inherited": inherited(),
             **provenance(),
             "versions": versions,
             "peers": findings,
@@ -121,14 +128,14 @@ class _Bench:
                 continue
             self.note(f"round {number} of {last}: {name} ({peer.what})")
             try:
-                with environment(self.threads, as_it_comes=bool(peer.module)):
+                with environment(self.threads, peer.as_it_comes), other_load() as others:
                     run = self._process if peer.module else self._train
                     found = run(name, peer)
             except _CannotRunError as failure:
                 self.failures[name] = str(failure)
                 self.note(f"  {name} cannot run: {failure}")
                 continue
-            self.found.setdefault(name, {})[number] = found
+            self.found.setdefault(name, {})[number] = {**found, "other_cores": others.cores}
             sample = Sample.of(found)
             seconds = ", ".join(f"{second:.3g}" for second in sample.step_s)
             self.note(f"  {seconds} s, {sample.training_peak_bytes / 1e6:.0f} MB")
@@ -275,7 +282,7 @@ def run_process(command: Sequence[str], result: Path) -> dict[str, Any]:
 
 @contextmanager
 def environment(threads: int, as_it_comes: bool) -> Iterator[None]:
-    """Child processes use `threads` threads; as it comes: without what `prepare` may have set."""
+    """Child processes use `threads` threads; as it comes: without what `prepare` sets."""
     changes: dict[str, str | None] = dict.fromkeys(THREADS, str(threads))
     if as_it_comes:
         changes |= dict.fromkeys(PREPARED)
@@ -285,6 +292,11 @@ def environment(threads: int, as_it_comes: bool) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+def inherited() -> dict[str, str]:
+    """What this process was given in place of what `prepare` chooses; ours honours it."""
+    return {name: os.environ[name] for name in PREPARED if name in os.environ}
 
 
 def _set(values: Mapping[str, str | None]) -> None:

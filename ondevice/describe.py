@@ -130,7 +130,15 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("adapters", format_bytes(plan["adapter_bytes"])),
         ("gradients", format_bytes(plan["gradient_bytes"])),
         ("largest block alive", format_bytes(plan["live_bytes"])),
-        ("allocator cache", format_bytes(plan["cache_bytes"])),
+        ("allocator", format_bytes(plan["slack_bytes"] + plan["cache_bytes"])),
+        (
+            "kept for the backward",
+            f"{format_bytes(plan['kept_bytes'])} ({plan['kept_layers']} layers)",
+        ),
+        (
+            "weights left unpacked",
+            f"{format_bytes(plan['resident_bytes'])} ({plan['resident_layers']} layers)",
+        ),
         ("predicted peak", format_bytes(plan["predicted_peak_bytes"])),
         ("budget", format_bytes(plan["budget_bytes"])),
         ("smallest budget", format_bytes(plan["minimum_bytes"], up=True)),

@@ -19,8 +19,9 @@ from typing import Any, Literal
 from ondevice.errors import UsageError
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-MMAP_THRESHOLD_BYTES = 256 << 10
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest that glibc lets its heap serve
+NEVER_TRIM_BYTES = (1 << 31) - 1
 
 Arithmetic = Literal["packed", "unpacked"]
 
@@ -52,13 +53,23 @@ def prepare() -> Prepared:
 
 
 def _tune_malloc() -> None:
-    """Let glibc map large blocks, so that freeing them lowers the footprint at once."""
+    """Serve large blocks from one heap that is kept.
+
+    Fresh pages cost more than the arithmetic on them. The heap reuses freed memory at any size,
+    where MLX's own cache needs nearly equal sizes: at half the footprint half the time.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, MMAP_THRESHOLD_BYTES)
-        libc.mallopt(M_TOP_PAD, 0)
-        libc.mallopt(M_ARENA_MAX, 2)
+        libc.mallopt(M_MMAP_THRESHOLD, MOST_HEAP_BLOCK_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES)
+        libc.mallopt(M_ARENA_MAX, 1)
+
+
+def trim_heap() -> None:
+    """Give the heap's free pages back to the system; they fault in again when they are used."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _cpu_flags() -> set[str]:

@@ -15,6 +15,7 @@ from ondevice.config import EvalConfig
 from ondevice.errors import BudgetError
 from ondevice.units import format_bytes
 from runtime.adapters import Adapters
+from runtime.backend import trim_heap
 from runtime.data import RandomRows, Rows, TokenRows, prepare_tokens, random_seed
 from runtime.kernels.head import HeadResult
 from runtime.memory import Meter
@@ -132,7 +133,7 @@ def open_rows(bundle: Bundle, data: str, split: str, length: int, folder: Path, 
 
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
     """`ondevice eval`: loss, perplexity and accuracy under a budget."""
-    with Meter(budget_bytes=config.budget_bytes) as meter:
+    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_for(
             bundle,

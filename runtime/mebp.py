@@ -18,7 +18,9 @@ from runtime.activations import Activations
 from runtime.adapters import Adapters
 from runtime.method import Programs, Row, StepLoss, StepResult, Update
 from runtime.optimizer import Optimizer
-from runtime.program import Gradients, Program
+from runtime.program import Gradients, Loras, Program, Values
+
+Kept = dict[tuple[int, int], Values]  # by block and row
 
 
 @dataclass(frozen=True)
@@ -26,30 +28,32 @@ class Backprop:
     """Exact gradients over a program.
 
     `activations` holds a slot per block for each row; `lanes` rows travel side by side through the
-    forward pass.
+    forward pass. The last `kept_layers` layers keep what their backward needs; the others recompute
+    it.
     """
 
     program: Program
     adapters: Adapters
     activations: Activations
     lanes: int = 1
+    kept_layers: int = 0
 
     def gradients(self, rows: Sequence[Row], tokens: int, update: Update) -> StepLoss:
         """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
-        self._forward(rows)
+        kept = self._forward(rows)
         result = self._head(rows, tokens)
         blocks = self.program.blocks
         for index in range(len(blocks) - 2, 0, -1):
             block = blocks[index]
             self.program.read_ahead(blocks[index - 1])
             with self.program.profile.block(block.name, "backward"):
-                total = self._block(index, len(rows))
+                total = self._block(index, len(rows), kept)
                 self.program.release(block)
                 with self.program.profile.span("optimizer"):
                     update(block, total)
         return result
 
-    def _block(self, index: int, rows: int) -> Gradients:
+    def _block(self, index: int, rows: int, kept: Kept) -> Gradients:
         block = self.program.blocks[index]
         loras = self.adapters.loras(block)
         total: Gradients = {}
@@ -60,6 +64,7 @@ class Backprop:
                 self.activations.get(index + 1, row),
                 loras,
                 input_too=index > 1,
+                kept=kept.pop((index, row), None),
             )
             if dx is not None:
                 self.activations.put(index, row, dx)
@@ -67,7 +72,8 @@ class Backprop:
             del dx, gradients
         return total
 
-    def _forward(self, rows: Sequence[Row]) -> None:
+    def _forward(self, rows: Sequence[Row]) -> Kept:
+        kept: Kept = {}
         blocks = self.program.blocks
         for row, item in enumerate(rows):
             self.activations.put(1, row, self.program.embed(item.inputs))
@@ -76,13 +82,28 @@ class Backprop:
             self.program.read_ahead(blocks[index + 1])
             loras = self.adapters.loras(block)
             with self.program.profile.block(block.name, "forward"):
-                for first in range(0, len(rows), self.lanes):
-                    group = range(first, min(first + self.lanes, len(rows)))
-                    xs = [self.activations.get(index, row) for row in group]
-                    ys = self.program.forward_lanes(block, xs, [loras] * len(group))
-                    for row in group:
-                        self.activations.put(index + 1, row, ys.pop(0))
+                if index >= len(blocks) - 1 - self.kept_layers:
+                    self._forward_keeping(index, len(rows), loras, kept)
+                else:
+                    self._forward_lanes(index, len(rows), loras)
             self.program.release(block)
+        return kept
+
+    def _forward_keeping(self, index: int, rows: int, loras: Loras, kept: Kept) -> None:
+        for row in range(rows):
+            x = self.activations.get(index, row)
+            block = self.program.blocks[index]
+            y, kept[index, row] = self.program.forward_keeping(block, x, loras, index > 1)
+            self.activations.put(index + 1, row, y)
+            del x, y
+
+    def _forward_lanes(self, index: int, rows: int, loras: Loras) -> None:
+        for first in range(0, rows, self.lanes):
+            group = range(first, min(first + self.lanes, rows))
+            xs = [self.activations.get(index, row) for row in group]
+            ys = self.program.forward_lanes(self.program.blocks[index], xs, [loras] * len(group))
+            for row in group:
+                self.activations.put(index + 1, row, ys.pop(0))
 
     def _head(self, rows: Sequence[Row], tokens: int) -> StepLoss:
         """Losses, and their gradients in place of the head's inputs."""
@@ -140,6 +161,7 @@ class MeBP:
     activations: Activations
     optimizer: Optimizer
     lanes: int = 1
+    kept_layers: int = 0
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
         """See `Method.step`; gradients of several parts are held until the last."""
@@ -153,7 +175,7 @@ class MeBP:
         loss = StepLoss(0.0, 0, 0)
         for rows in parts:
             program = self.programs(max(len(row.inputs) for row in rows))
-            pass_ = Backprop(program, self.adapters, self.activations, self.lanes)
+            pass_ = Backprop(program, self.adapters, self.activations, self.lanes, self.kept_layers)
             update = self.optimizer.apply if len(parts) == 1 else hold
             loss += pass_.gradients(rows, tokens, update)
         for block, gradients in held.items():

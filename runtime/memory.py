@@ -147,16 +147,28 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
     return read
 
 
+NEAR = 0.98  # of the budget
+RELIEF_SAMPLES = 10  # at least so many between two calls
+
+
 class Meter:
     """Samples the footprint from a daemon thread while the `with` block runs.
 
     `reset_peak` restarts the sampled peak only; the kernel's counts from the process's start.
-    A failed reading ends sampling and is raised by the next property read, never dropped.
+    A failed reading ends sampling and is raised by the next property read, never dropped. Near the
+    budget `relieve` is called, which is to give memory back that is free but held.
     """
 
-    def __init__(self, interval_s: float = 0.004, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        interval_s: float = 0.004,
+        budget_bytes: int | None = None,
+        relieve: Callable[[], None] | None = None,
+    ) -> None:
         self._interval_s = interval_s
         self._budget_bytes = budget_bytes
+        self._relieve = relieve
+        self._relieved = 0  # the sample at which it was last called
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -199,6 +211,12 @@ class Meter:
             self._last = read_footprint()
             self._peak_bytes = max(self._peak_bytes, self._last.footprint_bytes)
             self._samples += 1
+        if self._relieve is None or self._budget_bytes is None:
+            return
+        near = self._last.footprint_bytes > NEAR * self._budget_bytes
+        if near and self._samples - self._relieved > RELIEF_SAMPLES:
+            self._relieved = self._samples
+            self._relieve()
 
     @property
     def now_bytes(self) -> int:

@@ -1,41 +1,33 @@
 """What a budget buys: tile and block sizes, the allocator's cache, and the peak they lead to.
 
-Pure arithmetic over the manifest: sizes of values along the schedules of `runtime.schedule`, plus
-what each kernel holds while it runs. No figure is fitted to a model; the constants describe the
-process (`BASE_BYTES`) and the kernels' own code (how many copies of a tile exist at once).
+Pure arithmetic over the manifest (`runtime.liveness`). No figure is fitted to a model; the
+constants describe the process (`BASE_BYTES`) and the kernels' own code. A budget is spent in this
+order: what is needed at all, larger tiles, what the backward would recompute, unpacked weights.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ondevice.errors import BudgetError, UsageError
-from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key
+from ondevice.manifest import Manifest
 from ondevice.units import format_bytes
-from runtime.schedule import Op, backward_schedule, forward_schedule, lse
+from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
 
-F32 = 4
 # Interpreter, NumPy, MLX, OpenBLAS's packing buffers: measured on Linux x86-64; a guess on macOS.
 BASE_BYTES = {"linux": 30_000_000, "darwin": 60_000_000}
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
-CACHE_PER_LIVE = 1.5  # buffers are reused at nearly equal sizes only; more than this is never kept
+# glibc's heap serves freed memory again at any size; what lies between blocks in use, at most:
+HEAP_SLACK_PER_LIVE = 0.26
+RESIDENT_SLACK = 1.03
+# MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
+CACHE_PER_LIVE = 1.5
 EVAL_LANES = 8  # rows evaluated side by side, where they fit
-MEZO_LANES = 16  # hidden states that MeZO moves side by side, where they fit
 READ_AHEAD_BYTES = 1_100_000  # the prefetch thread's buffer and stack
-MARGIN = 0.98  # of the budget that a plan may predict
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The settings a plan chooses among, from generous to frugal."""
-
-    tile_values: int
-    query_block: int
-    cache_bytes: int
-    hold: bool = False  # a block's unpacked weights, as long as the block runs
+MARGIN = 0.97  # of the budget that a plan may predict
 
 
 # MeBP as its paper describes it: a whole layer unpacked at once, all scores and all logits
@@ -54,39 +46,6 @@ LEVELS = (
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is to be planned: a micro-batch's shape and what the method keeps.
-
-    `method` is mebp, mezo or eval; `layout` is "budget" (what this planner is for) or "paper".
-    """
-
-    rung: int
-    rows: int = 1
-    accumulation: int = 1
-    optimizer: str = "adamw"
-    arithmetic: str = "unpacked"
-    method: str = "mebp"
-    queries: int = 1
-    layout: str = "budget"
-    prefetch: bool = True
-
-    @property
-    def hidden_states(self) -> int:
-        """How many hidden states one step moves."""
-        rows = self.rows * self.accumulation
-        return 2 * self.queries * rows if self.method == "mezo" else self.rows
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """Peak bytes alive while a block runs forward and backward."""
-
-    name: str
-    forward_bytes: int
-    backward_bytes: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """A plan, in bytes; `predicted_peak_bytes` is the sum of what is alive at the worst moment."""
 
@@ -97,7 +56,8 @@ class Plan:
     adapter_bytes: int
     gradient_bytes: int
     live_bytes: int
-    cache_bytes: int
+    slack_bytes: int  # of the heap, where freed memory goes back to it
+    cache_bytes: int  # of MLX, where it keeps freed memory itself
     scratch_disk_bytes: int
     rung: int
     rows: int
@@ -110,6 +70,10 @@ class Plan:
     prefetch: bool
     lanes: int  # hidden states of training side by side in a block's forward
     eval_lanes: int
+    kept_layers: int  # of the last layers, whose backward recomputes nothing
+    kept_bytes: int  # what that adds to the peak
+    resident_layers: int  # of the first layers, whose weights stay unpacked
+    resident_bytes: int
     blocks: tuple[BlockPlan, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -143,9 +107,38 @@ def make_plan(manifest: Manifest, work: Work, budget_bytes: int) -> Plan:
     for level in levels:
         for lanes in _lane_choices(work):
             plan = predict(manifest, work, level, budget_bytes, smallest, lanes)
-            if plan.predicted_peak_bytes <= MARGIN * budget_bytes:
-                return plan
+            spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
+            if spare >= 0:
+                model = Liveness(manifest, work, level)
+                return plan if level is not LEVELS[0] else _spend(manifest, model, plan, spare)
     raise BudgetError(_refusal(manifest, work, budget_bytes, smallest))
+
+
+def _spend(manifest: Manifest, model: Liveness, plan: Plan, spare: int) -> Plan:
+    """Buy time with what the budget leaves, the cheapest time first."""
+    layers = range(1, len(manifest.blocks) - 1)
+    kept = kept_bytes = resident = resident_bytes = 0
+    if model.work.method == "mebp":
+        for count in layers:
+            added = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
+            if added > spare:
+                break
+            kept, kept_bytes = count, added
+    spare -= kept_bytes
+    if model.work.arithmetic == "unpacked":
+        for index in layers:
+            size = int(model.unpacked_bytes(index) * RESIDENT_SLACK)
+            if resident_bytes + size > spare:
+                break
+            resident, resident_bytes = resident + 1, resident_bytes + size
+    return replace(
+        plan,
+        predicted_peak_bytes=plan.predicted_peak_bytes + kept_bytes + resident_bytes,
+        kept_layers=kept,
+        kept_bytes=kept_bytes,
+        resident_layers=resident,
+        resident_bytes=resident_bytes,
+    )
 
 
 def _lane_choices(work: Work) -> tuple[int, ...]:
@@ -182,7 +175,7 @@ def predict(
     lanes: int | None = None,
 ) -> Plan:
     """The peak of one choice of sizes; `lanes` defaults to the fewest that the method can do."""
-    model = _Model(manifest, work, sizes)
+    model = Liveness(manifest, work, sizes)
     lanes = _lane_choices(work)[-1] if lanes is None else lanes
     blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
     live = max(max(b.forward_bytes, b.backward_bytes) for b in blocks)
@@ -197,16 +190,19 @@ def predict(
     base += counted * MANIFEST_FACTOR + (READ_AHEAD_BYTES if work.prefetch else 0)
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
     row_bytes = work.rung * manifest.hidden_size * F32
-    cached = min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))
+    heap = sys.platform == "linux" and manifest.device == "cpu"
+    slack = int(HEAP_SLACK_PER_LIVE * live) if heap else 0
+    cached = 0 if heap else min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))
     moments = 2 * adapters if work.method == "mebp" and work.optimizer == "adamw" else 0
     return Plan(
         budget_bytes=budget_bytes,
-        predicted_peak_bytes=base + adapters + gradients + live + cached,
+        predicted_peak_bytes=base + adapters + gradients + live + slack + cached,
         minimum_bytes=minimum_bytes,
         base_bytes=base,
         adapter_bytes=adapters,
         gradient_bytes=gradients,
         live_bytes=live,
+        slack_bytes=slack,
         cache_bytes=cached,
         scratch_disk_bytes=slots * work.hidden_states * row_bytes + moments,
         rung=work.rung,
@@ -220,177 +216,9 @@ def predict(
         prefetch=work.prefetch,
         lanes=lanes,
         eval_lanes=eval_lanes,
+        kept_layers=0,
+        kept_bytes=0,
+        resident_layers=0,
+        resident_bytes=0,
         blocks=blocks,
     )
-
-
-class _Model:
-    """The bytes alive while each block of a manifest runs under given sizes."""
-
-    def __init__(self, manifest: Manifest, work: Work, sizes: Sizes) -> None:
-        self.manifest, self.work, self.sizes = manifest, work, sizes
-        width = manifest.hidden_size
-        self.chunk_rows = max(64, min(manifest.vocab_size, sizes.tile_values // width))
-
-    def adapter_bytes(self) -> int:
-        return sum(self._block_adapters(block) for block in self.manifest.layers)
-
-    def gradient_bytes(self) -> int:
-        """All blocks' gradients where micro-batches accumulate, else the largest block's.
-
-        MeZO has none, but for one block z and two perturbed copies per query on its way.
-        """
-        per_block = [self._block_adapters(block) for block in self.manifest.layers]
-        if self.work.method == "eval":
-            return 0
-        if self.work.method == "mezo":
-            on_the_way = min(self.work.queries, 2 + MEZO_LANES // 2)
-            return max(per_block) * (2 * on_the_way + 2)
-        held = sum(per_block) if self.work.accumulation > 1 else 0
-        return held + max(per_block) * (2 if self.work.rows > 1 else 1)
-
-    def _block_adapters(self, block: Block) -> int:
-        rank = int(self.manifest.lora["rank"])
-        matrices = (
-            self.manifest.matrices[block.tensor(name)] for name in self.manifest.adapted(block)
-        )
-        return sum((m.rows + m.columns) * rank * F32 for m in matrices)
-
-    def free_lanes(self, live: int, at_least: int, most: int) -> int:
-        """How many hidden states fit side by side into `live` bytes in every block's forward."""
-        for lanes in range(most, at_least, -1):
-            blocks = (self.forward(index, lanes) for index in range(len(self.manifest.blocks)))
-            if max(blocks) <= live:
-                return lanes
-        return at_least
-
-    def forward(self, index: int, lanes: int) -> int:
-        """Bytes alive while `lanes` hidden states pass a block."""
-        block = self.manifest.blocks[index]
-        kind = self.manifest.kinds[block.kind]
-        adapted = frozenset(self.manifest.adapted(block))
-        start = {kind.input} if kind.input else set()
-        if not kind.input:
-            lanes = 1  # embedded one at a time
-        found = self._peak(block, kind, forward_schedule(kind), start, adapted, lanes)
-        if kind.steps[-1].op == "head":
-            head = kind.steps[-1]
-            whole = lanes * self._size(kind, kind.input)
-            found = max(found, whole + self._head(kind, head, lanes))
-        return found
-
-    def block(self, index: int, lanes: int) -> BlockPlan:
-        block = self.manifest.blocks[index]
-        kind = self.manifest.kinds[block.kind]
-        adapted = frozenset(self.manifest.adapted(block))
-        forward = self.forward(index, lanes)
-        backward = 0
-        if kind.input and self.work.method == "mebp":
-            head = kind.steps[-1] if kind.steps[-1].op == "head" else None
-            begin = {kind.input, f"~{head.inputs[0] if head else kind.output}"}
-            schedule = backward_schedule(kind, adapted, index > 1)
-            backward = self._peak(block, kind, schedule, begin, adapted, 1)
-        return BlockPlan(block.name or kind.name, forward, backward)
-
-    def _size(self, kind: Kind, name: str) -> int:
-        if name.endswith(".lse"):
-            shape = at_rung(kind.values[name[: -len(".lse")]], self.work.rung)
-            return math.prod(shape[:-1]) * F32
-        return math.prod(at_rung(kind.values[name.lstrip("~")], self.work.rung)) * F32
-
-    def _peak(
-        self,
-        block: Block,
-        kind: Kind,
-        schedule: tuple[Op, ...],
-        alive: set[str],
-        adapted: frozenset[str],
-        lanes: int,
-    ) -> int:
-        alive = set(alive)
-        peak = 0
-        held = self._held(block, kind) if self.sizes.hold else 0
-        for op in schedule:
-            step = kind.steps[op.step]
-            made = {f"~{name}" for name in op.wanted} if op.backward else set(op.wanted)
-            if step.op == "attention" and not op.backward and f"~{kind.output}" in alive:
-                made.add(lse(step))
-            before = sum(self._size(kind, name) for name in alive)
-            fresh = sum(self._size(kind, name) for name in made)
-            work = self._workspace(block, kind, op, lanes)
-            peak = max(peak, held + lanes * (before + fresh) + work)
-            alive |= made
-            alive -= set(op.frees)
-        return peak
-
-    def _held(self, block: Block, kind: Kind) -> int:
-        """A whole block's weights, unpacked."""
-        names = [block.tensor(one.name) for step in kind.steps for one in step.linears]
-        names += [step.matrix for step in kind.steps if step.op == "head"]
-        matrices = (self.manifest.matrices[name] for name in names)
-        return sum(m.rows * m.columns * F32 for m in matrices)
-
-    def _workspace(self, block: Block, kind: Kind, op: Op, lanes: int) -> int:
-        """What a step holds beside the values it takes and makes."""
-        step = kind.steps[op.step]
-        if step.op == "glue":
-            direction = "vjp" if op.backward else "forward"
-            key = graph_key(step.graph, direction, self.work.rung)
-            return self.manifest.graphs[key].workspace_bytes
-        if step.op == "attention":
-            return self._attention(kind, step, op.backward)
-        if step.op == "linear":
-            matrices = [
-                self.manifest.matrices[block.tensor(linear.name)]
-                for linear in step.linears
-                if op.backward or linear.output in op.wanted
-            ]
-            if op.backward:
-                return max(self._linear_backward(matrix) for matrix in matrices)
-            return max(self._linear_forward(matrix, lanes) for matrix in matrices)
-        if step.op == "embedding":
-            matrix = self.manifest.matrices[step.matrix]
-            return 3 * self.work.rung * matrix.columns * F32
-        return 0
-
-    def _tile(self, matrix: Matrix, values: int) -> int:
-        """A tile while it is unpacked: words, flipped and masked words, codes and results."""
-        if self.work.arithmetic == "packed":
-            return matrix.nbytes + 2 * matrix.rows * matrix.columns // matrix.group_size * F32
-        values = min(values, matrix.rows * matrix.columns)
-        words = values * matrix.bits // 8
-        columns = values * F32
-        return 2 * words + columns + columns // (2 if matrix.bits == 4 else 1)
-
-    def _linear_forward(self, matrix: Matrix, lanes: int) -> int:
-        x = lanes * self.work.rung * matrix.columns * F32
-        y = self.work.rung * matrix.rows * F32
-        tiled = matrix.rows * matrix.columns > self.sizes.tile_values
-        while_tiling = x + self._tile(matrix, self.sizes.tile_values)
-        return max(while_tiling, y if tiled else 0) + (y if tiled else 0)
-
-    def _linear_backward(self, matrix: Matrix) -> int:
-        x = self.work.rung * matrix.columns * F32
-        rows = max(1, min(matrix.rows, self.sizes.tile_values // matrix.columns))
-        part = self.work.rung * rows * F32
-        halves = 2 * x
-        return halves + max(x, part + self._tile(matrix, self.sizes.tile_values))
-
-    def _attention(self, kind: Kind, step: Step, backward: bool) -> int:
-        _, heads, length, _ = at_rung(kind.values[step.inputs[0]], self.work.rung)
-        block = min(length, self.sizes.query_block)
-        keys = length if step.window is None else min(length, step.window + block)
-        scores = heads * block * keys * F32
-        q, k, v = (self._size(kind, name) for name in step.inputs)
-        if backward:
-            return 4 * scores + 2 * (k + v) + q
-        return 3 * scores + k + v + q
-
-    def _head(self, kind: Kind, step: Step, lanes: int) -> int:
-        h = self._size(kind, step.inputs[0])
-        matrix = self.manifest.matrices[step.matrix]
-        chunk = self.work.rung * self.chunk_rows * F32
-        tile = self._tile(matrix, self.chunk_rows * matrix.columns)
-        gradient = 3 * h if self.work.method == "mebp" else 0
-        held = self._tile(matrix, matrix.rows * matrix.columns) if self.sizes.hold else 0
-        return lanes * 3 * h + gradient + tile + 2 * chunk + held

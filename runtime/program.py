@@ -22,7 +22,7 @@ from runtime.kernels.head import HeadKernel, HeadResult, Targets
 from runtime.kernels.linear import LinearKernel, Lora
 from runtime.kernels.unpack import dense
 from runtime.profile import Profile
-from runtime.schedule import Op, backward_schedule, forward_schedule, lse
+from runtime.schedule import Op, backward_schedule, forward_schedule, keeping_schedule, lse
 from runtime.weights import Weights
 
 Loras = dict[str, Lora]
@@ -42,9 +42,7 @@ class Program:
     head_kernel: HeadKernel
     profile: Profile = field(default_factory=Profile)
     _graphs: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    _schedules: dict[tuple[str, frozenset[str], bool | None], tuple[Op, ...]] = field(
-        default_factory=dict
-    )
+    _schedules: dict[tuple[Any, ...], tuple[Op, ...]] = field(default_factory=dict)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -79,14 +77,42 @@ class Program:
         xs.clear()
         return self._run_forward(block, kind, lanes, loras)
 
+    def forward_keeping(
+        self, block: Block, x: mx.array, loras: Loras, input_too: bool
+    ) -> tuple[mx.array, Values]:
+        """A layer's output (1, rung, D), and what `backward` would otherwise recompute."""
+        kind = self._kind(block)
+        values: Values = {kind.input: x}
+        del x
+        key = ("keeping", kind.name, frozenset(loras), input_too)
+        if key not in self._schedules:
+            self._schedules[key] = keeping_schedule(kind, key[2], input_too)
+        for op in self._schedules[key]:
+            self._step_forward(block, kind.steps[op.step], op, [values], [loras], keep_lse=True)
+        y = values.pop(kind.output)
+        values.pop(kind.input, None)
+        return y, values
+
     def backward(
-        self, block: Block, x: mx.array, dy: mx.array, loras: Loras, input_too: bool
+        self,
+        block: Block,
+        x: mx.array,
+        dy: mx.array,
+        loras: Loras,
+        input_too: bool,
+        kept: Values | None = None,
     ) -> tuple[mx.array | None, Gradients]:
-        """A layer's vjp at x (1, rung, D): dx, where wanted, and (dA, dB) per adapted linear."""
+        """A layer's vjp at x (1, rung, D): dx, where wanted, and (dA, dB) per adapted linear.
+
+        `kept` is what `forward_keeping` has returned; it is spent.
+        """
         kind = self._kind(block)
         values: Values = {kind.input: x, f"~{kind.output}": dy}
         del x, dy
-        gradients = self._run_backward(block, kind, values, loras, input_too)
+        if kept is not None:
+            values.update(kept)
+            kept.clear()
+        gradients = self._run_backward(block, kind, values, loras, input_too, kept is not None)
         return values.get(f"~{kind.input}"), gradients
 
     def hidden(self, x: mx.array, scored: slice) -> mx.array:
@@ -167,7 +193,7 @@ class Program:
         loras: Sequence[Loras],
         skip: int = 0,
     ) -> list[mx.array]:
-        key = (kind.name, frozenset[str](), None)
+        key = ("forward", kind.name)
         if key not in self._schedules:
             self._schedules[key] = forward_schedule(kind)
         for op in self._schedules[key][skip:]:
@@ -175,12 +201,18 @@ class Program:
         return [values[kind.output] for values in lanes]
 
     def _run_backward(
-        self, block: Block, kind: Kind, values: Values, loras: Loras, input_too: bool
+        self,
+        block: Block,
+        kind: Kind,
+        values: Values,
+        loras: Loras,
+        input_too: bool,
+        kept: bool = False,
     ) -> Gradients:
         """Recompute and reverse; `values` is left with the input's gradient, where wanted."""
-        key = (kind.name, frozenset(loras), input_too)
+        key = ("backward", kind.name, frozenset(loras), input_too, kept)
         if key not in self._schedules:
-            self._schedules[key] = backward_schedule(kind, key[1], input_too)
+            self._schedules[key] = backward_schedule(kind, key[2], input_too, kept)
         gradients: Gradients = {}
         for op in self._schedules[key]:
             step = kind.steps[op.step]
@@ -325,4 +357,4 @@ class Program:
             found[source] = total[None]
 
 
-__all__ = ["Gradients", "Loras", "Program"]
+__all__ = ["Gradients", "Loras", "Program", "Values"]

@@ -2,7 +2,8 @@
 
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
 values that its backward needs (and no others), then runs the steps' backwards in reverse; a step
-whose inputs need no gradient is left out. Gradients are named `~value`.
+whose inputs need no gradient is left out. Where there is memory for it, the forward keeps those
+values instead, and nothing is recomputed. Gradients are named `~value`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ def needs_gradient(kind: Kind, adapted: frozenset[str], input_too: bool) -> froz
     return frozenset(needy)
 
 
-def backward_schedule(kind: Kind, adapted: frozenset[str], input_too: bool) -> tuple[Op, ...]:
-    """Recompute, then reverse. `~output` is given; `~input` is left where `input_too`."""
+Reverse = list[tuple[int, tuple[str, ...], set[str]]]  # step, gradients wanted, values read
+
+
+def _reverse(kind: Kind, adapted: frozenset[str], input_too: bool) -> Reverse:
     needy = needs_gradient(kind, adapted, input_too)
-    reverse: list[tuple[int, tuple[str, ...], set[str]]] = []
+    reverse: Reverse = []
     for index in reversed(range(len(kind.steps))):
         step = kind.steps[index]
         if step.op in ("head", "embedding") or not set(outputs(step)) & needy:
@@ -70,7 +73,32 @@ def backward_schedule(kind: Kind, adapted: frozenset[str], input_too: bool) -> t
         learns = any(linear.name in adapted for linear in step.linears)
         if targets or learns:
             reverse.append((index, targets, used))
+    return reverse
+
+
+def kept_values(kind: Kind, adapted: frozenset[str], input_too: bool) -> frozenset[str]:
+    """What the backward reads of the forward, without the block's input."""
+    read = set().union(*(used for _, _, used in _reverse(kind, adapted, input_too)))
+    return frozenset(read - {kind.input})
+
+
+def keeping_schedule(kind: Kind, adapted: frozenset[str], input_too: bool) -> tuple[Op, ...]:
+    """The forward, after which the output and `kept_values` survive."""
+    ops = [(False, i, outputs(step), activations(step)) for i, step in enumerate(kind.steps)]
+    return _with_frees(ops, {kind.output, *kept_values(kind, adapted, input_too)}, kind)
+
+
+def backward_schedule(
+    kind: Kind, adapted: frozenset[str], input_too: bool, kept: bool = False
+) -> tuple[Op, ...]:
+    """Recompute, then reverse. `~output` is given; `~input` is left where `input_too`.
+
+    With `kept`, the values that `keeping_schedule` leaves are given too, and only the reverse runs.
+    """
+    reverse = _reverse(kind, adapted, input_too)
     needed = set().union(*(used for _, _, used in reverse))
+    if kept:
+        needed = set()
     recompute: list[tuple[bool, int, tuple[str, ...], tuple[str, ...]]] = []
     for index in reversed(range(len(kind.steps))):
         step = kind.steps[index]

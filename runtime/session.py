@@ -12,7 +12,9 @@ from runtime.backend import choose_arithmetic, limit_memory, use_device
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
 from runtime.kernels.linear import LinearKernel
-from runtime.plan import Plan, Work, choose_rung, make_plan
+from runtime.kernels.product import OpenTile
+from runtime.liveness import Work
+from runtime.plan import Plan, choose_rung, make_plan
 from runtime.profile import Profile
 from runtime.program import Program
 from runtime.weights import Weights
@@ -27,6 +29,17 @@ class Session:
     weights: Weights
     profile: Profile = field(default_factory=Profile)
     _programs: dict[int, Program] = field(default_factory=dict)
+    _opened: dict[int, OpenTile] = field(default_factory=dict)
+
+    def _resident(self) -> frozenset[int]:
+        """Where the matrices begin that the plan keeps unpacked."""
+        manifest = self.bundle.manifest
+        return frozenset(
+            manifest.matrices[block.tensor(linear.name)].packed.offset
+            for block in manifest.blocks[1 : 1 + self.plan.resident_layers]
+            for step in manifest.kinds[block.kind].steps
+            for linear in step.linears
+        )
 
     def program(self, length: int) -> Program:
         """The program of the smallest rung that holds `length` tokens."""
@@ -34,7 +47,13 @@ class Session:
         if rung not in self._programs:
             plan = self.plan
             linear = LinearKernel(
-                self.weights, plan.arithmetic, plan.tile_values, plan.hold, self.profile
+                self.weights,
+                plan.arithmetic,
+                plan.tile_values,
+                plan.hold,
+                self.profile,
+                self._resident(),
+                self._opened,
             )
             self._programs[rung] = Program(
                 self.bundle,
@@ -110,6 +129,8 @@ def open_checked(path: str) -> Bundle:
 def open_session(bundle: Bundle, plan: Plan) -> Session:
     """Set up the device and its limits for a plan, and map the weights."""
     use_device(bundle.manifest.device, bundle.path)
-    limit_memory(plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes, plan.cache_bytes)
+    active = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
+    active += plan.kept_bytes + plan.resident_bytes + plan.slack_bytes
+    limit_memory(active, plan.cache_bytes)
     mx.clear_cache()
     return Session(bundle, plan, Weights(bundle, plan.prefetch))

@@ -23,7 +23,7 @@ from ondevice.errors import BundleError, DivergedError, InterruptedRunError, Usa
 from ondevice.manifest import Manifest
 from runtime.activations import Activations
 from runtime.adapters import Adapters
-from runtime.backend import describe
+from runtime.backend import describe, trim_heap
 from runtime.data import Rows, row_index
 from runtime.evaluate import Events, check_budget, evaluate_rows
 from runtime.mebp import MeBP
@@ -238,7 +238,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     Raises:
         OnDeviceError: of the kind that says what is wrong; a refused run leaves nothing behind.
     """
-    with Meter(budget_bytes=config.budget_bytes) as meter:
+    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         events.plan(plan)
@@ -277,7 +277,7 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
     given = {} if budget is None else {"budget": budget}
     config = replace(load(TrainConfig, path / CONFIG, given), output=str(path))
-    with folder.locked(), Meter(budget_bytes=config.budget_bytes) as meter:
+    with folder.locked(), Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         events.plan(plan)
@@ -367,6 +367,7 @@ def _method(
         Activations(scratch, blocks, config.batch_size, shape),
         Optimizer(adapters, config.optimizer, config.weight_decay, scratch),
         plan.lanes,
+        plan.kept_layers,
     )
 
 

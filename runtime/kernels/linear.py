@@ -34,7 +34,7 @@ class LinearKernel:
     """How products with packed matrices run; `tile_values` bounds the values unpacked at once.
 
     With `hold`, what was unpacked stays until `release` (a whole block at once, as MeBP's paper
-    does it).
+    does it). The matrices that begin at the offsets `resident` stay unpacked in `opened_before`.
     """
 
     weights: Weights
@@ -42,20 +42,25 @@ class LinearKernel:
     tile_values: int
     hold: bool = False
     profile: Profile = field(default_factory=Profile)
+    resident: frozenset[int] = frozenset()
+    opened_before: dict[int, OpenTile] = field(default_factory=dict)
     _held: dict[int, OpenTile] = field(default_factory=dict)
 
     def opened(self, matrix: Matrix, start: int, stop: int) -> OpenTile:
         """Rows start:stop of a matrix, read and unpacked."""
         key = matrix.packed.offset * (matrix.rows + 1) + start
-        if key in self._held:
-            return self._held[key]
+        for kept in (self._held, self.opened_before):
+            if key in kept:
+                return kept[key]
         with self.profile.span("read"):
             tile = self.weights.tile(matrix, start, stop)
             self.profile.settle(tile.words, tile.scales)
         with self.profile.span("unpack"):
             opened = OpenTile.of(tile, matrix, self.arithmetic)
             self.profile.settle(opened.columns)
-        if self.hold:
+        if matrix.packed.offset in self.resident:
+            self.opened_before[key] = opened
+        elif self.hold:
             self._held[key] = opened
         return opened
 

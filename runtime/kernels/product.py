@@ -30,15 +30,18 @@ class Input:
 
 @dataclass(frozen=True)
 class OpenTile:
-    """Rows of a matrix ready to be multiplied; `columns` is empty where they stay packed."""
+    """Rows of a matrix ready to be multiplied: either still packed, or their columns and shift."""
 
-    tile: Tile
     matrix: Matrix
+    packed: Tile | None
     columns: tuple[mx.array, ...]
+    shift: mx.array | None
 
     @classmethod
     def of(cls, tile: Tile, matrix: Matrix, arithmetic: str) -> OpenTile:
-        return cls(tile, matrix, () if arithmetic == "packed" else unpack(tile, matrix.bits))
+        if arithmetic == "packed":
+            return cls(matrix, tile, (), None)
+        return cls(matrix, None, unpack(tile, matrix.bits), tile.shift)
 
     def transposed_product(self, given: Input) -> mx.array:
         """x W^T (T, R') for the tile's rows."""
@@ -47,17 +50,18 @@ class OpenTile:
         y = given.parts[0] @ self.columns[0].T
         for part, column in zip(given.parts[1:], self.columns[1:], strict=True):
             y = mx.addmm(y, part, column.T)
-        shift = self.tile.shift
-        if shift is not None:
-            y = mx.addmm(y, group_sums(given.x, shift.shape[1]), shift.T)
+        if self.shift is not None:
+            y = mx.addmm(y, group_sums(given.x, self.shift.shape[1]), self.shift.T)
         return y
 
     def _quantized(self, x: mx.array, transpose: bool) -> mx.array:
+        tile = self.packed
+        assert tile is not None
         return mx.quantized_matmul(
             x,
-            self.tile.words,
-            self.tile.scales,
-            self.tile.biases(self.matrix.bits),
+            tile.words,
+            tile.scales,
+            tile.biases(self.matrix.bits),
             transpose=transpose,
             group_size=self.matrix.group_size,
             bits=self.matrix.bits,
@@ -83,8 +87,8 @@ class RowSum:
             self.halves = tuple(mx.addmm(half, part, column) for half, column in pairs)
         else:
             self.halves = tuple(part @ column for column in opened.columns)
-        if opened.tile.shift is not None:
-            self._add_whole(part @ opened.tile.shift, fade)
+        if opened.shift is not None:
+            self._add_whole(part @ opened.shift, fade)
             mx.eval(self.whole)
         mx.eval(self.halves)
 

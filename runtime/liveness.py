@@ -1,0 +1,263 @@
+"""The bytes alive while each block of a manifest runs, under given sizes.
+
+Pure arithmetic: sizes of values along the schedules of `runtime.schedule`, plus what each kernel
+holds while it runs. No figure is fitted to a model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key
+from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse
+
+F32 = 4
+MEZO_LANES = 16  # hidden states that MeZO moves side by side, where they fit
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The settings a plan chooses among, from generous to frugal."""
+
+    tile_values: int
+    query_block: int
+    cache_bytes: int
+    hold: bool = False  # a block's unpacked weights, as long as the block runs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be planned: a micro-batch's shape and what the method keeps.
+
+    `method` is mebp, mezo or eval; `layout` is "budget" (what this planner is for) or "paper".
+    """
+
+    rung: int
+    rows: int = 1
+    accumulation: int = 1
+    optimizer: str = "adamw"
+    arithmetic: str = "unpacked"
+    method: str = "mebp"
+    queries: int = 1
+    layout: str = "budget"
+    prefetch: bool = True
+
+    @property
+    def hidden_states(self) -> int:
+        """How many hidden states one step moves."""
+        rows = self.rows * self.accumulation
+        return 2 * self.queries * rows if self.method == "mezo" else self.rows
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Peak bytes alive while a block runs forward and backward."""
+
+    name: str
+    forward_bytes: int
+    backward_bytes: int
+
+
+class Liveness:
+    """The bytes alive while each block of a manifest runs under given sizes."""
+
+    def __init__(self, manifest: Manifest, work: Work, sizes: Sizes) -> None:
+        self.manifest, self.work, self.sizes = manifest, work, sizes
+        width = manifest.hidden_size
+        self.chunk_rows = max(64, min(manifest.vocab_size, sizes.tile_values // width))
+
+    def adapter_bytes(self) -> int:
+        return sum(self._block_adapters(block) for block in self.manifest.layers)
+
+    def gradient_bytes(self) -> int:
+        """All blocks' gradients where micro-batches accumulate, else the largest block's.
+
+        MeZO has none, but for one block z and two perturbed copies per query on its way.
+        """
+        per_block = [self._block_adapters(block) for block in self.manifest.layers]
+        if self.work.method == "eval":
+            return 0
+        if self.work.method == "mezo":
+            on_the_way = min(self.work.queries, 2 + MEZO_LANES // 2)
+            return max(per_block) * (2 * on_the_way + 2)
+        held = sum(per_block) if self.work.accumulation > 1 else 0
+        return held + max(per_block) * (2 if self.work.rows > 1 else 1)
+
+    def _block_adapters(self, block: Block) -> int:
+        rank = int(self.manifest.lora["rank"])
+        matrices = (
+            self.manifest.matrices[block.tensor(name)] for name in self.manifest.adapted(block)
+        )
+        return sum((m.rows + m.columns) * rank * F32 for m in matrices)
+
+    def free_lanes(self, live: int, at_least: int, most: int) -> int:
+        """How many hidden states fit side by side into `live` bytes in every block's forward."""
+        for lanes in range(most, at_least, -1):
+            blocks = (self.forward(index, lanes) for index in range(len(self.manifest.blocks)))
+            if max(blocks) <= live:
+                return lanes
+        return at_least
+
+    def forward(self, index: int, lanes: int) -> int:
+        """Bytes alive while `lanes` hidden states pass a block."""
+        block = self.manifest.blocks[index]
+        kind = self.manifest.kinds[block.kind]
+        adapted = frozenset(self.manifest.adapted(block))
+        start = {kind.input} if kind.input else set()
+        if not kind.input:
+            lanes = 1  # embedded one at a time
+        found = self._peak(block, kind, forward_schedule(kind), start, adapted, lanes)
+        if kind.steps[-1].op == "head":
+            head = kind.steps[-1]
+            whole = lanes * self._size(kind, kind.input)
+            found = max(found, whole + self._head(kind, head, lanes))
+        return found
+
+    def kept_bytes(self, index: int) -> int:
+        """What a layer's backward reads of its forward, for all rows of a micro-batch."""
+        block = self.manifest.blocks[index]
+        kind = self.manifest.kinds[block.kind]
+        adapted = frozenset(self.manifest.adapted(block))
+        kept = kept_values(kind, adapted, index > 1)
+        return self.work.rows * sum(self._size(kind, name) for name in kept)
+
+    def live_bytes_keeping(self, blocks: tuple[BlockPlan, ...], kept: int) -> int:
+        """The most that is alive at once where the last `kept` layers recompute nothing.
+
+        What a layer keeps is part of what its own backward has alive; the head and the layers
+        above it come on top of what waits below them.
+        """
+        head = len(blocks) - 1
+        most = max(max(b.forward_bytes, b.backward_bytes) for b in blocks)
+        waiting = 0
+        for index in range(head - kept, head):
+            own = self.kept_bytes(index)
+            most = max(most, waiting + max(blocks[index].backward_bytes, own))
+            most = max(most, waiting + max(blocks[index].forward_bytes, own))
+            waiting += own
+        return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
+
+    def unpacked_bytes(self, index: int) -> int:
+        """A layer's weights as float32, with the shifts of affine groups."""
+        block = self.manifest.blocks[index]
+        return self._held(block, self.manifest.kinds[block.kind])
+
+    def block(self, index: int, lanes: int) -> BlockPlan:
+        block = self.manifest.blocks[index]
+        kind = self.manifest.kinds[block.kind]
+        adapted = frozenset(self.manifest.adapted(block))
+        forward = self.forward(index, lanes)
+        backward = 0
+        if kind.input and self.work.method == "mebp":
+            head = kind.steps[-1] if kind.steps[-1].op == "head" else None
+            begin = {kind.input, f"~{head.inputs[0] if head else kind.output}"}
+            schedule = backward_schedule(kind, adapted, index > 1)
+            backward = self._peak(block, kind, schedule, begin, adapted, 1)
+        return BlockPlan(block.name or kind.name, forward, backward)
+
+    def _size(self, kind: Kind, name: str) -> int:
+        if name.endswith(".lse"):
+            shape = at_rung(kind.values[name[: -len(".lse")]], self.work.rung)
+            return math.prod(shape[:-1]) * F32
+        return math.prod(at_rung(kind.values[name.lstrip("~")], self.work.rung)) * F32
+
+    def _peak(
+        self,
+        block: Block,
+        kind: Kind,
+        schedule: tuple[Op, ...],
+        alive: set[str],
+        adapted: frozenset[str],
+        lanes: int,
+    ) -> int:
+        alive = set(alive)
+        peak = 0
+        held = self._held(block, kind) if self.sizes.hold else 0
+        for op in schedule:
+            step = kind.steps[op.step]
+            made = {f"~{name}" for name in op.wanted} if op.backward else set(op.wanted)
+            if step.op == "attention" and not op.backward and f"~{kind.output}" in alive:
+                made.add(lse(step))
+            before = sum(self._size(kind, name) for name in alive)
+            fresh = sum(self._size(kind, name) for name in made)
+            work = self._workspace(block, kind, op, lanes)
+            alive |= made
+            alive -= set(op.frees)
+            after = sum(self._size(kind, name) for name in alive)
+            others = max(before, after)  # lanes that wait, or are done and rid of what died
+            if step.op == "linear":
+                others = before + fresh
+            peak = max(peak, held + (lanes - 1) * others + before + fresh + work)
+        return peak
+
+    def _held(self, block: Block, kind: Kind) -> int:
+        """A whole block's weights, unpacked."""
+        names = [block.tensor(one.name) for step in kind.steps for one in step.linears]
+        names += [step.matrix for step in kind.steps if step.op == "head"]
+        matrices = (self.manifest.matrices[name] for name in names)
+        return sum(m.rows * m.columns * F32 for m in matrices)
+
+    def _workspace(self, block: Block, kind: Kind, op: Op, lanes: int) -> int:
+        """What a step holds beside the values it takes and makes."""
+        step = kind.steps[op.step]
+        if step.op == "glue":
+            direction = "vjp" if op.backward else "forward"
+            key = graph_key(step.graph, direction, self.work.rung)
+            return self.manifest.graphs[key].workspace_bytes
+        if step.op == "attention":
+            return self._attention(kind, step, op.backward)
+        if step.op == "linear":
+            matrices = [
+                self.manifest.matrices[block.tensor(linear.name)]
+                for linear in step.linears
+                if op.backward or linear.output in op.wanted
+            ]
+            if op.backward:
+                return max(self._linear_backward(matrix) for matrix in matrices)
+            return max(self._linear_forward(matrix, lanes) for matrix in matrices)
+        if step.op == "embedding":
+            matrix = self.manifest.matrices[step.matrix]
+            return 3 * self.work.rung * matrix.columns * F32
+        return 0
+
+    def _tile(self, matrix: Matrix, values: int) -> int:
+        """A tile while it is unpacked: words, flipped and masked words, codes and results."""
+        if self.work.arithmetic == "packed":
+            return matrix.nbytes + 2 * matrix.rows * matrix.columns // matrix.group_size * F32
+        values = min(values, matrix.rows * matrix.columns)
+        words = values * matrix.bits // 8
+        return 3 * words + values * F32
+
+    def _linear_forward(self, matrix: Matrix, lanes: int) -> int:
+        x = lanes * self.work.rung * matrix.columns * F32
+        y = self.work.rung * matrix.rows * F32
+        tiled = matrix.rows * matrix.columns > self.sizes.tile_values
+        while_tiling = x + self._tile(matrix, self.sizes.tile_values)
+        return max(while_tiling, y if tiled else 0) + (y if tiled else 0)
+
+    def _linear_backward(self, matrix: Matrix) -> int:
+        x = self.work.rung * matrix.columns * F32
+        rows = max(1, min(matrix.rows, self.sizes.tile_values // matrix.columns))
+        part = self.work.rung * rows * F32
+        halves = 2 * x
+        return halves + max(x, part + self._tile(matrix, self.sizes.tile_values))
+
+    def _attention(self, kind: Kind, step: Step, backward: bool) -> int:
+        _, heads, length, _ = at_rung(kind.values[step.inputs[0]], self.work.rung)
+        block = min(length, self.sizes.query_block)
+        keys = length if step.window is None else min(length, step.window + block)
+        scores = heads * block * keys * F32
+        q, k, v = (self._size(kind, name) for name in step.inputs)
+        if backward:
+            return 4 * scores + 2 * (k + v) + q
+        return 3 * scores + k + v + q
+
+    def _head(self, kind: Kind, step: Step, lanes: int) -> int:
+        h = self._size(kind, step.inputs[0])
+        matrix = self.manifest.matrices[step.matrix]
+        chunk = self.work.rung * self.chunk_rows * F32
+        tile = self._tile(matrix, self.chunk_rows * matrix.columns)
+        gradient = 3 * h if self.work.method == "mebp" else 0
+        held = self._tile(matrix, matrix.rows * matrix.columns) if self.sizes.hold else 0
+        return lanes * 3 * h + gradient + tile + 3 * chunk + held
