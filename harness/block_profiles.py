@@ -24,7 +24,7 @@ from harness.benchmark import (
     seconds,
     times,
 )
-from harness.plots import _blocks as draw_blocks
+from harness.plots import draw_blocks
 from harness.published import (
     BACKWARD_OVER_FORWARD,
     DECOMPRESSION,
@@ -93,7 +93,7 @@ def _shares(process: Process) -> dict[str, dict[str, float]]:
 
     The head runs forward and backward in one pass over the vocabulary: it has a share of its own.
     """
-    *layers, head = process["blocks"]
+    layers, head = layers_and_head(process["blocks"])
 
     def share(owner: str, blocks: Sequence[Block], direction: str) -> float:
         whole = sum(block[f"{direction}_s"] for block in blocks)
@@ -111,6 +111,11 @@ def _shares(process: Process) -> dict[str, dict[str, float]]:
         }
         for owner in OWNERS
     }
+
+
+def layers_and_head(blocks: Sequence[Block]) -> tuple[Sequence[Block], Block]:
+    """The layers, which alone run backward as blocks, and the head; without the embedding."""
+    return [one for one in blocks if "backward_s" in one], blocks[-1]
 
 
 def together(profiles: Sequence[Sequence[Block]]) -> list[Block]:
@@ -141,7 +146,7 @@ def _backward_over_forward(blocks: Sequence[Block]) -> dict[str, float] | None:
     keys = {"memory": "_peak_bytes", "time": "_s"}
     return {
         name: statistics.median(
-            [one[f"backward{key}"] / one[f"forward{key}"] for one in blocks[:-1]]
+            [one[f"backward{key}"] / one[f"forward{key}"] for one in layers_and_head(blocks)[0]]
         )
         for name, key in keys.items()
     }
@@ -190,7 +195,7 @@ def _decompression(rows: Sequence[Row]) -> list[Table]:
 
 def _blockwise(rows: Sequence[Row]) -> list[Table]:
     def cells(row: Row, one: dict[str, Any]) -> tuple[str, ...]:
-        *layers, head = one["blocks"]
+        layers, head = layers_and_head(one["blocks"])
         ratio, published = one["backward_over_forward"], row["published_backward_over_forward"]
         memory = [
             megabytes(max(block[f"{direction}_peak_bytes"] for block in layers))
@@ -248,7 +253,8 @@ FIGURE2 = Benchmark(
     (
         "MB: what MLX's allocator had lent at most while the block ran, adapters and all; the "
         "largest layer's, seconds the median layer's; the head computes loss and gradient in one "
-        "pass; the embedding, a lookup of rows, is not profiled; ratios are the median layer's",
+        "pass; the embedding, a lookup of rows, is a block of the picture; ratios are the median "
+        "layer's",
         "of a profile, which counts every step and evaluates between the parts it tells apart",
     ),
     pictures,

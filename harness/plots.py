@@ -33,7 +33,7 @@ def draw(report: Mapping[str, Any]) -> dict[str, Picture]:
     }
     measured = {name: one["profile"]["blocks"] for name, one in methods.items() if one["profile"]}
     if measured:
-        found["blocks.png"] = _blocks(measured, list(methods))
+        found["blocks.png"] = draw_blocks(measured, list(methods))
     return found
 
 
@@ -129,7 +129,7 @@ def _footprint(report: Mapping[str, Any], methods: Methods) -> Picture:
     return "Footprint over training time", _png(figure)
 
 
-def _blocks(measured: Mapping[str, list[dict[str, Any]]], order: list[str]) -> Picture:
+def draw_blocks(measured: Mapping[str, list[dict[str, Any]]], order: list[str]) -> Picture:
     """Memory and time of each block, forward and backward (the MeBP paper's Figure 2)."""
     figure, (memory, time) = _figure(2, 1, 6.2)
     # of "model.layers.3" the 3: the others have a block each of their own name
@@ -163,3 +163,26 @@ def _blocks(measured: Mapping[str, list[dict[str, Any]]], order: list[str]) -> P
     time.set_xlabel("block (numbers are layers)")
     memory.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return "Memory and time of each block", _png(figure)
+
+
+def draw_budgets(curves: Mapping[str, list[dict[str, float]]]) -> Picture:
+    """Seconds of a step against the budget: medians, with bars from the least to the most.
+
+    curves: by method; points with `megabytes`, `median`, `low` and `high` (seconds).
+    """
+    figure, (axes,) = _figure(1, 1, 3.9)
+    for index, (name, points) in enumerate(curves.items()):
+        rising = sorted(points, key=lambda point: point["megabytes"])
+        places, values = ([point[key] for point in rising] for key in ("megabytes", "median"))
+        bars = [
+            [point["median"] - point["low"] for point in rising],
+            [point["high"] - point["median"] for point in rising],
+        ]
+        axes.errorbar(places, values, bars, label=name, linewidth=1.6, capsize=3, **_style(index))
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("budget (MB)")
+    axes.set_ylabel("time per step (s)")
+    axes.legend(frameon=False)
+    return "Seconds of a step against the budget", _png(figure)

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = command("compare", _compare, "compare methods: what each spends to reach a quality")
     compare.add_argument("-o", dest="output", metavar="DIR", default=argparse.SUPPRESS)
     add_arguments(compare, CompareConfig)
-    bench = command("bench", _bench, "repeat a paper's measurement on this machine")
+    bench = command("bench", _bench, "measure on this machine, as the papers did")
     add_arguments(bench, BenchConfig)
     generate = command("generate", _generate, "continue a prompt, greedily")
     generate.add_argument("bundle")
@@ -130,7 +130,7 @@ def _bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    _prepare()
+    _prepare(keep_heap=False)
     config = load(ExportConfig, arguments.config, given(arguments, ExportConfig))
     from export.pack import export_bundle
     from runtime.memory import Meter
@@ -158,7 +158,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _retrace(arguments: argparse.Namespace) -> None:
-    _prepare()
+    _prepare(keep_heap=False)
     from export.pack import retrace
 
     with _bar("graph") as progress:
@@ -327,11 +327,11 @@ def _generate(arguments: argparse.Namespace) -> None:
     print()
 
 
-def _prepare() -> None:
+def _prepare(keep_heap: bool = True) -> None:
     """Set the process up before MLX is imported, and say so where that leaves it slow."""
     from runtime.backend import prepare
 
-    found = prepare()
+    found = prepare(keep_heap)
     if found.warning:
         print(f"ondevice: warning: {found.warning}", file=sys.stderr)
 

@@ -22,6 +22,7 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest that glibc lets its heap serve
 NEVER_TRIM_BYTES = (1 << 31) - 1
+MAPPED_BLOCK_BYTES = 256 << 10  # from here on, where the heap is not kept
 
 Arithmetic = Literal["packed", "unpacked"]
 
@@ -34,12 +35,16 @@ class Prepared:
     warning: str = ""
 
 
-def prepare() -> Prepared:
-    """Set up BLAS and allocator. Call before anything imports `mlx.core`."""
+def prepare(keep_heap: bool = True) -> Prepared:
+    """Set up BLAS and allocator. Call before anything imports `mlx.core`.
+
+    `keep_heap` is for work that uses the same sizes again and again, as training does; without it
+    freed memory goes back at once, which keeps the peak of an export low.
+    """
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1")
     if sys.platform == "darwin":
         return Prepared("Accelerate")
-    _tune_malloc()
+    _tune_malloc(keep_heap)
     if platform.machine() == "x86_64" and _cpu_flags() >= AVX512:
         os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
     loaded = _load_wheel_blas() or _load_system_blas()
@@ -52,17 +57,18 @@ def prepare() -> Prepared:
     )
 
 
-def _tune_malloc() -> None:
-    """Serve large blocks from one heap that is kept.
+def _tune_malloc(keep_heap: bool) -> None:
+    """Serve large blocks from one heap that is kept, or map each afresh.
 
     Fresh pages cost more than the arithmetic on them. The heap reuses freed memory at any size,
     where MLX's own cache needs nearly equal sizes: at half the footprint half the time.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, MOST_HEAP_BLOCK_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES)
-        libc.mallopt(M_ARENA_MAX, 1)
+    if not hasattr(libc, "mallopt"):
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, MOST_HEAP_BLOCK_BYTES if keep_heap else MAPPED_BLOCK_BYTES)
+    libc.mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES if keep_heap else MAPPED_BLOCK_BYTES)
+    libc.mallopt(M_ARENA_MAX, 1 if keep_heap else 2)
 
 
 def trim_heap() -> None:

@@ -75,9 +75,10 @@ class Backprop:
     def _forward(self, rows: Sequence[Row]) -> Kept:
         kept: Kept = {}
         blocks = self.program.blocks
-        for row, item in enumerate(rows):
-            self.activations.put(1, row, self.program.embed(item.inputs))
-        self.program.release(blocks[0])
+        with self.program.profile.block(blocks[0].name or blocks[0].kind, "forward"):
+            for row, item in enumerate(rows):
+                self.activations.put(1, row, self.program.embed(item.inputs))
+            self.program.release(blocks[0])
         for index, block in enumerate(blocks[1:-1], start=1):
             self.program.read_ahead(blocks[index + 1])
             loras = self.adapters.loras(block)

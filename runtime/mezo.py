@@ -105,13 +105,15 @@ class MeZO:
         return self._learn(number, rate, rows, lanes, losses)
 
     def _embed(self, program: Program, rows: Sequence[Row], lanes: Sequence[Lane]) -> None:
-        for row, item in enumerate(rows):
-            x = program.embed(item.inputs)
-            for slot, lane in enumerate(lanes):
-                if lane.row == row:
-                    self.activations.put(0, slot, x)
-            del x
-        program.release(program.blocks[0])
+        block = program.blocks[0]
+        with program.profile.block(block.name or block.kind, "forward"):
+            for row, item in enumerate(rows):
+                x = program.embed(item.inputs)
+                for slot, lane in enumerate(lanes):
+                    if lane.row == row:
+                        self.activations.put(0, slot, x)
+                del x
+            program.release(block)
 
     def _block(self, program: Program, block: Block, number: int, lanes: list[Lane]) -> None:
         self._catch_up(block, program)

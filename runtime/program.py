@@ -55,7 +55,9 @@ class Program:
         padded = np.zeros(self.rung, np.int64)
         padded[: len(tokens)] = tokens
         matrix = self.bundle.manifest.matrices[kind.steps[0].matrix]
-        found = dense(self.weights.gather(matrix, padded), matrix.bits)[None]
+        with self.profile.span("embedding forward"):
+            found = dense(self.weights.gather(matrix, padded), matrix.bits)[None]
+            self.profile.settle(found)
         lanes = [{kind.steps[0].outputs[0]: found}]
         del found
         return self._run_forward(block, kind, lanes, [{}], skip=1)[0]

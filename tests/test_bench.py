@@ -334,7 +334,7 @@ def test_figure2(bundles: Path, tmp_path: Path) -> None:
     report = run(bundles, tmp_path, "mebp-figure2")
     for one in report["rows"][0]["variants"]:
         names = [block["name"] for block in one["blocks"]]
-        assert names == ["model.layers.0", "model.layers.1", "head"]
+        assert names == ["embed", "model.layers.0", "model.layers.1", "head"]
         assert one["backward_over_forward"]["memory"] > 0
     assert (tmp_path / f"found-{MODEL}-16.png").read_bytes().startswith(b"\x89PNG")
     assert "x" in to_text(report)

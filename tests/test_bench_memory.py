@@ -1,0 +1,369 @@
+"""Benchmarks of footprint, prediction, budgets, owners of time and peers: numbers, then runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import bench as benches
+from harness import benchmark, peer_bench
+from harness import peers as one_bench
+from harness.bench import BENCHMARKS, bench, command, to_text
+from harness.benchmark import Bench, Row
+from harness.breakdown import OTHERS, OWNERS, breakdown
+from harness.budget_curve import CURVE, compare, ladder
+from harness.footprint import FOOTPRINT, LENGTHS
+from harness.prediction import PREDICTION, distribution, is_within
+from harness.published import MESP_PEAK_MB, MODELS
+from harness.shapes import bundle_of
+from harness.step_profile import PROFILE, REST, order, owners
+from harness.targets import PEAK_MB
+from ondevice.bench_config import BenchConfig, times_smallest
+from ondevice.errors import InterruptedRunError, UsageError
+from runtime.plan import Plan
+
+MODEL = "tiny-qwen2"
+PLAN = {
+    "predicted_peak_bytes": 100,
+    **dict.fromkeys(OWNERS, 10),
+    "blocks": [
+        {"name": "embed", "forward_bytes": 3, "backward_bytes": 0},
+        {"name": "l0", "forward_bytes": 5, "backward_bytes": 9},
+        {"name": "head", "forward_bytes": 9, "backward_bytes": 8},
+    ],
+}
+
+
+# --- what holds the memory --------------------------------------------------------------------
+
+
+def test_owners_and_the_remainder_sum_to_the_measured_peak() -> None:
+    found = breakdown(PLAN, 104)
+    assert found["owners_bytes"][OTHERS] == 20  # planned, but of an owner without a name here
+    assert sum(found["owners_bytes"].values()) + found["not_accounted_bytes"] == 104
+    assert found["not_accounted_share"] == pytest.approx(4 / 104) and found["accounted"]
+    assert found["largest"] == {"block": "l0", "direction": "backward", "bytes": 9}
+    assert breakdown(PLAN, 94)["not_accounted_bytes"] == -6
+    assert not breakdown(PLAN, 94)["accounted"] and not breakdown(PLAN, 106)["accounted"]
+    assert set(OWNERS) <= set(Plan.__dataclass_fields__)  # none has another name by now
+
+
+def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
+    process = {"predicted_peak_bytes": 1.1e8, "budget_bytes": 114_000_000}
+    return {
+        "name": f"{method}, our plan, min",
+        "method": method,
+        "budget": "min",
+        "failed": None if peak else "no room",
+        "step_s": {"median": 4.5, "low": 4.4, "high": 4.6} if peak else None,
+        "peak_footprint_bytes": peak,
+        "peak_rss_bytes": peak and peak + 6e7,
+        "processes": [process] if peak else [],
+        "target_mb": 128 if method == "mebp" else None,
+        "met": None if peak is None or method == "mezo" else peak <= 128e6,
+        "published": {"mebp": None, "mesp": None},
+        "breakdown": breakdown(PLAN, 104) if peak else None,
+        **more,
+    }
+
+
+def row(tokens: int, *variants: dict[str, Any], model: str = "qwen2.5-0.5b") -> Row:
+    return {"model": model, "tokens": tokens, "failed": None, "variants": list(variants)}
+
+
+def test_footprints_stand_beside_target_and_published_figures() -> None:
+    known = {
+        "mebp": {"seconds": 3.85, "peak_mb": 320.17, "device": "iPhone"},
+        "mesp": {"peak_mb": 136.2, "device": "iPhone"},
+    }
+    rows = [
+        row(256, variant("mebp", 1.02e8, published=known), variant("mezo", 0.9e8)),
+        row(512, variant("mebp", 1.38e8), variant("mezo", None)),
+    ]
+    steps, parts, growth = FOOTPRINT.tables(rows)
+    assert steps.rows[0][-3:] == ("MeBP, iPhone 15 Pro Max: MB", "s", "MeSP, iPhone 17 Pro: MB")
+    assert steps.rows[1][3:7] == ("min (114 MB)", "102.0", "110.0", "162.0")
+    assert steps.rows[1][-5:] == ("128", "yes", "320.17", "3.85", "136.2")
+    assert steps.rows[2][-5:] == ("", "", "not in the paper", "", "")
+    assert steps.rows[3][-5:-2] == ("128", "NO", "not in the paper")
+    assert steps.rows[4][3:5] == ("min", "did not run")
+    assert parts.rows[1][-4:] == ("0.0", "+3.8 %", "yes", "l0 backward, 0.0")
+    assert len(parts.rows) == 4
+    (line,) = growth.rows[1:]  # of MeZO there is one length only
+    assert line == ("qwen2.5-0.5b", "mebp", "min", "256", "512", "140.6")
+    assert "not accounted for" in "\n".join(table.text() for table in (steps, parts, growth))
+
+
+def test_every_target_is_measured_by_default() -> None:
+    lengths = {model: FOOTPRINT.own_lengths.get(model, FOOTPRINT.lengths) for model in MODELS}
+    measured = {(model, length) for model in MODELS for length in lengths[model]}
+    assert set(PEAK_MB) | set(MESP_PEAK_MB) <= measured
+    assert len(LENGTHS) == 6 and len(measured) == 10
+
+
+# --- predictions ------------------------------------------------------------------------------
+
+
+def test_the_distribution_of_errors() -> None:
+    errors = [value / 1000 for value in range(-20, 81)]  # 101 of them: 1 % each
+    found = distribution(errors)
+    assert found == {
+        "count": 101,
+        "median": pytest.approx(0.03),
+        "p5": pytest.approx(-0.015),
+        "p95": pytest.approx(0.075),
+        "worst_under": -0.02,
+        "worst_over": 0.08,
+        "within": 71,
+    }
+    assert distribution([0.01])["p5"] == distribution([0.01])["p95"] == 0.01
+    assert [is_within(error) for error in (-0.021, -0.02, 0.05, 0.051)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_predictions_are_shown_by_group_and_the_worst_first() -> None:
+    def one(method: str, error: float | None) -> dict[str, Any]:
+        return variant(method, None if error is None else 1e8, error=error)
+
+    rows = [
+        row(64, one("mebp", 0.04), one("mezo", -0.03)),
+        row(64, one("mebp", 0.07), one("mezo", None), model=MODEL),
+        {"model": "gemma3-4b", "tokens": 64, "failed": "no bundle: no space"},
+    ]
+    errors, worst = PREDICTION.tables(rows)
+    assert errors.rows[1] == ("all", "3", "+4.0", "-2.3", "+6.7", "-3.0", "+7.0", "1", "NO")
+    assert [line[:2] for line in errors.rows[2:]] == [
+        *(("the papers' shapes", "2"), ("others", "1"), ("mebp", "2"), ("mezo", "1")),
+        *(("qwen2.5-0.5b", "2"), (MODEL, "1")),  # budgets and lengths do not differ
+    ]
+    assert [line[-1] for line in worst.rows[1:]] == ["+7.0", "-3.0", "+4.0", ""]
+    assert worst.rows[-1][3] == "no bundle: no space"
+    few = PREDICTION.tables(rows[2:])
+    assert len(few[0].rows) == 1 and all(table.text() for table in few)
+    cases = len(PREDICTION.models) * len(PREDICTION.lengths) * 2 * len(PREDICTION.budgets)
+    assert cases >= 60 and len(set(PREDICTION.models) - set(MODELS)) == 5
+
+
+# --- budgets ----------------------------------------------------------------------------------
+
+
+def test_budgets_in_terms_of_the_smallest() -> None:
+    assert [times_smallest(text) for text in ("min", "2xmin", "1.5xmin", "2min", "1GB")] == [
+        *(1.0, 2.0, 1.5, None, None)
+    ]
+    config = BenchConfig(name="x", budget="min,2xmin,1GB")
+    assert config.budgets == ("min", "2xmin", "1GB") and BenchConfig(name="x").budgets == ()
+    for odd in ("0xmin", "2min", "xmin", "min,min"):
+        with pytest.raises(UsageError, match="budget is "):
+            BenchConfig(name="x", budget=odd)
+
+
+def test_budgets_rise_by_the_same_factor() -> None:
+    assert ladder(100, 6400, 7) == tuple(f"{100 * 2**i}MB" for i in range(7))
+    assert ladder(5000) == ("5000MB",)
+    for smallest in (36, 114, 3999):
+        sizes = [int(one.removesuffix("MB")) for one in ladder(smallest)]
+        assert sizes == sorted(set(sizes)) and (sizes[0], sizes[-1]) == (smallest, 4000)
+    assert len(ladder(114)) == 8
+
+
+def budgeted(megabytes: int, low: float, high: float, tile: int) -> dict[str, Any]:
+    process = {
+        "budget_bytes": megabytes * 10**6,
+        "predicted_peak_bytes": 9e7,
+        "choices": {"tile_values": tile, "hold": False},
+    }
+    time = {"median": (low + high) / 2, "low": low, "high": high}
+    return variant("mebp", 9e7, budget=f"{megabytes}MB", step_s=time, processes=[process])
+
+
+def test_time_rises_only_beyond_the_spread_and_with_another_plan() -> None:
+    falling = [budgeted(100, 4.0, 4.2, 1), budgeted(200, 3.0, 3.2, 2), budgeted(400, 3.1, 3.3, 3)]
+    found = compare(falling)
+    assert found["rises"] == [] and found["noise"] is None
+    assert found["first_over_last"] == pytest.approx(4.1 / 3.2)
+    slower = budgeted(800, 3.4, 3.6, 4)
+    rises = compare([slower, *falling])["rises"]  # in any order, against every smaller budget
+    assert [(rise["from_bytes"] // 10**6, rise["to_bytes"] // 10**6) for rise in rises] == [
+        *((200, 800), (400, 800))
+    ]
+    same = compare([falling[2], budgeted(800, 3.4, 3.6, 3)])
+    assert same["rises"] == [] and same["noise"] == pytest.approx(3.5 / 3.2)
+    assert compare([])["first_over_last"] is None
+
+
+def test_the_curve_is_drawn_and_told() -> None:
+    rows = [row(256, budgeted(100, 4.0, 4.2, 1), budgeted(200, 3.0, 3.2, 2), variant("mezo", None))]
+    (table,) = CURVE.tables(rows)
+    assert table.rows[1][-1] == "tile_values 1" and table.rows[3][4] == "did not run"
+    (name,) = CURVE.pictures(rows)
+    assert name == "qwen2.5-0.5b-256" and CURVE.pictures(rows)[name].startswith(b"\x89PNG")
+    assert CURVE.pictures([row(256)]) == {}
+
+
+# --- where the time goes ----------------------------------------------------------------------
+
+
+def test_owners_and_the_rest_sum_to_the_step() -> None:
+    known = {"unpack": 0.4, "linear forward": 1.0, "a new one": 0.1}
+    found = owners({"seconds": 4.0, "steps": 2, "seconds_per_step": known})
+    assert found["profiled_step_s"] == 2.0
+    assert found["owners_s"] == {**known, REST: pytest.approx(0.5)}
+    assert order([found]) == ["unpack", "linear forward", "a new one", REST]
+    slow = {"median": 1.1, "low": 1.0, "high": 1.2}
+    mebp = {**found, "method": "mebp", "budget": "1GB", "plain_step_s": slow, "slowdown": slow}
+    none = {"owners_s": {}, "profiled_step_s": None, "plain_step_s": None, "slowdown": None}
+    rows = [{**row(256), "profiles": [mebp, {**none, "method": "mezo", "budget": "1GB"}]}]
+    where, cost = PROFILE.tables(rows)
+    assert where.rows[1][3:] == ("unpack", "0.4", "20.0", "-", "-")
+    assert where.rows[-1][3:] == ("the step", "2.00", "100.0", "did not run", "")
+    assert cost.rows[1][3:] == ("mebp", "1.10", "1.00-1.20", "x1.10", "x1.00-x1.20")
+
+
+# --- peers ------------------------------------------------------------------------------------
+
+
+def report_of(reason: str) -> dict[str, Any]:
+    found = {"what": "PyTorch", "reason": reason, "outcome": "could not run"}
+    return {"inherited": {}, "peers": {"torch-float32": found}}
+
+
+def test_interrupted_rounds_are_kept_and_interpreters_have_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = str(tmp_path / "python")
+    Path(python).touch()
+
+    def stops(output: Path, **given: Any) -> dict[str, Any]:
+        assert given["budget"] == "400MB" and given["names"] == ("torch-float32",)
+        made = report_of(f"torch cannot be imported by {python}, {sys.executable}")
+        (output / one_bench.REPORT).write_text(json.dumps(made))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path)
+    monkeypatch.setattr(one_bench, "peers", stops)
+    given = {"name": "peers", "models": MODEL, "peers": "torch-float32", "python": python}
+    output = tmp_path / "peers.json"
+    config = BenchConfig(bundles=str(tmp_path / "b"), output=str(output), **given)
+    with pytest.raises(InterruptedRunError, match="1 finished rows are in"):
+        bench(config, lambda text: None)
+    found = json.loads(output.read_text())
+    assert not found["complete"] and str(tmp_path) not in output.read_text()
+    assert "torch cannot be imported by --python, python" in to_text(found)
+    assert found["command"] == command(config) and "--python" not in found["command"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"peers": "ours,jax"}, "peers jax: choose some of"),
+        ({"python": "no/python"}, "is no interpreter"),
+        ({"budget": "1GB,2GB"}, "takes one budget"),
+    ],
+)
+def test_wrong_peers_are_refused_before_a_bundle_is_made(
+    tmp_path: Path, wrong: dict[str, str], said: str
+) -> None:
+    config = BenchConfig(name="peers", bundles=str(tmp_path), models=MODEL, **wrong)
+    with pytest.raises(UsageError, match=said):
+        bench(config, lambda text: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- end to end -------------------------------------------------------------------------------
+
+
+def test_own_lengths_hold_where_no_others_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Bench] = []
+
+    def rows(given: Bench) -> Iterator[Row]:
+        seen.append(given)
+        yield from ()
+
+    own = {MODEL: (1, 2)}
+    made = benches.Benchmark(
+        "text", None, (MODEL, "tiny-llama"), (3,), rows, lambda rows: [], own_lengths=own
+    )
+    monkeypatch.setitem(BENCHMARKS, "some", made)
+    given = {"name": "some", "bundles": str(tmp_path / "b"), "output": str(tmp_path / "x.json")}
+    bench(BenchConfig(**given), lambda text: None)
+    bench(BenchConfig(**given, seq_lens="5", budget="2xmin"), lambda text: None)
+    assert seen[0].cases == {MODEL: (1, 2), "tiny-llama": (3,)} and seen[0].budgets == ("1GB",)
+    assert seen[1].cases == {MODEL: (5,), "tiny-llama": (5,)} and seen[1].budgets == ("2xmin",)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles")
+    bundle_of(folder, MODEL, (16,), lambda text: None)
+    return folder
+
+
+def run(bundles: Path, tmp_path: Path, name: str, **more: Any) -> tuple[Row, str]:
+    """The one row of a tiny benchmark, and the text of its report."""
+    output = tmp_path / "found.json"
+    given = {"models": MODEL, "seq_lens": "16", "steps": 2, "repeats": 1, **more}
+    config = BenchConfig(name=name, bundles=str(bundles), output=str(output), **given)
+    report = bench(config, lambda text: None)
+    assert report == json.loads(output.read_text()) and report["complete"]
+    assert str(bundles) not in output.read_text()
+    assert [path.name for path in bundles.iterdir()] == [MODEL]
+    (found,) = report["rows"]
+    assert not any(one["failed"] for one in found.get("variants", ()))
+    return found, to_text(report)
+
+
+def test_footprint(bundles: Path, tmp_path: Path) -> None:
+    found, text = run(bundles, tmp_path, "footprint")
+    for one in found["variants"]:
+        parts = one["breakdown"]
+        assert parts["peak_bytes"] == one["peak_footprint_bytes"] <= one["peak_rss_bytes"]
+        assert parts["owners_bytes"][OTHERS] == 0  # every owner of the plan is told apart
+        assert parts["owners_bytes"]["process"] > parts["owners_bytes"]["adapters"] > 0
+        assert one["plan"]["budget_bytes"] == one["processes"][0]["budget_bytes"] < 60_000_000
+    assert "MeSP, arXiv" in text and "not accounted for" in text
+
+
+def test_prediction(bundles: Path, tmp_path: Path) -> None:
+    found, text = run(bundles, tmp_path, "prediction", budget="1.5xmin")
+    assert [one["budget"] for one in found["variants"]] == ["1.5xmin"] * 2
+    assert all(-0.5 < one["error"] < 1 for one in found["variants"])
+    assert "the predicted peak" in text and "within target" in text
+
+
+def test_curve(bundles: Path, tmp_path: Path) -> None:
+    found, text = run(bundles, tmp_path, "curve", budget="60MB,4GB")
+    assert len(found["variants"]) == 4
+    assert "tile_values" in found["variants"][0]["processes"][0]["choices"]
+    assert text.count("of the smallest of 2 budgets takes x") == 2
+    assert (tmp_path / f"found-{MODEL}-16.png").exists()
+
+
+def test_profile(bundles: Path, tmp_path: Path) -> None:
+    found, text = run(bundles, tmp_path, "profile")
+    mebp, mezo = found["profiles"]
+    for one in (mebp, mezo):
+        assert sum(one["owners_s"].values()) == pytest.approx(one["profiled_step_s"])
+        assert one["owners_s"][REST] > 0 and one["slowdown"]["median"] > 0
+        assert {"read", "unpack", "linear forward", "head"} <= set(one["owners_s"])
+    assert "optimizer" in mebp["owners_s"] and "noise" in mezo["owners_s"]
+    assert "profiled / not" in text and "a profiled step is slower" in text
+
+
+def test_peers(bundles: Path, tmp_path: Path) -> None:
+    found, text = run(bundles, tmp_path, "peers", peers="ours,paper", budget="1GB")
+    assert found["report"]["peers"]["paper"]["time_ratio"]["count"] == 1
+    assert found["report"]["peers"]["ours"]["command"].startswith(f"ondevice train {MODEL} ")
+    assert "time, ours/peer" in text and "ondevice train --plan paper" in text
+    assert peer_bench.OPTION in text
