@@ -1,4 +1,4 @@
-"""`ondevice bench`: published measurements, made on this machine and shown beside the papers'.
+"""`ondevice bench`: measurements on this machine, the published ones shown beside the papers'.
 
 Every figure comes from fresh processes, repeated in turn. Invariant: the JSON is whole after each
 row, with the machine, the versions, the commit and the command; `complete` says whether it is all.
@@ -20,11 +20,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness.benchmark import Bench, Benchmark, failures, machine_bytes
+from harness.benchmark import Bench, Benchmark, failures, machine_bytes, remarks
 from harness.block_profiles import FIGURE2, TABLE3
+from harness.budget_curve import CURVE
+from harness.footprint import FOOTPRINT
 from harness.measure import provenance
+from harness.peer_bench import PEER_BENCH
+from harness.prediction import PREDICTION
 from harness.repeats import Note
 from harness.shapes import check_models
+from harness.step_profile import PROFILE
 from harness.tables import TABLE2, TABLE4
 from harness.zo2_ablation import ZO2_ABLATION
 from ondevice.bench_config import BenchConfig
@@ -39,8 +44,13 @@ BENCHMARKS: dict[str, Benchmark] = {
     "mebp-table4": TABLE4,
     "mebp-figure2": FIGURE2,
     "zo2-ablation": ZO2_ABLATION,
+    "footprint": FOOTPRINT,
+    "prediction": PREDICTION,
+    "curve": CURVE,
+    "profile": PROFILE,
+    "peers": PEER_BENCH,
 }
-LOCAL = ("bundles", "output")  # paths of one machine
+LOCAL = ("bundles", "output", "python")  # paths of one machine
 
 
 def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
@@ -94,8 +104,12 @@ def _measure(
         # not in the system's temporary folder: where that is memory, scratch files would count
         runs = tempfile.TemporaryDirectory(dir=bundles, prefix=".runs-")
     with runs as scratch:
-        lengths = config.lengths or benchmark.lengths
-        for row in benchmark.rows(Bench(config, models, lengths, Path(scratch), note)):
+        budgets = config.budgets or benchmark.budgets
+        cases = {
+            model: config.lengths or benchmark.own_lengths.get(model, benchmark.lengths)
+            for model in models
+        }
+        for row in benchmark.rows(Bench(config, cases, budgets, Path(scratch), note)):
             report["rows"].append(row)
             _write(report, output)
     report["complete"] = True
@@ -132,8 +146,9 @@ def to_text(report: Mapping[str, Any]) -> str:
         lines.append(
             f"paper: {paper['device']}; {paper['paper']}, {paper['place']} ({paper['setting']})"
         )
-    tables = find(report["benchmark"]).tables(report["rows"])
-    notes = [*failures(report["rows"]), *report["notes"]]
+    rows = report["rows"]
+    tables = find(report["benchmark"]).tables(rows)
+    notes = [*failures(rows), *remarks(rows), *report["notes"]]
     ending = "\n".join(f"- {note}" for note in notes)
     return "\n\n".join(["\n".join(lines), *(table.text() for table in tables), ending])
 

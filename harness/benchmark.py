@@ -7,19 +7,21 @@ and pictures are drawn from the rows alone, which are the JSON that is written.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.measure import measure
 from harness.published import Source
-from harness.repeats import Note, Process, reason
+from harness.repeats import Note, Outcome, Process, in_turn, reason
 from harness.report import Table
-from harness.shapes import bundle_of, smallest_budget
-from ondevice.bench_config import SMALLEST, BenchConfig
+from harness.shapes import bundle_of, smallest_megabytes
+from ondevice.bench_config import BenchConfig, times_smallest
 from ondevice.errors import OnDeviceError
 
 Row = dict[str, Any]
@@ -38,38 +40,43 @@ class Variant:
     def label(self) -> str:
         return "paper's plan" if self.plan == "paper" else f"our plan, {self.budget}"
 
+    @property
+    def name(self) -> str:
+        return f"{self.method}, {self.label}"
+
 
 @dataclass(frozen=True)
 class Bench:
-    """The settings, the models and lengths to measure, and a scratch folder for runs."""
+    """The settings, the lengths to measure of each model, and a scratch folder for runs."""
 
     config: BenchConfig
-    models: Sequence[str]
-    lengths: Sequence[int]
+    cases: Mapping[str, Sequence[int]]
+    budgets: Sequence[str]
     runs: Path
     note: Note
 
     def rows(self, measured: Callable[[Path, str, int], Row]) -> Iterator[Row]:
         """A row of every model and length: what `measured` finds, or why there is nothing."""
-        for model in self.models:
+        for model, lengths in self.cases.items():
             bundle, failed = None, None
             try:
-                bundle = bundle_of(Path(self.config.bundles), model, self.lengths, self.note)
+                bundle = bundle_of(Path(self.config.bundles), model, lengths, self.note)
             except OnDeviceError as problem:
                 failed = f"no bundle: {reason(problem)}"
                 self.note(f"{model}: {failed}")
-            for length in self.lengths:
+            for length in lengths:
                 row: Row = {"model": model, "tokens": length, "failed": failed}
                 yield row if bundle is None else row | measured(bundle, model, length)
 
     def variants(self, *methods: str) -> list[Variant]:
         """The methods under every plan that was asked for; methods change fastest."""
-        plans = [
-            (plan, budget)
-            for plan in self.config.plan_names
-            for budget in (self.config.budgets if plan == "budget" else ("",))
-        ]
-        return [Variant(method, plan, budget) for plan, budget in plans for method in methods]
+        paper = [Variant(method, "paper", "") for method in methods]
+        plans = {"budget": self.ours(*methods), "paper": paper}
+        return [one for plan in self.config.plan_names for one in plans[plan]]
+
+    def ours(self, *methods: str) -> list[Variant]:
+        """The methods under our plan with every budget; methods change fastest."""
+        return [Variant(method, "budget", one) for one in self.budgets for method in methods]
 
     def budget(self, bundle: Path, length: int, variant: Variant) -> str:
         """The size that a variant trains under.
@@ -78,14 +85,32 @@ class Bench:
         """
         if variant.plan == "paper":
             return str(machine_bytes())
-        if variant.budget == SMALLEST:
-            return smallest_budget(bundle, variant.method, length)
-        return variant.budget
+        times = times_smallest(variant.budget)
+        if times is None:
+            return variant.budget
+        return f"{math.ceil(times * smallest_megabytes(bundle, variant.method, length))}MB"
+
+    def in_turn(
+        self,
+        bundle: Path,
+        length: int,
+        variants: Sequence[Variant],
+        kept: Callable[[dict[str, Any]], Process],
+    ) -> dict[Variant, Outcome]:
+        """Train every variant `--repeats` times; `kept` is what to keep of each summary."""
+
+        def run(variant: Variant) -> Process:
+            process, summary = self.train(bundle, length, variant)
+            return process | kept(summary)
+
+        runs = {one.name: partial(run, one) for one in variants}
+        outcomes = in_turn(runs, self.config.repeats, self.note)
+        return {one: outcomes[one.name] for one in variants}
 
     def train(
         self, bundle: Path, length: int, variant: Variant, profile: bool = False
     ) -> tuple[Process, dict[str, Any]]:
-        """Train for `--steps` in a fresh process: what it measured, and its summary."""
+        """Train for `--steps` in a fresh process: what it measured; its summary, with its plan."""
         settings = {
             "bundle": str(bundle),
             "data": f"random:{self.config.seed}",
@@ -100,6 +125,7 @@ class Bench:
         with tempfile.TemporaryDirectory(dir=self.runs) as place:
             run = Path(place) / "run"
             summary = measure(settings, run)
+            summary["plan"] = json.loads((run / "plan.json").read_text())
             lines = (run / "metrics.jsonl").read_text().splitlines()
         seconds = [json.loads(line)["seconds"] for line in lines]
         keys = ("peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes", "budget_bytes")
@@ -114,7 +140,8 @@ def _no_pictures(rows: Sequence[Row]) -> dict[str, bytes]:
 class Benchmark:
     """One entry of `ondevice bench`.
 
-    `models` and `lengths` are the paper's; `pictures` gives PNG bytes by the end of a file's name.
+    `models`, `lengths` (`own_lengths` of some models) and `budgets` are what is measured where
+    nothing else is asked for; `pictures` gives PNG bytes by the end of a file's name.
     """
 
     text: str
@@ -125,6 +152,8 @@ class Benchmark:
     tables: Callable[[Sequence[Row]], list[Table]]
     notes: Sequence[str] = ()
     pictures: Callable[[Sequence[Row]], Mapping[str, bytes]] = _no_pictures
+    budgets: Sequence[str] = ("1GB",)
+    own_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def machine_bytes() -> int:
@@ -154,7 +183,7 @@ def times(value: float | None) -> str:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """One line for whatever has no figure, or fewer than were asked for."""
-    found = []
+    found: list[str] = []
     for row in rows:
         place = f"{row['model']} at {row['tokens']} tokens"
         if row["failed"]:
@@ -163,3 +192,12 @@ def failures(rows: Sequence[Row]) -> list[str]:
             if variant["failed"]:
                 found.append(f"{place}, {variant['name']}: {variant['failed']}")
     return found
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What the rows themselves have to say (`notes`), and where."""
+    return [
+        f"{row['model']} at {row['tokens']} tokens: {note}"
+        for row in rows
+        for note in row.get("notes", ())
+    ]

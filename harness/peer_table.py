@@ -24,11 +24,15 @@ BUSY_CORES = 0.1  # more than a system at rest uses
 
 def to_text(report: Mapping[str, Any]) -> str:
     """The table in Markdown, then one line for each thing that a reader has to know."""
-    rows = [HEADINGS, tuple("---" for _ in HEADINGS)]
-    rows += [_row(name, found) for name, found in report["peers"].items()]
+    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *cells(report)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
     return "\n".join([_heading(report), "", *lines, "", *notes(report)])
+
+
+def cells(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each peer, under HEADINGS."""
+    return [_row(name, found) for name, found in report["peers"].items()]
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:

@@ -154,7 +154,7 @@ class _Bench:
                 "--save-every=0",
                 *peer.flags,
             )
-            self.commands[name] = shlex.join(("ondevice", "train", str(self.bundle), *flags))
+            self.commands[name] = shlex.join(("ondevice", "train", self.bundle.name, *flags))
             try:
                 output = ondevice("train", str(self.bundle), *flags, f"--output={run}", "--json")
             except InterruptedRunError:
@@ -224,7 +224,7 @@ def peers(
         UsageError: a setting cannot be, or the bundle is of something else.
         InterruptedRunError: a signal arrived; peers.json has the rounds that were finished.
     """
-    _check(preset, tokens, steps, repeats, names, python)
+    check(preset, tokens, steps, repeats, names, python)
     output = output.resolve()
     with storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -307,9 +307,10 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _check(
+def check(
     preset: str, tokens: int, steps: int, repeats: int, names: Sequence[str], python: str
 ) -> None:
+    """Refuse settings that cannot be, see `peers`."""
     if preset not in PRESETS:
         raise UsageError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
     odd = [name for name in names if name not in PEERS]

@@ -55,6 +55,12 @@ MEBP_TABLE2 = Source(_MEBP, "Table 2", _IPHONE, f"256 tokens, {_SETTING}")
 MEBP_TABLE3 = Source(_MEBP, "Table 3", _IPHONE, f"256 tokens, {_SETTING}")
 MEBP_TABLE4 = Source(_MEBP, "Table 4", _IPHONE, f"Qwen2.5 1.5B, {_SETTING}")
 MEBP_FIGURE2 = Source(_MEBP, "Figure 2", _IPHONE, f"Qwen2.5 1.5B, 256 tokens, {_SETTING}")
+MESP = Source(
+    "MeSP, arXiv 2602.13069",
+    "peak memory by model and by length",
+    "iPhone 17 Pro",
+    "batch 1, SGD, phys_footprint",
+)
 ZO2_TABLE3 = Source(
     "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU "
     "Memory",
@@ -88,6 +94,15 @@ STEPS: dict[tuple[str, int, str], Step] = {  # by model, tokens and method: Tabl
     ("qwen2.5-1.5b", 512, "mebp"): Step(17.14, 624.62),
     ("qwen2.5-1.5b", 1024, "mezo"): Step(18.18, 986.00),
     ("qwen2.5-1.5b", 1024, "mebp"): Step(34.40, 994.09),
+}
+
+MESP_PEAK_MB: dict[tuple[str, int], float] = {  # by model and tokens
+    ("qwen2.5-0.5b", 128): 110.7,
+    ("qwen2.5-0.5b", 256): 136.2,
+    ("qwen2.5-0.5b", 512): 245.8,
+    ("qwen2.5-0.5b", 1024): 513.6,
+    ("qwen2.5-1.5b", 256): 262.6,
+    ("qwen2.5-3b", 256): 368.4,
 }
 
 DECOMPRESSION: dict[tuple[str, int], Decompression] = {

@@ -53,11 +53,11 @@ def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> P
     return path
 
 
-def smallest_budget(bundle: Path, method: str, length: int) -> str:
+def smallest_megabytes(bundle: Path, method: str, length: int) -> int:
     """The smallest budget that holds training by our plan, in whole MB."""
     flags = [f"--method={method}", f"--max-seq-length={length}", "--budget=1000TB", "--json"]
-    plan = json.loads(ondevice("plan", str(bundle), *flags))
-    return f"{math.ceil(plan['minimum_bytes'] / _MB)}MB"
+    plan: dict[str, int] = json.loads(ondevice("plan", str(bundle), *flags))
+    return math.ceil(plan["minimum_bytes"] / _MB)
 
 
 def _check(bundle: Bundle, model: str) -> None:

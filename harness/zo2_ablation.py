@@ -40,7 +40,7 @@ PUBLISHED = {  # of ZO2's columns
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
         found: list[dict[str, Any]] = []
-        for budget in bench.config.budgets:
+        for budget in bench.budgets:
             bench.note(f"{model} at {length} tokens, budget {budget}")
             run = partial(_process, bench, bundle, length, Variant("mezo", "budget", budget))
             outcomes = in_turn(

@@ -117,8 +117,8 @@ def test_the_distribution_of_errors() -> None:
         "median": pytest.approx(0.03),
         "p5": pytest.approx(-0.015),
         "p95": pytest.approx(0.075),
-        "worst_under": -0.02,
-        "worst_over": 0.08,
+        "lowest": -0.02,
+        "highest": 0.08,
         "within": 71,
     }
     assert distribution([0.01])["p5"] == distribution([0.01])["p95"] == 0.01
@@ -130,7 +130,7 @@ def test_the_distribution_of_errors() -> None:
     ]
 
 
-def test_predictions_are_shown_by_group_and_the_worst_first() -> None:
+def test_predictions_are_shown_by_group_and_their_extremes() -> None:
     def one(method: str, error: float | None) -> dict[str, Any]:
         return variant(method, None if error is None else 1e8, error=error)
 
@@ -145,8 +145,11 @@ def test_predictions_are_shown_by_group_and_the_worst_first() -> None:
         *(("the papers' shapes", "2"), ("others", "1"), ("mebp", "2"), ("mezo", "1")),
         *(("qwen2.5-0.5b", "2"), (MODEL, "1")),  # budgets and lengths do not differ
     ]
-    assert [line[-1] for line in worst.rows[1:]] == ["+7.0", "-3.0", "+4.0", ""]
+    assert [line[-1] for line in worst.rows[1:]] == ["-3.0", "+4.0", "+7.0", ""]
     assert worst.rows[-1][3] == "no bundle: no space"
+    many = [row(length, one("mebp", length / 1000)) for length in range(20)]
+    worst = PREDICTION.tables(many)[1]
+    assert [line[1] for line in worst.rows[1:]] == list(map(str, (*range(5), *range(15, 20))))
     few = PREDICTION.tables(rows[2:])
     assert len(few[0].rows) == 1 and all(table.text() for table in few)
     cases = len(PREDICTION.models) * len(PREDICTION.lengths) * 2 * len(PREDICTION.budgets)
@@ -358,7 +361,7 @@ def test_profile(bundles: Path, tmp_path: Path) -> None:
         assert one["owners_s"][REST] > 0 and one["slowdown"]["median"] > 0
         assert {"read", "unpack", "linear forward", "head"} <= set(one["owners_s"])
     assert "optimizer" in mebp["owners_s"] and "noise" in mezo["owners_s"]
-    assert "profiled / not" in text and "a profiled step is slower" in text
+    assert "profiled / not" in text and "which makes a step slower" in text
 
 
 def test_peers(bundles: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def commands(heading: str) -> list[str]:
 
 def test_a_minutes_run(tmp_path: Path) -> None:
     lines = commands("A minute's run")
-    assert len(lines) == 5
+    assert len(lines) == 8
     for line in lines:
         name, *arguments = line.split()
         assert name == "ondevice"
@@ -32,6 +32,7 @@ def test_a_minutes_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (line, done.stderr)
     assert (tmp_path / "tiny-run" / "adapters.safetensors").exists()
+    assert (tmp_path / "tiny-which" / "compare.json").exists()
 
 
 def test_development_commands_are_the_gate() -> None:
