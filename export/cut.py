@@ -10,6 +10,7 @@ windowed) is refused.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,16 +21,20 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from export.families import build_model
 from export.taps import MASK, Call, Tape, Taps, attention_windows, probe_length
+from export.tokenwise import treats_tokens_alike
 from export.trace import Function, Trace, trace
 from ondevice.errors import BundleError
 from ondevice.manifest import Block, Kind, Linear, Shape, Step, T, at_rung
 
+F32 = 4
+TILING_PAYS = 6  # times the hidden state: with smaller intermediates, glue runs whole
+
 
 @dataclass(frozen=True)
 class Glue:
-    """A glue graph to serialize: the same function at every rung."""
+    """A glue step's graphs to serialize: the same functions at every rung."""
 
-    name: str
+    step: Step
     forward: Function
     forward_shapes: tuple[Shape, ...]
     vjp: Function
@@ -241,10 +246,16 @@ def _glue(
         trace(forward, probe(inputs)),
         trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
     ]
+    inside = max(part.workspace_bytes for part in reduced)
+    if inside > TILING_PAYS * tokens * math.prod(d for d in values["x"] if d != T) * F32:
+        known = {**values, **shapes}
+        forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
+        vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
+        step = replace(step, tokenwise=forward_alike and vjp_alike)
     return _GlueCut(
         step,
         Glue(
-            name,
+            step,
             forward,
             tuple(shapes[key] for key in inputs),
             pull(vjp_inputs),

@@ -37,7 +37,17 @@ from ondevice.bundle import (
 )
 from ondevice.config import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.manifest import Block, Extent, Graph, Kind, Manifest, Matrix, at_rung, graph_key
+from ondevice.manifest import (
+    Block,
+    Extent,
+    Graph,
+    Kind,
+    Manifest,
+    Matrix,
+    at_rung,
+    graph_key,
+    graph_length,
+)
 from ondevice.schema import encode
 from ondevice.validate import check_manifest
 
@@ -289,19 +299,19 @@ def write_graphs(
     """Serialize every glue graph at every rung below `folder / subfolder`."""
     graphs: dict[str, Graph] = {}
     for index, glue in enumerate(cut.glue):
-        for rung in rungs:
+        for length in sorted({graph_length(glue.step, rung) for rung in rungs}):
             for direction in ("forward", "vjp"):
-                key = graph_key(glue.name, direction, rung)
-                graphs[key] = _write_graph(glue, direction, rung, folder, f"{subfolder}/{key}")
+                key = graph_key(glue.step.graph, direction, length)
+                graphs[key] = _write_graph(glue, direction, length, folder, f"{subfolder}/{key}")
         progress("graphs", index + 1, len(cut.glue))
     return graphs
 
 
-def _write_graph(glue: Glue, direction: str, rung: int, folder: Path, stem: str) -> Graph:
+def _write_graph(glue: Glue, direction: str, length: int, folder: Path, stem: str) -> Graph:
     forward = direction == "forward"
     function = glue.forward if forward else glue.vjp
     shapes = glue.forward_shapes if forward else glue.vjp_shapes
-    inputs = [mx.zeros(at_rung(shape, rung)) for shape in shapes]
+    inputs = [mx.zeros(at_rung(shape, length)) for shape in shapes]
     traced = trace(function, inputs, differentiated=not forward)
     name = f"{stem}.mlxfn"
     path = folder / name

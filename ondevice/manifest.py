@@ -16,6 +16,7 @@ ALIGNMENT = 64
 PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
 
 T = "T"  # the symbolic dimension: the rung
+MOST_TILE_TOKENS, LEAST_TILE_TOKENS = 64, 16  # of token-wise glue
 Dim = int | str
 Shape = tuple[Dim, ...]
 ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -74,7 +75,8 @@ class Step:
     - linear: inputs = (x,), `linears`
     - attention: inputs = (q, k, v), outputs = (a,), `scale`, `window`
     - glue: `graph`, inputs (values and parameters `@name`), outputs; `vjp_inputs` are what its
-      vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for
+      vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for;
+      `tokenwise` where every token is treated alike, so that graphs of a tile of tokens do
     - head: inputs = (h,), `matrix`
     """
 
@@ -88,6 +90,7 @@ class Step:
     graph: str = ""
     vjp_inputs: tuple[str, ...] = ()
     vjp_outputs: tuple[str, ...] = ()
+    tokenwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of manifest.json. `graphs` is keyed `GRAPH.forward.RUNG` and `GRAPH.vjp.RUNG`."""
+    """All of manifest.json. `graphs` is keyed `GRAPH.forward.TOKENS` and `GRAPH.vjp.TOKENS`."""
 
     mlx_version: str
     device: str
@@ -172,6 +175,23 @@ class Manifest:
 
 def graph_key(graph: str, direction: str, rung: int) -> str:
     return f"{graph}.{direction}.{rung}"
+
+
+def graph_length(step: Step, rung: int) -> int:
+    """For how many tokens a glue step's graphs are made that serve a rung.
+
+    Token-wise graphs serve any multiple of theirs: the largest divisor of the rung that is at most
+    `MOST_TILE_TOKENS`, or the rung itself where there is none of a useful size.
+    """
+    if not step.tokenwise:
+        return rung
+    tile = max(length for length in range(1, MOST_TILE_TOKENS + 1) if rung % length == 0)
+    return tile if tile >= LEAST_TILE_TOKENS else rung
+
+
+def token_axis(shape: Shape) -> int:
+    """Which axis of a value is that of the tokens."""
+    return shape.index(T)
 
 
 def at_rung(shape: Shape, rung: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from ondevice.manifest import (
     T,
     at_rung,
     graph_key,
+    graph_length,
 )
 from ondevice.schema import encode
 
@@ -173,7 +174,7 @@ FIELDS = {
     "embedding": {"matrix"},
     "linear": {"linears"},
     "attention": {"scale", "window"},
-    "glue": {"graph", "vjp_inputs", "vjp_outputs"},
+    "glue": {"graph", "vjp_inputs", "vjp_outputs", "tokenwise"},
     "head": {"matrix"},
 }
 
@@ -189,7 +190,7 @@ def _check_fields(step: Step, where: str) -> None:
     else:
         require(counts == ARITY[step.op], f"{where}: {step.op} step")
     blank = Step(step.op)
-    for name in ("matrix", "linears", "scale", "window", "graph", "vjp_inputs", "vjp_outputs"):
+    for name in set().union(*FIELDS.values()):
         foreign = name not in FIELDS[step.op] and getattr(step, name) != getattr(blank, name)
         require(not foreign, f"{where}: {step.op} step with {name}")
 
@@ -214,16 +215,20 @@ def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
     activations = {name for name in step.inputs if not name.startswith("@")}
     returned = (len(step.vjp_outputs), set(step.vjp_outputs))
     require(returned == (len(activations), activations), f"{where}: its vjp: {step.vjp_outputs}")
+    if step.tokenwise:
+        for name in (*activations, *step.outputs):
+            require(kind.values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
     for rung in manifest.rungs:
+        length = graph_length(step, rung)
         for direction, inputs, outputs in (
             ("forward", step.inputs, step.outputs),
             ("vjp", step.vjp_inputs, step.vjp_outputs),
         ):
-            graph = manifest.graphs.get(graph_key(step.graph, direction, rung))
+            graph = manifest.graphs.get(graph_key(step.graph, direction, length))
             if graph is None:
                 raise BundleError(f"manifest: {where}: no {direction} graph for rung {rung}")
             for names, shapes in ((inputs, graph.inputs), (outputs, graph.outputs)):
-                expected_shapes = tuple(_shape(kind, name, rung) for name in names)
+                expected_shapes = tuple(_shape(kind, name, length) for name in names)
                 require(shapes == expected_shapes, f"{where}: signature {shapes}")
 
 

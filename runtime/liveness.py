@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key
+from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key, graph_length
 from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse
 
 F32 = 4
@@ -203,8 +203,10 @@ class Liveness:
         step = kind.steps[op.step]
         if step.op == "glue":
             direction = "vjp" if op.backward else "forward"
-            key = graph_key(step.graph, direction, self.work.rung)
-            return self.manifest.graphs[key].workspace_bytes
+            length = graph_length(step, self.work.rung)
+            graph = self.manifest.graphs[graph_key(step.graph, direction, length)]
+            tile = sum(math.prod(shape) for shape in graph.outputs) * F32
+            return graph.workspace_bytes + (tile if length < self.work.rung else 0)
         if step.op == "attention":
             return self._attention(kind, step, op.backward)
         if step.op == "linear":

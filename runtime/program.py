@@ -6,17 +6,17 @@ what is alive is what the schedule says. Blocks are the only interface that meth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from ondevice.bundle import Bundle
-from ondevice.errors import BundleError
-from ondevice.manifest import Block, Kind, Step, graph_key
+from ondevice.manifest import Block, Kind, Step, at_rung
+from runtime.glue import GlueKernel
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel, HeadResult, Targets
 from runtime.kernels.linear import LinearKernel, Lora
@@ -41,8 +41,11 @@ class Program:
     attention: AttentionKernel
     head_kernel: HeadKernel
     profile: Profile = field(default_factory=Profile)
-    _graphs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _glue: GlueKernel = field(init=False)
     _schedules: dict[tuple[Any, ...], tuple[Op, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._glue = GlueKernel(self.bundle, self.rung)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -162,31 +165,6 @@ class Program:
     def _kind(self, block: Block) -> Kind:
         return self.bundle.manifest.kinds[block.kind]
 
-    def _graph(self, step: Step, direction: str) -> Callable[..., Any]:
-        key = graph_key(step.graph, direction, self.rung)
-        if key not in self._graphs:
-            graph = self.bundle.manifest.graphs[key]
-            try:
-                self._graphs[key] = cast(
-                    Callable[..., Any], mx.import_function(str(self.bundle.path / graph.file))
-                )
-            except RuntimeError as problem:
-                raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
-        return self._graphs[key]
-
-    def _call(self, step: Step, direction: str, arguments: list[mx.array]) -> tuple[mx.array, ...]:
-        """A graph's results, lazy; a file that is not what the manifest says is refused."""
-        graph = self.bundle.manifest.graphs[graph_key(step.graph, direction, self.rung)]
-        function = self._graph(step, direction)
-        try:
-            results = tuple(function(*arguments))
-        except (RuntimeError, ValueError) as problem:
-            raise BundleError(f"{graph.file} does not take its inputs: {problem}") from None
-        found = tuple(tuple(result.shape) for result in results)
-        if found != graph.outputs or any(result.dtype != mx.float32 for result in results):
-            raise BundleError(f"{graph.file} returns {found}, the manifest says {graph.outputs}")
-        return results
-
     def _run_forward(
         self,
         block: Block,
@@ -255,10 +233,10 @@ class Program:
 
     def _glue_forward(self, block: Block, step: Step, values: Values) -> None:
         arguments = [self._argument(block, name, values) for name in step.inputs]
-        results = self._call(step, "forward", arguments)
+        results = self._glue.run(self._kind(block), step, "forward", arguments, step.outputs)
         del arguments
         mx.eval(results)
-        values.update(zip(step.outputs, results, strict=True))
+        values.update(results)
 
     def _attention_forward(self, step: Step, values: Values, keep_lse: bool) -> None:
         q, k, v = (values[name] for name in step.inputs)
@@ -302,12 +280,10 @@ class Program:
         if step.op == "glue":
             for name in step.outputs:  # an output that nothing used has no gradient yet
                 if f"~{name}" not in values:
-                    values[f"~{name}"] = mx.zeros(self._output_shape(step, name))
+                    values[f"~{name}"] = mx.zeros(self._shape(block, name))
             arguments = [self._argument(block, name, values) for name in step.vjp_inputs]
-            results = self._call(step, "vjp", arguments)
+            found = self._glue.run(self._kind(block), step, "vjp", arguments, wanted)
             del arguments
-            found = dict(zip(step.vjp_outputs, results, strict=True))
-            del results
         elif step.op == "linear":
             self._linear_backward(block, step, bool(wanted), values, loras, gradients, found)
         elif step.op == "attention":
@@ -324,9 +300,8 @@ class Program:
         del found
         mx.eval([values[f"~{name}"] for name in wanted])
 
-    def _output_shape(self, step: Step, name: str) -> tuple[int, ...]:
-        graph = self.bundle.manifest.graphs[graph_key(step.graph, "forward", self.rung)]
-        return graph.outputs[step.outputs.index(name)]
+    def _shape(self, block: Block, name: str) -> tuple[int, ...]:
+        return at_rung(self._kind(block).values[name], self.rung)
 
     def _linear_backward(
         self,

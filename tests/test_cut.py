@@ -41,7 +41,7 @@ def test_equal_layers_share_a_kind(family: str) -> None:
     assert [block.kind for block in cut.blocks] == ["embed", *["layer0"] * 5, "head"]
     assert [block.name for block in cut.blocks[1:-1]] == [f"model.layers.{i}" for i in range(5)]
     assert set(cut.kinds) == {"embed", "layer0", "head"}
-    names = [glue.name for glue in cut.glue]
+    names = [glue.step.graph for glue in cut.glue]
     assert len(set(names)) == len(names)
     used = {step.graph for kind in cut.kinds.values() for step in kind.steps if step.op == "glue"}
     assert set(names) == used
@@ -71,7 +71,7 @@ def test_only_the_embeddings_glue_scales_it(rng: np.random.Generator) -> None:
     assert [step.op for step in cut_of("llama").kinds["embed"].steps] == ["embedding"]
     cut = cut_of("gemma3")
     assert [step.op for step in cut.kinds["embed"].steps] == ["embedding", "glue"]
-    (glue,) = (glue for glue in cut.glue if glue.name == "embed.0")
+    (glue,) = (glue for glue in cut.glue if glue.step.graph == "embed.0")
     e = mx.array(rng.standard_normal((1, 20, 128)).astype(np.float32))
     (x,) = glue.forward(e + 0)
     assert mx.allclose(x, e * 128**0.5, rtol=1e-2)  # Gemma rounds the factor to bfloat16
@@ -142,7 +142,7 @@ def test_serialized_glue_computes_what_was_traced(
     for glue in cut_of(family).glue:
         for direction in ("forward", "vjp"):
             shapes = getattr(glue, f"{direction}_shapes")
-            graph = bundle.manifest.graphs[f"{glue.name}.{direction}.16"]
+            graph = bundle.manifest.graphs[f"{glue.step.graph}.{direction}.16"]
             arrays = [
                 mx.array(rng.standard_normal(at_rung(shape, 16)).astype(np.float32))
                 for shape in shapes
@@ -381,9 +381,9 @@ def test_a_dimension_of_any_size_is_told_from_the_length(changes: dict[str, int]
     assert values["attention0.k"] == (1, config["num_key_value_heads"], T, size)
     for glue in cut.glue:  # and the graphs hold at other lengths
         steps = [step for kind in cut.kinds.values() for step in kind.steps]
-        (step,) = (step for step in steps if step.graph == glue.name)
+        (step,) = (step for step in steps if step.graph == glue.step.graph)
         for direction, names in (("forward", step.outputs), ("vjp", step.vjp_outputs)):
             shapes = getattr(glue, f"{direction}_shapes")
             found = getattr(glue, direction)(*(mx.zeros(at_rung(s, 21)) for s in shapes))
-            kind = cut.kinds[glue.name.split(".")[0]]
+            kind = cut.kinds[glue.step.graph.split(".")[0]]
             assert [a.shape for a in found] == [at_rung(kind.values[n], 21) for n in names]

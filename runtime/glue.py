@@ -1,0 +1,89 @@
+"""Running glue graphs: what lies between a block's matrix products, forward and vjp, at one rung.
+
+A graph that treats every token alike (`Step.tokenwise`) runs a tile of tokens at a time, so that
+its intermediates are small: they stay in the processor's cache and hardly count for the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ondevice.bundle import Bundle
+from ondevice.errors import BundleError
+from ondevice.manifest import Kind, Step, at_rung, graph_key, graph_length, token_axis
+
+
+@dataclass
+class GlueKernel:
+    """The graphs of a bundle at one rung, loaded when first asked for."""
+
+    bundle: Bundle
+    rung: int
+    _graphs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def run(
+        self,
+        kind: Kind,
+        step: Step,
+        direction: str,
+        arguments: Sequence[mx.array],
+        wanted: Sequence[str],
+    ) -> dict[str, mx.array]:
+        """The results named `wanted` of `direction` ("forward" or "vjp"); whole graphs lazily."""
+        names = step.inputs if direction == "forward" else step.vjp_inputs
+        made = step.outputs if direction == "forward" else step.vjp_outputs
+        length = graph_length(step, self.rung)
+        if length == self.rung:
+            results = dict(zip(made, self._call(step, direction, arguments), strict=True))
+            return {name: results[name] for name in wanted}
+        found = {name: mx.zeros(at_rung(kind.values[name], self.rung)) for name in wanted}
+        for start in range(0, self.rung, length):
+            tile = slice(start, start + length)
+            sliced = [
+                array if name.startswith("@") else array[_along(kind, name, tile)]
+                for name, array in zip(names, arguments, strict=True)
+            ]
+            results = dict(zip(made, self._call(step, direction, sliced), strict=True))
+            del sliced
+            mx.eval([results[name] for name in wanted])
+            for name in wanted:
+                found[name][_along(kind, name, tile)] = results[name]
+            mx.eval(found)
+            del results
+        return found
+
+    def _call(
+        self, step: Step, direction: str, arguments: Sequence[mx.array]
+    ) -> tuple[mx.array, ...]:
+        """A graph's results, lazy; a file that is not what the manifest says is refused."""
+        key = graph_key(step.graph, direction, graph_length(step, self.rung))
+        graph = self.bundle.manifest.graphs[key]
+        function = self._graph(key)
+        try:
+            results = tuple(function(*arguments))
+        except (RuntimeError, ValueError) as problem:
+            raise BundleError(f"{graph.file} does not take its inputs: {problem}") from None
+        found = tuple(tuple(result.shape) for result in results)
+        if found != graph.outputs or any(result.dtype != mx.float32 for result in results):
+            raise BundleError(f"{graph.file} returns {found}, the manifest says {graph.outputs}")
+        return results
+
+    def _graph(self, key: str) -> Callable[..., Any]:
+        if key not in self._graphs:
+            graph = self.bundle.manifest.graphs[key]
+            try:
+                self._graphs[key] = cast(
+                    Callable[..., Any], mx.import_function(str(self.bundle.path / graph.file))
+                )
+            except RuntimeError as problem:
+                raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
+        return self._graphs[key]
+
+
+def _along(kind: Kind, name: str, tile: slice) -> tuple[slice, ...]:
+    axis = token_axis(kind.values[name.removeprefix("~")])
+    return (*(slice(None),) * axis, tile)

@@ -1,0 +1,108 @@
+"""Glue that runs a tile of tokens at a time: found by the cut, and no different from the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import FAMILIES, program_of
+from test_programs import CLOSE, adapters_of, agree, mebp, rows_of
+
+from export.tokenwise import treats_tokens_alike
+from harness import reference
+from ondevice.bundle import Bundle
+from ondevice.errors import BundleError
+from ondevice.manifest import Shape, Step, T, graph_key, graph_length
+from ondevice.validate import check_manifest
+from runtime.liveness import Liveness, Sizes, Work
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+LENGTHS = (96, 128)  # two tiles of 48, two of 64
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_autograds(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, length: int
+) -> None:
+    bundle = tiny(family, seq_lens=LENGTHS)
+    adapters = adapters_of(bundle, rng)
+    rows = rows_of(bundle, rng)
+    program = program_of(bundle, length)
+    loss, found = mebp(program, adapters, rows, tmp_path)
+    model = reference.dense_model(bundle, adapters)
+    expected_loss, expected = reference.gradients(model, [(r.tokens, r.first) for r in rows])
+    assert loss.loss_sum / loss.tokens == pytest.approx(expected_loss, rel=CLOSE)
+    agree(found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_widest_glue_is_tiled_and_positions_are_not(tiny: Tiny, family: str) -> None:
+    manifest = tiny(family, seq_lens=LENGTHS).manifest
+    kind = manifest.kinds["layer0"]
+    tiled = [step for step in kind.steps if step.tokenwise]
+    assert [step.outputs for step in tiled] == [("mlp.down_proj.in",)]
+    (step,) = tiled
+    assert {graph_length(step, rung) for rung in LENGTHS} == {48, 64}
+    assert graph_key(step.graph, "vjp", 128) not in manifest.graphs
+    attention = next(step for step in kind.steps if step.op == "attention")
+    maker = next(s for s in kind.steps if s.op == "glue" and attention.inputs[0] in s.outputs)
+    assert not maker.tokenwise and graph_length(maker, 128) == 128
+
+
+def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
+    manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
+    model = Liveness(manifest, Work(128), Sizes(1 << 12, 16, 0))
+    step = next(s for s in manifest.kinds["layer0"].steps if s.tokenwise)
+    tile = manifest.graphs[graph_key(step.graph, "vjp", 64)]
+    widest = max(int(np.prod(shape)) * 4 for shape in tile.outputs)
+    assert tile.workspace_bytes > widest  # what is saved, at twice the tokens, is as large again
+    assert model.block(1, 1).backward_bytes > tile.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    ("length", "tile"), [(1, 1), (64, 64), (65, 65), (97, 97), (100, 50), (4096, 64), (34, 34)]
+)
+def test_tiles_divide_the_rung(length: int, tile: int) -> None:
+    step = Step("glue", tokenwise=True)
+    assert graph_length(step, length) == tile
+    assert graph_length(replace(step, tokenwise=False), length) == length
+
+
+def test_what_mixes_tokens_is_not_alike() -> None:
+    shapes: dict[str, Shape] = {"x": (1, T, 4), "@w": (4,), "y": (1, T, 4), "z": (1, 4, T)}
+
+    def scaled(x: mx.array, w: mx.array) -> list[mx.array]:
+        return [x * w]
+
+    def turned(x: mx.array, w: mx.array) -> list[mx.array]:
+        return [(x * w).swapaxes(1, 2)]
+
+    def summed(x: mx.array, w: mx.array) -> list[mx.array]:
+        return [mx.cumsum(x, axis=1) * w]
+
+    def placed(x: mx.array, w: mx.array) -> list[mx.array]:
+        return [x * w + mx.arange(x.shape[1])[None, :, None]]
+
+    assert treats_tokens_alike(scaled, ("x", "@w"), ("y",), shapes)
+    assert treats_tokens_alike(turned, ("x", "@w"), ("z",), shapes)
+    assert not treats_tokens_alike(summed, ("x", "@w"), ("y",), shapes)
+    assert not treats_tokens_alike(placed, ("x", "@w"), ("y",), shapes)
+
+
+def test_a_lie_about_tokens_is_refused(tiny: Tiny) -> None:
+    """Graphs of a tile must be there, and every value must have one axis of tokens."""
+    manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
+    kind = manifest.kinds["layer0"]
+    steps = tuple(
+        replace(step, tokenwise=not step.tokenwise) if step.op == "glue" else step
+        for step in kind.steps
+    )
+    lie = replace(manifest, kinds={**manifest.kinds, "layer0": replace(kind, steps=steps)})
+    with pytest.raises(BundleError, match="graph"):
+        check_manifest(lie)
