@@ -247,7 +247,7 @@ def _glue(
         trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
     ]
     inside = max(part.workspace_bytes for part in reduced)
-    if inside > TILING_PAYS * tokens * math.prod(d for d in values["x"] if d != T) * F32:
+    if inside > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
         known = {**values, **shapes}
         forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
         vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
