@@ -3,7 +3,7 @@
     prefetch         the next block is not read ahead
     single-read      each of a step's forwards reads and unpacks a block for itself
     deferred-update  the update is applied after the step, to all blocks at once
-    buffer-reuse     the allocator keeps no freed buffer
+    buffer-reuse     freed memory goes back to the system at once
 
 With `--cold` the file's pages are dropped from the system's cache before each step. Invariant: no
 feature changes what is computed, so the losses that are printed are the same without any of them.
@@ -22,9 +22,9 @@ from typing import Any
 
 from runtime.backend import prepare
 
-prepare()
+# freed memory goes back at once, or to a heap that is kept; decided before MLX is loaded
+prepare(keep_heap="buffer-reuse" not in sys.argv)
 
-import mlx.core as mx  # noqa: E402
 
 from harness.page_cache import cached_share, drop  # noqa: E402
 from ondevice.config import PlanConfig  # noqa: E402
@@ -52,8 +52,6 @@ def ablate(
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         session = open_session(bundle, replace(plan, prefetch=without != "prefetch"))
-        if without == "buffer-reuse":
-            mx.set_cache_limit(0)
         manifest = bundle.manifest
         method = MeZO(
             session.program,

@@ -24,7 +24,7 @@ from ondevice.config import (
     given,
     load,
 )
-from ondevice.errors import InterruptedRunError, OnDeviceError, UsageError
+from ondevice.errors import BundleError, InterruptedRunError, OnDeviceError, UsageError
 from ondevice.units import format_bytes
 
 Handler = Callable[[argparse.Namespace], None]
@@ -267,12 +267,15 @@ def _replay(arguments: argparse.Namespace) -> None:
     facts = replay(arguments.run, output, arguments.bundle, arguments.initial)
     if arguments.json:
         print(json.dumps(facts))
-        return
-    same = {True: "identical to", False: "NOT identical to", None: "there are none in"}
-    print(
-        f"{facts['output']}: {facts['steps']} steps replayed from {facts['log_bytes']} bytes; "
-        f"{same[facts['identical']]} the run's own adapters"
-    )
+    else:
+        print(f"{facts['output']}: {facts['steps']} steps from {facts['log_bytes']} bytes")
+    if facts["identical"] is False:
+        raise BundleError(
+            f"{arguments.run} has other adapters after step {facts['saved_steps']} than its "
+            "trajectory leads to"
+        )
+    if facts["identical"] and not arguments.json:
+        print(f"identical to the run's own adapters after step {facts['saved_steps']}")
 
 
 def _eval(arguments: argparse.Namespace) -> None:

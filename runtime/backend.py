@@ -1,7 +1,7 @@
 """Setting up the process and the device: BLAS, allocator, run-ahead, arithmetic.
 
 `prepare` must run before MLX is first imported. On Linux it interposes an optimized BLAS for the
-reference one that MLX's wheel links, and makes the allocator give freed memory back; on macOS
+reference one that MLX's wheel links, and has freed memory kept in one heap or given back; on macOS
 there is nothing to do (Accelerate). Not run on a Mac so far.
 """
 

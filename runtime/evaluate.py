@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from ondevice.bundle import Bundle
 from ondevice.config import EvalConfig
-from ondevice.errors import BudgetError
+from ondevice.errors import BudgetError, InterruptedRunError
 from ondevice.units import format_bytes
 from runtime.adapters import Adapters
 from runtime.backend import trim_heap
@@ -23,6 +24,7 @@ from runtime.method import Row, StepLoss
 from runtime.plan import Plan
 from runtime.program import Program
 from runtime.session import Session, open_checked, open_session, plan_for
+from runtime.signals import Stop
 
 RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
 
@@ -96,11 +98,13 @@ def evaluate_rows(
     events: Events,
     what: str,
     meter: Meter,
+    stop: Stop | None = None,
 ) -> dict[str, Any]:
     """Evaluate the first `limit` rows (0: all, of random rows one).
 
     Raises:
         BudgetError: the footprint has passed the meter's budget.
+        InterruptedRunError: a signal has arrived in `stop`.
     """
     if not limit and isinstance(rows, RandomRows):
         limit = 1
@@ -110,6 +114,9 @@ def evaluate_rows(
         losses += evaluate(session.program(len(group[0].inputs)), adapters, group)
         events.evaluation(what, len(losses), count)
         check_budget(meter, session.plan, f"{what} ended at row {len(losses)}")
+        if stop is not None and stop.signal is not None and len(losses) < count:
+            name = signal.Signals(stop.signal).name
+            raise InterruptedRunError(f"{name}: {what} ended at row {len(losses)} of {count}")
     return summarize(losses)
 
 

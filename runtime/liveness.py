@@ -1,7 +1,7 @@
 """The bytes alive while each block of a manifest runs, under given sizes.
 
 Pure arithmetic: sizes of values along the schedules of `runtime.schedule`, plus what each kernel
-holds while it runs. No figure is fitted to a model.
+holds while it runs.
 """
 
 from __future__ import annotations
@@ -133,8 +133,10 @@ class Liveness:
         waiting = 0
         for index in range(head - kept, head):
             own = self.kept_bytes(index)
-            most = max(most, waiting + max(blocks[index].backward_bytes, own))
-            most = max(most, waiting + max(blocks[index].forward_bytes, own))
+            row = own // self.work.rows  # what the row in hand has kept is alive in its block
+            others = waiting + own - row
+            busy = max(blocks[index].backward_bytes, blocks[index].forward_bytes, row)
+            most = max(most, others + busy)
             waiting += own
         return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
 
@@ -196,7 +198,11 @@ class Liveness:
         names = [block.tensor(one.name) for step in kind.steps for one in step.linears]
         names += [step.matrix for step in kind.steps if step.op == "head"]
         matrices = (self.manifest.matrices[name] for name in names)
-        return sum(m.rows * m.columns * F32 for m in matrices)
+        return sum(
+            m.rows * m.columns * F32
+            + (m.rows * m.columns // m.group_size * F32 if m.layout == "affine" else 0)
+            for m in matrices
+        )
 
     def _workspace(self, block: Block, kind: Kind, op: Op, lanes: int) -> int:
         """What a step holds beside the values it takes and makes."""
@@ -225,25 +231,31 @@ class Liveness:
 
     def _tile(self, matrix: Matrix, values: int) -> int:
         """A tile while it is unpacked: words, flipped and masked words, codes and results."""
-        if self.work.arithmetic == "packed":
-            return matrix.nbytes + 2 * matrix.rows * matrix.columns // matrix.group_size * F32
         values = min(values, matrix.rows * matrix.columns)
+        if self.work.arithmetic == "packed":
+            share = values / (matrix.rows * matrix.columns)
+            return int(matrix.nbytes * share) + 2 * values // matrix.group_size * F32
         words = values * matrix.bits // 8
         return 3 * words + values * F32
 
     def _linear_forward(self, matrix: Matrix, lanes: int) -> int:
         x = lanes * self.work.rung * matrix.columns * F32
         y = self.work.rung * matrix.rows * F32
-        tiled = matrix.rows * matrix.columns > self.sizes.tile_values
-        while_tiling = x + self._tile(matrix, self.sizes.tile_values)
+        tiled = matrix.rows * matrix.columns > self._tile_values
+        while_tiling = x + self._tile(matrix, self._tile_values)
         return max(while_tiling, y if tiled else 0) + (y if tiled else 0)
 
     def _linear_backward(self, matrix: Matrix) -> int:
         x = self.work.rung * matrix.columns * F32
-        rows = max(1, min(matrix.rows, self.sizes.tile_values // matrix.columns))
+        rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
         part = self.work.rung * rows * F32
         halves = 2 * x
-        return halves + max(x, part + self._tile(matrix, self.sizes.tile_values))
+        return halves + max(x, part + self._tile(matrix, self._tile_values))
+
+    @property
+    def _tile_values(self) -> int:
+        """How many values a linear step opens at once: packed matrices are opened whole."""
+        return 1 << 62 if self.work.arithmetic == "packed" else self.sizes.tile_values
 
     def _attention(self, kind: Kind, step: Step, backward: bool) -> int:
         _, heads, length, _ = at_rung(kind.values[step.inputs[0]], self.work.rung)
@@ -261,5 +273,4 @@ class Liveness:
         chunk = self.work.rung * self.chunk_rows * F32
         tile = self._tile(matrix, self.chunk_rows * matrix.columns)
         gradient = 3 * h if self.work.method == "mebp" else 0
-        held = self._tile(matrix, matrix.rows * matrix.columns) if self.sizes.hold else 0
-        return lanes * 3 * h + gradient + tile + 3 * chunk + held
+        return lanes * 3 * h + gradient + tile + 3 * chunk

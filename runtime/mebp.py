@@ -45,12 +45,14 @@ class Backprop:
         blocks = self.program.blocks
         for index in range(len(blocks) - 2, 0, -1):
             block = blocks[index]
-            self.program.read_ahead(blocks[index - 1])
+            if index > 1:  # of the embedding a few rows are read, not all
+                self.program.read_ahead(blocks[index - 1])
             with self.program.profile.block(block.name, "backward"):
                 total = self._block(index, len(rows), kept)
                 self.program.release(block)
                 with self.program.profile.span("optimizer"):
                     update(block, total)
+                del total
         return result
 
     def _block(self, index: int, rows: int, kept: Kept) -> Gradients:

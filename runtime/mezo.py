@@ -131,6 +131,7 @@ class MeZO:
             ys = program.forward_lanes(block, xs, loras)
             for i in range(len(group)):
                 self.activations.put(0, first + i, ys.pop(0))
+            del loras  # before the next group's are drawn
         program.release(block)
 
     def _perturb(
@@ -233,5 +234,5 @@ class MeZO:
         """
         try:
             self.skipped = int(json.loads(path.read_bytes())["skipped"])
-        except (OSError, ValueError, KeyError, TypeError) as problem:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
             raise BundleError(f"{path} is damaged: {problem!r}") from None

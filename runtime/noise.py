@@ -19,6 +19,9 @@ def key_of(*parts: int | str) -> mx.array:
     return key
 
 
+KINDS = ("gaussian", "rademacher")
+
+
 @dataclass(frozen=True)
 class Noise:
     """The noise of one run: `kind` is "gaussian" (N(0, 1)) or "rademacher" (-1 or 1)."""

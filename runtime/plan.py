@@ -1,8 +1,9 @@
 """What a budget buys: tile and block sizes, the allocator's cache, and the peak they lead to.
 
 Pure arithmetic over the manifest (`runtime.liveness`). No figure is fitted to a model; the
-constants describe the process (`BASE_BYTES`) and the kernels' own code. A budget is spent in this
-order: what is needed at all, larger tiles, what the backward would recompute, unpacked weights.
+constants describe the process (`BASE_BYTES`) and the allocator (`HEAP_SLACK_PER_LIVE`). A budget is
+spent in this order: what is needed at all, larger tiles, what the backward would recompute,
+unpacked weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
 BASE_BYTES = {"linux": 30_000_000, "darwin": 60_000_000}
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
 # glibc's heap serves freed memory again at any size; what lies between blocks in use, at most:
-HEAP_SLACK_PER_LIVE = 0.26
+HEAP_SLACK_PER_LIVE = 0.2
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
 CACHE_PER_LIVE = 1.5

@@ -254,7 +254,7 @@ class Program:
         lanes: list[Values],
         loras: Sequence[Loras],
     ) -> None:
-        xs = [values[step.inputs[0]][0] for values in lanes]
+        xs = [values[step.inputs[0]].squeeze(0) for values in lanes]  # a view; [0] copies
         for linear in step.linears:
             if linear.output not in wanted:
                 continue
@@ -319,10 +319,10 @@ class Program:
             received = values.pop(f"~{linear.output}", None)
             if received is None:
                 continue  # not adapted, and no adapter lies before it
-            dy = received[0]
+            dy = received.squeeze(0)
             lora = loras.get(linear.name)
             if lora is not None:
-                pair = self.linear.backward_lora(values[source][0], dy, lora)
+                pair = self.linear.backward_lora(values[source].squeeze(0), dy, lora)
                 mx.eval(pair)
                 gradients[linear.name] = pair
             if input_too:

@@ -8,9 +8,9 @@ from typing import Any
 from ondevice.config import TrainConfig, load
 from ondevice.errors import UsageError
 from ondevice.paths import text_path
-from runtime.adapters import WEIGHTS, Adapters
+from runtime.adapters import Adapters
 from runtime.backend import use_device
-from runtime.saves import CONFIG, TRAJECTORY
+from runtime.saves import CONFIG, TRAJECTORY, RunFolder
 from runtime.session import open_checked
 from runtime.trajectory import digest, read_log, rebuild
 
@@ -28,6 +28,8 @@ def replay(
         BundleError: the trajectory does not belong to the bundle or to the initial adapters.
     """
     text_path(output)
+    if output.resolve() == run.resolve():
+        raise UsageError(f"{output} is the run itself: its adapters would be overwritten")
     if not (run / TRAJECTORY).exists():
         raise UsageError(f"{run} has no {TRAJECTORY}: only runs of --method mezo can be replayed")
     config = load(TrainConfig, run / CONFIG, {})
@@ -39,15 +41,19 @@ def replay(
         start = Adapters.initial(opened.manifest, header.seed)
     else:
         start = Adapters.load(opened.manifest, Path(source))
+    identical, saved = None, RunFolder(run).latest()
+    if saved is not None:  # the log of a killed run is longer than what it has saved
+        step, own = RunFolder(run).restore(opened.manifest, saved)
+        identical = digest(own) == digest(rebuild(header, updates[:step], start))
     rebuilt = rebuild(header, updates, start)
     rebuilt.check_finite()
     output.mkdir(parents=True, exist_ok=True)
     rebuilt.save(output)
-    own = Adapters.load(opened.manifest, run) if (run / WEIGHTS).exists() else None
     return {
         "steps": len(updates),
         "skipped_steps": updates.count(None),
         "log_bytes": (run / TRAJECTORY).stat().st_size,
         "output": str(output),
-        "identical": None if own is None else digest(own) == digest(rebuilt),
+        "saved_steps": None if saved is None else step,
+        "identical": identical,
     }

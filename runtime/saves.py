@@ -152,7 +152,7 @@ class RunFolder:
             for name in (adapter_files.WEIGHTS, STATE_OF_METHOD):
                 if _sha256(place / name) != sums[name]:
                     raise BundleError(f"{place / name} is altered: its SHA-256 differs")
-        except (OSError, ValueError, KeyError, TypeError) as problem:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
             raise BundleError(f"{place} is damaged: {problem!r}") from None
         return step, Adapters.load(manifest, place)
 
@@ -164,13 +164,30 @@ class RunFolder:
         for line in self.metrics.read_text().splitlines():
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 break  # the process died while it wrote this line; its step is run again
+            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+                raise BundleError(f"{self.metrics} is damaged: a line holds no step")
             if entry["step"] <= step:
                 kept.append(line)
                 entries.append(entry)
         write_atomic(self.metrics, "".join(f"{line}\n" for line in kept).encode())
         return entries
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of the run that holds one JSON object.
+
+    Raises:
+        BundleError: it is damaged.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as problem:
+        raise BundleError(f"{path} is damaged: {problem!r}") from None
+    if not isinstance(found, dict):
+        raise BundleError(f"{path} is damaged: it holds no object")
+    return found
 
 
 def _leftover(path: Path) -> bool:

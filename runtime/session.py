@@ -11,7 +11,7 @@ from ondevice.config import PlanConfig
 from runtime.backend import choose_arithmetic, limit_memory, use_device
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
-from runtime.kernels.linear import LinearKernel
+from runtime.kernels.linear import LinearKernel, Place
 from runtime.kernels.product import OpenTile
 from runtime.liveness import Work
 from runtime.plan import Plan, choose_rung, make_plan
@@ -29,7 +29,7 @@ class Session:
     weights: Weights
     profile: Profile = field(default_factory=Profile)
     _programs: dict[int, Program] = field(default_factory=dict)
-    _opened: dict[int, OpenTile] = field(default_factory=dict)
+    _opened: dict[Place, OpenTile] = field(default_factory=dict)
 
     def _resident(self) -> frozenset[int]:
         """Where the matrices begin that the plan keeps unpacked."""

@@ -19,7 +19,13 @@ from typing import Any
 
 from ondevice.bundle import Bundle, storage_errors, write_atomic
 from ondevice.config import TrainConfig, load, to_toml
-from ondevice.errors import BundleError, DivergedError, InterruptedRunError, UsageError
+from ondevice.errors import (
+    BudgetError,
+    BundleError,
+    DivergedError,
+    InterruptedRunError,
+    UsageError,
+)
 from ondevice.manifest import Manifest
 from runtime.activations import Activations
 from runtime.adapters import Adapters
@@ -34,7 +40,7 @@ from runtime.noise import Noise
 from runtime.optimizer import Optimizer, learning_rate
 from runtime.plan import Plan
 from runtime.run_data import absolute, open_run_rows
-from runtime.saves import CONFIG, PLAN, STATE_OF_METHOD, SUMMARY, RunFolder
+from runtime.saves import CONFIG, PLAN, STATE_OF_METHOD, SUMMARY, RunFolder, read_json
 from runtime.session import Session, open_checked, open_session, plan_of
 from runtime.signals import Stop, catching_signals
 from runtime.trajectory import Header, digest, start_log, truncate_log
@@ -60,17 +66,29 @@ class Training:
     seconds: float = 0.0  # of training, in all processes that this run has had
     skipped: int = 0  # steps in a row whose loss was not finite
     evaluations: dict[str, Any] = field(default_factory=dict)
+    stop: Stop = field(default_factory=Stop)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; returns the summary."""
-        self.session.profile.on = self.config.profile
-        if self.eval_rows is not None and "before" not in self.evaluations:
-            self._evaluate("before")
-        self._evaluate_if_due()
+        with catching_signals() as self.stop:
+            self.session.profile.on = self.config.profile
+            if self.config.adapter is not None and self.done == 0:
+                self._save()  # what the path holds may change before the run is resumed
+            if self.eval_rows is not None and "before" not in self.evaluations:
+                self._evaluate("before")
+            self._evaluate_if_due()
+            self._train()
+            if self.ended == "loss":  # found by an evaluation, which comes after a save
+                self._save()
+            if self.eval_rows is not None:
+                self._evaluate("after")
+        return self._finish()
+
+    def _train(self) -> None:
         with storage_errors(self.folder.metrics):
             metrics = self.folder.metrics.open("a")
             trajectory = self.folder.trajectory.open("a") if self._logged else None
-        with metrics, trajectory or nullcontext(), catching_signals() as stop:
+        with metrics, trajectory or nullcontext():
             while not self.ended:
                 entry, record = self._step()
                 with storage_errors(self.folder.metrics):
@@ -80,12 +98,18 @@ class Training:
                         trajectory.write(json.dumps(record) + "\n")
                         trajectory.flush()
                 self.events.step(entry, self.config.steps)
-                self._after_step(stop)
-        if self.ended == "loss":  # found by an evaluation, which comes after a save
-            self.folder.save(self.done, self.adapters, self.method)
-        if self.eval_rows is not None:
-            self._evaluate("after")
-        return self._finish()
+                self._after_step()
+
+    def _save(self) -> None:
+        self.folder.save(self.done, self.adapters, self.method)
+
+    @property
+    def _saved(self) -> str:
+        """What a message says of a run that has just been saved."""
+        path = self.folder.path
+        return (
+            f"its state after step {self.done} is saved; go on with: ondevice train --resume {path}"
+        )
 
     @property
     def _logged(self) -> bool:
@@ -111,26 +135,22 @@ class Training:
         if due and inside and self.eval_rows and str(self.done) not in self.evaluations:
             self._evaluate(str(self.done))
 
-    def _after_step(self, stop: Stop) -> None:
+    def _after_step(self) -> None:
         every = self.config.save_every
         due = self.ended or (every and self.done % every == 0)
         lost = self.skipped >= SKIPS
-        if due or lost or stop.signal is not None or self.meter.over_budget:
-            self.folder.save(self.done, self.adapters, self.method)
-        resume = f"go on with: ondevice train --resume {self.folder.path}"
+        number, over = self.stop.signal, self.meter.over_budget  # once: both may change meanwhile
+        if due or lost or number is not None or over:
+            self._save()
         if lost:
             raise DivergedError(
                 f"the loss was not finite {self.skipped} steps in a row; the state after step "
                 f"{self.done} is saved in {self.folder.path}; lower --epsilon or --learning-rate"
             )
-        check_budget(
-            self.meter,
-            self.session.plan,
-            f"its state after step {self.done} is saved; {resume} --budget MORE",
-        )
-        if stop.signal is not None and not self.ended:
-            name = signal.Signals(stop.signal).name
-            raise InterruptedRunError(f"{name}: saved after step {self.done}; {resume}")
+        if over:
+            check_budget(self.meter, self.session.plan, f"{self._saved} --budget MORE")
+        if number is not None and not self.ended:
+            raise InterruptedRunError(f"{signal.Signals(number).name}: {self._saved}")
         self._evaluate_if_due()
 
     def _step(self) -> tuple[dict[str, Any], list[Any] | None]:
@@ -178,17 +198,24 @@ class Training:
     def _evaluate(self, when: str) -> None:
         assert self.eval_rows is not None
         self.method.settle()
-        known = self.evaluations.get(str(self.done)) if when == "after" else None
+        same = str(self.done) if self.done else "before"
+        known = self.evaluations.get(same) if when == "after" else None
         self.session.profile.on = False
-        result = known or evaluate_rows(
-            self.session,
-            self.adapters,
-            self.eval_rows,
-            self.config.eval_rows,
-            self.events,
-            f"evaluating ({when})",
-            self.meter,
-        )
+        try:
+            result = known or evaluate_rows(
+                self.session,
+                self.adapters,
+                self.eval_rows,
+                self.config.eval_rows,
+                self.events,
+                f"evaluating ({when})",
+                self.meter,
+                self.stop,
+            )
+        except (BudgetError, InterruptedRunError) as problem:
+            self._save()
+            more = " --budget MORE" if isinstance(problem, BudgetError) else ""
+            raise type(problem)(f"{problem}; {self._saved}{more}") from None
         self.session.profile.on = self.config.profile
         self.evaluations[when] = result
         self.folder.write_json("evaluations.json", self.evaluations)
@@ -255,6 +282,11 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
                 adapter=None if config.adapter is None else absolute(config.adapter),
             )
             rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
+            if eval_rows is None and (fixed.eval_every or fixed.stop_loss):
+                raise UsageError(
+                    "--eval-every and --stop-loss need held-out data: give --eval-data, or a "
+                    "folder with a valid file as --data"
+                )
             training = _assemble(fixed, bundle, plan, folder, rows, eval_rows, None, events, meter)
             if fixed.method == "mezo":
                 start_log(folder.trajectory, _header(fixed, training.adapters))
@@ -286,7 +318,7 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
         training = _assemble(config, bundle, plan, folder, rows, eval_rows, save, events, meter)
         if save is not None:  # a kill may have come between the save and this copy of it
             training.adapters.save(path)
-        if json.dumps(plan.to_json()) != json.dumps(json.loads((path / PLAN).read_text())):
+        if json.dumps(plan.to_json()) != json.dumps(read_json(path / PLAN)):
             events.note("the run is planned otherwise than before; its last bits may differ")
         folder.write_json(PLAN, plan.to_json())
         write_atomic(path / CONFIG, to_toml(config).encode())
@@ -295,8 +327,12 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
             truncate_log(folder.trajectory, training.done)
         done = path / "evaluations.json"
         if done.exists():
-            training.evaluations = json.loads(done.read_text())
-            training.evaluations.pop("after", None)
+            known = read_json(done).items()
+            training.evaluations = {  # not those of steps that were lost with the process
+                when: facts
+                for when, facts in known
+                if when == "before" or (when.isdecimal() and int(when) <= training.done)
+            }
         events.note(f"resuming after step {training.done} of {config.steps}")
         return training.run()
 

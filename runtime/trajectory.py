@@ -21,7 +21,7 @@ from ondevice.bundle import storage_errors, write_atomic
 from ondevice.errors import BundleError
 from runtime.adapters import Adapters
 from runtime.mezo import Update
-from runtime.noise import Noise
+from runtime.noise import KINDS, Noise
 
 FORMAT = "ondevice-trajectory-1"
 
@@ -45,6 +45,20 @@ class Header:
     weights_sha256: str
     initial_sha256: str
     format: str = FORMAT
+
+    def check(self) -> None:
+        """Raise ValueError where a field is not what it must be: the file may be anybody's."""
+        if self.format != FORMAT:
+            raise ValueError(f"its format is {self.format!r}, not {FORMAT!r}")
+        if self.noise not in KINDS:
+            raise ValueError(f"its noise is {self.noise!r}; it must be one of {', '.join(KINDS)}")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"its seed is {self.seed!r}")
+        decay = self.weight_decay
+        if type(decay) not in (int, float) or not 0 <= decay < math.inf:
+            raise ValueError(f"its weight decay is {decay!r}")
+        if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
+            raise ValueError("its checksums are not text")
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -80,10 +94,9 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
             lines.pop()  # the process died while it wrote this step's line
         facts = json.loads(lines[0])
         header = Header(**facts)
-        if header.format != FORMAT or not isinstance(header.seed, int):
-            raise ValueError(f"its format is {header.format!r}, not {FORMAT!r}")
+        header.check()
         return header, list(_updates(header, lines[1:]))
-    except (OSError, ValueError, TypeError, IndexError, AttributeError) as problem:
+    except (OSError, ValueError, TypeError, IndexError, OverflowError, RecursionError) as problem:
         raise BundleError(f"{path} is not a trajectory that can be replayed: {problem}") from None
 
 

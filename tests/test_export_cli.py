@@ -25,7 +25,12 @@ def test_interrupted_exports_leave_nothing(tmp_path: Path, number: signal.Signal
     output = tmp_path / "bundle"
     partial = tmp_path / ".bundle.partial" / "new"
     process = subprocess.Popen(
-        [*COMMAND, "random:gemma3-270m", "-o", str(output)], stderr=subprocess.PIPE, text=True
+        [*COMMAND, "random:gemma3-270m", "-o", str(output)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs ignore it
     )
     while not (partial / "weights.bin").exists() or (partial / "weights.bin").stat().st_size == 0:
         assert process.poll() is None, process.communicate()

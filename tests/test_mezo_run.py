@@ -6,11 +6,18 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from test_train import COMMAND, adapter, bundle, ondevice, train_arguments
+
+from ondevice.config import TrainConfig
+from ondevice.errors import BudgetError
+from runtime import train as train_module
+from runtime.evaluate import Events
+from runtime.memory import Meter
 
 __all__ = ["bundle"]
 
@@ -62,6 +69,18 @@ def test_a_log_of_something_else_is_refused(bundle: Path, run: Path, tmp_path: P
     log.write_text(whole + "[0.01, [0.2")  # the line that a killed process was writing
     assert ondevice("replay", copy, "-o", tmp_path / "yes").returncode == 0
     assert adapter(tmp_path / "yes") == adapter(run)
+    for lie in ({"noise": "laplace"}, {"seed": "1"}, {"weight_decay": float("nan")}, {"seed": -1},
+                {"weights_sha256": 3}, {"initial_sha256": None}):  # fmt: skip
+        header = {**json.loads(whole.splitlines()[0]), **lie}
+        log.write_text("\n".join([json.dumps(header), *whole.splitlines()[1:]]) + "\n")
+        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        assert refused.returncode == 4 and "Traceback" not in refused.stderr, lie
+    for odd in ("[" * 200_000, "[0.1, [" + "9" * 400 + "]]"):
+        log.write_text(whole + odd + "\n")
+        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        assert refused.returncode == 4 and "Traceback" not in refused.stderr, odd[:9]
+    refused = ondevice("replay", run, "-o", run)
+    assert refused.returncode == 2 and "the run itself" in refused.stderr
     log.unlink()
     refused = ondevice("replay", copy, "-o", tmp_path / "no")
     assert refused.returncode == 2 and "--method mezo" in refused.stderr
@@ -117,6 +136,55 @@ def test_ten_losses_that_are_not_finite_end_the_run(bundle: Path, tmp_path: Path
     assert json.loads(done.stdout) | {"skipped_steps": 10, "identical": True} == json.loads(
         done.stdout
     )
+
+
+def test_a_signal_ends_an_evaluation_with_the_state_saved(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = {"eval_data": "random:3", "eval_rows": 20_000, "eval_every": 2, "save_every": 0}
+    process = subprocess.Popen(
+        [*COMMAND, *mezo_arguments(bundle, run, 4, **options)], stderr=subprocess.PIPE, text=True
+    )
+    while not (run / "config.toml").exists():  # the first evaluation comes next
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "evaluating (before)" in said and "after step 0" in said
+    assert (run / "saves" / "step-00000000").exists()
+
+
+def test_an_evaluation_over_budget_saves_the_state(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "Meter", _Growing)
+    config = TrainConfig(
+        bundle=str(bundle), data="random:1", eval_data="random:2", output=str(tmp_path / "run"),
+        max_seq_length=16, budget="1GB", steps=4, eval_every=2, eval_rows=3, save_every=0,
+    )  # fmt: skip
+    with pytest.raises(BudgetError, match="after step 2 is saved"):
+        train_module.train(config, Events())
+    assert (tmp_path / "run" / "saves" / "step-00000002").exists()
+
+
+class _Growing(Meter):
+    """Says that the budget is passed while the evaluation after step 2 runs."""
+
+    @property
+    def over_budget(self) -> bool:
+        frame = sys._getframe()
+        while frame is not None:
+            training = frame.f_locals.get("self")
+            if frame.f_code.co_name == "_evaluate" and isinstance(training, train_module.Training):
+                return training.done == 2
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+
+def test_evaluating_needs_data_to_evaluate_on(bundle: Path, tmp_path: Path) -> None:
+    refused = ondevice(*train_arguments(bundle, tmp_path / "run", 2, eval_every=1))
+    assert refused.returncode == 2 and "--eval-data" in refused.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_training_goes_on_from_an_adapter(bundle: Path, run: Path, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class AttentionKernel:
             keys = k[0, :, None, first:stop]
             s = _scores(grouped[:, :, start:stop], keys, scale, allowed)
             top = s.max(axis=-1, keepdims=True)
+            mx.eval(top)  # with the scores: else a copy of them lives beside exp's own
             p = exp(s - top)
             total = row_sums(p)
             out = _multiply(p, v[0, :, None, first:stop]) / total

@@ -59,6 +59,7 @@ class _Lane:
             self.predicted = mx.where(top[:, 0] > self.best[:, 0], place, self.predicted)
             mx.eval(self.predicted)
         new = mx.maximum(self.best, top)
+        mx.eval(new)  # with the logits: else a copy of them lives beside exp's own
         fade = mx.exp(self.best - new)
         p = exp(logits - new)
         del logits

@@ -19,6 +19,8 @@ from runtime.kernels.product import Input, OpenTile, RowSum
 from runtime.profile import Profile
 from runtime.weights import Weights
 
+Place = tuple[int, int]  # where a matrix begins in weights.bin, and a row of it
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -43,12 +45,12 @@ class LinearKernel:
     hold: bool = False
     profile: Profile = field(default_factory=Profile)
     resident: frozenset[int] = frozenset()
-    opened_before: dict[int, OpenTile] = field(default_factory=dict)
-    _held: dict[int, OpenTile] = field(default_factory=dict)
+    opened_before: dict[Place, OpenTile] = field(default_factory=dict)
+    _held: dict[Place, OpenTile] = field(default_factory=dict)
 
     def opened(self, matrix: Matrix, start: int, stop: int) -> OpenTile:
         """Rows start:stop of a matrix, read and unpacked."""
-        key = matrix.packed.offset * (matrix.rows + 1) + start
+        key = (matrix.packed.offset, start)
         for kept in (self._held, self.opened_before):
             if key in kept:
                 return kept[key]
