@@ -22,7 +22,7 @@ from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
 BASE_BYTES = {"linux": 30_000_000, "darwin": 60_000_000}
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
 # glibc's heap serves freed memory again at any size; what lies between blocks in use, at most:
-HEAP_SLACK_PER_LIVE = 0.2
+HEAP_SLACK_PER_LIVE = {"mebp": 0.28, "mezo": 0.2, "eval": 0.2}
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
 CACHE_PER_LIVE = 1.5
@@ -192,7 +192,7 @@ def predict(
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
     row_bytes = work.rung * manifest.hidden_size * F32
     heap = sys.platform == "linux" and manifest.device == "cpu"
-    slack = int(HEAP_SLACK_PER_LIVE * live) if heap else 0
+    slack = int(HEAP_SLACK_PER_LIVE[work.method] * live) if heap else 0
     cached = 0 if heap else min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))
     moments = 2 * adapters if work.method == "mebp" and work.optimizer == "adamw" else 0
     return Plan(
