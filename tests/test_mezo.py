@@ -132,7 +132,7 @@ def test_projected_gradients_are_directional_derivatives(
     """Within 1 % over 20 directions, at an epsilon that float32 bears.
 
     A direction nearly at right angles to the gradient has next to no derivative; it is held to 1 %
-    of a tenth of the gradient's length.
+    of a fifth of the gradient's length.
     """
     bundle = tiny("qwen2")
     program, adapters = program_of(bundle, 16), adapters_of(bundle, rng)
@@ -142,7 +142,7 @@ def test_projected_gradients_are_directional_derivatives(
     errors = []
     for direction in range(20):
         noise = Noise(seed + direction)
-        method = replace(mezo(program, adapters, tmp_path, 0, 2), noise=noise, epsilon=1e-3)
+        method = replace(mezo(program, adapters, tmp_path, 0, 2), noise=noise, epsilon=5e-4)
         result = method.step(0, 1e-9, [rows])
         assert result.record is not None
         expected = sum(
@@ -151,7 +151,7 @@ def test_projected_gradients_are_directional_derivatives(
         )
         error = abs(result.record[1][0] - expected)
         errors.append(error / abs(expected))
-        assert error <= 0.01 * max(abs(expected), length / 10), (direction, expected, error)
+        assert error <= 0.01 * max(abs(expected), length / 5), (direction, expected, error)
     assert np.median(errors) <= 2e-3
 
 
