@@ -14,14 +14,12 @@ from conftest import FAMILIES, program_of
 
 from harness import reference
 from ondevice.bundle import Bundle
-from ondevice.manifest import Kind, Step
 from runtime.activations import Activations
 from runtime.adapters import Adapters
 from runtime.evaluate import evaluate
 from runtime.mebp import Backprop
 from runtime.method import Row, StepLoss
 from runtime.program import Program
-from runtime.schedule import activations, backward_schedule, forward_schedule, lse, outputs
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
@@ -344,129 +342,6 @@ def test_the_same_step_gives_the_same_bits(tiny: Tiny, rng: Rng, tmp_path: Path)
     first, second = (mebp(program_of(bundle, 32), adapters, rows, tmp_path) for _ in range(2))
     assert first[0] == second[0]
     assert all(mx.array_equal(first[1][name], second[1][name]) for name in first[1])
-
-
-# --- schedules --------------------------------------------------------------------------------
-
-
-def kinds_of(bundle: Bundle) -> list[Kind]:
-    manifest = bundle.manifest
-    return [manifest.kinds[name] for name in dict.fromkeys(b.kind for b in manifest.layers)]
-
-
-def linears_of(kind: Kind) -> list[str]:
-    return [linear.name for step in kind.steps for linear in step.linears]
-
-
-def needy(step: Step, output: str, adapted: frozenset[str]) -> bool:
-    return any(linear.output == output and linear.name in adapted for linear in step.linears)
-
-
-def follow(kind: Kind, adapted: frozenset[str], input_too: bool) -> set[str]:
-    """Walk a backward schedule: everything read is alive, everything made is read."""
-    alive, unread, given = {kind.input, f"~{kind.output}"}, set(), {f"~{kind.input}"}
-    gradients: set[str] = set()
-    for op in backward_schedule(kind, adapted, input_too):
-        step = kind.steps[op.step]
-        if not op.backward:
-            reads, made = set(activations(step)), set(op.wanted)
-            if step.op == "attention":
-                made.add(lse(step))
-        else:
-            reads = {
-                f"~{name}"
-                for name in outputs(step)
-                if step.op != "linear" or op.wanted or needy(step, name, adapted)
-            }
-            if step.op == "glue":
-                reads |= {name for name in step.vjp_inputs if name[0] not in "@"}
-            elif step.op == "attention":
-                reads |= {*step.inputs, *step.outputs, lse(step)}
-            elif any(linear.name in adapted for linear in step.linears):
-                reads |= set(step.inputs)
-            made = {f"~{name}" for name in op.wanted}
-            gradients |= {linear.name for linear in step.linears if linear.name in adapted}
-        zero = {name for name in reads - alive if name.startswith("~") and step.op == "glue"}
-        assert reads - zero <= alive, (op, reads - alive)
-        unread = (unread | made) - reads
-        alive = (alive | made) - set(op.frees)
-    assert gradients == adapted
-    by_products = {lse(step) for step in kind.steps if step.op == "attention"}
-    assert unread <= given | by_products, unread
-    assert (f"~{kind.input}" in alive) == input_too
-    assert alive <= given | {kind.input}, alive
-    return {
-        n
-        for op in backward_schedule(kind, adapted, input_too)
-        if not op.backward
-        for n in op.wanted
-    }
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_backward_schedules_are_complete_and_waste_nothing(
-    tiny: Tiny, rng: Rng, family: str
-) -> None:
-    for kind in kinds_of(tiny(family)):
-        names = linears_of(kind)
-        chosen = [frozenset(n for n in names if rng.random() < 0.4) for _ in range(20)]
-        for adapted in (frozenset(names), *(c for c in chosen if c)):
-            for input_too in (True, False):
-                follow(kind, adapted, input_too)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_only_what_the_backward_reads_is_recomputed(tiny: Tiny, family: str) -> None:
-    for kind in kinds_of(tiny(family)):
-        everything = frozenset(linears_of(kind))
-        again = follow(kind, everything, True)
-        assert kind.output not in again
-        # Gemma's norm after the MLP needs the MLP's result; elsewhere it is only added
-        assert ("mlp.down_proj.out" in again) == (family == "gemma3")
-        assert "mlp.gate_proj.out" in again
-        last = kind.steps[-2]
-        assert [linear.name for linear in last.linears] == ["mlp.down_proj"]
-        only = follow(kind, frozenset(["mlp.down_proj"]), False)
-        backward = [
-            op for op in backward_schedule(kind, frozenset(["mlp.down_proj"]), False) if op.backward
-        ]
-        assert {kind.steps[op.step].op for op in backward} <= {"glue", "linear"}
-        assert all(op.wanted in ((), ("mlp.down_proj.out",)) for op in backward)
-        assert "mlp.down_proj.in" in only
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_layer_computes_no_gradient_of_its_input(
-    tiny: Tiny, rng: Rng, family: str
-) -> None:
-    bundle = tiny(family)
-    (kind, *_) = kinds_of(bundle)
-    everything = frozenset(linears_of(kind))
-    for op in backward_schedule(kind, everything, False):
-        assert "x" not in op.wanted
-        assert not (op.backward and op.step == 0)
-    assert backward_schedule(kind, frozenset(), False) == ()
-    program, block = program_of(bundle, 16), bundle.manifest.blocks[1]
-    shape = (1, 16, bundle.manifest.hidden_size)
-    x, dy = (mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(2))
-    loras = adapters_of(bundle, rng).loras(block)
-    dx, full = program.backward(block, x, dy, loras, input_too=True)
-    none, partial = program.backward(block, x, dy, loras, input_too=False)
-    assert none is None
-    assert dx.shape == shape
-    for name, pair in full.items():
-        assert all(mx.array_equal(a, b) for a, b in zip(pair, partial[name], strict=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forward_schedules_keep_only_the_output(tiny: Tiny, family: str) -> None:
-    for kind in tiny(family).manifest.kinds.values():
-        alive = {kind.input} - {""}
-        for op in forward_schedule(kind):
-            step = kind.steps[op.step]
-            assert set(activations(step)) <= alive
-            alive = (alive | set(outputs(step))) - set(op.frees)
-        assert alive == {kind.output}
 
 
 def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
