@@ -109,9 +109,7 @@ class Liveness:
             lanes = 1  # embedded one at a time
         found = self._peak(block, kind, forward_schedule(kind), start, adapted, lanes)
         if kind.steps[-1].op == "head":
-            head = kind.steps[-1]
-            whole = lanes * self._size(kind, kind.input)
-            found = max(found, whole + self._head(kind, head, lanes))
+            found = max(found, self._head(kind, kind.steps[-1], lanes))
         return found
 
     def kept_bytes(self, index: int) -> int:
@@ -222,7 +220,8 @@ class Liveness:
                 if op.backward or linear.output in op.wanted
             ]
             if op.backward:
-                return max(self._linear_backward(matrix) for matrix in matrices)
+                summed = self.work.rung * matrices[0].columns * F32 if len(matrices) > 1 else 0
+                return summed + max(self._linear_backward(matrix) for matrix in matrices)
             return max(self._linear_forward(matrix, lanes) for matrix in matrices)
         if step.op == "embedding":
             matrix = self.manifest.matrices[step.matrix]
@@ -232,25 +231,28 @@ class Liveness:
     def _tile(self, matrix: Matrix, values: int) -> int:
         """A tile while it is unpacked: words, flipped and masked words, codes and results."""
         values = min(values, matrix.rows * matrix.columns)
+        words = 0 if self.work.arithmetic == "packed" else values * matrix.bits // 8
+        return 3 * words + self._opened(matrix, values)
+
+    def _opened(self, matrix: Matrix, values: int) -> int:
+        """A tile ready to be multiplied: its words, scales and biases, or its values."""
         if self.work.arithmetic == "packed":
             share = values / (matrix.rows * matrix.columns)
             return int(matrix.nbytes * share) + 2 * values // matrix.group_size * F32
-        words = values * matrix.bits // 8
-        return 3 * words + values * F32
+        return values * F32
 
     def _linear_forward(self, matrix: Matrix, lanes: int) -> int:
+        """Beside the outputs: the inputs' halves and a tile, then an output made of its parts."""
         x = lanes * self.work.rung * matrix.columns * F32
         y = self.work.rung * matrix.rows * F32
-        tiled = matrix.rows * matrix.columns > self._tile_values
-        while_tiling = x + self._tile(matrix, self._tile_values)
-        return max(while_tiling, y if tiled else 0) + (y if tiled else 0)
+        return max(x + self._tile(matrix, self._tile_values), y)
 
     def _linear_backward(self, matrix: Matrix) -> int:
+        """Beside the result: the sum's halves, old and new, a part of dy and a tile."""
         x = self.work.rung * matrix.columns * F32
         rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
-        part = self.work.rung * rows * F32
-        halves = 2 * x
-        return halves + max(x, part + self._tile(matrix, self._tile_values))
+        part = self.work.rung * rows * F32 if rows < matrix.rows else 0
+        return x + part + self._tile(matrix, self._tile_values)
 
     @property
     def _tile_values(self) -> int:
@@ -264,13 +266,15 @@ class Liveness:
         scores = heads * block * keys * F32
         q, k, v = (self._size(kind, name) for name in step.inputs)
         if backward:
-            return 4 * scores + 2 * (k + v) + q
+            return 4 * scores + 2 * (k + v) + q + 3 * q * block // length
         return 3 * scores + k + v + q
 
     def _head(self, kind: Kind, step: Step, lanes: int) -> int:
         h = self._size(kind, step.inputs[0])
         matrix = self.manifest.matrices[step.matrix]
         chunk = self.work.rung * self.chunk_rows * F32
-        tile = self._tile(matrix, self.chunk_rows * matrix.columns)
+        values = self.chunk_rows * matrix.columns
         gradient = 3 * h if self.work.method == "mebp" else 0
-        return lanes * 3 * h + gradient + tile + 3 * chunk
+        while_scoring = self._opened(matrix, values) + 3 * chunk
+        waiting = (2 * lanes + 1) * h  # h and its halves, and one lane's rows of the targets
+        return waiting + gradient + max(self._tile(matrix, values), while_scoring)

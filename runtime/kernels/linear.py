@@ -95,10 +95,9 @@ class LinearKernel:
         for start, stop in self._ranges(matrix):
             opened = self.opened(matrix, start, stop)
             for given, parts in zip(inputs, outputs, strict=True):
-                y = opened.transposed_product(given)
-                mx.eval(y)
-                parts.append(y)
-            del opened
+                parts.append(opened.transposed_product(given))
+                mx.eval(parts[-1])
+            del opened, given, parts
         inputs.clear()
         results = []
         for x, parts, lora in zip(xs, outputs, loras, strict=True):
@@ -116,8 +115,10 @@ class LinearKernel:
         """dx (T, C) of dy (T, R)."""
         total = RowSum()
         for start, stop in self._ranges(matrix):
-            part = dy if stop - start == matrix.rows else dy[:, start:stop]
+            # contiguous: else every product with a column would make its own copy
+            part = dy if stop - start == matrix.rows else mx.contiguous(dy[:, start:stop])
             total.add(part, self.opened(matrix, start, stop))
+            del part
         dx = total.result(matrix.group_size)
         if lora is not None:
             dx = mx.addmm(dx, (dy @ lora.b.T) * lora.scale, lora.a.T)
