@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print the manifest's facts as JSON")
     add_arguments(command("plan", _plan, "show what a budget buys"), PlanConfig)
     train = command("train", _train, "fine-tune LoRA adapters from a bundle")
+    train.add_argument("-o", dest="output", metavar="RUN", default=argparse.SUPPRESS)
     train.add_argument("--resume", metavar="RUN", type=Path, help="go on with an interrupted run")
     add_arguments(train, TrainConfig)
     add_arguments(command("eval", _eval, "measure loss, perplexity and accuracy"), EvalConfig)

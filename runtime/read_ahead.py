@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from pathlib import Path
 
 from ondevice.errors import StorageError
@@ -18,14 +19,19 @@ BUFFER_BYTES = 1 << 20
 AHEAD_BYTES = 64 << 20
 
 
+Requests = queue.SimpleQueue[tuple[int, int] | None]  # None ends the thread
+
+
 class ReadAhead:
-    """Reads ranges of one file, one request at a time, in the background."""
+    """Reads ranges of one file, one request at a time, in the background, as long as it lives."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._requests: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._problem: OSError | None = None
-        threading.Thread(target=self._serve, name="read-ahead", daemon=True).start()
+        self._requests: Requests = queue.SimpleQueue()
+        self._problems: list[Exception] = []
+        arguments = (path, self._requests, self._problems)  # not self: the thread would keep it
+        threading.Thread(target=_serve, args=arguments, name="read-ahead", daemon=True).start()
+        weakref.finalize(self, self._requests.put, None)
 
     def request(self, start: int, stop: int) -> None:
         """Ask for bytes start:stop; returns at once.
@@ -33,20 +39,21 @@ class ReadAhead:
         Raises:
             StorageError: an earlier request could not be read.
         """
-        if self._problem is not None:
-            raise StorageError(f"{self._path} cannot be read: {self._problem}")
+        if self._problems:
+            raise StorageError(f"{self._path} cannot be read: {self._problems[0]}")
         self._requests.put((start, min(stop, start + AHEAD_BYTES)))
 
-    def _serve(self) -> None:
+
+def _serve(path: Path, requests: Requests, problems: list[Exception]) -> None:
+    try:
         buffer = memoryview(bytearray(BUFFER_BYTES))
-        try:
-            fd = os.open(self._path, os.O_RDONLY)
-            while True:
-                start, stop = self._requests.get()
+        with path.open("rb", buffering=0) as file:
+            while (asked := requests.get()) is not None:
+                start, stop = asked
                 while start < stop:
-                    count = os.preadv(fd, [buffer[: stop - start]], start)
+                    count = os.preadv(file.fileno(), [buffer[: stop - start]], start)
                     if count == 0:
                         raise OSError("the file ended early")
                     start += count
-        except OSError as problem:
-            self._problem = problem
+    except Exception as problem:  # the next request raises it where it is seen
+        problems.append(problem)
