@@ -1,22 +1,17 @@
 """Activation checkpoints in a memory-mapped scratch file that vanishes with the process.
 
-Slot i of a row holds the input of block i, and later the gradient that has reached it. The file
-is unlinked as soon as it is open and its space is allocated before it is used, so that a full disk
-is an error at the start and not a crash in the middle.
+Slot i of a row holds the input of block i, and later the gradient that has reached it.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import sys
-import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from ondevice.bundle import storage_errors
+from runtime.scratch import drop_pages, map_scratch
 
 
 class Activations:
@@ -27,15 +22,7 @@ class Activations:
         self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._values = int(np.prod(shape))
         self._stride = -(-self._values * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = self._stride * slots * rows
-        with storage_errors(folder / "activations"):
-            fd, name = tempfile.mkstemp(prefix=".activations-", dir=folder)
-            try:
-                Path(name).unlink()
-                allocate(fd, size)
-                self._map = mmap.mmap(fd, size)
-            finally:
-                os.close(fd)
+        self._map = map_scratch(folder, "activations", self._stride * slots * rows)
 
     def _offset(self, slot: int, row: int) -> int:
         return (slot * self.rows + row) * self._stride
@@ -48,7 +35,7 @@ class Activations:
         self._shapes[slot, row] = value.shape
         view = np.frombuffer(self._map, np.float32, value.size, offset)
         view[:] = np.array(value, copy=False).reshape(-1)
-        self._drop(offset)
+        drop_pages(self._map, offset, self._stride)
 
     def get(self, slot: int, row: int) -> mx.array:
         """The array last stored there."""
@@ -56,21 +43,5 @@ class Activations:
         shape = self._shapes[slot, row]
         view = np.frombuffer(self._map, np.float32, int(np.prod(shape)), offset)
         value = mx.array(view).reshape(shape)
-        self._drop(offset)
+        drop_pages(self._map, offset, self._stride)
         return value
-
-    def _drop(self, offset: int) -> None:
-        """Unmap the pages from this process; the file keeps them."""
-        if sys.platform != "darwin" and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, offset, self._stride)
-
-
-def allocate(fd: int, size: int) -> None:
-    """Give a file `size` bytes of disk, or fail now (OSError) instead of at a page fault."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)
-        return
-    block = bytes(1 << 20)
-    left = size
-    while left:
-        left -= os.write(fd, block[: min(left, len(block))])

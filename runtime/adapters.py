@@ -1,5 +1,8 @@
 """LoRA adapters: initialised, held, checked, written and read as mlx-lm does.
 
+Where they are trained they live in a scratch file (`runtime.scratch.MappedTensors`): one block's at
+a time are in memory.
+
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
 `adapter_config.json` is what `mlx_lm.generate --adapter-path` reads.
 """
@@ -8,9 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,13 +26,14 @@ from ondevice.paths import text_path
 from runtime.kernels.linear import Lora
 from runtime.noise import key_of
 
+Tensors = MutableMapping[str, mx.array]
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 
 
 class Adapters:
     """The trainable tensors of every layer, float32, by full name."""
 
-    def __init__(self, manifest: Manifest, tensors: dict[str, mx.array]) -> None:
+    def __init__(self, manifest: Manifest, tensors: Tensors) -> None:
         self.manifest = manifest
         self.tensors = tensors
         self.scale = float(manifest.lora["alpha"]) / int(manifest.lora["rank"])
@@ -46,18 +50,24 @@ class Adapters:
                 found[f"{block.tensor(name)}.lora_b"] = (rank, matrix.rows)
         return found
 
+    @property
+    def size(self) -> int:
+        """How many values are trained."""
+        return sum(math.prod(shape) for shape in self.shapes(self.manifest).values())
+
     @classmethod
-    def initial(cls, manifest: Manifest, seed: int) -> Adapters:
-        """A uniform in +-1/sqrt(in), keyed by (seed, name); B zero."""
-        tensors: dict[str, mx.array] = {}
+    def initial(cls, manifest: Manifest, seed: int, into: Tensors | None = None) -> Adapters:
+        """A uniform in +-1/sqrt(in), keyed by (seed, name); B zero. `into` is what holds them."""
+        tensors: Tensors = {} if into is None else into
         for name, shape in cls.shapes(manifest).items():
             if name.endswith("lora_a"):
                 bound = 1 / math.sqrt(shape[0])
                 key = key_of(seed, "lora", name)
-                tensors[name] = mx.random.uniform(-bound, bound, shape, key=key)
+                value = mx.random.uniform(-bound, bound, shape, key=key)
             else:
-                tensors[name] = mx.zeros(shape)
-        mx.eval(tensors)
+                value = mx.zeros(shape)
+            mx.eval(value)
+            tensors[name] = value
         return cls(manifest, tensors)
 
     def loras(self, block: Block) -> dict[str, Lora]:
@@ -98,12 +108,8 @@ class Adapters:
         temporary = folder / ".adapters.partial.safetensors"
         with storage_errors(folder / WEIGHTS):
             try:
-                mx.save_safetensors(str(temporary), self.tensors, {"format": "mlx"})
-                if temporary.stat().st_size < sum(t.nbytes for t in self.tensors.values()):
-                    raise OSError(28, os.strerror(28))  # MLX does not report a short write
-            except RuntimeError as problem:
-                temporary.unlink(missing_ok=True)
-                raise OSError(28, str(problem)) from problem
+                with temporary.open("wb") as file:
+                    self._write(file)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
@@ -111,9 +117,24 @@ class Adapters:
             temporary.replace(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
 
+    def _write(self, file: IO[bytes]) -> None:
+        """The format safetensors, one tensor at a time: its own writer would hold all of them."""
+        header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+        end = 0
+        for name, shape in self.shapes(self.manifest).items():
+            start, end = end, end + math.prod(shape) * 4
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in self.shapes(self.manifest):
+            file.write(np.array(self.tensors[name], copy=False).tobytes())
+
     @classmethod
-    def load(cls, manifest: Manifest, source: Path) -> Adapters:
+    def load(cls, manifest: Manifest, source: Path, into: Tensors | None = None) -> Adapters:
         """Read adapters (a folder, or the file itself) and check all that can be checked.
+
+        `into` is what holds them.
 
         Raises:
             BundleError: they are damaged or belong to another bundle.
@@ -123,7 +144,7 @@ class Adapters:
         path = source / WEIGHTS if source.is_dir() else source
         _check_config(manifest, path.with_name(CONFIG))
         expected = cls.shapes(manifest)
-        tensors: dict[str, mx.array] = {}
+        tensors: Tensors = {} if into is None else into
         try:
             with safe_open(path, framework="numpy") as file:
                 if set(file.keys()) != set(expected):
@@ -138,7 +159,6 @@ class Adapters:
                     tensors[name] = mx.array(value)
         except (OSError, SafetensorError) as problem:
             raise BundleError(f"{path} cannot be read: {problem}") from None
-        mx.eval(tensors)
         return cls(manifest, tensors)
 
 

@@ -67,8 +67,14 @@ class Liveness:
         width = manifest.hidden_size
         self.chunk_rows = max(64, min(manifest.vocab_size, sizes.tile_values // width))
 
-    def adapter_bytes(self) -> int:
+    def all_adapter_bytes(self) -> int:
         return sum(self._block_adapters(block) for block in self.manifest.layers)
+
+    def adapter_bytes(self) -> int:
+        """All blocks' adapters in an evaluation; training holds one block's at a time."""
+        if self.work.method == "eval":
+            return self.all_adapter_bytes()
+        return max(self._block_adapters(block) for block in self.manifest.layers)
 
     def gradient_bytes(self) -> int:
         """All blocks' gradients where micro-batches accumulate, else the largest block's.

@@ -7,24 +7,20 @@ being updated has its moments in memory.
 from __future__ import annotations
 
 import math
-import mmap
 import os
-import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
-import numpy as np
 
 from ondevice.bundle import storage_errors
 from ondevice.errors import BundleError
 from ondevice.manifest import Block
-from runtime.activations import allocate
 from runtime.adapters import Adapters
 from runtime.program import Gradients
+from runtime.scratch import MappedTensors
 
 MOMENTS = ("m", "v")
-COPY_BYTES = 1 << 20
 
 
 def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, step: int) -> float:
@@ -50,14 +46,12 @@ class Optimizer:
         else:
             self.rule = optim.SGD(1e-4, weight_decay=weight_decay)
         self.moments = MOMENTS if name == "adamw" else ()
-        self._offsets: dict[tuple[str, str], int] = {}
-        size = 0
-        for tensor, shape in Adapters.shapes(adapters.manifest).items():
-            for moment in self.moments:
-                self._offsets[tensor, moment] = size
-                size += math.prod(shape) * 4
-        self.nbytes = size
-        self._map = _scratch(folder, size) if size else None
+        shapes = {
+            f"{tensor}.{moment}": shape
+            for tensor, shape in Adapters.shapes(adapters.manifest).items()
+            for moment in self.moments
+        }
+        self._state = MappedTensors(folder, "optimizer", shapes)
 
     def begin(self, step: int, rate: float) -> None:
         """Set the step (0-based) and learning rate of the updates that follow."""
@@ -72,28 +66,17 @@ class Optimizer:
                 self._apply(tensor, gradient)
 
     def _apply(self, tensor: str, gradient: mx.array) -> None:
-        state = {moment: self._read(tensor, moment) for moment in self.moments}
+        state = {moment: self._state[f"{tensor}.{moment}"] for moment in self.moments}
         value = self.rule.apply_single(gradient, self.adapters.tensors[tensor], state)
         mx.eval(value, state)
         self.adapters.tensors[tensor] = value
         for moment in self.moments:
-            self._view(tensor, moment)[:] = np.array(state[moment], copy=False).reshape(-1)
-
-    def _view(self, tensor: str, moment: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        assert self._map is not None
-        count = self.adapters.tensors[tensor].size
-        return np.frombuffer(self._map, np.float32, count, self._offsets[tensor, moment])
-
-    def _read(self, tensor: str, moment: str) -> mx.array:
-        shape = self.adapters.tensors[tensor].shape
-        return mx.array(self._view(tensor, moment)).reshape(shape)
+            self._state[f"{tensor}.{moment}"] = state[moment]
 
     def write(self, path: Path) -> None:
         """Write the moments to a file, in the order of `Adapters.shapes`."""
         with storage_errors(path), path.open("wb") as file:
-            for start in range(0, self.nbytes, COPY_BYTES):
-                assert self._map is not None
-                file.write(self._map[start : min(start + COPY_BYTES, self.nbytes)])
+            self._state.write(file)
             file.flush()
             os.fsync(file.fileno())
 
@@ -103,22 +86,8 @@ class Optimizer:
         Raises:
             BundleError: the file has another size.
         """
-        if path.stat().st_size != self.nbytes:
-            raise BundleError(f"{path} has {path.stat().st_size} bytes, expected {self.nbytes}")
+        size, expected = path.stat().st_size, self._state.nbytes
+        if size != expected:
+            raise BundleError(f"{path} has {size} bytes, expected {expected}")
         with path.open("rb") as file:
-            start = 0
-            while chunk := file.read(COPY_BYTES):
-                assert self._map is not None
-                self._map[start : start + len(chunk)] = chunk
-                start += len(chunk)
-
-
-def _scratch(folder: Path, size: int) -> mmap.mmap:
-    with storage_errors(folder / "optimizer"):
-        fd, name = tempfile.mkstemp(prefix=".optimizer-", dir=folder)
-        try:
-            Path(name).unlink()
-            allocate(fd, size)
-            return mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+            self._state.read(file)

@@ -194,7 +194,8 @@ def predict(
     heap = sys.platform == "linux" and manifest.device == "cpu"
     slack = int(HEAP_SLACK_PER_LIVE[work.method] * live) if heap else 0
     cached = 0 if heap else min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))
-    moments = 2 * adapters if work.method == "mebp" and work.optimizer == "adamw" else 0
+    trained = 0 if work.method == "eval" else model.all_adapter_bytes()
+    moments = 2 * trained if work.method == "mebp" and work.optimizer == "adamw" else 0
     return Plan(
         budget_bytes=budget_bytes,
         predicted_peak_bytes=base + adapters + gradients + live + slack + cached,
@@ -205,7 +206,7 @@ def predict(
         live_bytes=live,
         slack_bytes=slack,
         cache_bytes=cached,
-        scratch_disk_bytes=slots * work.hidden_states * row_bytes + moments,
+        scratch_disk_bytes=slots * work.hidden_states * row_bytes + trained + moments,
         rung=work.rung,
         rows=work.rows,
         accumulation=work.accumulation,

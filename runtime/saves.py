@@ -24,7 +24,7 @@ from ondevice.errors import BundleError, UsageError
 from ondevice.manifest import Manifest
 from ondevice.paths import text_path
 from runtime import adapters as adapter_files
-from runtime.adapters import Adapters
+from runtime.adapters import Adapters, Tensors
 from runtime.method import Method
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
@@ -140,8 +140,10 @@ class RunFolder:
         found = sorted(self.saves.glob("step-*")) if self.saves.exists() else []
         return found[-1] if found else None
 
-    def restore(self, manifest: Manifest, place: Path) -> tuple[int, Adapters]:
-        """The step and adapters of a save, checked.
+    def restore(
+        self, manifest: Manifest, place: Path, into: Tensors | None = None
+    ) -> tuple[int, Adapters]:
+        """The step and adapters of a save, checked; `into` is what holds the adapters.
 
         Raises:
             BundleError: the save is damaged or belongs to another bundle.
@@ -154,7 +156,7 @@ class RunFolder:
                     raise BundleError(f"{place / name} is altered: its SHA-256 differs")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
             raise BundleError(f"{place} is damaged: {problem!r}") from None
-        return step, Adapters.load(manifest, place)
+        return step, Adapters.load(manifest, place, into)
 
     def truncate_metrics(self, step: int) -> list[dict[str, Any]]:
         """Drop the lines of steps after `step`, and a half-written last line; returns the rest."""

@@ -28,7 +28,7 @@ from ondevice.errors import (
 )
 from ondevice.manifest import Manifest
 from runtime.activations import Activations
-from runtime.adapters import Adapters
+from runtime.adapters import Adapters, Tensors
 from runtime.backend import describe, trim_heap
 from runtime.data import Rows, row_index
 from runtime.evaluate import Events, check_budget, evaluate_rows
@@ -41,6 +41,7 @@ from runtime.optimizer import Optimizer, learning_rate
 from runtime.plan import Plan
 from runtime.run_data import absolute, open_run_rows
 from runtime.saves import CONFIG, PLAN, STATE_OF_METHOD, SUMMARY, RunFolder, read_json
+from runtime.scratch import MappedTensors
 from runtime.session import Session, open_checked, open_session, plan_of
 from runtime.signals import Stop, catching_signals
 from runtime.trajectory import Header, digest, start_log, truncate_log
@@ -249,7 +250,7 @@ class Training:
             "step_s_median": statistics.median(seconds) if seconds else None,
             "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds) if seconds else None,
             "final_train_loss": losses[-1] if losses else None,
-            "trainable_parameters": sum(t.size for t in self.adapters.tensors.values()),
+            "trainable_parameters": self.adapters.size,
             "eval": self.evaluations,
             "machine": describe(),
         }
@@ -350,11 +351,11 @@ def _assemble(
 ) -> Training:
     session = open_session(bundle, plan)
     manifest = bundle.manifest
-    step, adapters = 0, None
+    tensors = MappedTensors(folder.path, "adapters", Adapters.shapes(manifest))
     if save is not None:
-        step, adapters = folder.restore(manifest, save)
-    if adapters is None:
-        adapters = initial_adapters(manifest, config.seed, config.adapter)
+        step, adapters = folder.restore(manifest, save, tensors)
+    else:
+        step, adapters = 0, _initial(manifest, config.seed, config.adapter, tensors)
     method = _method(config, session, plan, adapters, folder.path)
     if save is not None:
         method.read(save / STATE_OF_METHOD)
@@ -373,11 +374,11 @@ def _assemble(
     )
 
 
-def initial_adapters(manifest: Manifest, seed: int, adapter: str | None) -> Adapters:
+def _initial(manifest: Manifest, seed: int, adapter: str | None, into: Tensors) -> Adapters:
     """What training starts from: the adapters in a file or run, or new ones."""
     if adapter is None:
-        return Adapters.initial(manifest, seed)
-    return Adapters.load(manifest, Path(adapter))
+        return Adapters.initial(manifest, seed, into)
+    return Adapters.load(manifest, Path(adapter), into)
 
 
 def _method(
