@@ -150,6 +150,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             method="eval",
         )
         events.plan(plan)
+        meter.aim(plan.predicted_peak_bytes)
         rows = open_rows(
             bundle, config.data, "valid", config.max_seq_length, scratch, "eval.tokens"
         )

@@ -251,14 +251,34 @@ class Liveness:
         """Beside the outputs: the inputs' halves and a tile, then an output made of its parts."""
         x = lanes * self.work.rung * matrix.columns * F32
         y = self.work.rung * matrix.rows * F32
-        return max(x + self._tile(matrix, self._tile_values), y)
+        rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
+        rest = matrix.rows % rows
+        not_yet = lanes * y * rest // matrix.rows  # the outputs of the last, smaller tile
+        full = self._shared(matrix, rows, lanes) - not_yet
+        return max(x + full, x + self._shared(matrix, rest, lanes), y)
+
+    def _shared(self, matrix: Matrix, rows: int, lanes: int) -> int:
+        """A tile of so many rows for all lanes: the first unpacks it before the others multiply."""
+        values = rows * matrix.columns
+        others = (lanes - 1) * self.work.rung * rows * F32
+        return max(self._tile(matrix, values) - others, self._opened(matrix, values))
 
     def _linear_backward(self, matrix: Matrix) -> int:
         """Beside the result: the sum's halves, old and new, a part of dy and a tile."""
         x = self.work.rung * matrix.columns * F32
-        rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
+        first = max(1, min(matrix.rows, self._tile_values // matrix.columns))
+        second = min(first, matrix.rows - first)
+        return max(self._met(matrix, first), x + self._met(matrix, second), x)
+
+    def _met(self, matrix: Matrix, rows: int) -> int:
+        """A tile of so many rows, and the part of dy that it meets."""
         part = self.work.rung * rows * F32 if rows < matrix.rows else 0
-        return x + part + self._tile(matrix, self._tile_values)
+        return part + self._tile(matrix, rows * matrix.columns)
+
+    def largest_tile(self) -> int:
+        """The most that one tile of a matrix takes while it is unpacked."""
+        matrices = self.manifest.matrices.values()
+        return max(self._tile(matrix, self._tile_values) for matrix in matrices)
 
     @property
     def _tile_values(self) -> int:

@@ -147,7 +147,7 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
     return read
 
 
-NEAR = 0.98  # of the budget
+NEAR = 0.98  # of what is aimed at
 RELIEF_SAMPLES = 10  # at least so many between two calls
 
 
@@ -156,7 +156,8 @@ class Meter:
 
     `reset_peak` restarts the sampled peak only; the kernel's counts from the process's start.
     A failed reading ends sampling and is raised by the next property read, never dropped. Near the
-    budget `relieve` is called, which is to give memory back that is free but held.
+    budget, or the lower peak that `aim` has set, `relieve` is called, which is to give memory back
+    that is free but held.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class Meter:
     ) -> None:
         self._interval_s = interval_s
         self._budget_bytes = budget_bytes
+        self._aim_bytes = budget_bytes
         self._relieve = relieve
         self._relieved = 0  # the sample at which it was last called
         self._lock = threading.Lock()
@@ -211,12 +213,16 @@ class Meter:
             self._last = read_footprint()
             self._peak_bytes = max(self._peak_bytes, self._last.footprint_bytes)
             self._samples += 1
-        if self._relieve is None or self._budget_bytes is None:
+        if self._relieve is None or self._aim_bytes is None:
             return
-        near = self._last.footprint_bytes > NEAR * self._budget_bytes
+        near = self._last.footprint_bytes > NEAR * self._aim_bytes
         if near and self._samples - self._relieved > RELIEF_SAMPLES:
             self._relieved = self._samples
             self._relieve()
+
+    def aim(self, peak_bytes: int) -> None:
+        """Keep what is free but held from carrying the footprint beyond a predicted peak."""
+        self._aim_bytes = min(peak_bytes, self._budget_bytes or peak_bytes)
 
     @property
     def now_bytes(self) -> int:

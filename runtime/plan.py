@@ -19,10 +19,13 @@ from ondevice.units import format_bytes
 from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
 
 # Interpreter, NumPy, MLX, OpenBLAS's packing buffers: measured on Linux x86-64; a guess on macOS.
-BASE_BYTES = {"linux": 30_000_000, "darwin": 60_000_000}
+BASE_BYTES = {"linux": 28_000_000, "darwin": 60_000_000}
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
-# glibc's heap serves freed memory again at any size; what lies between blocks in use, at most:
-HEAP_SLACK_PER_LIVE = {"mebp": 0.28, "mezo": 0.2, "eval": 0.2}
+# glibc's heap serves freed memory again at any size. What lies between the blocks in use, per byte
+# alive beside the tile in hand (which is one block) and per byte kept; where it would be more, the
+# meter gives it back (`Meter.aim`)
+HEAP_SLACK_PER_LIVE = {"mebp": 0.23, "mezo": 0.35, "eval": 0.35}
+HEAP_SLACK_PER_KEPT = 0.1
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
 CACHE_PER_LIVE = 1.5
@@ -121,7 +124,8 @@ def _spend(manifest: Manifest, model: Liveness, plan: Plan, spare: int) -> Plan:
     kept = kept_bytes = resident = resident_bytes = 0
     if model.work.method == "mebp":
         for count in layers:
-            added = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
+            more = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
+            added = int(more * (1 + HEAP_SLACK_PER_KEPT)) if plan.slack_bytes else more
             if added > spare:
                 break
             kept, kept_bytes = count, added
@@ -192,7 +196,8 @@ def predict(
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
     row_bytes = work.rung * manifest.hidden_size * F32
     heap = sys.platform == "linux" and manifest.device == "cpu"
-    slack = int(HEAP_SLACK_PER_LIVE[work.method] * live) if heap else 0
+    beside = max(0, live - model.largest_tile())
+    slack = int(HEAP_SLACK_PER_LIVE[work.method] * beside) if heap else 0
     cached = 0 if heap else min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))
     trained = 0 if work.method == "eval" else model.all_adapter_bytes()
     moments = 2 * trained if work.method == "mebp" and work.optimizer == "adamw" else 0

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ondevice.bundle import Bundle, open_bundle
 from ondevice.config import PlanConfig
-from runtime.backend import choose_arithmetic, limit_memory, use_device
+from runtime.backend import choose_arithmetic, limit_memory, trim_heap, use_device
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
 from runtime.kernels.linear import LinearKernel, Place
@@ -127,10 +127,15 @@ def open_checked(path: str) -> Bundle:
 
 
 def open_session(bundle: Bundle, plan: Plan) -> Session:
-    """Set up the device and its limits for a plan, and map the weights."""
+    """Set up the device and its limits for a plan, and map the weights.
+
+    What opening the bundle has left on the heap is given back: it would lie between the blocks of
+    all that follows.
+    """
     use_device(bundle.manifest.device, bundle.path)
     active = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
     active += plan.kept_bytes + plan.resident_bytes + plan.slack_bytes
     limit_memory(active, plan.cache_bytes)
     mx.clear_cache()
+    trim_heap()
     return Session(bundle, plan, Weights(bundle, plan.prefetch))

@@ -1,0 +1,89 @@
+"""Tensors in a scratch file: values, order, refusals, and that they are not on the heap."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import listing
+
+from runtime.memory import read_footprint
+from runtime.scratch import MappedTensors
+
+Rng = np.random.Generator
+
+
+def shapes_of(rng: Rng) -> dict[str, tuple[int, ...]]:
+    return {
+        f"t{i}": tuple(int(n) for n in rng.integers(1, 40, int(rng.integers(1, 4))))
+        for i in range(12)
+    }
+
+
+def filled(tensors: MappedTensors, rng: Rng, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        tensors[name] = mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+def test_what_is_set_is_read_and_a_copy_stays_as_it_was(tmp_path: Path, rng: Rng) -> None:
+    shapes = shapes_of(rng)
+    tensors = MappedTensors(tmp_path, "tensors", shapes)
+    assert listing(tmp_path) == []  # the file has no name
+    assert list(tensors) == list(shapes) and len(tensors) == len(shapes)
+    assert all(not tensors[name].any() for name in shapes)
+    expected = {}
+    for name in rng.permutation(list(shapes)):
+        expected[name] = rng.standard_normal(shapes[name]).astype(np.float32)
+        tensors[name] = mx.array(expected[name])
+    before = tensors["t3"]
+    assert {name: value.shape for name, value in tensors.items()} == shapes
+    assert all(np.array_equal(np.array(tensors[name]), expected[name]) for name in shapes)
+    tensors["t3"] = before + 1
+    assert np.array_equal(np.array(before), expected["t3"])
+
+
+def test_files_hold_the_tensors_in_order(tmp_path: Path, rng: Rng) -> None:
+    shapes = shapes_of(rng)
+    one, other = (MappedTensors(tmp_path, "tensors", shapes) for _ in range(2))
+    filled(one, rng, shapes)
+    file = io.BytesIO()
+    one.write(file)
+    assert file.getvalue() == b"".join(np.array(one[name]).tobytes() for name in shapes)
+    assert len(file.getvalue()) == one.nbytes
+    file.seek(0)
+    other.read(file)
+    assert all(mx.array_equal(one[name], other[name]) for name in shapes)
+
+
+def test_names_and_shapes_are_fixed(tmp_path: Path) -> None:
+    tensors = MappedTensors(tmp_path, "tensors", {"a": (2, 3)})
+    with pytest.raises(ValueError, match=r"a: \(3, 2\) .* not \(2, 3\)"):
+        tensors["a"] = mx.zeros((3, 2))
+    with pytest.raises(ValueError, match="bfloat16"):
+        tensors["a"] = mx.zeros((2, 3), mx.bfloat16)
+    with pytest.raises(KeyError):
+        tensors["b"] = mx.zeros((2, 3))
+    with pytest.raises(TypeError, match="fixed"):
+        del tensors["a"]
+
+
+def in_memory(folder: Path) -> bool:
+    done = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True)
+    return done.stdout.strip() in ("tmpfs", "ramfs")
+
+
+def test_tensors_are_no_part_of_the_footprint(tmp_path: Path, rng: Rng) -> None:
+    shapes = {f"t{i}": (1 << 18,) for i in range(64)}  # 64 MB
+    filled(MappedTensors(tmp_path, "warm", {"a": (1 << 18,)}), rng, {"a": (1 << 18,)})
+    before = read_footprint().footprint_bytes
+    tensors = MappedTensors(tmp_path, "tensors", shapes)
+    filled(tensors, rng, shapes)
+    grown = read_footprint().footprint_bytes - before
+    assert tensors.nbytes == 1 << 26
+    if grown >= tensors.nbytes and in_memory(tmp_path):
+        pytest.skip("a file in memory is part of the footprint")
+    assert grown < 16_000_000
