@@ -26,18 +26,14 @@ from ondevice.errors import (
     InterruptedRunError,
     UsageError,
 )
-from ondevice.manifest import Manifest
-from runtime.activations import Activations
-from runtime.adapters import Adapters, Tensors
+from runtime.adapters import Adapters
 from runtime.backend import describe, trim_heap
+from runtime.beginning import initial_adapters, method_of
 from runtime.data import Rows, row_index
 from runtime.evaluate import Events, check_budget, evaluate_rows
-from runtime.mebp import MeBP
 from runtime.memory import Meter
 from runtime.method import Method, Row
-from runtime.mezo import MeZO
-from runtime.noise import Noise
-from runtime.optimizer import Optimizer, learning_rate
+from runtime.optimizer import learning_rate
 from runtime.plan import Plan
 from runtime.run_data import absolute, open_run_rows
 from runtime.saves import CONFIG, PLAN, STATE_OF_METHOD, SUMMARY, RunFolder, read_json
@@ -357,8 +353,8 @@ def _assemble(
     if save is not None:
         step, adapters = folder.restore(manifest, save, tensors)
     else:
-        step, adapters = 0, _initial(manifest, config.seed, config.adapter, tensors)
-    method = _method(config, session, plan, adapters, folder.path)
+        step, adapters = 0, initial_adapters(manifest, config.seed, config.adapter, tensors)
+    method = method_of(config, session, adapters, folder.path)
     if save is not None:
         method.read(save / STATE_OF_METHOD)
     return Training(
@@ -373,40 +369,6 @@ def _assemble(
         meter,
         done=step,
         first=step,
-    )
-
-
-def _initial(manifest: Manifest, seed: int, adapter: str | None, into: Tensors) -> Adapters:
-    """What training starts from: the adapters in a file or run, or new ones."""
-    if adapter is None:
-        return Adapters.initial(manifest, seed, into)
-    return Adapters.load(manifest, Path(adapter), into)
-
-
-def _method(
-    config: TrainConfig, session: Session, plan: Plan, adapters: Adapters, scratch: Path
-) -> Method:
-    blocks = len(session.bundle.manifest.blocks)
-    shape = (1, plan.rung, session.bundle.manifest.hidden_size)
-    if config.method == "mezo":
-        count = 2 * config.queries * config.batch_size * config.grad_accumulation
-        return MeZO(
-            session.program,
-            adapters,
-            Activations(scratch, 1, count, shape),
-            Noise(config.seed, config.noise),
-            config.epsilon,
-            config.queries,
-            config.weight_decay,
-            plan.lanes,
-        )
-    return MeBP(
-        session.program,
-        adapters,
-        Activations(scratch, blocks, config.batch_size, shape),
-        Optimizer(adapters, config.optimizer, config.weight_decay, scratch),
-        plan.lanes,
-        plan.kept_layers,
     )
 
 
