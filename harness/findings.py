@@ -131,6 +131,9 @@ def _method(one: Finding) -> dict[str, Any]:
     return result
 
 
+RISE = 0.1  # of what a method had gained, lost again
+
+
 def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
     """What a reader of the table has to know, and what the comparison leaves open."""
     every = by_method(config.eval_every)
@@ -167,6 +170,12 @@ def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
             said.append(f"{name} never fell below the loss before training.")
         elif curve.best.step == curve.points[-1].step:
             said.append(f"{name}'s best loss is its last: it might have fallen further.")
+        elif curve.best.loss + RISE * (before - curve.best.loss) < curve.points[-1].loss:
+            said.append(
+                f"{name}'s loss rose again after step {curve.best.step:,}: a rate that is best in "
+                "a short sweep can be too high for a longer run; give more --sweep-steps or lower "
+                "rates."
+            )
     if any(one.profile for one in found.values()):
         said.append(
             "Blocks are those of a short profiled run, which is slower than the run itself; their "

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_quality import curve_of, entry, evaluation
 
 from harness import measure as measuring
-from harness.compare import choose, compare, grid, step_limit
-from harness.findings import Trial, Tried
-from harness.quality import Curve, ladder, make_curve, read_curve
+from harness.compare import compare, grid, step_limit
+from harness.findings import Finding, Trial, notes
+from harness.quality import read_curve
 from harness.report import tables, to_text
 from ondevice import config
 from ondevice.compare_config import CompareConfig, by_method
@@ -34,77 +35,6 @@ from ondevice.errors import (
 )
 
 COMMAND = [sys.executable, "-m", "ondevice"]
-
-
-def entry(step: int, seconds: float = 2.0, passes: int = 1, peak: int = 100) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": 3.0,
-        "seconds": seconds,
-        "forward_passes": passes,
-        "footprint_bytes": peak - 10,
-        "peak_footprint_bytes": peak,
-    }
-
-
-def evaluation(loss: float) -> dict[str, Any]:
-    return {"loss": loss, "accuracy": 0.5 - loss / 20, "exact": 0.0}
-
-
-def curve_of(losses: Mapping[str, float], steps: int, **more: Any) -> Curve:
-    found = {when: evaluation(loss) for when, loss in losses.items()}
-    return make_curve([entry(step + 1, **more) for step in range(steps)], found)
-
-
-# --- steps to quality -------------------------------------------------------------------------
-
-
-def test_what_was_spent_when_a_level_was_reached() -> None:
-    curve = curve_of({"before": 5.0, "2": 4.0, "4": 4.5, "after": 3.0}, 6, passes=2)
-    assert [point.step for point in curve.points] == [0, 2, 4, 6]
-    first = curve.reached(4.2)
-    assert first is not None
-    assert (first.step, first.forward_passes, first.seconds, first.peak_bytes) == (2, 4, 4.0, 100)
-    last = curve.reached(3.9)  # not between evaluations: at the first that shows it
-    assert last is not None and (last.step, last.seconds) == (6, 12.0)
-    assert curve.reached(2.9) is None
-    assert curve.best.step == 6
-    start = curve.reached(5.0)
-    assert start is not None and (start.step, start.seconds, start.peak_bytes) == (0, 0.0, 0)
-
-
-def test_peaks_of_resumed_runs_and_what_is_not_finite() -> None:
-    entries = [entry(1, peak=100), entry(2, peak=300), entry(3, peak=50)]
-    losses = {"before": 5.0, "2": float("nan"), "after": 4.0, "9": 1.0}
-    curve = make_curve(entries, {when: evaluation(loss) for when, loss in losses.items()})
-    assert [(p.step, p.peak_bytes) for p in curve.points] == [(0, 0), (3, 300)]
-    assert curve.dropped == 1 and curve.peak_bytes == 300
-
-
-def test_the_ladder_leads_from_the_baseline_to_the_best() -> None:
-    curves = {
-        "mebp": curve_of({"before": 5.0, "after": 3.0}, 4),
-        "mezo": curve_of({"before": 5.0, "2": 4.0, "after": 4.4}, 4),
-    }
-    levels = ladder(5.0, curves)
-    assert [level.loss for level in levels] == pytest.approx([4.5, 4.0, 3.5, 3.2, 3.0])
-    assert levels[1].meaning == "50% of the way, best of mezo"
-    assert levels[-1].meaning == "100% of the way, best of mebp"
-    aimed = ladder(5.0, curves, target=1.0)
-    assert [level.loss for level in aimed] == pytest.approx([4, 3, 2, 1.4, 1])
-    assert aimed[-1].meaning == "the target"
-    worse = {"mebp": curve_of({"before": 5.0, "after": 5.5}, 4)}
-    assert ladder(5.0, worse) == [] == ladder(5.0, worse, target=6.0)
-
-
-def test_the_lowest_finite_loss_is_chosen() -> None:
-    def tried(rate: float, loss: float | None) -> Tried:
-        outcome = "finished" if loss is not None else "diverged"
-        return Tried(Trial("mebp", rate), outcome, "", 5.0, loss, 1.0)
-
-    assert choose([tried(1, 4.0), tried(2, 3.0), tried(3, None)]) == 1
-    assert choose([tried(1, 3.0), tried(2, 3.0)]) == 0
-    assert choose([tried(1, None)]) is None
 
 
 # --- configuration ----------------------------------------------------------------------------
@@ -289,6 +219,14 @@ def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) 
     assert "never fell below" in to_text(report)
     with pytest.raises(DivergedError, match="no method could run: mezo: the loss of step 3"):
         compare(settings(tmp_path, output=str(tmp_path / "all"), methods="mezo"), id, Runs(late))
+
+
+@pytest.mark.parametrize(("last", "rises"), [(3.05, False), (4.0, True)])
+def test_a_loss_that_rises_again_is_said(tmp_path: Path, last: float, rises: bool) -> None:
+    curve = curve_of({"before": 5.0, "2": 3.0, "after": last}, 4)
+    found = Finding(Trial("mezo", 1e-4, 1e-3), (), None, "finished", "", curve, None, None)
+    said = " ".join(notes(settings(tmp_path), {"mezo": found}))
+    assert ("mezo's loss rose again after step 2" in said) == rises
 
 
 def test_a_target_that_is_reached_before_training(tmp_path: Path) -> None:
