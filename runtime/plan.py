@@ -25,7 +25,7 @@ MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of 
 # alive beside the tile in hand (which is one block) and per byte kept; where it would be more, the
 # meter gives it back (`Meter.aim`)
 HEAP_SLACK_PER_LIVE = {"mebp": 0.23, "mezo": 0.35, "eval": 0.35}
-HEAP_SLACK_PER_KEPT = 0.1
+HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
 CACHE_PER_LIVE = 1.5

@@ -62,12 +62,15 @@ class MappedTensors(MutableMapping[str, mx.array]):
         self._map = map_scratch(folder, name, max(1, self.nbytes))
 
     def __getitem__(self, tensor: str) -> mx.array:
-        return mx.array(self._view(tensor))
+        value = mx.array(self._view(tensor))
+        self._drop(tensor)
+        return value
 
     def __setitem__(self, tensor: str, value: mx.array) -> None:
         if value.shape != self._shapes[tensor] or value.dtype != mx.float32:
             raise ValueError(f"{tensor}: {value.shape} {value.dtype}, not {self._shapes[tensor]}")
         self._view(tensor)[:] = np.array(value, copy=False)
+        self._drop(tensor)
 
     def __delitem__(self, tensor: str) -> None:
         raise TypeError("the names are fixed")
@@ -83,10 +86,17 @@ class MappedTensors(MutableMapping[str, mx.array]):
         flat = np.frombuffer(self._map, np.float32, math.prod(shape), self._offsets[tensor])
         return flat.reshape(shape)
 
+    def _drop(self, tensor: str) -> None:
+        """Unmap the pages that the tensor lies on; those it shares fault in again."""
+        start = self._offsets[tensor] // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = self._offsets[tensor] + math.prod(self._shapes[tensor]) * 4
+        drop_pages(self._map, start, stop - start)
+
     def write(self, file: IO[bytes]) -> None:
         """Write all values, in order."""
         for start in range(0, self.nbytes, COPY_BYTES):
             file.write(self._map[start : min(start + COPY_BYTES, self.nbytes)])
+        drop_pages(self._map, 0, self.nbytes)
 
     def read(self, file: IO[bytes]) -> None:
         """Read what `write` wrote."""
@@ -94,6 +104,7 @@ class MappedTensors(MutableMapping[str, mx.array]):
         while chunk := file.read(COPY_BYTES):
             self._map[start : start + len(chunk)] = chunk
             start += len(chunk)
+        drop_pages(self._map, 0, self.nbytes)
 
 
 def _allocate(fd: int, size: int) -> None:
