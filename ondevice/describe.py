@@ -127,18 +127,12 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
     """What `ondevice plan` prints; `train` prints it without the blocks."""
     rows = [
         ("process", format_bytes(plan["base_bytes"])),
-        ("adapters", format_bytes(plan["adapter_bytes"])),
+        ("adapters in hand", format_bytes(plan["adapter_bytes"])),
         ("gradients", format_bytes(plan["gradient_bytes"])),
         ("largest block alive", format_bytes(plan["live_bytes"])),
         ("allocator", format_bytes(plan["slack_bytes"] + plan["cache_bytes"])),
-        (
-            "kept for the backward",
-            f"{format_bytes(plan['kept_bytes'])} ({plan['kept_layers']} layers)",
-        ),
-        (
-            "weights left unpacked",
-            f"{format_bytes(plan['resident_bytes'])} ({plan['resident_layers']} layers)",
-        ),
+        (f"kept, layers: {plan['kept_layers']}", format_bytes(plan["kept_bytes"])),
+        (f"left unpacked, layers: {plan['resident_layers']}", format_bytes(plan["resident_bytes"])),
         ("predicted peak", format_bytes(plan["predicted_peak_bytes"])),
         ("budget", format_bytes(plan["budget_bytes"])),
         ("smallest budget", format_bytes(plan["minimum_bytes"], up=True)),
