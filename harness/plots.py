@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 MARKERS = ("o", "s", "^", "D")
@@ -90,15 +91,22 @@ def _quality(
             axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label="target")
         axes.set_ylabel(label)
     if any(one["curve"]["points"][-1]["step"] for one in methods.values()):
-        by_step.set_xscale("log")
-    for axes in (by_step, by_second):
-        axes.xaxis.set_major_formatter(_thousands)
+        _log_scale(by_step)
+    by_second.xaxis.set_major_formatter(_thousands)
     by_step.set_xlabel("steps")
     by_second.set_xlabel("training time (s)")
     by_second.set_xlim(left=0)
     by_second.legend(frameon=False)
     words = label.partition(" (")[0]
     return f"{words.capitalize()} against steps and training time", _png(figure)
+
+
+def _log_scale(axes: Axes) -> None:
+    """Logarithmic from left to right, labelled at 1, 2 and 5 times the powers of ten."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _footprint(report: Mapping[str, Any], methods: Methods) -> Picture:
@@ -179,8 +187,7 @@ def draw_budgets(curves: Mapping[str, list[dict[str, float]]]) -> Picture:
             [point["high"] - point["median"] for point in rising],
         ]
         axes.errorbar(places, values, bars, label=name, linewidth=1.6, capsize=3, **_style(index))
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(_thousands)
+    _log_scale(axes)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("budget (MB)")
     axes.set_ylabel("time per step (s)")
