@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,16 +22,12 @@ from export.trace import serialize, trace
 from ondevice import __version__
 from ondevice.bundle import (
     GRAPHS,
-    MANIFEST,
     TOKENIZER,
     Bundle,
     BundleWriter,
     fsync_path,
-    manifest_bytes,
-    open_bundle,
     sha256_file,
     storage_errors,
-    write_atomic,
 )
 from ondevice.config import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
@@ -41,7 +35,6 @@ from ondevice.manifest import (
     Block,
     Extent,
     Graph,
-    Kind,
     Manifest,
     Matrix,
     at_rung,
@@ -49,7 +42,6 @@ from ondevice.manifest import (
     graph_length,
 )
 from ondevice.schema import encode
-from ondevice.validate import check_manifest
 
 SLICE_VALUES = 4 << 20  # values of a tensor in memory at a time
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -331,41 +323,3 @@ def _write_graph(glue: Glue, direction: str, length: int, folder: Path, stem: st
         traced.output_shapes,
         traced.workspace_bytes,
     )
-
-
-def _needs(kind: Kind) -> tuple[object, ...]:
-    """What a kind's values are and which weights it takes."""
-    return kind.values, kind.parameters, [(step.matrix, step.linears) for step in kind.steps]
-
-
-def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:
-    """Trace a bundle's graphs again, for this MLX and device; weights stay as they are.
-
-    The new graphs are written beside the old, then the manifest is replaced atomically.
-    """
-    bundle = open_bundle(path)
-    manifest = bundle.manifest
-    here = set_device(device)
-    if manifest.config.get("num_hidden_layers") != len(manifest.layers):
-        raise BundleError(f"{path}: its configuration has not its {len(manifest.layers)} layers")
-    cut = cut_model(manifest.family, manifest.config)
-    if [b.kind for b in cut.blocks] != [b.kind for b in manifest.blocks] or any(
-        _needs(kind) != _needs(manifest.kinds[name]) for name, kind in cut.kinds.items()
-    ):
-        raise BundleError(f"{path}: this mlx-lm runs the model otherwise; export it again")
-    version = metadata.version("mlx")
-    folders = {graph.file.rpartition("/")[0] for graph in manifest.graphs.values()}
-    subfolder = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{GRAPHS}-{version}-{here}")
-    if subfolder in folders:
-        subfolder += "-again"
-    try:
-        graphs = write_graphs(cut, manifest.rungs, bundle.path, subfolder, progress)
-        fresh = replace(manifest, graphs=graphs, kinds=cut.kinds, mlx_version=version, device=here)
-        check_manifest(fresh)
-    except BaseException:
-        shutil.rmtree(bundle.path / subfolder, ignore_errors=True)
-        raise
-    write_atomic(bundle.path / MANIFEST, manifest_bytes(fresh))
-    for folder in folders:
-        shutil.rmtree(bundle.path / folder, ignore_errors=True)
-    return open_bundle(path)

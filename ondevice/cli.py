@@ -160,7 +160,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 def _retrace(arguments: argparse.Namespace) -> None:
     _prepare(keep_heap=False)
-    from export.pack import retrace
+    from export.retrace import retrace
 
     with _bar("graph") as progress:
         bundle = retrace(arguments.bundle, arguments.device, progress)

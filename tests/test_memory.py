@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ondevice.errors import OnDeviceError
-from runtime import memory
+from runtime import backend, memory
 from runtime.memory import Footprint, Meter, RusageInfoV4, TaskVmInfo, read_footprint
 
 BLOCK_BYTES = 64 * 2**20
@@ -45,14 +46,6 @@ def test_a_reading_agrees_with_the_status_file() -> None:
     reading = read_footprint()
     assert abs(reading.footprint_bytes - wanted) < SLACK_BYTES
     assert reading.footprint_bytes <= reading.rss_bytes <= reading.peak_rss_bytes
-
-
-def test_reading_is_cheap_enough_to_sample() -> None:
-    read_footprint()
-    start = time.perf_counter()
-    for _ in range(100):
-        read_footprint()
-    assert (time.perf_counter() - start) / 100 < 0.001
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -98,6 +91,54 @@ def test_the_budget_is_compared_with_the_peak() -> None:
     assert meter.over_budget
     with Meter() as unlimited:
         assert not unlimited.over_budget
+
+
+def readings(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """Let the meter read `sizes`, one after the other, then the last of them for ever."""
+    left = iter(sizes)
+    monkeypatch.setattr(
+        memory, "read_footprint", lambda: Footprint(next(left, sizes[-1]), sizes[-1], sizes[-1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "aim", "level"), [(1000, None, 980), (1000, 500, 490), (1000, 2000, 980)]
+)
+def test_what_is_free_is_given_back_near_the_budget_or_what_is_aimed_at(
+    monkeypatch: pytest.MonkeyPatch, budget: int, aim: int | None, level: int
+) -> None:
+    given_back: list[int] = []
+    readings(monkeypatch, [level] * 40 + [level + 1] * 40)
+    meter = Meter(budget_bytes=budget, relieve=lambda: given_back.append(meter.samples))
+    if aim is not None:
+        meter.aim(aim)
+    for _ in range(40):
+        assert meter.now_bytes == level
+    assert not given_back
+    for _ in range(40):
+        assert meter.now_bytes == level + 1
+    assert given_back[0] == 41  # at once, and then not at every reading
+    assert len(given_back) == pytest.approx(40 / memory.RELIEF_SAMPLES, abs=1)
+    assert not meter.over_budget
+
+
+def test_without_a_budget_or_an_aim_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings(monkeypatch, [1 << 50])
+    meter = Meter(relieve=lambda: pytest.fail("nothing was aimed at"))
+    for _ in range(40):
+        assert meter.now_bytes == 1 << 50
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_trimming_gives_the_heap_s_free_pages_back() -> None:
+    blocks = [np.ones(1 << 17, dtype=np.float64) for _ in range(64)]  # 1 MB each, from the heap
+    kept = blocks[1::2]
+    full = read_footprint().footprint_bytes
+    del blocks  # every other block is free, and none of them at the top
+    assert full - read_footprint().footprint_bytes < BLOCK_BYTES // 4
+    backend.trim_heap()
+    assert full - read_footprint().footprint_bytes > BLOCK_BYTES // 4
+    assert all(float(block[0]) == 1.0 for block in kept)
 
 
 def test_mapped_files_do_not_count(tmp_path: Path) -> None:

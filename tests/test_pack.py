@@ -15,7 +15,8 @@ from conftest import listing, program_of
 
 from export import pack
 from export.families import expected_shapes
-from export.pack import export_bundle, retrace
+from export.pack import export_bundle
+from export.retrace import retrace
 from ondevice.bundle import WEIGHTS, Bundle, open_bundle
 from ondevice.errors import BundleError, StorageError, UsageError
 
@@ -158,6 +159,21 @@ def test_an_interrupted_retrace_changes_nothing(
         retrace(path, "cpu", progress)
     assert all_bytes(path) == before
     assert listing(path) == listing(origin.path)
+
+
+def test_two_processes_do_not_retrace_one_bundle(origin: Bundle, tmp_path: Path) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    refused: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(UsageError, match="another process is tracing") as problem:
+                retrace(path, "cpu")
+            refused.append(str(problem.value))
+
+    retrace(path, "cpu", progress).verify()
+    assert refused
+    retrace(path, "cpu").verify()  # the lock went with its owner
 
 
 def retrace_lies() -> Iterator[tuple[str, Any]]:

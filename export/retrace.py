@@ -1,0 +1,81 @@
+"""A bundle's graphs traced again, for another MLX or device; its weights stay as they are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from export.cut import cut_model
+from export.pack import Progress, no_progress, set_device, write_graphs
+from ondevice.bundle import GRAPHS, MANIFEST, Bundle, manifest_bytes, open_bundle, write_atomic
+from ondevice.errors import BundleError, UsageError
+from ondevice.manifest import Kind
+from ondevice.validate import check_manifest
+
+
+def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:
+    """Trace a bundle's graphs again, for this MLX and device.
+
+    The new graphs are written beside the old, then the manifest is replaced atomically.
+
+    Raises:
+        BundleError: this mlx-lm would not make the same bundle.
+        UsageError: another process is at it.
+    """
+    with _alone(open_bundle(path).path):
+        return _retrace(path, device, progress)
+
+
+@contextmanager
+def _alone(bundle: Path) -> Iterator[None]:
+    """Keep a second process from tracing the same bundle."""
+    folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another process is tracing {bundle} again; wait for it") from None
+        yield
+    finally:
+        os.close(folder)
+
+
+def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
+    bundle = open_bundle(path)
+    manifest = bundle.manifest
+    here = set_device(device)
+    if manifest.config.get("num_hidden_layers") != len(manifest.layers):
+        raise BundleError(f"{path}: its configuration has not its {len(manifest.layers)} layers")
+    cut = cut_model(manifest.family, manifest.config)
+    if [b.kind for b in cut.blocks] != [b.kind for b in manifest.blocks] or any(
+        _needs(kind) != _needs(manifest.kinds[name]) for name, kind in cut.kinds.items()
+    ):
+        raise BundleError(f"{path}: this mlx-lm runs the model otherwise; export it again")
+    version = metadata.version("mlx")
+    folders = {graph.file.rpartition("/")[0] for graph in manifest.graphs.values()}
+    subfolder = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{GRAPHS}-{version}-{here}")
+    if subfolder in folders:
+        subfolder += "-again"
+    try:
+        graphs = write_graphs(cut, manifest.rungs, bundle.path, subfolder, progress)
+        fresh = replace(manifest, graphs=graphs, kinds=cut.kinds, mlx_version=version, device=here)
+        check_manifest(fresh)
+    except BaseException:
+        shutil.rmtree(bundle.path / subfolder, ignore_errors=True)
+        raise
+    write_atomic(bundle.path / MANIFEST, manifest_bytes(fresh))
+    for folder in folders:
+        shutil.rmtree(bundle.path / folder, ignore_errors=True)
+    return open_bundle(path)
+
+
+def _needs(kind: Kind) -> tuple[object, ...]:
+    """What a kind's values are and which weights it takes."""
+    return kind.values, kind.parameters, [(step.matrix, step.linears) for step in kind.steps]
