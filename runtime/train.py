@@ -77,7 +77,7 @@ class Training:
             self._train()
             if self.ended == "loss":  # found by an evaluation, which comes after a save
                 self._save()
-            if self.eval_rows is not None:
+            if self.eval_rows is not None and "after" not in self.evaluations:
                 self._evaluate("after")
         return self._finish()
 
@@ -326,12 +326,14 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
             truncate_log(folder.trajectory, training.done)
         done = path / "evaluations.json"
         if done.exists():
-            known = read_json(done).items()
+            known = read_json(done)
             training.evaluations = {  # not those of steps that were lost with the process
                 when: facts
-                for when, facts in known
+                for when, facts in known.items()
                 if when == "before" or (when.isdecimal() and int(when) <= training.done)
             }
+            if training.ended and "after" in known:
+                training.evaluations["after"] = known["after"]
         events.note(f"resuming after step {training.done} of {config.steps}")
         return training.run()
 

@@ -76,6 +76,20 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     assert again.returncode == 2 and "--resume" in again.stderr
 
 
+def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = ondevice(*train_arguments(bundle, run, 2, eval_data="random:9", eval_rows=2))
+    assert done.returncode == 0, done.stderr
+    known = json.loads((run / "evaluations.json").read_text())
+    known["after"]["loss"] = 123.0  # no evaluation would find it
+    (run / "evaluations.json").write_text(json.dumps(known))
+    before = adapter(run)
+    resumed = ondevice("train", "--resume", run, "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["eval"] == known
+    assert adapter(run) == before
+
+
 def test_ten_kills_and_the_same_bytes(bundle: Path, tmp_path: Path) -> None:
     """SIGKILL at ten random moments, many inside a save: the adapter is what it would have been."""
     seed = random.SystemRandom().randrange(1 << 30)
