@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from export.cut import cut_model
 from export.pack import Progress, no_progress, set_device, write_graphs
-from ondevice.bundle import GRAPHS, MANIFEST, Bundle, manifest_bytes, open_bundle, write_atomic
-from ondevice.errors import BundleError, UsageError
+from ondevice.bundle import (
+    GRAPHS,
+    MANIFEST,
+    Bundle,
+    lock_bundle,
+    manifest_bytes,
+    open_bundle,
+    write_atomic,
+)
+from ondevice.errors import BundleError
 from ondevice.manifest import Kind
 from ondevice.validate import check_manifest
 
@@ -27,24 +32,13 @@ def retrace(path: str | Path, device: str = "auto", progress: Progress = no_prog
 
     Raises:
         BundleError: this mlx-lm would not make the same bundle.
-        UsageError: another process is at it.
+        UsageError: another process uses the bundle or is at it, too.
     """
-    with _alone(open_bundle(path).path):
-        return _retrace(path, device, progress)
-
-
-@contextmanager
-def _alone(bundle: Path) -> Iterator[None]:
-    """Keep a second process from tracing the same bundle."""
-    folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
+    lock = lock_bundle(open_bundle(path).path, alone=True)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is tracing {bundle} again; wait for it") from None
-        yield
+        return _retrace(path, device, progress)
     finally:
-        os.close(folder)
+        os.close(lock)
 
 
 def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
@@ -71,8 +65,9 @@ def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
         shutil.rmtree(bundle.path / subfolder, ignore_errors=True)
         raise
     write_atomic(bundle.path / MANIFEST, manifest_bytes(fresh))
-    for folder in folders:
-        shutil.rmtree(bundle.path / folder, ignore_errors=True)
+    for folder in bundle.path.glob(f"{GRAPHS}*"):  # those of an interrupted one, too
+        if folder.name != subfolder:
+            shutil.rmtree(folder)
     return open_bundle(path)
 
 

@@ -130,7 +130,8 @@ def find(name: str) -> Benchmark:
     """
     if name not in BENCHMARKS:
         known = [f"{key}: {one.text}" for key, one in BENCHMARKS.items()]
-        raise UsageError("\n  ".join([f"no benchmark {name!r}; there are", *known]))
+        what = f"no benchmark {name!r}; there are" if name else "name a benchmark:"
+        raise UsageError("\n  ".join([what, *known]))
     return BENCHMARKS[name]
 
 

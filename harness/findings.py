@@ -171,11 +171,13 @@ def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
         elif curve.best.step == curve.points[-1].step:
             said.append(f"{name}'s best loss is its last: it might have fallen further.")
         elif curve.best.loss + RISE * (before - curve.best.loss) < curve.points[-1].loss:
-            said.append(
-                f"{name}'s loss rose again after step {curve.best.step:,}: a rate that is best in "
-                "a short sweep can be too high for a longer run; give more --sweep-steps or lower "
-                "rates."
+            why = (
+                "a rate that is best in a short sweep can be too high for a longer run; give more "
+                "--sweep-steps or lower rates"
+                if one.tried
+                else "its rate may be too high for so many steps, or the rows too few"
             )
+            said.append(f"{name}'s loss rose again after step {curve.best.step:,}: {why}.")
     if any(one.profile for one in found.values()):
         said.append(
             "Blocks are those of a short profiled run, which is slower than the run itself; their "

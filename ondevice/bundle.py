@@ -137,6 +137,25 @@ class Bundle:
             )
 
 
+def lock_bundle(bundle: Path, alone: bool) -> int:
+    """Keep a bundle's files while they are used, or from being used: a descriptor to close.
+
+    Raises:
+        UsageError: another process is using the bundle, or replacing its graphs.
+    """
+    folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        doing = "using" if alone else "replacing the graphs of"
+        raise UsageError(f"another process is {doing} {bundle}; wait for it") from None
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
 def open_bundle(path: str | Path) -> Bundle:
     """Open a bundle, checking its manifest and every file's presence and size.
 

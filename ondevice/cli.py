@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import signal
 import sys
@@ -28,12 +29,26 @@ from ondevice.errors import BundleError, InterruptedRunError, OnDeviceError, Usa
 from ondevice.units import format_bytes
 
 Handler = Callable[[argparse.Namespace], None]
+# what mlx-lm and PEFT's users type
+ELSEWHERE = {
+    "--iters": "--steps",
+    "--max-steps": "--steps",
+    "--lr": "--learning-rate",
+    "--adapter-path": "--adapter",
+    "--lora-r": "--lora-rank",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return UsageError.exit_code
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        print(f"ondevice: {_not_known(unknown, arguments.parser)}", file=sys.stderr)
+        return UsageError.exit_code
     handler: Handler = arguments.handler
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -61,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        made.set_defaults(handler=handler)
+        made.set_defaults(handler=handler, parser=made)
         return made
 
     export = command("export", _export, "make a bundle from a checkpoint")
@@ -97,6 +112,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--adapter", metavar="RUN", type=Path)
     generate.add_argument("--max-tokens", type=int, default=64)
     return parser
+
+
+def _not_known(words: list[str], parser: argparse.ArgumentParser) -> str:
+    """Which arguments a command does not take, and what may have been meant."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    there = [name for name in parser._option_string_actions if name.startswith("--")]
+    near = [ELSEWHERE.get(flag) for flag in flags if ELSEWHERE.get(flag) in there]
+    near += [name for flag in flags for name in difflib.get_close_matches(flag, there, n=1)]
+    hint = f"; did you mean {' or '.join(dict.fromkeys(map(str, near)))}?" if near else ""
+    return f"unrecognized arguments: {' '.join(words)}{hint}"
 
 
 @contextlib.contextmanager
@@ -199,8 +224,12 @@ def _train(arguments: argparse.Namespace) -> None:
     overrides = given(arguments, TrainConfig)
     budget = overrides.get("budget")
     if arguments.resume is not None and (set(overrides) - {"budget"} or arguments.config):
-        odd = sorted(set(overrides) - {"budget"}) or "--config"
-        raise UsageError(f"--resume takes the run's own settings (and --budget); leave out {odd}")
+        odd = [f"--{name.replace('_', '-')}" for name in sorted(set(overrides) - {"budget"})]
+        raise UsageError(
+            "--resume takes the run's own settings (and --budget); leave out "
+            f"{', '.join(odd) or '--config'}; to train a finished run further, start another with "
+            f"--adapter {arguments.resume}"
+        )
     config = None
     if arguments.resume is None:
         config = load(TrainConfig, arguments.config, overrides)
@@ -220,7 +249,11 @@ def _train(arguments: argparse.Namespace) -> None:
         summary = (
             resume(arguments.resume, events, budget) if config is None else train(config, events)
         )
-    print(json.dumps(summary) if quiet else describe_summary(summary))
+    if quiet:
+        print(json.dumps(summary))
+        return
+    run = arguments.resume if config is None else config.output
+    print(f"{describe_summary(summary)}\nthe run and its adapter are in {run}")
 
 
 @contextlib.contextmanager
@@ -304,12 +337,18 @@ def _compare(arguments: argparse.Namespace) -> None:
     from harness.report import to_text
 
     report = compare(config, _say)
-    print(json.dumps(report) if arguments.json else to_text(report))
+    if arguments.json:
+        print(json.dumps(report))
+        return
+    print(f"{to_text(report)}\n\nwith plots in {Path(config.output) / 'compare.html'}")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    from harness.bench import bench, find, to_text
+
+    if arguments.config is None and "name" not in given(arguments, BenchConfig):
+        find("")  # lists them
     config = load(BenchConfig, arguments.config, given(arguments, BenchConfig))
-    from harness.bench import bench, to_text
 
     report = bench(config, _say)
     print(json.dumps(report) if arguments.json else to_text(report))

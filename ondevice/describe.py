@@ -138,8 +138,10 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("smallest budget", format_bytes(plan["minimum_bytes"], up=True)),
         ("scratch on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
+    count = "1 row" if plan["rows"] == 1 else f"{plan['rows']} rows"
     lines = [
-        f"{plan['rung']} tokens x {plan['rows']} rows x {plan['accumulation']} accumulated, "
+        f"{plan['rung']} tokens x {count} x {plan['accumulation']} "
+        "accumulated, "
         f"{plan['arithmetic']} weights: tiles of {plan['tile_values']} values, query blocks of "
         f"{plan['query_block']}, {plan['chunk_rows']} rows of the vocabulary at a time",
         _table(rows),
@@ -160,7 +162,10 @@ def describe_summary(summary: dict[str, Any]) -> str:
     loss = "" if final is None else f", final training loss {final:.4f}"
     speed = "no step was needed"
     if summary["steps"]:
-        speed = f"{summary['step_s_median']:.2f} s each, {summary['tokens_per_s']:.0f} tokens/s"
+        speed = (
+            f"{summary['step_s_median']:.2f} s a step (median), "
+            f"{summary['tokens_per_s']:.0f} tokens/s over all"
+        )
     lines = [
         f"{summary['method']}: {summary['steps']} steps, {speed}{loss}",
         f"peak footprint {format_bytes(summary['peak_footprint_bytes'])} (predicted "

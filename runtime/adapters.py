@@ -105,16 +105,16 @@ class Adapters:
 
     def save(self, folder: Path) -> None:
         """Write both files into an existing folder, each atomically."""
-        temporary = folder / ".adapters.partial.safetensors"
+        temporary = folder / f".{WEIGHTS}.partial"
         with storage_errors(folder / WEIGHTS):
             try:
                 with temporary.open("wb") as file:
                     self._write(file)
+                fsync_path(temporary)
+                temporary.replace(folder / WEIGHTS)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
-            fsync_path(temporary)
-            temporary.replace(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
 
     def _write(self, file: IO[bytes]) -> None:

@@ -222,7 +222,8 @@ class Meter:
 
     def aim(self, peak_bytes: int) -> None:
         """Keep what is free but held from carrying the footprint beyond a predicted peak."""
-        self._aim_bytes = min(peak_bytes, self._budget_bytes or peak_bytes)
+        budget = self._budget_bytes
+        self._aim_bytes = peak_bytes if budget is None else min(peak_bytes, budget)
 
     @property
     def now_bytes(self) -> int:

@@ -95,7 +95,8 @@ def choose_rung(manifest: Manifest, length: int) -> int:
             return rung
     raise UsageError(
         f"--max-seq-length {length} > {manifest.rungs[-1]}, the longest that the bundle has graphs "
-        f"for; export it again with --seq-lens {','.join(map(str, (*manifest.rungs, length)))}"
+        f"for; give --max-seq-length {manifest.rungs[-1]}, or export it again with --seq-lens "
+        f"{','.join(map(str, (*manifest.rungs, length)))}"
     )
 
 

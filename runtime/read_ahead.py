@@ -13,7 +13,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from ondevice.errors import StorageError
+from ondevice.errors import BundleError
 
 BUFFER_BYTES = 1 << 20
 AHEAD_BYTES = 64 << 20
@@ -37,10 +37,11 @@ class ReadAhead:
         """Ask for bytes start:stop; returns at once.
 
         Raises:
-            StorageError: an earlier request could not be read.
+            BundleError: an earlier request could not be read. That the last one could not is not
+                told: whoever uses what it was for will find out.
         """
         if self._problems:
-            raise StorageError(f"{self._path} cannot be read: {self._problems[0]}")
+            raise BundleError(f"{self._path} cannot be read: {self._problems[0]}")
         self._requests.put((start, min(stop, start + AHEAD_BYTES)))
 
 

@@ -55,12 +55,26 @@ class RunFolder:
     def trajectory(self) -> Path:
         return self.path / TRAJECTORY
 
-    def create(self) -> None:
-        """Make the directory.
+    @contextmanager
+    def created(self) -> Iterator[None]:
+        """Make the directory, and keep a second process from it.
 
         Raises:
-            UsageError: a run is there already.
+            UsageError: a run is there already, or another process has begun one.
         """
+        self._check_free()
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            self._check_free()  # another process may have been faster
+            for path in self.path.iterdir():
+                if path.name != LOCK:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with storage_errors(self.path):
+                self.saves.mkdir()
+            yield
+
+    def _check_free(self) -> None:
         if (self.path / CONFIG).exists():
             raise UsageError(
                 f"{self.path} holds a run already; go on with it (ondevice train --resume "
@@ -74,10 +88,6 @@ class RunFolder:
                     f"{self.path} holds other files ({', '.join(others[:3])}); choose another "
                     "--output, or an empty folder"
                 )
-            for path in self.path.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with storage_errors(self.path):
-            self.saves.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -107,6 +117,12 @@ class RunFolder:
         method.settle()
         adapters.check_finite()
         place = self.saves / f"step-{step:08d}"
+        if not place.exists():  # else what it holds is this state
+            self._write(place, step, adapters, method)
+        adapters.save(self.path)
+
+    def _write(self, place: Path, step: int, adapters: Adapters, method: Method) -> None:
+        """Write a save beside its place, rename it, and remove what was before it."""
         partial = self.saves / f".{place.name}.partial"
         with storage_errors(place):
             try:
@@ -123,8 +139,6 @@ class RunFolder:
                 for log in (self.metrics, self.trajectory):
                     if log.exists():  # its lines are never fewer than the steps saved
                         fsync_path(log)
-                if place.exists():
-                    shutil.rmtree(place)
                 partial.rename(place)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -133,7 +147,6 @@ class RunFolder:
             for old in [*self.saves.glob("step-*"), *self.saves.glob(".step-*.partial")]:
                 if old.name != place.name:
                     shutil.rmtree(old)
-            adapters.save(self.path)
 
     def latest(self) -> Path | None:
         """The newest whole save; partial ones were never renamed into place."""

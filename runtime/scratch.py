@@ -31,7 +31,7 @@ def map_scratch(folder: Path, name: str, size: int) -> mmap.mmap:
         StorageError: the disk is full.
     """
     with storage_errors(folder / name):
-        fd, path = tempfile.mkstemp(prefix=f".{name}-", dir=folder)
+        fd, path = tempfile.mkstemp(".partial", f".{name}-", folder)
         try:
             Path(path).unlink()
             _allocate(fd, size)

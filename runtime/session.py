@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ondevice.bundle import Bundle, open_bundle
+from ondevice.bundle import Bundle, lock_bundle, open_bundle
 from ondevice.config import PlanConfig
 from runtime.backend import choose_arithmetic, limit_memory, trim_heap, use_device
 from runtime.kernels.attention import AttentionKernel
@@ -138,4 +140,6 @@ def open_session(bundle: Bundle, plan: Plan) -> Session:
     limit_memory(active, plan.cache_bytes)
     mx.clear_cache()
     trim_heap()
-    return Session(bundle, plan, Weights(bundle, plan.prefetch))
+    session = Session(bundle, plan, Weights(bundle, plan.prefetch))
+    weakref.finalize(session, os.close, lock_bundle(bundle.path, alone=False))
+    return session

@@ -137,7 +137,11 @@ def json_row(line: bytes, encoder: TextEncoder, seq_length: int) -> Row | None:
     value = json.loads(line)
     keys = ("text",) if isinstance(value, dict) and "text" in value else ("prompt", "completion")
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in keys):
-        raise ValueError('expected {"text": "..."} or {"prompt": "...", "completion": "..."}')
+        chat = isinstance(value, dict) and "messages" in value
+        raise ValueError(
+            'expected {"text": "..."} or {"prompt": "...", "completion": "..."}'
+            + ("; write chat messages as these, with the model's template" if chat else "")
+        )
     parts: list[list[int]] = []
     for key in keys:
         value[key].encode()  # ValueError for half a surrogate pair, which is no text
@@ -201,8 +205,12 @@ def write_token_file(rows: Iterable[Row | None], seq_length: int, out_file: Path
             end += len(ids)
             count += 1
         if count == 0:
-            why = f"all {dropped} rows are too long or empty" if dropped else "it is empty"
-            raise DataError(f"no tokens to train on: {why}; add data or raise --max-seq-length")
+            if dropped:
+                raise DataError(
+                    f"no tokens to train on: all {dropped} rows are too long or empty; add data or "
+                    "raise --max-seq-length"
+                )
+            raise DataError("no tokens to train on: it is empty")
         try:
             with part.open("wb") as out:
                 out.write(HEADER.pack(MAGIC, VERSION, seq_length, dropped, count, end))
@@ -237,6 +245,9 @@ def main(argv: list[str] | None = None) -> int:
         rows = read_rows(given.input, encoder, given.seq_length)
         try:
             write_token_file(rows, given.seq_length, given.output)
+        except DataError as error:
+            named = str(given.input) in str(error)
+            raise error if named else DataError(f"{given.input}: {error}") from None
         except OSError as error:
             raise StorageError(f"cannot write {given.output}: {error.strerror}") from error
     except OnDeviceError as error:

@@ -265,35 +265,36 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
-        events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
-        folder.create()
-        try:
-            fixed = replace(
-                config,
-                bundle=str(Path(config.bundle).resolve()),
-                data=absolute(config.data),
-                output=str(folder.path.resolve()),
-                eval_data=None if config.eval_data is None else absolute(config.eval_data),
-                adapter=None if config.adapter is None else absolute(config.adapter),
-            )
-            rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
-            if eval_rows is None and (fixed.eval_every or fixed.stop_loss):
-                raise UsageError(
-                    "--eval-every and --stop-loss need held-out data: give --eval-data, or a "
-                    "folder with a valid file as --data"
+        with folder.created():
+            try:
+                fixed = replace(
+                    config,
+                    bundle=str(Path(config.bundle).resolve()),
+                    data=absolute(config.data),
+                    output=str(folder.path.resolve()),
+                    eval_data=None if config.eval_data is None else absolute(config.eval_data),
+                    adapter=None if config.adapter is None else absolute(config.adapter),
                 )
-            training = _assemble(fixed, bundle, plan, folder, rows, eval_rows, None, events, meter)
-            if fixed.method == "mezo":
-                start_log(folder.trajectory, _header(fixed, training.adapters))
-            folder.write_json(PLAN, plan.to_json())
-            write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
-        except BaseException:
-            _remove_refused(folder, existed)
-            raise
-        with folder.locked():
+                rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
+                if eval_rows is None and (fixed.eval_every or fixed.stop_loss):
+                    raise UsageError(
+                        "--eval-every and --stop-loss need held-out data: give --eval-data, or a "
+                        "folder with a valid file as --data"
+                    )
+                training = _assemble(
+                    fixed, bundle, plan, folder, rows, eval_rows, None, events, meter
+                )
+                if fixed.method == "mezo":
+                    start_log(folder.trajectory, _header(fixed, training.adapters))
+                folder.write_json(PLAN, plan.to_json())
+                write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
+            except BaseException:
+                _remove_refused(folder, existed)
+                raise
+            events.plan(plan)
             return training.run()
 
 
@@ -334,7 +335,13 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
             }
             if training.ended and "after" in known:
                 training.evaluations["after"] = known["after"]
-        events.note(f"resuming after step {training.done} of {config.steps}")
+        if training.ended:
+            events.note(
+                f"this run is finished, after step {training.done}; to train further, start "
+                f"another with --adapter {path}"
+            )
+        else:
+            events.note(f"resuming after step {training.done} of {config.steps}")
         return training.run()
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from test_quality import curve_of, entry, evaluation
 
 from harness import measure as measuring
 from harness.compare import compare, grid, step_limit
-from harness.findings import Finding, Trial, notes
+from harness.findings import Finding, Trial, Tried, notes
 from harness.quality import read_curve
 from harness.report import tables, to_text
 from ondevice import config
@@ -224,9 +224,13 @@ def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) 
 @pytest.mark.parametrize(("last", "rises"), [(3.05, False), (4.0, True)])
 def test_a_loss_that_rises_again_is_said(tmp_path: Path, last: float, rises: bool) -> None:
     curve = curve_of({"before": 5.0, "2": 3.0, "after": last}, 4)
-    found = Finding(Trial("mezo", 1e-4, 1e-3), (), None, "finished", "", curve, None, None)
+    trial = Trial("mezo", 1e-4, 1e-3)
+    found = Finding(trial, (), None, "finished", "", curve, None, None)
     said = " ".join(notes(settings(tmp_path), {"mezo": found}))
-    assert ("mezo's loss rose again after step 2" in said) == rises
+    assert ("mezo's loss rose again after step 2: its rate may be" in said) == rises
+    tried = (Tried(trial, "finished", "", 5.0, 3.0, 1.0),)
+    said = " ".join(notes(settings(tmp_path), {"mezo": replace(found, tried=tried, chosen=0)}))
+    assert ("mezo's loss rose again after step 2: a rate that is best in a" in said) == rises
 
 
 def test_a_target_that_is_reached_before_training(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from runtime.mezo import MeZO
 from runtime.noise import Noise
 from runtime.plan import LEVELS, PAPER, Plan, predict
 from runtime.program import Gradients
+from runtime.scratch import MappedTensors
 from runtime.session import open_session
 
 Tiny = Callable[..., Bundle]
@@ -88,6 +89,15 @@ class Kept:
             self.found[f"{block.tensor(name)}.lora_b"] = db
 
 
+def anywhere(adapters: Adapters, folder: Path, rng: Rng) -> Adapters:
+    """The same adapters, on the heap or in a scratch file as a run's are."""
+    if rng.random() < 0.5:
+        return adapters
+    mapped = MappedTensors(folder, "adapters", Adapters.shapes(adapters.manifest))
+    mapped.update(adapters.tensors)
+    return Adapters(adapters.manifest, mapped)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograds_under_every_plan(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str
@@ -98,7 +108,7 @@ def test_gradients_are_autograds_under_every_plan(
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
         print(replace(chosen, blocks=()))
-        adapters = adapters_of(bundle, rng)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng)
         rows = [drawn_rows(bundle, rng, chosen.rung, count) for _ in range(parts)]
         shape = (1, chosen.rung, manifest.hidden_size)
         scratch = Activations(tmp_path, len(manifest.blocks), count, shape)
@@ -127,7 +137,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
         print(replace(chosen, blocks=()))
-        adapters = adapters_of(bundle, rng)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng)
         noise = Noise(seed)
         oracle = reference.MonolithicMeZO(
             Adapters(adapters.manifest, dict(adapters.tensors)), noise, 1e-3, queries, 0.0

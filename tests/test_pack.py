@@ -167,7 +167,7 @@ def test_two_processes_do_not_retrace_one_bundle(origin: Bundle, tmp_path: Path)
 
     def progress(what: str, done: int, total: int) -> None:
         if not refused:
-            with pytest.raises(UsageError, match="another process is tracing") as problem:
+            with pytest.raises(UsageError, match="another process is using") as problem:
                 retrace(path, "cpu")
             refused.append(str(problem.value))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.errors import StorageError
+from ondevice.errors import BundleError
 from runtime.read_ahead import ReadAhead
 
 
@@ -29,7 +29,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 def fails(ahead: ReadAhead) -> bool:
     try:
         ahead.request(0, 1)
-    except StorageError:
+    except BundleError:
         return True
     return False
 
@@ -54,12 +54,12 @@ def test_the_thread_ends_with_its_owner(tmp_path: Path, rng: np.random.Generator
 def test_what_cannot_be_read_is_said_at_the_next_request(tmp_path: Path) -> None:
     missing = ReadAhead(tmp_path / "missing")
     wait_until(lambda: fails(missing))
-    with pytest.raises(StorageError, match=r"missing cannot be read: .*No such file"):
+    with pytest.raises(BundleError, match=r"missing cannot be read: .*No such file"):
         missing.request(0, 1)
     path = tmp_path / "short"
     path.write_bytes(b"short")
     short = ReadAhead(path)
     short.request(0, 100)
     wait_until(lambda: fails(short))
-    with pytest.raises(StorageError, match="the file ended early"):
+    with pytest.raises(BundleError, match="the file ended early"):
         short.request(0, 1)

@@ -12,7 +12,8 @@ import pytest
 from conftest import listing
 
 from runtime.memory import read_footprint
-from runtime.scratch import MappedTensors
+from runtime.saves import RunFolder
+from runtime.scratch import MappedTensors, map_scratch
 
 Rng = np.random.Generator
 
@@ -84,3 +85,15 @@ def test_tensors_are_no_part_of_the_footprint(tmp_path: Path, rng: Rng) -> None:
     assert after.footprint_bytes - before.footprint_bytes < 16_000_000
     if sys.platform == "linux":
         assert after.rss_bytes - before.rss_bytes < 16_000_000
+
+
+def test_a_kill_before_the_file_has_lost_its_name_does_not_take_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.created(), monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
+        map_scratch(folder.path, "adapters", 100).close()
+    assert len(listing(folder.path)) == 3  # with the lock and the saves
+    with folder.created():
+        assert len(listing(folder.path)) == 2

@@ -189,6 +189,7 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "fine"}\n\n{"text": ', "line 3: "),
         ("a.jsonl", b'{"text": "fine"}\n{"text": 5}', "line 2: expected"),
         ("a.jsonl", b'{"prompt": "fine"}', "line 1: expected"),
+        ("a.jsonl", b'{"messages": []}', "write chat messages as these"),
         ("a.jsonl", b"[1]", "line 1: expected"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: "),
         ("a.jsonl", b'{"text": "\xff"}', "line 1: "),

@@ -80,6 +80,7 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     done = ondevice(*train_arguments(bundle, run, 2, eval_data="random:9", eval_rows=2))
     assert done.returncode == 0, done.stderr
+    assert f"the run and its adapter are in {run}" in done.stdout
     known = json.loads((run / "evaluations.json").read_text())
     known["after"]["loss"] = 123.0  # no evaluation would find it
     (run / "evaluations.json").write_text(json.dumps(known))
@@ -87,6 +88,7 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
     resumed = ondevice("train", "--resume", run, "--json")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["eval"] == known
+    assert f"start another with --adapter {run}" in resumed.stderr
     assert adapter(run) == before
 
 
@@ -168,7 +170,7 @@ def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
     bad.write_text('{"text": "fine"}\n{"txt": 1}\n')
     run = tmp_path / "run"
     cases = [
-        (train_arguments(bundle, run, 3, data=empty), 4, ""),
+        (train_arguments(bundle, run, 3, data=empty), 4, "no tokenizer"),
         (train_arguments(bundle, run, 3, data=tmp_path / "none"), 4, "no data at"),
         (train_arguments(bundle, run, 3, max_seq_length=99), 2, "--seq-lens"),
         (train_arguments(bundle, run, 0), 2, "steps is 0"),
@@ -178,6 +180,9 @@ def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
         (train_arguments(bundle, run, 3, stop_loss=2), 2, "eval_every"),
         (train_arguments(tmp_path / "nowhere", run, 3), 4, "no bundle"),
         ([*train_arguments(bundle, run, 3), "--frobnicate"], 2, "frobnicate"),
+        (["train", "x", "--bugdet", "1GB"], 2, "--bugdet 1GB; did you mean --budget?"),
+        (["train", "x", "--iters=5"], 2, "--iters=5; did you mean --steps?"),
+        (["bench"], 2, "mebp-table2: "),
         (["train", "--resume", str(run)], 2, "no run to resume"),
     ]
     config = tmp_path / "config.toml"

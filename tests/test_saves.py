@@ -1,0 +1,85 @@
+"""A run's directory against kills and second processes: no save is lost, no file is another's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from export.retrace import retrace
+from ondevice.bundle import Bundle
+from ondevice.errors import UsageError
+from runtime.adapters import Adapters
+from runtime.saves import RunFolder
+from runtime.session import open_session, plan_for
+from runtime.trajectory import digest
+
+Tiny = Callable[..., Bundle]
+
+# saves twice, and dies when it has begun to remove a save during the second
+SAVE_TWICE = """
+import os, shutil, signal, sys
+from pathlib import Path
+from runtime.backend import prepare
+prepare()
+from ondevice.bundle import open_bundle
+from runtime.adapters import Adapters
+from runtime.saves import RunFolder
+
+class NoState:
+    def settle(self): ...
+    def write(self, path): path.write_bytes(b"")
+
+def dying(path, *arguments, remove=shutil.rmtree, **options):
+    if Path(path).name.startswith("step-"):
+        next(Path(path).iterdir()).unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    remove(path, *arguments, **options)
+
+folder, manifest = RunFolder(Path(sys.argv[1])), open_bundle(sys.argv[2]).manifest
+adapters = Adapters.initial(manifest, 7)
+folder.save(int(sys.argv[3]), adapters, NoState())
+shutil.rmtree = dying
+folder.save(int(sys.argv[4]), adapters, NoState())
+"""
+
+
+@pytest.mark.parametrize(("first", "killed"), [(50, True), (100, False)])
+def test_a_kill_inside_a_second_save_leaves_a_whole_one(
+    tiny: Tiny, tmp_path: Path, first: int, killed: bool
+) -> None:
+    bundle = tiny("llama")
+    arguments = [str(tmp_path / "run"), str(bundle.path), str(first), "100"]
+    done = subprocess.run([sys.executable, "-c", SAVE_TWICE, *arguments], capture_output=True)
+    assert done.returncode == (-9 if killed else 0), done.stderr
+    folder = RunFolder(tmp_path / "run")
+    latest = folder.latest()
+    assert latest is not None and latest.name == "step-00000100"
+    step, adapters = folder.restore(bundle.manifest, latest)
+    assert step == 100
+    assert digest(adapters) == digest(Adapters.initial(bundle.manifest, 7))
+
+
+def test_a_second_process_leaves_alone_what_the_first_has_begun(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.created():
+        (folder.path / "train.tokens").write_bytes(b"of the first")
+        with pytest.raises(UsageError, match="another process"), RunFolder(folder.path).created():
+            pytest.fail("two processes in one run")
+        assert (folder.path / "train.tokens").read_bytes() == b"of the first"
+    with folder.created():  # it never began: what it left is removed
+        assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "saves"]
+
+
+def test_graphs_stay_as_long_as_a_session_may_load_them(tiny: Tiny) -> None:
+    bundle = tiny("llama", seq_lens=(16,))
+    session = open_session(bundle, plan_for(bundle, 1 << 30, 16, "auto"))
+    before = {path: path.read_bytes() for path in bundle.path.rglob("*.mlxfn")}
+    with pytest.raises(UsageError, match="another process is using"):
+        retrace(bundle.path, "cpu")
+    assert {path: path.read_bytes() for path in bundle.path.rglob("*.mlxfn")} == before
+    del session
+    retrace(bundle.path, "cpu").verify()
