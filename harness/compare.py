@@ -40,6 +40,8 @@ from runtime.data import split_file
 CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"
 FOLDERS = (SWEEP, RUNS, PROFILE)
 PROFILE_STEPS = 3  # in a run of their own, as a profile slows what it explains
+SPOILT = 1.1  # times the loss before training: what a rate has spoilt that far is not trained on
+ASIDE, REASON, DIVERGED = ".aside", "aside.json", ".diverged.json"
 UNBOUNDED_STEPS = 1_000_000  # where seconds end a run
 # the lengths of the MeBP paper's Figure 1: they bound a run that only a target would end
 PAPER_STEPS = {"mebp": 1_000, "mezo": 100_000}
@@ -74,16 +76,46 @@ class Comparison:
 
     def _method(self, method: str) -> Finding:
         trials = grid(self.config, method)
-        tried: tuple[Tried, ...] = ()
-        chosen = 0
-        if len(trials) > 1:
-            tried = self._sweep(method, trials)
-            best = choose(tried)
-            if best is None:
-                last = tried[-1]
-                return Finding(None, tried, None, last.outcome, last.reason, None, None, None)
-            chosen = best
-        trial = trials[chosen]
+        if len(trials) == 1:
+            return self._run(trials[0], (), None)
+        tried = self._sweep(method, trials)
+        while (best := choose(tried)) is not None:
+            aside = self.place / RUNS / f"{trials[best].name}{ASIDE}"
+            if not aside.exists():
+                found = self._run(trials[best], tried, best)
+                others = choose(_without(tried, best)) is not None
+                if not (others and self._set_aside(found, aside)):
+                    return found
+            known = json.loads((aside / REASON).read_text())
+            tried = _without(tried, best, known["outcome"], known["reason"])
+        last = tried[-1]
+        return Finding(None, tried, None, last.outcome, last.reason, None, None, None)
+
+    def _set_aside(self, found: Finding, aside: Path) -> bool:
+        """Keep a run that its rate has spoilt under another name; False where it is a good one."""
+        assert found.trial is not None
+        run = self.place / RUNS / found.trial.method
+        rose = found.summary is not None and found.summary["stopped"] == "rise"
+        if not (rose or found.outcome == "diverged") or not run.exists():
+            return False
+        reason = f"in its run: {found.reason}"
+        if rose and found.curve and found.curve.points:
+            first, last = found.curve.points[0], found.curve.points[-1]
+            reason = (
+                f"in its run the held-out loss had risen from {first.loss:.4f} to {last.loss:.4f} "
+                f"at step {last.step:,}"
+            )
+        told = {"outcome": "rose" if rose else "diverged", "reason": reason}
+        write_atomic(run / REASON, json.dumps(told).encode())
+        run.with_name(f"{run.name}{DIVERGED}").unlink(missing_ok=True)
+        if (profile := self.place / PROFILE / run.name).exists():
+            shutil.rmtree(profile)  # of the settings that are given up
+        run.rename(aside)
+        self.note(f"{found.trial.method}: {found.trial}: {reason}; taking the next best")
+        return True
+
+    def _run(self, trial: Trial, tried: tuple[Tried, ...], chosen: int | None) -> Finding:
+        method = trial.method
         steps = step_limit(self.config, method)
         self.note(f"{method}: {trial}, {_ending(self.config, steps)}")
         settings = {
@@ -93,13 +125,13 @@ class Comparison:
             "eval_rows": self.config.eval_rows,
             "stop_seconds": self.config.max_seconds,
             "stop_loss": self.config.target_loss,
+            "stop_rise": SPOILT,
         }
         run = self.place / RUNS / method
         outcome, reason, summary = self._attempt(f"the run of {method}", settings, run)
         curve = read_curve(run) if (run / "evaluations.json").exists() else None
         profile = self._profile(trial) if curve is not None else None
-        taken = chosen if tried else None
-        return Finding(trial, tried, taken, outcome, reason, curve, summary, profile)
+        return Finding(trial, tried, chosen, outcome, reason, curve, summary, profile)
 
     def _profile(self, trial: Trial) -> dict[str, Any] | None:
         """Where a step's time and memory go; None where the profile's run did not finish."""
@@ -137,7 +169,7 @@ class Comparison:
         self, what: str, settings: Mapping[str, object], run: Path
     ) -> tuple[str, str, dict[str, Any] | None]:
         """How a run ended, why where it did not finish, and its summary where it did."""
-        diverged = run.with_name(f"{run.name}.diverged.json")
+        diverged = run.with_name(f"{run.name}{DIVERGED}")
         if diverged.exists():
             return "diverged", json.loads(diverged.read_text())["reason"], None
         try:
@@ -188,9 +220,19 @@ def grid(config: CompareConfig, method: str) -> list[Trial]:
 
 def choose(tried: Sequence[Tried]) -> int | None:
     """The index of the try with the lowest held-out loss; None where none has one."""
-    losses = [math.inf if one.loss is None else one.loss for one in tried]
+    losses = [
+        math.inf if one.loss is None or one.outcome != "finished" else one.loss for one in tried
+    ]
     best = min(losses)
     return losses.index(best) if math.isfinite(best) else None
+
+
+def _without(
+    tried: tuple[Tried, ...], index: int, outcome: str = "", reason: str = ""
+) -> tuple[Tried, ...]:
+    """`tried` with another end for one of them, which is then not chosen."""
+    spoilt = replace(tried[index], outcome=outcome, reason=reason)
+    return (*tried[:index], spoilt, *tried[index + 1 :])
 
 
 def step_limit(config: CompareConfig, method: str) -> int:

@@ -196,7 +196,12 @@ def _sweep_notes(name: str, one: Finding) -> list[str]:
         return [] if one.trial is None else [f"{name} was not swept: its grid has one point."]
     if one.chosen is None or one.trial is None:
         return [f"No try of {name} could be finished; give it another grid."]
-    said = []
+    said = [
+        f"{name}'s {spoilt.trial} did well in the sweep, but {spoilt.reason}; the next best was "
+        "taken. More --sweep-steps would have told."
+        for spoilt in one.tried
+        if spoilt.loss is not None and spoilt.outcome != "finished"
+    ]
     best = one.tried[one.chosen]
     if best.loss is not None and best.loss_before is not None and best.loss >= best.loss_before:
         said.append(f"No try of {name} fell below the loss before training in its sweep.")

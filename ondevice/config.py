@@ -41,6 +41,7 @@ def _is_size(text: str) -> bool:
 _COUNT = _Check(lambda value: value >= 1, "1 or more")
 _NOT_NEGATIVE = _Check(lambda value: 0 <= value < math.inf, "0 or more")
 _ABOVE_ZERO = _Check(lambda value: 0 < value < math.inf, "a number above 0")
+_RISE = _Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
 _FILLED = _Check(lambda value: bool(value.strip()), "a name that is not empty")
 _SIZE = _Check(_is_size, "a size such as 300MB, 1.5GB or 512MiB")
 _RISING = _Check(
@@ -154,14 +155,19 @@ class TrainConfig(PlanConfig):
     save_every: int = _option(50, "steps between saved states (0: only the last)", _NOT_NEGATIVE)
     stop_seconds: float = _option(0.0, "training seconds to end after (0: none)", _NOT_NEGATIVE)
     stop_loss: float = _option(0.0, "held-out loss to end at (0: none)", _NOT_NEGATIVE)
+    stop_rise: float = _option(
+        0.0, "end where the held-out loss is above this many times its first (0: never)", _RISE
+    )
     profile: bool = _option(False, "tell where time and memory go, in the summary")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup_steps > self.steps:
             _refuse(type(self), [f"warmup_steps {self.warmup_steps} > steps {self.steps}"])
-        if self.stop_loss and not self.eval_every:
-            _refuse(type(self), ["stop_loss needs eval_every: the loss is looked at only then"])
+        unseen = [name for name in ("stop_loss", "stop_rise") if getattr(self, name)]
+        if unseen and not self.eval_every:
+            need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
+            _refuse(type(self), [f"{need}: the loss is looked at only then"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class Training:
                 self._evaluate("before")
             self._evaluate_if_due()
             self._train()
-            if self.ended == "loss":  # found by an evaluation, which comes after a save
+            if self.ended in ("loss", "rise"):  # found by an evaluation, which comes after a save
                 self._save()
             if self.eval_rows is not None and "after" not in self.evaluations:
                 self._evaluate("after")
@@ -114,7 +114,7 @@ class Training:
 
     @property
     def ended(self) -> str:
-        """Why the run is over: "steps", "seconds" or "loss"; empty while it is not."""
+        """Why the run is over: "steps", "seconds", "loss", "rise"; empty while it is not."""
         config = self.config
         if self.done >= config.steps:
             return "steps"
@@ -123,6 +123,10 @@ class Training:
         latest = self.evaluations.get(str(self.done) if self.done else "before")
         if config.stop_loss and latest is not None and latest["loss"] <= config.stop_loss:
             return "loss"
+        first = self.evaluations.get("before")
+        if config.stop_rise and latest and first:
+            risen = not latest["loss"] <= config.stop_rise * first["loss"]  # nor where it is nan
+            return "rise" if risen else ""
         return ""
 
     def _evaluate_if_due(self) -> None:
@@ -279,10 +283,10 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
                     adapter=None if config.adapter is None else absolute(config.adapter),
                 )
                 rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
-                if eval_rows is None and (fixed.eval_every or fixed.stop_loss):
+                if eval_rows is None and fixed.eval_every:
                     raise UsageError(
-                        "--eval-every and --stop-loss need held-out data: give --eval-data, or a "
-                        "folder with a valid file as --data"
+                        "--eval-every needs held-out data: give --eval-data, or a folder with a "
+                        "valid file as --data"
                     )
                 training = _assemble(
                     fixed, bundle, plan, folder, rows, eval_rows, None, events, meter

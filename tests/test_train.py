@@ -76,6 +76,22 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     assert again.returncode == 2 and "--resume" in again.stderr
 
 
+def test_a_run_ends_where_its_loss_has_risen(bundle: Path, tmp_path: Path) -> None:
+    held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 2}
+    wild = train_arguments(bundle, tmp_path / "run", 50, stop_rise=1.02, **held_out)
+    done = ondevice(*wild, "--learning-rate=1", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["stopped"] == "rise" and 0 < summary["steps"] < 50
+    losses = {when: one["loss"] for when, one in summary["eval"].items()}
+    assert losses["after"] > 1.02 * losses["before"]
+    assert all(
+        loss <= 1.02 * losses["before"]
+        for when, loss in losses.items()
+        if when != "after" and when != str(summary["steps"])
+    )
+
+
 def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = ondevice(*train_arguments(bundle, run, 2, eval_data="random:9", eval_rows=2))
@@ -177,7 +193,8 @@ def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
         (train_arguments(bundle, run, 3, method="zo"), 2, "mezo"),
         (train_arguments(bundle, run, 3, method="mezo", epsilon=0), 2, "epsilon is 0"),
         (train_arguments(bundle, run, 3, method="mezo", queries=0), 2, "queries is 0"),
-        (train_arguments(bundle, run, 3, stop_loss=2), 2, "eval_every"),
+        (train_arguments(bundle, run, 3, stop_loss=2), 2, "stop_loss needs eval_every"),
+        (train_arguments(bundle, run, 3, stop_rise=0.5), 2, "0 or above 1"),
         (train_arguments(tmp_path / "nowhere", run, 3), 4, "no bundle"),
         ([*train_arguments(bundle, run, 3), "--frobnicate"], 2, "frobnicate"),
         (["train", "x", "--bugdet", "1GB"], 2, "--bugdet 1GB; did you mean --budget?"),
