@@ -147,8 +147,8 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
     return read
 
 
-NEAR = 0.98  # of what is aimed at
-RELIEF_SAMPLES = 10  # at least so many between two calls
+NEAR = 0.97  # of what is aimed at
+RELIEF_SAMPLES = 6  # at least so many between two calls
 
 
 class Meter:

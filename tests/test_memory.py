@@ -102,7 +102,7 @@ def readings(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "aim", "level"), [(1000, None, 980), (1000, 500, 490), (1000, 2000, 980)]
+    ("budget", "aim", "level"), [(1000, None, 970), (1000, 500, 485), (1000, 2000, 970)]
 )
 def test_what_is_free_is_given_back_near_the_budget_or_what_is_aimed_at(
     monkeypatch: pytest.MonkeyPatch, budget: int, aim: int | None, level: int
