@@ -26,6 +26,7 @@ from tqdm import tqdm  # noqa: E402
 from harness.reference import dense_model, gradients  # noqa: E402
 from ondevice.bundle import open_bundle  # noqa: E402
 from ondevice.config import TrainConfig, load  # noqa: E402
+from ondevice.errors import UsageError  # noqa: E402
 from runtime.adapters import Adapters  # noqa: E402
 from runtime.data import TokenRows, row_index  # noqa: E402
 from runtime.evaluate import summarize  # noqa: E402
@@ -57,7 +58,13 @@ def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> dict[str, A
 
 
 def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
-    """Train the dense model for `steps` steps of the run's configuration."""
+    """Train the dense model for `steps` steps of the run's configuration.
+
+    Raises:
+        UsageError: the run rounds its adapters, which the dense model does not.
+    """
+    if config.adapter_dtype != "float32":
+        raise UsageError(f"{run} trains with --adapter-dtype {config.adapter_dtype}, not float32")
     bundle = open_bundle(config.bundle)
     manifest = bundle.manifest
     adapters = Adapters.initial(manifest, config.seed)

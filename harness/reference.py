@@ -130,7 +130,7 @@ class MonolithicMeZO:
         theta = self.adapters.tensors
         z = {name: self.noise.draw(step, query, name, theta[name].shape) for name in theta}
         tensors = {name: theta[name] + z[name] * by for name in theta}
-        return Adapters(self.adapters.manifest, tensors)
+        return Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
 
     def step(
         self, program: Program, rows: Sequence[ScoredRow], number: int, rate: float

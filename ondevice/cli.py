@@ -209,6 +209,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     config = load(PlanConfig, arguments.config, given(arguments, PlanConfig))
+    _prepare()  # how many threads the BLAS has is part of the plan
     from ondevice.bundle import open_bundle
     from ondevice.describe import describe_plan
     from runtime.session import plan_of

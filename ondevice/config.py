@@ -67,6 +67,11 @@ def _choice(default: str | int, text: str, *choices: str | int) -> Any:
     return _option(default, f"{text}: {wanted}", _Check(choices.__contains__, wanted))
 
 
+def _adapter_dtype() -> Any:
+    text = "how a block holds its adapters; their float32 values stay on disk"
+    return _choice("float32", text, "float32", "bfloat16")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Config:
     """Checks itself: no configuration exists with a value that is not allowed (UsageError)."""
@@ -132,6 +137,7 @@ class PlanConfig(_BundleConfig):
     queries: int = _option(1, "directions that a step of mezo averages over", _COUNT)
     plan: str = _choice("budget", "memory plan: ours or as MeBP's paper", "budget", "paper")
     prefetch: bool = _option(True, "read the next block while one computes")
+    adapter_dtype: str = _adapter_dtype()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +182,7 @@ class EvalConfig(_BundleConfig):
 
     data: str = _required("a .txt or .jsonl file, a folder with valid, or random:SEED")
     adapter: str | None = _option(None, "adapter file or run directory", _FILLED)
+    adapter_dtype: str = _adapter_dtype()
     eval_rows: int = _option(0, "rows to evaluate (0: all; one if random)", _NOT_NEGATIVE)
 
 

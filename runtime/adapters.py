@@ -1,7 +1,7 @@
 """LoRA adapters: initialised, held, checked, written and read as mlx-lm does.
 
 Where they are trained they live in a scratch file (`runtime.scratch.MappedTensors`): one block's at
-a time are in memory.
+a time are in memory, as float32 or rounded to bfloat16. What is trained and written is float32.
 
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
 `adapter_config.json` is what `mlx_lm.generate --adapter-path` reads.
@@ -28,14 +28,19 @@ from runtime.noise import key_of
 
 Tensors = MutableMapping[str, mx.array]
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 class Adapters:
-    """The trainable tensors of every layer, float32, by full name."""
+    """The trainable tensors of every layer, float32, by full name; blocks are lent them as `dtype`.
 
-    def __init__(self, manifest: Manifest, tensors: Tensors) -> None:
+    Products promote what is lent to float32, so that only the values of adapters are rounded.
+    """
+
+    def __init__(self, manifest: Manifest, tensors: Tensors, dtype: str = "float32") -> None:
         self.manifest = manifest
         self.tensors = tensors
+        self.dtype = dtype
         self.scale = float(manifest.lora["alpha"]) / int(manifest.lora["rank"])
 
     @staticmethod
@@ -70,16 +75,25 @@ class Adapters:
             tensors[name] = value
         return cls(manifest, tensors)
 
+    def lent_as(self, dtype: str) -> Adapters:
+        """The same tensors, lent as another dtype."""
+        return Adapters(self.manifest, self.tensors, dtype)
+
     def loras(self, block: Block) -> dict[str, Lora]:
         """The block's adapters by relative name."""
         return {
             name: Lora(
-                self.tensors[f"{block.tensor(name)}.lora_a"],
-                self.tensors[f"{block.tensor(name)}.lora_b"],
+                self._lent(f"{block.tensor(name)}.lora_a"),
+                self._lent(f"{block.tensor(name)}.lora_b"),
                 self.scale,
             )
             for name in self.manifest.adapted(block)
         }
+
+    def _lent(self, name: str) -> mx.array:
+        value = self.tensors[name].astype(DTYPES[self.dtype])  # itself where it is float32
+        mx.eval(value)
+        return value
 
     def config(self) -> dict[str, Any]:
         """adapter_config.json."""

@@ -107,6 +107,14 @@ def _dlopen(path: str) -> bool:
     return True
 
 
+def blas_threads() -> int:
+    """How many threads the interposed OpenBLAS computes with; 1 where it is another BLAS."""
+    libraries = ctypes.CDLL(None)
+    if not hasattr(libraries, "openblas_get_num_threads"):
+        return 1
+    return max(1, int(libraries.openblas_get_num_threads()))
+
+
 def choose_arithmetic(requested: str, device: str) -> Arithmetic:
     """Which linear kernel runs: packed on GPU, unpacked on CPU, unless one is asked for."""
     if requested == "packed" or (requested == "auto" and device == "gpu"):

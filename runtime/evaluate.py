@@ -148,6 +148,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             config.max_seq_length,
             config.arithmetic,
             method="eval",
+            adapter_dtype=config.adapter_dtype,
         )
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
@@ -155,7 +156,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             bundle, config.data, "valid", config.max_seq_length, scratch, "eval.tokens"
         )
         session = open_session(bundle, plan)
-        adapters = _adapters_for_eval(bundle, config.adapter)
+        adapters = _adapters_for_eval(bundle, config.adapter).lent_as(config.adapter_dtype)
         result = evaluate_rows(
             session, adapters, rows, config.eval_rows, events, "evaluating", meter
         )

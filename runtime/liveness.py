@@ -42,6 +42,8 @@ class Work:
     queries: int = 1
     layout: str = "budget"
     prefetch: bool = True
+    adapter_dtype: str = "float32"
+    threads: int = 1  # of the BLAS
 
     @property
     def hidden_states(self) -> int:
@@ -71,24 +73,30 @@ class Liveness:
         return sum(self._block_adapters(block) for block in self.manifest.layers)
 
     def adapter_bytes(self) -> int:
-        """All blocks' adapters in an evaluation; training holds one block's at a time."""
-        if self.work.method == "eval":
-            return self.all_adapter_bytes()
-        return max(self._block_adapters(block) for block in self.manifest.layers)
+        """What one block is lent; an evaluation holds all blocks' float32 adapters, too."""
+        lent = self._lent(max(self._block_adapters(block) for block in self.manifest.layers))
+        if self.work.method != "eval":
+            return lent
+        return self.all_adapter_bytes() + (lent if self.work.adapter_dtype != "float32" else 0)
 
     def gradient_bytes(self) -> int:
         """All blocks' gradients where micro-batches accumulate, else the largest block's.
 
-        MeZO has none, but for one block z and two perturbed copies per query on its way.
+        MeZO has none, but for one block two perturbed copies per query on its way, and z with the
+        next copy as float32.
         """
         per_block = [self._block_adapters(block) for block in self.manifest.layers]
         if self.work.method == "eval":
             return 0
         if self.work.method == "mezo":
             on_the_way = min(self.work.queries, 2 + MEZO_LANES // 2)
-            return max(per_block) * (2 * on_the_way + 2)
+            return 2 * on_the_way * self._lent(max(per_block)) + 2 * max(per_block)
         held = sum(per_block) if self.work.accumulation > 1 else 0
         return held + max(per_block) * (2 if self.work.rows > 1 else 1)
+
+    def _lent(self, float32_bytes: int) -> int:
+        """Adapters of so many bytes, as blocks are lent them."""
+        return float32_bytes if self.work.adapter_dtype == "float32" else float32_bytes // 2
 
     def _block_adapters(self, block: Block) -> int:
         rank = int(self.manifest.lora["rank"])

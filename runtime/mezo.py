@@ -138,7 +138,6 @@ class MeZO:
         self, perturbed: dict[tuple[int, float], Loras], block: Block, number: int, query: int
     ) -> None:
         """theta + eps z and theta - eps z of the block, for one query."""
-        found: dict[float, Adapters] = {}
         names = self._names(block)
         z = {
             name: self.noise.draw(number, query, name, self.adapters.tensors[name].shape)
@@ -148,8 +147,7 @@ class MeZO:
             step = sign * self.epsilon
             tensors = {name: self.adapters.tensors[name] + z[name] * step for name in names}
             mx.eval(tensors)
-            found[sign] = Adapters(self.adapters.manifest, tensors)
-        for sign, adapters in found.items():
+            adapters = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
             perturbed[query, sign] = adapters.loras(block)
 
     def _names(self, block: Block) -> list[str]:

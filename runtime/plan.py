@@ -18,8 +18,11 @@ from ondevice.manifest import Manifest
 from ondevice.units import format_bytes
 from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
 
-# Interpreter, NumPy, MLX, OpenBLAS's packing buffers: measured on Linux x86-64; a guess on macOS.
-BASE_BYTES = {"linux": 28_000_000, "darwin": 60_000_000}
+# Interpreter, NumPy, MLX: measured on Linux x86-64; a guess on macOS, with Accelerate in it.
+BASE_BYTES = {"linux": 26_600_000, "darwin": 60_000_000}
+# What OpenBLAS packs factors into: a panel for each thread, and 320 columns of the tokens' side
+BLAS_BYTES_PER_THREAD = 1_100_000
+BLAS_BYTES_PER_TOKEN = 320 * F32
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
 # glibc's heap serves freed memory again at any size. What lies between the blocks in use, per byte
 # alive beside the tile in hand (which is one block) and per byte kept; where it would be more, the
@@ -72,6 +75,7 @@ class Plan:
     chunk_rows: int
     hold: bool
     prefetch: bool
+    adapter_dtype: str
     lanes: int  # hidden states of training side by side in a block's forward
     eval_lanes: int
     kept_layers: int  # of the last layers, whose backward recomputes nothing
@@ -193,6 +197,8 @@ def predict(
     gradients = model.gradient_bytes()
     counted = len(manifest.matrices) + len(manifest.graphs) + len(manifest.vectors)
     base = BASE_BYTES["darwin" if sys.platform == "darwin" else "linux"]
+    if sys.platform != "darwin":
+        base += work.threads * BLAS_BYTES_PER_THREAD + work.rung * BLAS_BYTES_PER_TOKEN
     base += counted * MANIFEST_FACTOR + (READ_AHEAD_BYTES if work.prefetch else 0)
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
     row_bytes = work.rung * manifest.hidden_size * F32
@@ -222,6 +228,7 @@ def predict(
         chunk_rows=model.chunk_rows,
         hold=sizes.hold,
         prefetch=work.prefetch,
+        adapter_dtype=work.adapter_dtype,
         lanes=lanes,
         eval_lanes=eval_lanes,
         kept_layers=0,

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ondevice.bundle import Bundle, lock_bundle, open_bundle
 from ondevice.config import PlanConfig
-from runtime.backend import choose_arithmetic, limit_memory, trim_heap, use_device
+from runtime.backend import blas_threads, choose_arithmetic, limit_memory, trim_heap, use_device
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
 from runtime.kernels.linear import LinearKernel, Place
@@ -82,6 +82,7 @@ def plan_for(
     queries: int = 1,
     layout: str = "budget",
     prefetch: bool = True,
+    adapter_dtype: str = "float32",
 ) -> Plan:
     """The plan for rows of `length` tokens under a budget.
 
@@ -99,6 +100,8 @@ def plan_for(
         queries=queries,
         layout=layout,
         prefetch=prefetch,
+        adapter_dtype=adapter_dtype,
+        threads=blas_threads(),
     )
     return make_plan(bundle.manifest, work, budget_bytes)
 
@@ -117,6 +120,7 @@ def plan_of(config: PlanConfig, bundle: Bundle) -> Plan:
         queries=config.queries,
         layout=config.plan,
         prefetch=config.prefetch,
+        adapter_dtype=config.adapter_dtype,
     )
 
 

@@ -367,6 +367,7 @@ def _assemble(
         step, adapters = folder.restore(manifest, save, tensors)
     else:
         step, adapters = 0, initial_adapters(manifest, config.seed, config.adapter, tensors)
+    adapters = adapters.lent_as(config.adapter_dtype)
     method = method_of(config, session, adapters, folder.path)
     if save is not None:
         method.read(save / STATE_OF_METHOD)

@@ -16,7 +16,7 @@ from harness import reference
 from ondevice.bundle import Bundle
 from ondevice.manifest import Block
 from runtime.activations import Activations
-from runtime.adapters import Adapters
+from runtime.adapters import DTYPES, Adapters
 from runtime.liveness import MEZO_LANES, Sizes, Work
 from runtime.mebp import MeBP
 from runtime.method import Row
@@ -51,6 +51,7 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
         method=method,
         queries=int(rng.integers(1, 4)),
         prefetch=bool(rng.random() < 0.5),
+        adapter_dtype=str(rng.choice([*DTYPES])),
     )
     most = 2 if method == "mezo" else 1
     drawn = predict(bundle.manifest, work, sizes(rng), 1_000_000_000, 0, most)
@@ -98,6 +99,15 @@ def anywhere(adapters: Adapters, folder: Path, rng: Rng) -> Adapters:
     return Adapters(adapters.manifest, mapped)
 
 
+def rounded(adapters: Adapters) -> Adapters:
+    """The values that blocks are lent, in float32 for the oracle."""
+    values = {
+        name: value.astype(DTYPES[adapters.dtype]).astype(mx.float32)
+        for name, value in adapters.tensors.items()
+    }
+    return Adapters(adapters.manifest, values)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograds_under_every_plan(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str
@@ -108,7 +118,7 @@ def test_gradients_are_autograds_under_every_plan(
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
         print(replace(chosen, blocks=()))
-        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).lent_as(chosen.adapter_dtype)
         rows = [drawn_rows(bundle, rng, chosen.rung, count) for _ in range(parts)]
         shape = (1, chosen.rung, manifest.hidden_size)
         scratch = Activations(tmp_path, len(manifest.blocks), count, shape)
@@ -120,7 +130,7 @@ def test_gradients_are_autograds_under_every_plan(
         for _ in range(2):  # what stays from one step to the next must not matter
             kept.found.clear()
             result = method.step(0, 1e-3, rows)
-        model = reference.dense_model(bundle, adapters)
+        model = reference.dense_model(bundle, rounded(adapters))
         flat = [(row.tokens, row.first) for part in rows for row in part]
         loss, expected = reference.gradients(model, flat)
         assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=CLOSE)
@@ -137,11 +147,10 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
         print(replace(chosen, blocks=()))
-        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).lent_as(chosen.adapter_dtype)
         noise = Noise(seed)
-        oracle = reference.MonolithicMeZO(
-            Adapters(adapters.manifest, dict(adapters.tensors)), noise, 1e-3, queries, 0.0
-        )
+        copied = Adapters(adapters.manifest, dict(adapters.tensors), adapters.dtype)
+        oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, 0.0)
         shape = (1, chosen.rung, bundle.manifest.hidden_size)
         scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)
         session = open_session(bundle, chosen)

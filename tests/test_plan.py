@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 
 from ondevice.bundle import Bundle
 from ondevice.errors import BudgetError, UsageError
+from runtime.backend import blas_threads
 from runtime.liveness import Work
-from runtime.plan import LEVELS, choose_rung, make_plan, predict
+from runtime.plan import BLAS_BYTES_PER_THREAD, LEVELS, choose_rung, make_plan, predict
 
 Tiny = Callable[..., Bundle]
 
@@ -77,7 +79,8 @@ def test_measured_is_never_far_over_predicted(tiny: Tiny, tmp_path: Path) -> Non
     family = chance.choice(["qwen2", "qwen3", "gemma3", "llama"])
     length, rows = chance.choice([16, 40, 64]), chance.choice([1, 3])
     bundle = tiny(family)
-    smallest = make_plan(bundle.manifest, Work(64, rows), 1_000_000_000).minimum_bytes
+    work = Work(64, rows, threads=blas_threads())
+    smallest = make_plan(bundle.manifest, work, 1_000_000_000).minimum_bytes
     done = subprocess.run(
         [
             sys.executable, "-m", "ondevice", "train", str(bundle.path), "--data=random:3",
@@ -90,3 +93,23 @@ def test_measured_is_never_far_over_predicted(tiny: Tiny, tmp_path: Path) -> Non
     summary = json.loads(done.stdout)
     assert summary["peak_footprint_bytes"] <= smallest
     assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]
+
+
+def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:
+    manifest = tiny("qwen3").manifest
+    one = predict(manifest, Work(32), LEVELS[-1], 0, 0)
+    four = predict(manifest, Work(32, threads=4), LEVELS[-1], 0, 0)
+    assert four.base_bytes - one.base_bytes == 3 * BLAS_BYTES_PER_THREAD
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the BLAS is the system's")
+def test_the_plan_knows_how_many_threads_the_blas_has(tiny: Tiny) -> None:
+    command = [sys.executable, "-m", "ondevice", "plan", str(tiny("qwen3").path), "--json"]
+    command += ["--max-seq-length=32", "--budget=1GB"]
+    found = []
+    for threads in ("1", "2"):
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": threads}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["base_bytes"])
+    assert found[1] - found[0] == (BLAS_BYTES_PER_THREAD if len(os.sched_getaffinity(0)) > 1 else 0)
