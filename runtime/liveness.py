@@ -73,11 +73,16 @@ class Liveness:
         return sum(self._block_adapters(block) for block in self.manifest.layers)
 
     def adapter_bytes(self) -> int:
-        """What one block is lent; an evaluation holds all blocks' float32 adapters, too."""
-        lent = self._lent(max(self._block_adapters(block) for block in self.manifest.layers))
+        """What one block is lent; an evaluation holds all blocks' float32 adapters, too.
+
+        Of rounded adapters, those of the matrix in hand are float32 again while it is multiplied.
+        """
+        block = self._lent(max(self._block_adapters(block) for block in self.manifest.layers))
+        rounded = self.work.adapter_dtype != "float32"
+        lent = block + (self._largest_adapter() if rounded else 0)
         if self.work.method != "eval":
             return lent
-        return self.all_adapter_bytes() + (lent if self.work.adapter_dtype != "float32" else 0)
+        return self.all_adapter_bytes() + (lent if rounded else 0)
 
     def gradient_bytes(self) -> int:
         """All blocks' gradients where micro-batches accumulate, else the largest block's.
@@ -99,11 +104,28 @@ class Liveness:
         return float32_bytes if self.work.adapter_dtype == "float32" else float32_bytes // 2
 
     def _block_adapters(self, block: Block) -> int:
+        return sum(self._adapters(block))
+
+    def _largest_adapter(self) -> int:
+        return max(size for block in self.manifest.layers for size in self._adapters(block))
+
+    def _adapters(self, block: Block) -> list[int]:
+        """The float32 bytes of each of a block's adapters."""
         rank = int(self.manifest.lora["rank"])
         matrices = (
             self.manifest.matrices[block.tensor(name)] for name in self.manifest.adapted(block)
         )
-        return sum((m.rows + m.columns) * rank * F32 for m in matrices)
+        return [(m.rows + m.columns) * rank * F32 for m in matrices]
+
+    def packed_rows(self) -> int:
+        """The most rows of a factor that a BLAS packs: tokens, or a group's heads x queries."""
+        most = self.work.rung
+        for kind in self.manifest.kinds.values():
+            for step in kind.steps:
+                if step.op == "attention":
+                    q, k, _ = (at_rung(kind.values[name], self.work.rung) for name in step.inputs)
+                    most = max(most, q[1] // k[1] * min(self.work.rung, self.sizes.query_block))
+        return most
 
     def free_lanes(self, live: int, at_least: int, most: int) -> int:
         """How many hidden states fit side by side into `live` bytes in every block's forward."""

@@ -147,7 +147,7 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
     return read
 
 
-NEAR = 0.97  # of what is aimed at
+NEAR_BYTES = 1_500_000  # to what is aimed at: about what is allocated between two samples
 RELIEF_SAMPLES = 6  # at least so many between two calls
 
 
@@ -215,7 +215,7 @@ class Meter:
             self._samples += 1
         if self._relieve is None or self._aim_bytes is None:
             return
-        near = self._last.footprint_bytes > NEAR * self._aim_bytes
+        near = self._last.footprint_bytes > self._aim_bytes - NEAR_BYTES
         if near and self._samples - self._relieved > RELIEF_SAMPLES:
             self._relieved = self._samples
             self._relieve()

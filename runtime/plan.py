@@ -22,7 +22,7 @@ from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
 BASE_BYTES = {"linux": 26_600_000, "darwin": 60_000_000}
 # What OpenBLAS packs factors into: a panel for each thread, and 320 columns of the tokens' side
 BLAS_BYTES_PER_THREAD = 1_100_000
-BLAS_BYTES_PER_TOKEN = 320 * F32
+BLAS_BYTES_PER_ROW = 320 * F32
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
 # glibc's heap serves freed memory again at any size. What lies between the blocks in use, per byte
 # alive beside the tile in hand (which is one block) and per byte kept; where it would be more, the
@@ -171,6 +171,9 @@ def _refusal(manifest: Manifest, work: Work, budget_bytes: int, smallest: int) -
         frugal = predict(manifest, shorter, level, budget_bytes, 0)
         if frugal.predicted_peak_bytes <= MARGIN * budget_bytes:
             return f"{text}, or use --max-seq-length {rung}"
+    alone = predict(manifest, replace(work, threads=1), LEVELS[-1], budget_bytes, 0)
+    if alone.predicted_peak_bytes <= MARGIN * budget_bytes and work.layout != "paper":
+        return f"{text}, or set OPENBLAS_NUM_THREADS=1: each of {work.threads} threads takes memory"
     if work.accumulation > 1 and work.method == "mebp":
         return f"{text}; without --grad-accumulation fewer gradients are held"
     return text
@@ -198,7 +201,7 @@ def predict(
     counted = len(manifest.matrices) + len(manifest.graphs) + len(manifest.vectors)
     base = BASE_BYTES["darwin" if sys.platform == "darwin" else "linux"]
     if sys.platform != "darwin":
-        base += work.threads * BLAS_BYTES_PER_THREAD + work.rung * BLAS_BYTES_PER_TOKEN
+        base += work.threads * BLAS_BYTES_PER_THREAD + model.packed_rows() * BLAS_BYTES_PER_ROW
     base += counted * MANIFEST_FACTOR + (READ_AHEAD_BYTES if work.prefetch else 0)
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
     row_bytes = work.rung * manifest.hidden_size * F32

@@ -54,7 +54,7 @@ def test_a_plan_counts_what_is_lent(tiny: Tiny) -> None:
     for method in ("mebp", "mezo"):
         work = Work(32, method=method)
         whole, half = adapter_bytes(work), adapter_bytes(replace(work, adapter_dtype=HALF))
-        assert half[0] * 2 == whole[0]
+        assert whole[0] / 2 < half[0] < whole[0]  # a matrix in hand has its own as float32
         assert half[2] < whole[2]
         assert (half[1] < whole[1]) == (method == "mezo")  # gradients are float32
 
@@ -92,11 +92,12 @@ def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, method: str) -> None:
     given = {"adapter_dtype": HALF, "method": method}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    arguments = [train_arguments(tiny("qwen3").path, run, 60, **given) for run in (whole, killed)]
+    arguments = [train_arguments(tiny("qwen3").path, run, 150, **given) for run in (whole, killed)]
     assert ondevice(*arguments[0]).returncode == 0
     process = subprocess.Popen([*COMMAND, *arguments[1]], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
     while not list(killed.glob("saves/step-*")):
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)
     process.kill()
     process.communicate()

@@ -15,7 +15,7 @@ import pytest
 
 from ondevice.bundle import Bundle
 from ondevice.errors import BudgetError, UsageError
-from runtime.backend import blas_threads
+from runtime.backend import blas_threads, prepare
 from runtime.liveness import Work
 from runtime.plan import BLAS_BYTES_PER_THREAD, LEVELS, choose_rung, make_plan, predict
 
@@ -102,7 +102,16 @@ def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:
     assert four.base_bytes - one.base_bytes == 3 * BLAS_BYTES_PER_THREAD
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the BLAS is the system's")
+def test_a_refusal_says_what_one_thread_would_fit(tiny: Tiny) -> None:
+    manifest = tiny("qwen3").manifest
+    smallest = make_plan(manifest, Work(16), 1_000_000_000).minimum_bytes
+    with pytest.raises(BudgetError, match=r"OPENBLAS_NUM_THREADS=1: each of 8 threads"):
+        make_plan(manifest, Work(16, threads=8), smallest)
+
+
+@pytest.mark.skipif(
+    prepare().blas in ("reference", "Accelerate"), reason="there is no OpenBLAS that tells"
+)
 def test_the_plan_knows_how_many_threads_the_blas_has(tiny: Tiny) -> None:
     command = [sys.executable, "-m", "ondevice", "plan", str(tiny("qwen3").path), "--json"]
     command += ["--max-seq-length=32", "--budget=1GB"]

@@ -126,7 +126,7 @@ class LinearKernel:
 
     def backward_lora(self, x: mx.array, dy: mx.array, lora: Lora) -> tuple[mx.array, mx.array]:
         """dA (C, r) and dB (r, R) of x (T, C) and dy (T, R)."""
-        # (r, T) first: BLAS packs the second factor of (C, T) (T, r) whole, once for each thread
+        # not x^T (T, r): threads of a BLAS would pack all of x between them
         da = mx.contiguous((((dy @ lora.b.T) * lora.scale).T @ x).T)
         db = ((x @ lora.a) * lora.scale).T @ dy
         return da, db
