@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key, graph_length
+from runtime.backend import MOST_HEAP_BLOCK_BYTES
 from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse
 
 F32 = 4
@@ -304,6 +305,17 @@ class Liveness:
         """A tile of so many rows, and the part of dy that it meets."""
         part = self.work.rung * rows * F32 if rows < matrix.rows else 0
         return part + self._tile(matrix, rows * matrix.columns)
+
+    def off_heap(self, index: int) -> int:
+        """Of a block's peak: the tile in hand, and logits that are too large for the heap."""
+        tile = self.largest_tile()
+        block = self.manifest.blocks[index]
+        step = self.manifest.kinds[block.kind].steps[-1]
+        logits = self.work.rung * self.chunk_rows * F32
+        if step.op != "head" or logits <= MOST_HEAP_BLOCK_BYTES:
+            return tile
+        matrix = self.manifest.matrices[step.matrix]
+        return max(tile, self._opened(matrix, self.chunk_rows * matrix.columns) + 3 * logits)
 
     def largest_tile(self) -> int:
         """The most that one tile of a matrix takes while it is unpacked."""

@@ -151,6 +151,15 @@ def _spend(manifest: Manifest, model: Liveness, plan: Plan, spare: int) -> Plan:
     )
 
 
+def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple[int, int]:
+    """What is alive at the worst moment, and the slack of the heap beside it."""
+    found = []
+    for index, block in enumerate(blocks):
+        live = max(block.forward_bytes, block.backward_bytes)
+        found.append((live, int(share * max(0, live - model.off_heap(index)))))
+    return max(found, key=sum)
+
+
 def _lane_choices(work: Work) -> tuple[int, ...]:
     """How many hidden states may travel side by side, most first; MeBP's follow from its plan."""
     most = {"mebp": 1, "mezo": min(MEZO_LANES, work.hidden_states), "eval": EVAL_LANES}[work.method]
@@ -191,7 +200,9 @@ def predict(
     model = Liveness(manifest, work, sizes)
     lanes = _lane_choices(work)[-1] if lanes is None else lanes
     blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
-    live = max(max(b.forward_bytes, b.backward_bytes) for b in blocks)
+    heap = sys.platform == "linux" and manifest.device == "cpu"
+    share = HEAP_SLACK_PER_LIVE[work.method] if heap else 0.0
+    live, slack = _peak(model, blocks, share)
     most = max(EVAL_LANES, work.rows)
     eval_lanes = lanes if work.method == "eval" else model.free_lanes(live, lanes, most)
     if work.method == "mebp":
@@ -205,9 +216,6 @@ def predict(
     base += counted * MANIFEST_FACTOR + (READ_AHEAD_BYTES if work.prefetch else 0)
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
     row_bytes = work.rung * manifest.hidden_size * F32
-    heap = sys.platform == "linux" and manifest.device == "cpu"
-    beside = max(0, live - model.largest_tile())
-    slack = int(HEAP_SLACK_PER_LIVE[work.method] * beside) if heap else 0
     cached = 0 if heap else min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))
     trained = 0 if work.method == "eval" else model.all_adapter_bytes()
     moments = 2 * trained if work.method == "mebp" and work.optimizer == "adamw" else 0
