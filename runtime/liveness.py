@@ -97,8 +97,18 @@ class Liveness:
         if self.work.method == "mezo":
             on_the_way = min(self.work.queries, 2 + MEZO_LANES // 2)
             return 2 * on_the_way * self._lent(max(per_block)) + 2 * max(per_block)
-        held = sum(per_block) if self.work.accumulation > 1 else 0
-        return held + max(per_block) * (2 if self.work.rows > 1 else 1)
+        return self._held_gradients() + max(per_block) * (2 if self.work.rows > 1 else 1)
+
+    def only_in_layers(self) -> int:
+        """Of adapters and gradients, what is gone where the embedding or the head runs."""
+        if self.work.method == "eval":
+            return 0
+        return self.adapter_bytes() + self.gradient_bytes() - self._held_gradients()
+
+    def _held_gradients(self) -> int:
+        """All layers' gradients, until the last micro-batch of a step."""
+        held = self.work.method == "mebp" and self.work.accumulation > 1
+        return self.all_adapter_bytes() if held else 0
 
     def _lent(self, float32_bytes: int) -> int:
         """Adapters of so many bytes, as blocks are lent them."""
@@ -129,10 +139,17 @@ class Liveness:
         return most
 
     def free_lanes(self, live: int, at_least: int, most: int) -> int:
-        """How many hidden states fit side by side into `live` bytes in every block's forward."""
+        """How many hidden states fit side by side into `live` bytes in every block's forward.
+
+        A layer's adapters are among them.
+        """
+        last = len(self.manifest.blocks) - 1
         for lanes in range(most, at_least, -1):
-            blocks = (self.forward(index, lanes) for index in range(len(self.manifest.blocks)))
-            if max(blocks) <= live:
+            alive = (
+                self.forward(index, lanes) + (self.adapter_bytes() if 0 < index < last else 0)
+                for index in range(last + 1)
+            )
+            if max(alive) <= live:
                 return lanes
         return at_least
 

@@ -152,11 +152,16 @@ def _spend(manifest: Manifest, model: Liveness, plan: Plan, spare: int) -> Plan:
 
 
 def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple[int, int]:
-    """What is alive at the worst moment, and the slack of the heap beside it."""
+    """What is alive beside adapters and gradients at the worst moment, and the heap's slack then.
+
+    Embedding and head have none in hand: so much more of theirs fits.
+    """
     found = []
     for index, block in enumerate(blocks):
         live = max(block.forward_bytes, block.backward_bytes)
-        found.append((live, int(share * max(0, live - model.off_heap(index)))))
+        slack = int(share * max(0, live - model.off_heap(index)))
+        spared = model.only_in_layers() if index in (0, len(blocks) - 1) else 0
+        found.append((max(0, live - spared), slack))
     return max(found, key=sum)
 
 
@@ -204,7 +209,8 @@ def predict(
     share = HEAP_SLACK_PER_LIVE[work.method] if heap else 0.0
     live, slack = _peak(model, blocks, share)
     most = max(EVAL_LANES, work.rows)
-    eval_lanes = lanes if work.method == "eval" else model.free_lanes(live, lanes, most)
+    room = live + model.only_in_layers()
+    eval_lanes = lanes if work.method == "eval" else model.free_lanes(room, lanes, most)
     if work.method == "mebp":
         lanes = min(eval_lanes, work.rows)
     adapters = model.adapter_bytes()
