@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ondevice.errors import UsageError
+from runtime.heap import tune_heap
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest that glibc lets its heap serve
-NEVER_TRIM_BYTES = (1 << 31) - 1
-MAPPED_BLOCK_BYTES = 256 << 10  # from here on, where the heap is not kept
 
 Arithmetic = Literal["packed", "unpacked"]
 
@@ -44,7 +41,7 @@ def prepare(keep_heap: bool = True) -> Prepared:
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1")
     if sys.platform == "darwin":
         return Prepared("Accelerate")
-    _tune_malloc(keep_heap)
+    tune_heap(keep_heap)
     if platform.machine() == "x86_64" and _cpu_flags() >= AVX512:
         os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
     loaded = _load_wheel_blas() or _load_system_blas()
@@ -55,27 +52,6 @@ def prepare(keep_heap: bool = True) -> Prepared:
         "no optimized BLAS could be loaded, matrix products run about 100 times slower; install "
         "libgfortran5 (Debian, Ubuntu: apt install libgfortran5) or libopenblas0-pthread",
     )
-
-
-def _tune_malloc(keep_heap: bool) -> None:
-    """Serve large blocks from one heap that is kept, or map each afresh.
-
-    Fresh pages cost more than the arithmetic on them. The heap reuses freed memory at any size,
-    where MLX's own cache needs nearly equal sizes: at half the footprint half the time.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return
-    libc.mallopt(M_MMAP_THRESHOLD, MOST_HEAP_BLOCK_BYTES if keep_heap else MAPPED_BLOCK_BYTES)
-    libc.mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES if keep_heap else MAPPED_BLOCK_BYTES)
-    libc.mallopt(M_ARENA_MAX, 1 if keep_heap else 2)
-
-
-def trim_heap() -> None:
-    """Give the heap's free pages back to the system; they fault in again when they are used."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _cpu_flags() -> set[str]:

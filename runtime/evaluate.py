@@ -16,8 +16,8 @@ from ondevice.config import EvalConfig
 from ondevice.errors import BudgetError, InterruptedRunError
 from ondevice.units import format_bytes
 from runtime.adapters import Adapters
-from runtime.backend import trim_heap
 from runtime.data import RandomRows, Rows, TokenRows, prepare_tokens, random_seed
+from runtime.heap import trim_heap
 from runtime.kernels.head import HeadResult
 from runtime.memory import Meter
 from runtime.method import Row, StepLoss

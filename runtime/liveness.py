@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key, graph_length
-from runtime.backend import MOST_HEAP_BLOCK_BYTES
+from runtime.heap import MOST_HEAP_BLOCK_BYTES
 from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse
 
 F32 = 4

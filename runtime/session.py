@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from ondevice.bundle import Bundle, lock_bundle, open_bundle
 from ondevice.config import PlanConfig
-from runtime.backend import blas_threads, choose_arithmetic, limit_memory, trim_heap, use_device
+from runtime.backend import blas_threads, choose_arithmetic, limit_memory, use_device
+from runtime.heap import trim_heap
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
 from runtime.kernels.linear import LinearKernel, Place

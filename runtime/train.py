@@ -27,10 +27,11 @@ from ondevice.errors import (
     UsageError,
 )
 from runtime.adapters import Adapters
-from runtime.backend import describe, trim_heap
+from runtime.backend import describe
 from runtime.beginning import initial_adapters, method_of
 from runtime.data import Rows, row_index
 from runtime.evaluate import Events, check_budget, evaluate_rows
+from runtime.heap import trim_heap
 from runtime.memory import Meter
 from runtime.method import Method, Row
 from runtime.optimizer import learning_rate

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ondevice.errors import OnDeviceError
-from runtime import backend, memory
+from runtime import heap, memory
 from runtime.memory import Footprint, Meter, RusageInfoV4, TaskVmInfo, read_footprint
 
 BLOCK_BYTES = 64 * 2**20
@@ -137,7 +137,7 @@ def test_trimming_gives_the_heap_s_free_pages_back() -> None:
     full = read_footprint().footprint_bytes
     del blocks  # every other block is free, and none of them at the top
     assert full - read_footprint().footprint_bytes < BLOCK_BYTES // 4
-    backend.trim_heap()
+    heap.trim_heap()
     assert full - read_footprint().footprint_bytes > BLOCK_BYTES // 4
     assert all(float(block[0]) == 1.0 for block in kept)
 
