@@ -140,8 +140,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
     ]
     count = "1 row" if plan["rows"] == 1 else f"{plan['rows']} rows"
     lines = [
-        f"{plan['rung']} tokens x {count} x {plan['accumulation']} "
-        "accumulated, "
+        f"{plan['rung']} tokens x {count} x {plan['accumulation']} accumulated, "
         f"{plan['arithmetic']} weights: tiles of {plan['tile_values']} values, query blocks of "
         f"{plan['query_block']}, {plan['chunk_rows']} rows of the vocabulary at a time",
         _table(rows),

@@ -1,9 +1,9 @@
 """What a budget buys: tile and block sizes, the allocator's cache, and the peak they lead to.
 
 Pure arithmetic over the manifest (`runtime.liveness`). No figure is fitted to a model; the
-constants describe the process (`BASE_BYTES`) and the allocator (`HEAP_SLACK_PER_LIVE`). A budget is
-spent in this order: what is needed at all, larger tiles, what the backward would recompute,
-unpacked weights.
+constants describe the process (`BASE_BYTES`), its BLAS (`BLAS_BYTES_PER_THREAD`) and the allocator
+(`HEAP_SLACK_PER_LIVE`). A budget is spent in this order: what is needed at all, larger tiles, what
+the backward would recompute, unpacked weights.
 """
 
 from __future__ import annotations
@@ -179,14 +179,14 @@ def _refusal(manifest: Manifest, work: Work, budget_bytes: int, smallest: int) -
         f"budget {format_bytes(budget_bytes)} < {format_bytes(rounded)} needed by {name} at "
         f"{work.rung} tokens; the smallest that fits is {format_bytes(rounded)}"
     )
+    level = PAPER if work.layout == "paper" else LEVELS[-1]
     for rung in reversed([r for r in manifest.rungs if r < work.rung]):
-        shorter = Work(**{**asdict(work), "rung": rung})
-        level = PAPER if work.layout == "paper" else LEVELS[-1]
+        shorter = replace(work, rung=rung)
         frugal = predict(manifest, shorter, level, budget_bytes, 0)
         if frugal.predicted_peak_bytes <= MARGIN * budget_bytes:
             return f"{text}, or use --max-seq-length {rung}"
-    alone = predict(manifest, replace(work, threads=1), LEVELS[-1], budget_bytes, 0)
-    if alone.predicted_peak_bytes <= MARGIN * budget_bytes and work.layout != "paper":
+    alone = predict(manifest, replace(work, threads=1), level, budget_bytes, 0)
+    if alone.predicted_peak_bytes <= MARGIN * budget_bytes:
         return f"{text}, or set OPENBLAS_NUM_THREADS=1: each of {work.threads} threads takes memory"
     if work.accumulation > 1 and work.method == "mebp":
         return f"{text}; without --grad-accumulation fewer gradients are held"
