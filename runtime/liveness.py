@@ -348,11 +348,12 @@ class Liveness:
         _, heads, length, _ = at_rung(kind.values[step.inputs[0]], self.work.rung)
         block = min(length, self.sizes.query_block)
         keys = length if step.window is None else min(length, step.window + block)
-        scores = heads * block * keys * F32
+        mask = block * keys * F32
+        scores = heads * mask
         q, k, v = (self._size(kind, name) for name in step.inputs)
         if backward:
-            return 4 * scores + 2 * (k + v) + q + 3 * q * block // length
-        return 3 * scores + k + v + q
+            return mask + 4 * scores + 2 * (k + v) + q + 3 * q * block // length
+        return mask + 3 * scores + k + v + q
 
     def _head(self, kind: Kind, step: Step, lanes: int) -> int:
         h = self._size(kind, step.inputs[0])

@@ -43,13 +43,13 @@ LEVELS = (
     Sizes(4 << 20, 256, 128_000_000),
     Sizes(4 << 20, 256, 96_000_000),
     Sizes(4 << 20, 128, 64_000_000),
-    Sizes(2 << 20, 128, 48_000_000),
-    Sizes(2 << 20, 64, 32_000_000),
+    Sizes(2 << 20, 64, 48_000_000),
     Sizes(1 << 20, 64, 24_000_000),
     Sizes(1 << 20, 64, 12_000_000),
     Sizes(512 << 10, 32, 8_000_000),
     Sizes(256 << 10, 16, 4_000_000),
 )
+UNPACKED_FROM = 3  # of LEVELS, on a CPU: larger tiles and scores leave its caches
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,28 @@ def make_plan(manifest: Manifest, work: Work, budget_bytes: int) -> Plan:
     Raises:
         BudgetError: not even the most frugal one fits; the message has the numbers and a way out.
     """
-    levels = (PAPER,) if work.layout == "paper" else LEVELS
-    minimum = predict(manifest, work, levels[-1], budget_bytes, 0).predicted_peak_bytes
-    smallest = math.ceil(minimum / MARGIN)
+    levels = _levels(work)
+    smallest = math.ceil(_least(manifest, work) / MARGIN)
     for level in levels:
         for lanes in _lane_choices(work):
             plan = predict(manifest, work, level, budget_bytes, smallest, lanes)
             spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
             if spare >= 0:
                 model = Liveness(manifest, work, level)
-                return plan if level is not LEVELS[0] else _spend(manifest, model, plan, spare)
+                return plan if level is not levels[0] else _spend(manifest, model, plan, spare)
     raise BudgetError(_refusal(manifest, work, budget_bytes, smallest))
+
+
+def _levels(work: Work) -> tuple[Sizes, ...]:
+    """What a plan chooses among, from generous to frugal."""
+    if work.layout == "paper":
+        return (PAPER,)
+    return LEVELS[UNPACKED_FROM:] if work.arithmetic == "unpacked" else LEVELS
+
+
+def _least(manifest: Manifest, work: Work) -> int:
+    """The lowest peak of all choices; the smallest tiles need not have it."""
+    return min(predict(manifest, work, level, 0, 0).predicted_peak_bytes for level in _levels(work))
 
 
 def _spend(manifest: Manifest, model: Liveness, plan: Plan, spare: int) -> Plan:
@@ -179,14 +190,11 @@ def _refusal(manifest: Manifest, work: Work, budget_bytes: int, smallest: int) -
         f"budget {format_bytes(budget_bytes)} < {format_bytes(rounded)} needed by {name} at "
         f"{work.rung} tokens; the smallest that fits is {format_bytes(rounded)}"
     )
-    level = PAPER if work.layout == "paper" else LEVELS[-1]
+    room = MARGIN * budget_bytes
     for rung in reversed([r for r in manifest.rungs if r < work.rung]):
-        shorter = replace(work, rung=rung)
-        frugal = predict(manifest, shorter, level, budget_bytes, 0)
-        if frugal.predicted_peak_bytes <= MARGIN * budget_bytes:
+        if _least(manifest, replace(work, rung=rung)) <= room:
             return f"{text}, or use --max-seq-length {rung}"
-    alone = predict(manifest, replace(work, threads=1), level, budget_bytes, 0)
-    if alone.predicted_peak_bytes <= MARGIN * budget_bytes:
+    if _least(manifest, replace(work, threads=1)) <= room:
         return f"{text}, or set OPENBLAS_NUM_THREADS=1: each of {work.threads} threads takes memory"
     if work.accumulation > 1 and work.method == "mebp":
         return f"{text}; without --grad-accumulation fewer gradients are held"

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from runtime.kernels.exponential import exp, row_sums
 
-MASKED = -1e30
+MASKED = -1e30  # added to a score, which vanishes in its rounding
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AttentionKernel:
             allowed = rows >= columns
             if window is not None:
                 allowed = allowed & (rows - columns < window)
-            yield start, stop, first, allowed
+            yield start, stop, first, mx.where(allowed, 0.0, MASKED)
 
     def forward(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None
@@ -51,9 +51,9 @@ class AttentionKernel:
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, length, width)
         outputs, sums = [], []
-        for start, stop, first, allowed in self._blocks(length, window):
+        for start, stop, first, mask in self._blocks(length, window):
             keys = k[0, :, None, first:stop]
-            s = _scores(grouped[:, :, start:stop], keys, scale, allowed)
+            s = _scores(grouped[:, :, start:stop], keys, scale, mask)
             top = s.max(axis=-1, keepdims=True)
             mx.eval(top)  # with the scores: else a copy of them lives beside exp's own
             p = exp(s - top)
@@ -87,11 +87,11 @@ class AttentionKernel:
         inner = row_sums(d_grouped * out.reshape(d_grouped.shape))
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
         dqs = []
-        for start, stop, first, allowed in self._blocks(length, window):
+        for start, stop, first, mask in self._blocks(length, window):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
-            p = exp(_scores(rows, keys, scale, allowed) - lse[:, :, start:stop])
+            p = exp(_scores(rows, keys, scale, mask) - lse[:, :, start:stop])
             dv[:, first:stop] = dv[:, first:stop] + _outer(p, d_rows)
             ds = p * (_multiply(d_rows, values.swapaxes(-1, -2)) - inner[:, :, start:stop]) * scale
             del p
@@ -121,5 +121,5 @@ def _outer(x: mx.array, y: mx.array) -> mx.array:
     return left.swapaxes(-1, -2) @ y.reshape(groups, repeats * rows, -1)
 
 
-def _scores(q: mx.array, k: mx.array, scale: float, allowed: mx.array) -> mx.array:
-    return mx.where(allowed, _multiply(q * scale, k.swapaxes(-1, -2)), MASKED)
+def _scores(q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
+    return _multiply(q * scale, k.swapaxes(-1, -2)) + mask
