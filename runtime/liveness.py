@@ -77,8 +77,11 @@ class Liveness:
         """What one block is lent; an evaluation holds all blocks' float32 adapters, too.
 
         Of rounded adapters, those of the matrix in hand are float32 again while it is multiplied.
+        MeZO lends two perturbed copies for each query on its way.
         """
-        block = self._lent(max(self._block_adapters(block) for block in self.manifest.layers))
+        block = self._lent(self._most_adapters())
+        if self.work.method == "mezo":
+            block *= 2 * min(self.work.queries, 2 + MEZO_LANES // 2)
         rounded = self.work.adapter_dtype != "float32"
         lent = block + (self._largest_adapter() if rounded else 0)
         if self.work.method != "eval":
@@ -86,18 +89,14 @@ class Liveness:
         return self.all_adapter_bytes() + (lent if rounded else 0)
 
     def gradient_bytes(self) -> int:
-        """All blocks' gradients where micro-batches accumulate, else the largest block's.
-
-        MeZO has none, but for one block two perturbed copies per query on its way, and z with the
-        next copy as float32.
-        """
-        per_block = [self._block_adapters(block) for block in self.manifest.layers]
-        if self.work.method == "eval":
+        """All blocks' gradients where micro-batches accumulate, else the largest block's."""
+        if self.work.method != "mebp":
             return 0
-        if self.work.method == "mezo":
-            on_the_way = min(self.work.queries, 2 + MEZO_LANES // 2)
-            return 2 * on_the_way * self._lent(max(per_block)) + 2 * max(per_block)
-        return self._held_gradients() + max(per_block) * (2 if self.work.rows > 1 else 1)
+        return self._held_gradients() + self._most_adapters() * (2 if self.work.rows > 1 else 1)
+
+    def perturbing_bytes(self) -> int:
+        """What is alive beside the copies while MeZO perturbs a block: z, theta and their sum."""
+        return 3 * self._most_adapters() if self.work.method == "mezo" else 0
 
     def only_in_layers(self) -> int:
         """Of adapters and gradients, what is gone where the embedding or the head runs."""
@@ -113,6 +112,9 @@ class Liveness:
     def _lent(self, float32_bytes: int) -> int:
         """Adapters of so many bytes, as blocks are lent them."""
         return float32_bytes if self.work.adapter_dtype == "float32" else float32_bytes // 2
+
+    def _most_adapters(self) -> int:
+        return max(self._block_adapters(block) for block in self.manifest.layers)
 
     def _block_adapters(self, block: Block) -> int:
         return sum(self._adapters(block))
@@ -191,6 +193,15 @@ class Liveness:
             most = max(most, others + busy)
             waiting += own
         return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
+
+    def largest_packed_bytes(self) -> int:
+        """The most that one block's matrices take in weights.bin."""
+        found = {0}
+        for block in self.manifest.blocks:
+            kind = self.manifest.kinds[block.kind]
+            names = [block.tensor(one.name) for step in kind.steps for one in step.linears]
+            found.add(sum(self.manifest.matrices[name].nbytes for name in names))
+        return max(found)
 
     def unpacked_bytes(self, index: int) -> int:
         """A layer's weights as float32, with the shifts of affine groups."""
@@ -296,20 +307,9 @@ class Liveness:
         return values * F32
 
     def _linear_forward(self, matrix: Matrix, lanes: int) -> int:
-        """Beside the outputs: the inputs' halves and a tile, then an output made of its parts."""
-        x = lanes * self.work.rung * matrix.columns * F32
-        y = self.work.rung * matrix.rows * F32
+        """Beside the outputs: the inputs' halves, and a tile with what one lane makes of it."""
         rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
-        rest = matrix.rows % rows
-        not_yet = lanes * y * rest // matrix.rows  # the outputs of the last, smaller tile
-        full = self._shared(matrix, rows, lanes) - not_yet
-        return max(x + full, x + self._shared(matrix, rest, lanes), y)
-
-    def _shared(self, matrix: Matrix, rows: int, lanes: int) -> int:
-        """A tile of so many rows for all lanes: the first unpacks it before the others multiply."""
-        values = rows * matrix.columns
-        others = (lanes - 1) * self.work.rung * rows * F32
-        return max(self._tile(matrix, values) - others, self._opened(matrix, values))
+        return lanes * self.work.rung * matrix.columns * F32 + self._met(matrix, rows)
 
     def _linear_backward(self, matrix: Matrix) -> int:
         """Beside the result: the sum's halves, old and new, a part of dy and a tile."""
@@ -319,7 +319,7 @@ class Liveness:
         return max(self._met(matrix, first), x + self._met(matrix, second), x)
 
     def _met(self, matrix: Matrix, rows: int) -> int:
-        """A tile of so many rows, and the part of dy that it meets."""
+        """A tile of so many rows, and the part of y or dy that belongs to it."""
         part = self.work.rung * rows * F32 if rows < matrix.rows else 0
         return part + self._tile(matrix, rows * matrix.columns)
 

@@ -2,7 +2,7 @@
 
 Pure arithmetic over the manifest (`runtime.liveness`). No figure is fitted to a model; the
 constants describe the process (`BASE_BYTES`), its BLAS (`BLAS_BYTES_PER_THREAD`) and the allocator
-(`HEAP_SLACK_PER_LIVE`). A budget is spent in this order: what is needed at all, larger tiles, what
+(`HEAP_SLACK_BYTES`). A budget is spent in this order: what is needed at all, larger tiles, what
 the backward would recompute, unpacked weights.
 """
 
@@ -17,6 +17,7 @@ from ondevice.errors import BudgetError, UsageError
 from ondevice.manifest import Manifest
 from ondevice.units import format_bytes
 from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
+from runtime.read_ahead import BUFFER_BYTES
 
 # Interpreter, NumPy, MLX: measured on Linux x86-64; a guess on macOS, with Accelerate in it.
 BASE_BYTES = {"linux": 26_600_000, "darwin": 60_000_000}
@@ -24,16 +25,17 @@ BASE_BYTES = {"linux": 26_600_000, "darwin": 60_000_000}
 BLAS_BYTES_PER_THREAD = 1_100_000
 BLAS_BYTES_PER_ROW = 320 * F32
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
-# glibc's heap serves freed memory again at any size. What lies between the blocks in use, per byte
-# alive beside the tile in hand (which is one block) and per byte kept; where it would be more, the
+# glibc's heap serves freed memory again at any size. What lies between the blocks in use: some, and
+# a share of what is alive beside the tile in hand (which is one block); where it would be more, the
 # meter gives it back (`Meter.aim`)
-HEAP_SLACK_PER_LIVE = {"mebp": 0.23, "mezo": 0.39, "eval": 0.35}
+HEAP_SLACK_BYTES = 1_000_000
+HEAP_SLACK_PER_LIVE = {"mebp": 0.12, "mezo": 0.10, "eval": 0.10}
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
 CACHE_PER_LIVE = 1.5
 EVAL_LANES = 8  # rows evaluated side by side, where they fit
-READ_AHEAD_BYTES = 1_100_000  # the prefetch thread's buffer and stack
+READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, beside what it fills of its buffer
 MARGIN = 0.97  # of the budget that a plan may predict
 
 
@@ -167,7 +169,7 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
 
     Embedding and head have none in hand: so much more of theirs fits.
     """
-    found = []
+    found = [(model.perturbing_bytes(), 0)]
     for index, block in enumerate(blocks):
         live = max(block.forward_bytes, block.backward_bytes)
         slack = int(share * max(0, live - model.off_heap(index)))
@@ -216,6 +218,7 @@ def predict(
     heap = sys.platform == "linux" and manifest.device == "cpu"
     share = HEAP_SLACK_PER_LIVE[work.method] if heap else 0.0
     live, slack = _peak(model, blocks, share)
+    slack += HEAP_SLACK_BYTES if heap else 0
     most = max(EVAL_LANES, work.rows)
     room = live + model.only_in_layers()
     eval_lanes = lanes if work.method == "eval" else model.free_lanes(room, lanes, most)
@@ -227,7 +230,9 @@ def predict(
     base = BASE_BYTES["darwin" if sys.platform == "darwin" else "linux"]
     if sys.platform != "darwin":
         base += work.threads * BLAS_BYTES_PER_THREAD + model.packed_rows() * BLAS_BYTES_PER_ROW
-    base += counted * MANIFEST_FACTOR + (READ_AHEAD_BYTES if work.prefetch else 0)
+    base += counted * MANIFEST_FACTOR
+    if work.prefetch:
+        base += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes())
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
     row_bytes = work.rung * manifest.hidden_size * F32
     cached = 0 if heap else min(sizes.cache_bytes, int(CACHE_PER_LIVE * live))

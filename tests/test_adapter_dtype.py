@@ -56,7 +56,7 @@ def test_a_plan_counts_what_is_lent(tiny: Tiny) -> None:
         whole, half = adapter_bytes(work), adapter_bytes(replace(work, adapter_dtype=HALF))
         assert whole[0] / 2 < half[0] < whole[0]  # a matrix in hand has its own as float32
         assert half[2] < whole[2]
-        assert (half[1] < whole[1]) == (method == "mezo")  # gradients are float32
+        assert half[1] == whole[1]  # gradients are float32, and MeZO has none
 
 
 def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(

@@ -90,19 +90,10 @@ class LinearKernel:
         loras: Sequence[Lora | None],
     ) -> list[mx.array]:
         """y (T, R) of every x (T, C), each with its own adapter, in one pass over the matrix."""
-        inputs = [Input.of(x, matrix, self.arithmetic) for x in xs]
-        outputs: list[list[mx.array]] = [[] for _ in xs]
-        for start, stop in self._ranges(matrix):
-            opened = self.opened(matrix, start, stop)
-            for given, parts in zip(inputs, outputs, strict=True):
-                parts.append(opened.transposed_product(given))
-                mx.eval(parts[-1])
-            del opened, given, parts
-        inputs.clear()
+        outputs = self._products(xs, matrix)
         results = []
-        for x, parts, lora in zip(xs, outputs, loras, strict=True):
-            y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
-            parts.clear()
+        for x, lora in zip(xs, loras, strict=True):
+            y = outputs.pop(0)
             if bias is not None:
                 y = y + bias
             if lora is not None:
@@ -110,6 +101,30 @@ class LinearKernel:
             mx.eval(y)
             results.append(y)
         return results
+
+    def _products(self, xs: Sequence[mx.array], matrix: Matrix) -> list[mx.array]:
+        """x W^T of every x. Tiles write into outputs that are there before them.
+
+        Were products of tiles kept to be joined, they would fill the holes that the tiles leave in
+        the heap, and every tile would need a new place.
+        """
+        inputs = [Input.of(x, matrix, self.arithmetic) for x in xs]
+        if len(list(self._ranges(matrix))) == 1:
+            opened = self.opened(matrix, 0, matrix.rows)
+            whole = []
+            for given in inputs:
+                whole.append(opened.transposed_product(given))
+                mx.eval(whole[-1])
+            return whole
+        outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
+        mx.eval(outputs)
+        for start, stop in self._ranges(matrix):
+            opened = self.opened(matrix, start, stop)
+            for lane, given in enumerate(inputs):
+                outputs[lane][:, start:stop] = opened.transposed_product(given)
+                mx.eval(outputs[lane])
+            del opened
+        return outputs
 
     def backward_input(self, dy: mx.array, matrix: Matrix, lora: Lora | None) -> mx.array:
         """dx (T, C) of dy (T, R)."""
