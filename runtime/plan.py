@@ -29,7 +29,7 @@ MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of 
 # a share of what is alive beside the tile in hand (which is one block); where it would be more, the
 # meter gives it back (`Meter.aim`)
 HEAP_SLACK_BYTES = 1_000_000
-HEAP_SLACK_PER_LIVE = {"mebp": 0.12, "mezo": 0.10, "eval": 0.10}
+HEAP_SLACK_PER_LIVE = {"mebp": 0.12, "mezo": 0.12, "eval": 0.12}
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
