@@ -194,6 +194,11 @@ class Liveness:
             waiting += own
         return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
 
+    def largest_value(self) -> int:
+        """The bytes of the largest value that passes between a layer's steps."""
+        kinds = [self.manifest.kinds[name] for name in {b.kind for b in self.manifest.layers}]
+        return max(self._size(kind, name) for kind in kinds for name in kind.values)
+
     def largest_packed_bytes(self) -> int:
         """The most that one block's matrices take in weights.bin."""
         found = {0}

@@ -2,7 +2,7 @@
 
 Pure arithmetic over the manifest (`runtime.liveness`). No figure is fitted to a model; the
 constants describe the process (`BASE_BYTES`), its BLAS (`BLAS_BYTES_PER_THREAD`) and the allocator
-(`HEAP_SLACK_BYTES`). A budget is spent in this order: what is needed at all, larger tiles, what
+(`HEAP_SLACK_PER_LIVE`). A budget is spent in this order: what is needed at all, larger tiles, what
 the backward would recompute, unpacked weights.
 """
 
@@ -26,10 +26,12 @@ BLAS_BYTES_PER_THREAD = 1_100_000
 BLAS_BYTES_PER_ROW = 320 * F32
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
 # glibc's heap serves freed memory again at any size. What lies between the blocks in use: some, and
-# a share of what is alive beside the tile in hand (which is one block); where it would be more, the
-# meter gives it back (`Meter.aim`)
-HEAP_SLACK_BYTES = 1_000_000
-HEAP_SLACK_PER_LIVE = {"mebp": 0.12, "mezo": 0.12, "eval": 0.12}
+# a share of what is alive beside the tile in hand (which is one block), more where single values
+# are large; where it would be more, the meter gives it back (`Meter.aim`)
+HEAP_SLACK_BYTES = {"mebp": 1_500_000, "mezo": 750_000, "eval": 750_000}
+HEAP_SLACK_PER_LIVE = {"mebp": 0.12, "mezo": 0.08, "eval": 0.08}
+HEAP_SLACK_OF_LARGE = 0.13
+LARGE_VALUE_BYTES = 16_000_000
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
@@ -178,6 +180,13 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
     return max(found, key=sum)
 
 
+def _slack_share(model: Liveness) -> float:
+    """Of what is alive on the heap, what lies unused between."""
+    share = HEAP_SLACK_PER_LIVE[model.work.method]
+    large = model.largest_value() > LARGE_VALUE_BYTES
+    return max(share, HEAP_SLACK_OF_LARGE) if large else share
+
+
 def _lane_choices(work: Work) -> tuple[int, ...]:
     """How many hidden states may travel side by side, most first; MeBP's follow from its plan."""
     most = {"mebp": 1, "mezo": min(MEZO_LANES, work.hidden_states), "eval": EVAL_LANES}[work.method]
@@ -216,9 +225,9 @@ def predict(
     lanes = _lane_choices(work)[-1] if lanes is None else lanes
     blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
     heap = sys.platform == "linux" and manifest.device == "cpu"
-    share = HEAP_SLACK_PER_LIVE[work.method] if heap else 0.0
+    share = _slack_share(model) if heap else 0.0
     live, slack = _peak(model, blocks, share)
-    slack += HEAP_SLACK_BYTES if heap else 0
+    slack += min(live, HEAP_SLACK_BYTES[work.method]) if heap else 0
     most = max(EVAL_LANES, work.rows)
     room = live + model.only_in_layers()
     eval_lanes = lanes if work.method == "eval" else model.free_lanes(room, lanes, most)
@@ -229,7 +238,9 @@ def predict(
     counted = len(manifest.matrices) + len(manifest.graphs) + len(manifest.vectors)
     base = BASE_BYTES["darwin" if sys.platform == "darwin" else "linux"]
     if sys.platform != "darwin":
-        base += work.threads * BLAS_BYTES_PER_THREAD + model.packed_rows() * BLAS_BYTES_PER_ROW
+        others = min(BLAS_BYTES_PER_THREAD, model.largest_tile())  # small products take one thread
+        base += BLAS_BYTES_PER_THREAD + (work.threads - 1) * others
+        base += model.packed_rows() * BLAS_BYTES_PER_ROW
     base += counted * MANIFEST_FACTOR
     if work.prefetch:
         base += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes())

@@ -15,8 +15,9 @@ import pytest
 
 from ondevice.bundle import Bundle
 from ondevice.errors import BudgetError, UsageError
+from ondevice.manifest import Manifest
 from runtime.backend import blas_threads, prepare
-from runtime.liveness import Work
+from runtime.liveness import Liveness, Work
 from runtime.plan import BLAS_BYTES_PER_THREAD, LEVELS, choose_rung, make_plan, predict
 
 Tiny = Callable[..., Bundle]
@@ -99,7 +100,21 @@ def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:
     manifest = tiny("qwen3").manifest
     one = predict(manifest, Work(32), LEVELS[-1], 0, 0)
     four = predict(manifest, Work(32, threads=4), LEVELS[-1], 0, 0)
-    assert four.base_bytes - one.base_bytes == 3 * BLAS_BYTES_PER_THREAD
+    assert four.base_bytes - one.base_bytes == 3 * panel(manifest)
+
+
+def panel(manifest: Manifest) -> int:
+    """What a second thread packs: no more than the largest tile there is."""
+    most = Liveness(manifest, Work(32), LEVELS[-1]).largest_tile()
+    assert 0 < most < BLAS_BYTES_PER_THREAD
+    return most
+
+
+def test_large_values_leave_larger_holes(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, work = tiny("qwen3").manifest, Work(32, method="mezo")
+    before = predict(manifest, work, LEVELS[-1], 0, 0).slack_bytes
+    monkeypatch.setattr("runtime.plan.LARGE_VALUE_BYTES", 0)
+    assert predict(manifest, work, LEVELS[-1], 0, 0).slack_bytes > before
 
 
 def test_a_refusal_says_what_one_thread_would_fit(tiny: Tiny) -> None:
@@ -121,4 +136,5 @@ def test_the_plan_knows_how_many_threads_the_blas_has(tiny: Tiny) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["base_bytes"])
-    assert found[1] - found[0] == (BLAS_BYTES_PER_THREAD if len(os.sched_getaffinity(0)) > 1 else 0)
+    more = panel(tiny("qwen3").manifest) if len(os.sched_getaffinity(0)) > 1 else 0
+    assert found[1] - found[0] == more
