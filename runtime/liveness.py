@@ -200,18 +200,15 @@ class Liveness:
         return max(self._size(kind, name) for kind in kinds for name in kind.values)
 
     def largest_packed_bytes(self) -> int:
-        """The most that one block's matrices take in weights.bin."""
-        found = {0}
-        for block in self.manifest.blocks:
-            kind = self.manifest.kinds[block.kind]
-            names = [block.tensor(one.name) for step in kind.steps for one in step.linears]
-            found.add(sum(self.manifest.matrices[name].nbytes for name in names))
-        return max(found)
+        """The most that the matrices of one block take in weights.bin."""
+        return max(
+            sum(matrix.nbytes for matrix in self._matrices(block)) for block in self.manifest.blocks
+        )
 
     def unpacked_bytes(self, index: int) -> int:
         """A layer's weights as float32, with the shifts of affine groups."""
         block = self.manifest.blocks[index]
-        return self._held(block, self.manifest.kinds[block.kind])
+        return self._held(block)
 
     def block(self, index: int, lanes: int) -> BlockPlan:
         block = self.manifest.blocks[index]
@@ -243,7 +240,7 @@ class Liveness:
     ) -> int:
         alive = set(alive)
         peak = 0
-        held = self._held(block, kind) if self.sizes.hold else 0
+        held = self._held(block) if self.sizes.hold else 0
         for op in schedule:
             step = kind.steps[op.step]
             made = {f"~{name}" for name in op.wanted} if op.backward else set(op.wanted)
@@ -261,15 +258,19 @@ class Liveness:
             peak = max(peak, held + (lanes - 1) * others + before + fresh + work)
         return peak
 
-    def _held(self, block: Block, kind: Kind) -> int:
-        """A whole block's weights, unpacked."""
+    def _matrices(self, block: Block) -> list[Matrix]:
+        """What a block multiplies by."""
+        kind = self.manifest.kinds[block.kind]
         names = [block.tensor(one.name) for step in kind.steps for one in step.linears]
         names += [step.matrix for step in kind.steps if step.op == "head"]
-        matrices = (self.manifest.matrices[name] for name in names)
+        return [self.manifest.matrices[name] for name in names]
+
+    def _held(self, block: Block) -> int:
+        """A whole block's weights, unpacked."""
         return sum(
             m.rows * m.columns * F32
             + (m.rows * m.columns // m.group_size * F32 if m.layout == "affine" else 0)
-            for m in matrices
+            for m in self._matrices(block)
         )
 
     def _workspace(self, block: Block, kind: Kind, op: Op, lanes: int) -> int:
