@@ -27,7 +27,7 @@ from ondevice.errors import BundleError
 from ondevice.manifest import Block, Kind, Linear, Shape, Step, T, at_rung
 
 F32 = 4
-TILING_PAYS = 6  # times the hidden state: with smaller intermediates, glue runs whole
+TILING_PAYS = 5  # times the hidden state: glue that makes less than that runs whole
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ def _glue(
         trace(forward, probe(inputs)),
         trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
     ]
-    inside = max(part.workspace_bytes for part in reduced)
-    if inside > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
+    most = max(part.workspace_bytes + part.output_bytes for part in reduced)
+    if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
         known = {**values, **shapes}
         forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
         vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)

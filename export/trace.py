@@ -34,6 +34,7 @@ class Trace:
     output_shapes: tuple[tuple[int, ...], ...]
     signature: str
     workspace_bytes: int
+    output_bytes: int
 
 
 @contextmanager
@@ -137,7 +138,8 @@ def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool =
         passes=tuple(positions.get(name) for name, _, _ in outputs),
         output_shapes=tuple(tuple(shape) for _, shape, _ in outputs),
         signature=digest.hexdigest(),
-        workspace_bytes=_workspace(primitives, {name for name, _, _ in outputs}),
+        workspace_bytes=_workspace(primitives, [name for name, _, _ in outputs]),
+        output_bytes=sum(math.prod(shape) * dtype.size for _, shape, dtype in outputs),
     )
 
 
@@ -153,32 +155,85 @@ VIEWS = {
 }
 
 
-def _workspace(primitives: list[dict[str, Any]], outputs: set[str]) -> int:
-    """Peak bytes of intermediates when primitives run in order and die at their last use."""
+# whose result takes the place of an operand of its size that nothing else reads
+ELEMENTWISE = {
+    "Abs",
+    "Add",
+    "Cos",
+    "Divide",
+    "Exp",
+    "Log",
+    "Maximum",
+    "Minimum",
+    "Multiply",
+    "Negative",
+    "Power",
+    "Rsqrt",
+    "Select",
+    "Sigmoid",
+    "Sin",
+    "Sqrt",
+    "Square",
+    "Subtract",
+    "Tanh",
+}
+
+
+RUN_AHEAD = 2  # operations that MLX has allocated for before it gives back what one was done with
+
+
+def _as_evaluated(primitives: list[dict[str, Any]], outputs: list[str]) -> list[dict[str, Any]]:
+    """In MLX's order: depth first from the outputs, an operation's operands from the first."""
+    maker = {name: index for index, one in enumerate(primitives) for name, _, _ in one["outputs"]}
+    order: dict[int, None] = {}
+    stack = [(maker[name], False) for name in reversed(outputs) if name in maker]
+    while stack:
+        index, ready = stack.pop()
+        if ready:
+            order[index] = None
+        elif index not in order:
+            stack.append((index, True))
+            sources = reversed([name for name, _, _ in primitives[index]["inputs"]])
+            stack += [(maker[name], False) for name in sources if name in maker]
+    return [primitives[index] for index in order]
+
+
+def _workspace(primitives: list[dict[str, Any]], outputs: list[str]) -> int:
+    """Peak bytes beside the outputs; what primitives make dies at its last use.
+
+    MLX gives the place of an operand that dies to the result of its size.
+    """
+    primitives = _as_evaluated(primitives, outputs)
     owner: dict[str, str] = {}
-    size: dict[str, int] = {}
     last: dict[str, int] = {}
     for index, primitive in enumerate(primitives):
-        for name, _, _ in primitive["inputs"]:
-            last[owner.get(name, name)] = index
-        for name, shape, dtype in primitive["outputs"]:
-            if primitive["name"] in VIEWS:
-                source = primitive["inputs"][0][0]
-                owner[name] = owner.get(source, source)
-            else:
-                size[name] = 0 if name in outputs else math.prod(shape) * dtype.size
-    kept = {owner.get(name, name) for name in outputs}
-    alive, peak = 0, 0
-    freed_at: dict[int, int] = {}
+        sources = [owner.get(name, name) for name, _, _ in primitive["inputs"]]
+        last.update(dict.fromkeys(sources, index))
+        if primitive["name"] in VIEWS:
+            owner.update((name, sources[0]) for name, _, _ in primitive["outputs"])
+    last.update((owner.get(name, name), len(primitives)) for name in outputs)
+    alive: dict[str, int] = {}
+    going: list[list[str]] = [[] for _ in range(RUN_AHEAD)]
+    peak = 0
     for index, primitive in enumerate(primitives):
-        for name, _, _ in primitive["outputs"]:
-            if name in size and name not in kept:
-                alive += size[name]
-                end = last.get(name, index)
-                freed_at[end] = freed_at.get(end, 0) + size[name]
-        peak = max(peak, alive)
-        alive -= freed_at.get(index, 0)
-    return peak
+        read = {owner.get(name, name) for name, _, _ in primitive["inputs"]} & set(alive)
+        dying = [name for name in sorted(read) if last[name] == index]
+        made = {name: math.prod(shape) * dtype.size for name, shape, dtype in primitive["outputs"]}
+        if primitive["name"] in VIEWS:
+            made = {}
+        if primitive["name"] in ELEMENTWISE:
+            (size,) = made.values()
+            taken = next((name for name in dying if alive[name] == size), None)
+            if taken is not None:
+                dying.remove(taken)
+                del alive[taken]
+        alive.update(made)
+        peak = max(peak, sum(alive.values()))
+        going.append([*dying, *(name for name in made if name not in last)])
+        for name in going.pop(0):
+            del alive[name]
+    rest = {name for names in going for name in names}
+    return max(0, peak - sum(size for name, size in alive.items() if name not in rest))
 
 
 def serialize(

@@ -141,8 +141,9 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
     count = "1 row" if plan["rows"] == 1 else f"{plan['rows']} rows"
     lines = [
         f"{plan['rung']} tokens x {count} x {plan['accumulation']} accumulated, "
-        f"{plan['arithmetic']} weights: tiles of {plan['tile_values']} values, query blocks of "
-        f"{plan['query_block']}, {plan['chunk_rows']} rows of the vocabulary at a time",
+        f"{plan['arithmetic']} weights: tiles of {plan['tile_values']} values; at a time, "
+        f"{plan['query_block']} queries of attention, {plan['token_tile']} tokens of an MLP, "
+        f"{plan['chunk_rows']} rows of the vocabulary",
         _table(rows),
     ]
     if per_block:

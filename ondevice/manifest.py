@@ -78,9 +78,11 @@ class Step:
       vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for;
       `tokenwise` where every token is treated alike, so that graphs of a tile of tokens do
     - head: inputs = (h,), `matrix`
+    - tiled: inputs = (x,), outputs = (y,), and the `steps` from one to the other, which treat every
+      token alike; made while a bundle is run (`runtime.tiling`), never stored in one
     """
 
-    op: Literal["embedding", "linear", "attention", "glue", "head"]
+    op: Literal["embedding", "linear", "attention", "glue", "head", "tiled"]
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     matrix: str = ""
@@ -91,6 +93,7 @@ class Step:
     vjp_inputs: tuple[str, ...] = ()
     vjp_outputs: tuple[str, ...] = ()
     tokenwise: bool = False
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,7 @@ FIELDS = {
 
 def _check_fields(step: Step, where: str) -> None:
     """A step has the inputs and outputs of its operation, and no other operation's fields."""
+    require(step.op in FIELDS and not step.steps, f"{where}: {step.op} step")
     counts = (len(step.inputs), len(step.outputs), len(step.linears))
     if step.op == "linear":
         require(counts[:2] == (1, 0) and bool(step.linears), f"{where}: linear step")

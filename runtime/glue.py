@@ -32,16 +32,20 @@ class GlueKernel:
         direction: str,
         arguments: Sequence[mx.array],
         wanted: Sequence[str],
+        tokens: int,
     ) -> dict[str, mx.array]:
-        """The results named `wanted` of `direction` ("forward" or "vjp"); whole graphs lazily."""
+        """The results named `wanted` of `direction` ("forward" or "vjp"); whole graphs lazily.
+
+        `tokens` is how many the arguments have: the rung's, or those of a tile of them.
+        """
         names = step.inputs if direction == "forward" else step.vjp_inputs
         made = step.outputs if direction == "forward" else step.vjp_outputs
         length = graph_length(step, self.rung)
-        if length == self.rung:
+        if length == tokens:
             results = dict(zip(made, self._call(step, direction, arguments), strict=True))
             return {name: results[name] for name in wanted}
-        found = {name: mx.zeros(at_rung(kind.values[name], self.rung)) for name in wanted}
-        for start in range(0, self.rung, length):
+        found = {name: mx.zeros(at_rung(kind.values[name], tokens)) for name in wanted}
+        for start in range(0, tokens, length):
             tile = slice(start, start + length)
             sliced = [
                 array if name.startswith("@") else array[_along(kind, name, tile)]

@@ -1,7 +1,7 @@
 """The bytes alive while each block of a manifest runs, under given sizes.
 
-Pure arithmetic: sizes of values along the schedules of `runtime.schedule`, plus what each kernel
-holds while it runs.
+Pure arithmetic: sizes of values along the schedules of `runtime.schedule`, plus what each step
+holds while it runs (`runtime.workspace`).
 """
 
 from __future__ import annotations
@@ -9,48 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key, graph_length
-from runtime.heap import MOST_HEAP_BLOCK_BYTES
+from ondevice.manifest import Block, Kind, Manifest, Matrix, at_rung
 from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse
+from runtime.tiling import fold, token_tile, unfold
+from runtime.workspace import F32, Sizes, Work, Workspace
 
-F32 = 4
 MEZO_LANES = 16  # hidden states that MeZO moves side by side, where they fit
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The settings a plan chooses among, from generous to frugal."""
-
-    tile_values: int
-    query_block: int
-    cache_bytes: int
-    hold: bool = False  # a block's unpacked weights, as long as the block runs
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is to be planned: a micro-batch's shape and what the method keeps.
-
-    `method` is mebp, mezo or eval; `layout` is "budget" (what this planner is for) or "paper".
-    """
-
-    rung: int
-    rows: int = 1
-    accumulation: int = 1
-    optimizer: str = "adamw"
-    arithmetic: str = "unpacked"
-    method: str = "mebp"
-    queries: int = 1
-    layout: str = "budget"
-    prefetch: bool = True
-    adapter_dtype: str = "float32"
-    threads: int = 1  # of the BLAS
-
-    @property
-    def hidden_states(self) -> int:
-        """How many hidden states one step moves."""
-        rows = self.rows * self.accumulation
-        return 2 * self.queries * rows if self.method == "mezo" else self.rows
 
 
 @dataclass(frozen=True)
@@ -67,8 +31,18 @@ class Liveness:
 
     def __init__(self, manifest: Manifest, work: Work, sizes: Sizes) -> None:
         self.manifest, self.work, self.sizes = manifest, work, sizes
-        width = manifest.hidden_size
-        self.chunk_rows = max(64, min(manifest.vocab_size, sizes.tile_values // width))
+        self.workspace = Workspace(manifest, work, sizes)
+        self._kinds, self._tiles = dict(manifest.kinds), dict.fromkeys(manifest.kinds, work.rung)
+        for name, kind in manifest.kinds.items():
+            folded = fold(kind)
+            tile = token_tile(folded, work.rung, sizes.most_tokens)
+            if tile < work.rung:
+                self._kinds[name], self._tiles[name] = folded, tile
+
+    @property
+    def token_tile(self) -> int:
+        """The tokens that an MLP takes at once, at least in one kind of layer."""
+        return min(self._tiles.values())
 
     def all_adapter_bytes(self) -> int:
         return sum(self._block_adapters(block) for block in self.manifest.layers)
@@ -89,10 +63,15 @@ class Liveness:
         return self.all_adapter_bytes() + (lent if rounded else 0)
 
     def gradient_bytes(self) -> int:
-        """All blocks' gradients where micro-batches accumulate, else the largest block's."""
+        """All blocks' gradients where micro-batches accumulate, else the largest block's.
+
+        Those of several rows are added up layer by layer, of tiles of tokens matrix by matrix.
+        """
         if self.work.method != "mebp":
             return 0
-        return self._held_gradients() + self._most_adapters() * (2 if self.work.rows > 1 else 1)
+        fresh = self._largest_adapter() if self.token_tile < self.work.rung else 0
+        fresh = self._most_adapters() if self.work.rows > 1 else fresh
+        return self._held_gradients() + self._most_adapters() + fresh
 
     def perturbing_bytes(self) -> int:
         """What is alive beside the copies while MeZO perturbs a block: z, theta and their sum."""
@@ -158,23 +137,22 @@ class Liveness:
     def forward(self, index: int, lanes: int) -> int:
         """Bytes alive while `lanes` hidden states pass a block."""
         block = self.manifest.blocks[index]
-        kind = self.manifest.kinds[block.kind]
-        adapted = frozenset(self.manifest.adapted(block))
+        kind = self._kinds[block.kind]
         start = {kind.input} if kind.input else set()
         if not kind.input:
             lanes = 1  # embedded one at a time
-        found = self._peak(block, kind, forward_schedule(kind), start, adapted, lanes)
+        found = self._peak(block, kind, forward_schedule(kind), start, lanes, self.work.rung)
         if kind.steps[-1].op == "head":
-            found = max(found, self._head(kind, kind.steps[-1], lanes))
-        return found
+            found = max(found, self.workspace.head(kind, lanes))
+        return found + self._held(block)
 
     def kept_bytes(self, index: int) -> int:
         """What a layer's backward reads of its forward, for all rows of a micro-batch."""
         block = self.manifest.blocks[index]
-        kind = self.manifest.kinds[block.kind]
+        kind = self._kinds[block.kind]
         adapted = frozenset(self.manifest.adapted(block))
         kept = kept_values(kind, adapted, index > 1)
-        return self.work.rows * sum(self._size(kind, name) for name in kept)
+        return self.work.rows * sum(self._size(kind, name, self.work.rung) for name in kept)
 
     def live_bytes_keeping(self, blocks: tuple[BlockPlan, ...], kept: int) -> int:
         """The most that is alive at once where the last `kept` layers recompute nothing.
@@ -196,8 +174,18 @@ class Liveness:
 
     def largest_value(self) -> int:
         """The bytes of the largest value that passes between a layer's steps."""
-        kinds = [self.manifest.kinds[name] for name in {b.kind for b in self.manifest.layers}]
-        return max(self._size(kind, name) for kind in kinds for name in kind.values)
+        found = 0
+        for kind in (self._kinds[name] for name in {block.kind for block in self.manifest.layers}):
+            inside = {
+                name
+                for tiled in kind.steps
+                for step in tiled.steps
+                for name in (*step.outputs, *(linear.output for linear in step.linears))
+            }
+            for name in kind.values:
+                tokens = self._tiles[kind.name] if name in inside else self.work.rung
+                found = max(found, self._size(kind, name, tokens))
+        return found
 
     def largest_packed_bytes(self) -> int:
         """The most that the matrices of one block take in weights.bin."""
@@ -205,14 +193,17 @@ class Liveness:
             sum(matrix.nbytes for matrix in self._matrices(block)) for block in self.manifest.blocks
         )
 
+    def off_heap(self, index: int) -> int:
+        """What of a block's peak is no heap's."""
+        return self.workspace.off_heap(self._kinds[self.manifest.blocks[index].kind])
+
     def unpacked_bytes(self, index: int) -> int:
         """A layer's weights as float32, with the shifts of affine groups."""
-        block = self.manifest.blocks[index]
-        return self._held(block)
+        return self._unpacked(self.manifest.blocks[index])
 
     def block(self, index: int, lanes: int) -> BlockPlan:
         block = self.manifest.blocks[index]
-        kind = self.manifest.kinds[block.kind]
+        kind = self._kinds[block.kind]
         adapted = frozenset(self.manifest.adapted(block))
         forward = self.forward(index, lanes)
         backward = 0
@@ -220,14 +211,15 @@ class Liveness:
             head = kind.steps[-1] if kind.steps[-1].op == "head" else None
             begin = {kind.input, f"~{head.inputs[0] if head else kind.output}"}
             schedule = backward_schedule(kind, adapted, index > 1)
-            backward = self._peak(block, kind, schedule, begin, adapted, 1)
+            backward = self._peak(block, kind, schedule, begin, 1, self.work.rung)
+            backward += self._held(block)
         return BlockPlan(block.name or kind.name, forward, backward)
 
-    def _size(self, kind: Kind, name: str) -> int:
+    def _size(self, kind: Kind, name: str, tokens: int) -> int:
         if name.endswith(".lse"):
-            shape = at_rung(kind.values[name[: -len(".lse")]], self.work.rung)
+            shape = at_rung(kind.values[name[: -len(".lse")]], tokens)
             return math.prod(shape[:-1]) * F32
-        return math.prod(at_rung(kind.values[name.lstrip("~")], self.work.rung)) * F32
+        return math.prod(at_rung(kind.values[name.lstrip("~")], tokens)) * F32
 
     def _peak(
         self,
@@ -235,28 +227,41 @@ class Liveness:
         kind: Kind,
         schedule: tuple[Op, ...],
         alive: set[str],
-        adapted: frozenset[str],
         lanes: int,
+        tokens: int,
     ) -> int:
+        """The most alive along a schedule over so many tokens, from what is alive before."""
         alive = set(alive)
         peak = 0
-        held = self._held(block) if self.sizes.hold else 0
         for op in schedule:
             step = kind.steps[op.step]
             made = {f"~{name}" for name in op.wanted} if op.backward else set(op.wanted)
             if step.op == "attention" and not op.backward and f"~{kind.output}" in alive:
                 made.add(lse(step))
-            before = sum(self._size(kind, name) for name in alive)
-            fresh = sum(self._size(kind, name) for name in made)
-            work = self._workspace(block, kind, op, lanes)
+            before = sum(self._size(kind, name, tokens) for name in alive)
+            fresh = sum(self._size(kind, name, tokens) for name in made)
+            work = self._step(block, kind, op, lanes, tokens)
             alive |= made
             alive -= set(op.frees)
-            after = sum(self._size(kind, name) for name in alive)
+            after = sum(self._size(kind, name, tokens) for name in alive)
             others = max(before, after)  # lanes that wait, or are done and rid of what died
-            if step.op == "linear":
+            if step.op in ("linear", "tiled"):
                 others = before + fresh
-            peak = max(peak, held + (lanes - 1) * others + before + fresh + work)
+            peak = max(peak, (lanes - 1) * others + before + fresh + work)
         return peak
+
+    def _step(self, block: Block, kind: Kind, op: Op, lanes: int, tokens: int) -> int:
+        """What a step holds beside what it takes and makes; tiles of tokens are views of that."""
+        step = kind.steps[op.step]
+        if step.op != "tiled":
+            return self.workspace.of(block, kind, op, lanes, tokens)
+        inner = unfold(kind, step)
+        if op.backward:
+            adapted = frozenset(self.manifest.adapted(block))
+            schedule = backward_schedule(inner, adapted, bool(op.wanted))
+        else:
+            schedule = forward_schedule(inner)
+        return self._peak(block, inner, schedule, set(), lanes, self._tiles[kind.name])
 
     def _matrices(self, block: Block) -> list[Matrix]:
         """What a block multiplies by."""
@@ -266,107 +271,13 @@ class Liveness:
         return [self.manifest.matrices[name] for name in names]
 
     def _held(self, block: Block) -> int:
-        """A whole block's weights, unpacked."""
+        """The weights that stay unpacked while the block runs."""
+        return self._unpacked(block) if self.sizes.hold else 0
+
+    def _unpacked(self, block: Block) -> int:
+        """A whole block's weights, with the shifts of affine groups."""
         return sum(
             m.rows * m.columns * F32
             + (m.rows * m.columns // m.group_size * F32 if m.layout == "affine" else 0)
             for m in self._matrices(block)
         )
-
-    def _workspace(self, block: Block, kind: Kind, op: Op, lanes: int) -> int:
-        """What a step holds beside the values it takes and makes."""
-        step = kind.steps[op.step]
-        if step.op == "glue":
-            direction = "vjp" if op.backward else "forward"
-            length = graph_length(step, self.work.rung)
-            graph = self.manifest.graphs[graph_key(step.graph, direction, length)]
-            tile = sum(math.prod(shape) for shape in graph.outputs) * F32
-            return graph.workspace_bytes + (tile if length < self.work.rung else 0)
-        if step.op == "attention":
-            return self._attention(kind, step, op.backward)
-        if step.op == "linear":
-            matrices = [
-                self.manifest.matrices[block.tensor(linear.name)]
-                for linear in step.linears
-                if op.backward or linear.output in op.wanted
-            ]
-            if op.backward:
-                summed = self.work.rung * matrices[0].columns * F32 if len(matrices) > 1 else 0
-                return summed + max(self._linear_backward(matrix) for matrix in matrices)
-            return max(self._linear_forward(matrix, lanes) for matrix in matrices)
-        if step.op == "embedding":
-            matrix = self.manifest.matrices[step.matrix]
-            return 3 * self.work.rung * matrix.columns * F32
-        return 0
-
-    def _tile(self, matrix: Matrix, values: int) -> int:
-        """A tile while it is unpacked: words, flipped and masked words, codes and results."""
-        values = min(values, matrix.rows * matrix.columns)
-        words = 0 if self.work.arithmetic == "packed" else values * matrix.bits // 8
-        return 3 * words + self._opened(matrix, values)
-
-    def _opened(self, matrix: Matrix, values: int) -> int:
-        """A tile ready to be multiplied: its words, scales and biases, or its values."""
-        if self.work.arithmetic == "packed":
-            share = values / (matrix.rows * matrix.columns)
-            return int(matrix.nbytes * share) + 2 * values // matrix.group_size * F32
-        return values * F32
-
-    def _linear_forward(self, matrix: Matrix, lanes: int) -> int:
-        """Beside the outputs: the inputs' halves, and a tile with what one lane makes of it."""
-        rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
-        return lanes * self.work.rung * matrix.columns * F32 + self._met(matrix, rows)
-
-    def _linear_backward(self, matrix: Matrix) -> int:
-        """Beside the result: the sum's halves, old and new, a part of dy and a tile."""
-        x = self.work.rung * matrix.columns * F32
-        first = max(1, min(matrix.rows, self._tile_values // matrix.columns))
-        second = min(first, matrix.rows - first)
-        return max(self._met(matrix, first), x + self._met(matrix, second), x)
-
-    def _met(self, matrix: Matrix, rows: int) -> int:
-        """A tile of so many rows, and the part of y or dy that belongs to it."""
-        part = self.work.rung * rows * F32 if rows < matrix.rows else 0
-        return part + self._tile(matrix, rows * matrix.columns)
-
-    def off_heap(self, index: int) -> int:
-        """Of a block's peak: the tile in hand, and logits that are too large for the heap."""
-        tile = self.largest_tile()
-        block = self.manifest.blocks[index]
-        step = self.manifest.kinds[block.kind].steps[-1]
-        logits = self.work.rung * self.chunk_rows * F32
-        if step.op != "head" or logits <= MOST_HEAP_BLOCK_BYTES:
-            return tile
-        matrix = self.manifest.matrices[step.matrix]
-        return max(tile, self._opened(matrix, self.chunk_rows * matrix.columns) + 3 * logits)
-
-    def largest_tile(self) -> int:
-        """The most that one tile of a matrix takes while it is unpacked."""
-        matrices = self.manifest.matrices.values()
-        return max(self._tile(matrix, self._tile_values) for matrix in matrices)
-
-    @property
-    def _tile_values(self) -> int:
-        """How many values a linear step opens at once: packed matrices are opened whole."""
-        return 1 << 62 if self.work.arithmetic == "packed" else self.sizes.tile_values
-
-    def _attention(self, kind: Kind, step: Step, backward: bool) -> int:
-        _, heads, length, _ = at_rung(kind.values[step.inputs[0]], self.work.rung)
-        block = min(length, self.sizes.query_block)
-        keys = length if step.window is None else min(length, step.window + block)
-        mask = block * keys * F32
-        scores = heads * mask
-        q, k, v = (self._size(kind, name) for name in step.inputs)
-        if backward:
-            return mask + 4 * scores + 2 * (k + v) + q + 3 * q * block // length
-        return mask + 3 * scores + k + v + q
-
-    def _head(self, kind: Kind, step: Step, lanes: int) -> int:
-        h = self._size(kind, step.inputs[0])
-        matrix = self.manifest.matrices[step.matrix]
-        chunk = self.work.rung * self.chunk_rows * F32
-        values = self.chunk_rows * matrix.columns
-        gradient = 3 * h if self.work.method == "mebp" else 0
-        while_scoring = self._opened(matrix, values) + 3 * chunk
-        waiting = (2 * lanes + 1) * h  # h and its halves, and one lane's rows of the targets
-        return waiting + gradient + max(self._tile(matrix, values), while_scoring)

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
-
 from ondevice.manifest import Block
 from runtime.activations import Activations
 from runtime.adapters import Adapters
+from runtime.executor import Gradients, Loras, Values, accumulate
 from runtime.method import Programs, Row, StepLoss, StepResult, Update
 from runtime.optimizer import Optimizer
-from runtime.program import Gradients, Loras, Program, Values
+from runtime.program import Program
 
 Kept = dict[tuple[int, int], Values]  # by block and row
 
@@ -70,7 +69,7 @@ class Backprop:
             )
             if dx is not None:
                 self.activations.put(index, row, dx)
-            _accumulate(total, gradients)
+            accumulate(total, gradients)
             del dx, gradients
         return total
 
@@ -147,14 +146,6 @@ def _groups(rows: Sequence[Row], most: int) -> list[list[int]]:
     return groups
 
 
-def _accumulate(total: Gradients, fresh: Gradients) -> None:
-    for name, (da, db) in fresh.items():
-        if name in total:
-            da, db = total[name][0] + da, total[name][1] + db
-            mx.eval(da, db)
-        total[name] = (da, db)
-
-
 @dataclass(frozen=True)
 class MeBP:
     """The method `mebp`: exact gradients, and the optimizer's update of each block."""
@@ -173,7 +164,7 @@ class MeBP:
         held: dict[Block, Gradients] = {}
 
         def hold(block: Block, gradients: Gradients) -> None:
-            _accumulate(held.setdefault(block, {}), gradients)
+            accumulate(held.setdefault(block, {}), gradients)
 
         loss = StepLoss(0.0, 0, 0)
         for rows in parts:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.manifest import Block
-from runtime.program import Gradients, Program
+from runtime.executor import Gradients
+from runtime.program import Program
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from ondevice.errors import BundleError
 from ondevice.manifest import Block
 from runtime.activations import Activations
 from runtime.adapters import Adapters
+from runtime.executor import Loras
 from runtime.method import Programs, Row, StepLoss, StepResult
 from runtime.noise import Noise
-from runtime.program import Loras, Program
+from runtime.program import Program
 
 PLUS, MINUS = 1.0, -1.0
 

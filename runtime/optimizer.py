@@ -17,7 +17,7 @@ from ondevice.bundle import storage_errors
 from ondevice.errors import BundleError
 from ondevice.manifest import Block
 from runtime.adapters import Adapters
-from runtime.program import Gradients
+from runtime.executor import Gradients
 from runtime.scratch import MappedTensors
 
 MOMENTS = ("m", "v")

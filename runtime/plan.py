@@ -2,8 +2,8 @@
 
 Pure arithmetic over the manifest (`runtime.liveness`). No figure is fitted to a model; the
 constants describe the process (`BASE_BYTES`), its BLAS (`BLAS_BYTES_PER_THREAD`) and the allocator
-(`HEAP_SLACK_PER_LIVE`). A budget is spent in this order: what is needed at all, larger tiles, what
-the backward would recompute, unpacked weights.
+(`HEAP_SLACK_PER_LIVE`). A budget is spent in this order: what is needed at all, larger tiles of
+tokens and of weights, what the backward would recompute, unpacked weights.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 from ondevice.errors import BudgetError, UsageError
 from ondevice.manifest import Manifest
 from ondevice.units import format_bytes
-from runtime.liveness import F32, MEZO_LANES, BlockPlan, Liveness, Sizes, Work
+from runtime.liveness import MEZO_LANES, BlockPlan, Liveness
 from runtime.read_ahead import BUFFER_BYTES
+from runtime.tiling import WHOLE
+from runtime.workspace import F32, Sizes, Work
 
 # Interpreter, NumPy, MLX: measured on Linux x86-64; a guess on macOS, with Accelerate in it.
 BASE_BYTES = {"linux": 26_600_000, "darwin": 60_000_000}
@@ -28,7 +30,7 @@ MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of 
 # glibc's heap serves freed memory again at any size. What lies between the blocks in use: some, and
 # a share of what is alive beside the tile in hand (which is one block), more where single values
 # are large; where it would be more, the meter gives it back (`Meter.aim`)
-HEAP_SLACK_BYTES = {"mebp": 1_500_000, "mezo": 750_000, "eval": 750_000}
+HEAP_SLACK_BYTES = {"mebp": 2_000_000, "mezo": 750_000, "eval": 750_000}
 HEAP_SLACK_PER_LIVE = {"mebp": 0.12, "mezo": 0.08, "eval": 0.08}
 HEAP_SLACK_OF_LARGE = 0.13
 LARGE_VALUE_BYTES = 16_000_000
@@ -43,15 +45,18 @@ MARGIN = 0.97  # of the budget that a plan may predict
 
 # MeBP as its paper describes it: a whole layer unpacked at once, all scores and all logits
 PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, hold=True)
+LONG_TOKENS = 512  # an MLP takes no more at once: its weights cost nothing much beside so many
 LEVELS = (
-    Sizes(4 << 20, 256, 128_000_000),
-    Sizes(4 << 20, 256, 96_000_000),
-    Sizes(4 << 20, 128, 64_000_000),
-    Sizes(2 << 20, 64, 48_000_000),
-    Sizes(1 << 20, 64, 24_000_000),
-    Sizes(1 << 20, 64, 12_000_000),
-    Sizes(512 << 10, 32, 8_000_000),
-    Sizes(256 << 10, 16, 4_000_000),
+    Sizes(4 << 20, 256, 128_000_000, most_tokens=LONG_TOKENS),
+    Sizes(4 << 20, 256, 96_000_000, most_tokens=LONG_TOKENS),
+    Sizes(4 << 20, 128, 64_000_000, most_tokens=LONG_TOKENS),
+    Sizes(2 << 20, 64, 48_000_000, most_tokens=LONG_TOKENS),
+    Sizes(2 << 20, 64, 24_000_000, most_tokens=256),
+    Sizes(1 << 20, 64, 24_000_000, most_tokens=256),
+    Sizes(1 << 20, 64, 12_000_000, most_tokens=128),
+    Sizes(1 << 20, 64, 12_000_000, most_tokens=64),
+    Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
+    Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
 )
 UNPACKED_FROM = 3  # of LEVELS, on a CPU: larger tiles and scores leave its caches
 
@@ -76,6 +81,7 @@ class Plan:
     arithmetic: str
     tile_values: int
     query_block: int
+    token_tile: int  # that an MLP takes at once
     chunk_rows: int
     hold: bool
     prefetch: bool
@@ -116,14 +122,31 @@ def make_plan(manifest: Manifest, work: Work, budget_bytes: int) -> Plan:
     """
     levels = _levels(work)
     smallest = math.ceil(_least(manifest, work) / MARGIN)
+    plan = _without_token_tiles(manifest, work, levels[0], budget_bytes, smallest)
+    if plan is not None:
+        return plan
     for level in levels:
         for lanes in _lane_choices(work):
             plan = predict(manifest, work, level, budget_bytes, smallest, lanes)
             spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
             if spare >= 0:
                 model = Liveness(manifest, work, level)
-                return plan if level is not levels[0] else _spend(manifest, model, plan, spare)
+                spends = level is levels[0] and work.layout == "budget"
+                return _spend(manifest, model, plan, spare) if spends else plan
     raise BudgetError(_refusal(manifest, work, budget_bytes, smallest))
+
+
+def _without_token_tiles(
+    manifest: Manifest, work: Work, level: Sizes, budget_bytes: int, smallest: int
+) -> Plan | None:
+    """The plan for long rows whose budget can keep all that a backward would recompute."""
+    if work.method != "mebp" or work.rung <= level.most_tokens:
+        return None
+    whole = replace(level, most_tokens=WHOLE)
+    plan = predict(manifest, work, whole, budget_bytes, smallest)
+    spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
+    spent = _spend(manifest, Liveness(manifest, work, whole), plan, spare)
+    return spent if spent.kept_layers == len(manifest.layers) else None
 
 
 def _levels(work: Work) -> tuple[Sizes, ...]:
@@ -227,7 +250,7 @@ def predict(
     heap = sys.platform == "linux" and manifest.device == "cpu"
     share = _slack_share(model) if heap else 0.0
     live, slack = _peak(model, blocks, share)
-    slack += min(live, HEAP_SLACK_BYTES[work.method]) if heap else 0
+    slack += min(live // 4, HEAP_SLACK_BYTES[work.method]) if heap else 0
     most = max(EVAL_LANES, work.rows)
     room = live + model.only_in_layers()
     eval_lanes = lanes if work.method == "eval" else model.free_lanes(room, lanes, most)
@@ -238,8 +261,8 @@ def predict(
     counted = len(manifest.matrices) + len(manifest.graphs) + len(manifest.vectors)
     base = BASE_BYTES["darwin" if sys.platform == "darwin" else "linux"]
     if sys.platform != "darwin":
-        others = min(BLAS_BYTES_PER_THREAD, model.largest_tile())  # small products take one thread
-        base += BLAS_BYTES_PER_THREAD + (work.threads - 1) * others
+        panel = min(BLAS_BYTES_PER_THREAD, model.workspace.largest_tile())
+        base += work.threads * panel
         base += model.packed_rows() * BLAS_BYTES_PER_ROW
     base += counted * MANIFEST_FACTOR
     if work.prefetch:
@@ -266,7 +289,8 @@ def predict(
         arithmetic=work.arithmetic,
         tile_values=sizes.tile_values,
         query_block=sizes.query_block,
-        chunk_rows=model.chunk_rows,
+        token_tile=model.token_tile,
+        chunk_rows=model.workspace.chunk_rows,
         hold=sizes.hold,
         prefetch=work.prefetch,
         adapter_dtype=work.adapter_dtype,

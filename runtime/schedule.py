@@ -37,6 +37,13 @@ def outputs(step: Step) -> tuple[str, ...]:
     return (*step.outputs, *(linear.output for linear in step.linears))
 
 
+def learns(step: Step, adapted: frozenset[str]) -> bool:
+    """Whether adapters are trained in a step."""
+    return any(linear.name in adapted for linear in step.linears) or any(
+        learns(inner, adapted) for inner in step.steps
+    )
+
+
 def activations(step: Step) -> tuple[str, ...]:
     return tuple(name for name in step.inputs if not name.startswith("@"))
 
@@ -55,6 +62,8 @@ def needs_gradient(kind: Kind, adapted: frozenset[str], input_too: bool) -> froz
         if any(name in needy for name in activations(step)):
             needy |= set(outputs(step))
         needy |= {linear.output for linear in step.linears if linear.name in adapted}
+        if step.op == "tiled" and learns(step, adapted):
+            needy |= set(step.outputs)
     return frozenset(needy)
 
 
@@ -70,8 +79,7 @@ def _reverse(kind: Kind, adapted: frozenset[str], input_too: bool) -> Reverse:
             continue
         used = _read_by_backward(step, adapted)
         targets = tuple(name for name in activations(step) if name in needy)
-        learns = any(linear.name in adapted for linear in step.linears)
-        if targets or learns:
+        if targets or learns(step, adapted):
             reverse.append((index, targets, used))
     return reverse
 
@@ -120,7 +128,9 @@ def _read_by_backward(step: Step, adapted: frozenset[str]) -> set[str]:
         return {name for name in step.vjp_inputs if name[0] not in "@~"}
     if step.op == "attention":
         return {*step.inputs, step.outputs[0], lse(step)}
-    return set(step.inputs) if any(n.name in adapted for n in step.linears) else set()
+    if step.op == "tiled":
+        return set(step.inputs)  # from which a tile is recomputed
+    return set(step.inputs) if learns(step, adapted) else set()
 
 
 def _with_frees(

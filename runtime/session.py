@@ -16,11 +16,12 @@ from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
 from runtime.kernels.linear import LinearKernel, Place
 from runtime.kernels.product import OpenTile
-from runtime.liveness import Work
 from runtime.plan import Plan, choose_rung, make_plan
 from runtime.profile import Profile
 from runtime.program import Program
+from runtime.tiling import WHOLE
 from runtime.weights import Weights
+from runtime.workspace import Work
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Session:
                 AttentionKernel(plan.query_block),
                 HeadKernel(linear, plan.chunk_rows),
                 self.profile,
+                plan.token_tile if plan.token_tile < plan.rung else WHOLE,
             )
         return self._programs[rung]
 
@@ -141,7 +143,7 @@ def open_session(bundle: Bundle, plan: Plan) -> Session:
     """
     use_device(bundle.manifest.device, bundle.path)
     active = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
-    active += plan.kept_bytes + plan.resident_bytes + plan.slack_bytes
+    active += plan.kept_bytes + plan.resident_bytes
     limit_memory(active, plan.cache_bytes)
     mx.clear_cache()
     trim_heap()

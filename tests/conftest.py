@@ -23,6 +23,7 @@ from runtime.kernels.attention import AttentionKernel  # noqa: E402
 from runtime.kernels.head import HeadKernel  # noqa: E402
 from runtime.kernels.linear import LinearKernel  # noqa: E402
 from runtime.program import Program  # noqa: E402
+from runtime.tiling import WHOLE  # noqa: E402
 from runtime.weights import Weights  # noqa: E402
 
 FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
@@ -76,12 +77,13 @@ def program_of(
     tile_values: int = 3000,
     query_block: int = 7,
     chunk_rows: int = 100,
+    most_tokens: int = WHOLE,
 ) -> Program:
     """A program whose tiles are small and divide nothing."""
     weights = Weights(bundle)
     linear = LinearKernel(weights, arithmetic, tile_values)
     attention, head = AttentionKernel(query_block), HeadKernel(linear, chunk_rows)
-    return Program(bundle, weights, rung, linear, attention, head)
+    return Program(bundle, weights, rung, linear, attention, head, most_tokens=most_tokens)
 
 
 def listing(folder: Path) -> list[str]:

@@ -23,8 +23,8 @@ from harness.dense import run_dense
 from ondevice.bundle import Bundle
 from ondevice.config import TrainConfig, load
 from ondevice.errors import UsageError
-from runtime.liveness import Work
 from runtime.plan import LEVELS, predict
+from runtime.workspace import Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

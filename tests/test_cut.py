@@ -192,9 +192,15 @@ def test_traces_know_dependencies_and_passes() -> None:
 def test_workspace_counts_what_is_alive_at_once() -> None:
     inputs = [mx.zeros((100,))]
     assert trace(lambda x: [mx.sin(x)], inputs).workspace_bytes == 0
-    assert trace(lambda x: [mx.cos(mx.sin(x))], inputs).workspace_bytes == 400
-    chain = trace(lambda x: [mx.abs(mx.cos(mx.sin(mx.exp(x))))], inputs).workspace_bytes
-    assert chain == 800  # an input and an output of one primitive
+    assert trace(lambda x: [mx.cos(mx.sin(x))], inputs).workspace_bytes == 0  # in its place
+    both = trace(lambda x: [mx.sin(x) * mx.cos(x)], inputs).workspace_bytes
+    assert both == 400  # of two, the result takes one's place
+    summed = trace(lambda x: [mx.exp(x).sum()], inputs).workspace_bytes
+    assert summed == 400  # a sum has another size
+    viewed = trace(lambda x: [mx.abs(mx.sin(x).reshape(10, 10))], inputs).workspace_bytes
+    assert viewed == 0
+    kept = trace(lambda x: [(y := mx.sin(x)), mx.cos(y)], inputs).workspace_bytes
+    assert kept == 0  # two outputs, neither in the other's place
 
 
 # --- what is refused --------------------------------------------------------------------------

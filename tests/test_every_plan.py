@@ -17,19 +17,22 @@ from ondevice.bundle import Bundle
 from ondevice.manifest import Block
 from runtime.activations import Activations
 from runtime.adapters import DTYPES, Adapters
-from runtime.liveness import MEZO_LANES, Sizes, Work
+from runtime.executor import Gradients
+from runtime.liveness import MEZO_LANES
 from runtime.mebp import MeBP
 from runtime.method import Row
 from runtime.mezo import MeZO
 from runtime.noise import Noise
 from runtime.plan import LEVELS, PAPER, Plan, predict
-from runtime.program import Gradients
 from runtime.scratch import MappedTensors
 from runtime.session import open_session
+from runtime.tiling import WHOLE
+from runtime.workspace import Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
 CLOSE = 1e-5
+RUNGS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64
 
 
 def sizes(rng: Rng) -> Sizes:
@@ -37,7 +40,7 @@ def sizes(rng: Rng) -> Sizes:
     if rng.random() < 0.3:
         return (*LEVELS, PAPER)[int(rng.integers(len(LEVELS) + 1))]
     tile, block = int(rng.integers(300, 30_000)), int(rng.integers(1, 70))
-    return Sizes(tile, block, 0, hold=bool(rng.random() < 0.2))
+    return Sizes(tile, block, 0, bool(rng.random() < 0.2), int(rng.choice([48, 64, WHOLE])))
 
 
 def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
@@ -112,7 +115,7 @@ def rounded(adapters: Adapters) -> Adapters:
 def test_gradients_are_autograds_under_every_plan(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str
 ) -> None:
-    bundle = tiny(family)
+    bundle = tiny(family, seq_lens=RUNGS)
     manifest = bundle.manifest
     for _ in range(6):
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
@@ -142,7 +145,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
     tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str
 ) -> None:
     """Bit for bit with the same tiles; with others the losses differ by rounding only."""
-    bundle = tiny(family)
+    bundle = tiny(family, seq_lens=RUNGS)
     for _ in range(4):
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)

@@ -17,8 +17,17 @@ from ondevice.bundle import Bundle
 from ondevice.errors import BudgetError, UsageError
 from ondevice.manifest import Manifest
 from runtime.backend import blas_threads, prepare
-from runtime.liveness import Liveness, Work
-from runtime.plan import BLAS_BYTES_PER_THREAD, LEVELS, choose_rung, make_plan, predict
+from runtime.liveness import Liveness
+from runtime.plan import (
+    BLAS_BYTES_PER_THREAD,
+    LEVELS,
+    LONG_TOKENS,
+    MARGIN,
+    choose_rung,
+    make_plan,
+    predict,
+)
+from runtime.workspace import Work
 
 Tiny = Callable[..., Bundle]
 
@@ -105,7 +114,7 @@ def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:
 
 def panel(manifest: Manifest) -> int:
     """What a second thread packs: no more than the largest tile there is."""
-    most = Liveness(manifest, Work(32), LEVELS[-1]).largest_tile()
+    most = Liveness(manifest, Work(32), LEVELS[-1]).workspace.largest_tile()
     assert 0 < most < BLAS_BYTES_PER_THREAD
     return most
 
@@ -138,3 +147,22 @@ def test_the_plan_knows_how_many_threads_the_blas_has(tiny: Tiny) -> None:
         found.append(json.loads(done.stdout)["base_bytes"])
     more = panel(tiny("qwen3").manifest) if len(os.sched_getaffinity(0)) > 1 else 0
     assert found[1] - found[0] == more
+
+
+def test_long_rows_go_whole_through_an_mlp_only_where_nothing_is_recomputed(tiny: Tiny) -> None:
+    manifest = tiny("gemma3", seq_lens=(1024,)).manifest
+    work, layers = Work(1024), len(manifest.layers)
+    rich = make_plan(manifest, work, 10_000_000_000)
+    assert (rich.token_tile, rich.kept_layers) == (1024, layers)
+    enough = rich.predicted_peak_bytes - rich.resident_bytes
+    tiled = make_plan(manifest, work, int(0.98 * enough / MARGIN))
+    assert tiled.token_tile == LONG_TOKENS and tiled.kept_layers
+    least = make_plan(manifest, work, tiled.minimum_bytes)
+    assert least.token_tile == 64 and not least.kept_layers
+    for method in ("mezo", "eval"):
+        assert make_plan(manifest, Work(1024, method=method), 10**10).token_tile == LONG_TOKENS
+
+
+def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
+    plan = make_plan(tiny("qwen2").manifest, Work(32, layout="paper"), 10**12)
+    assert plan.hold and not plan.kept_layers and not plan.resident_layers

@@ -319,7 +319,8 @@ def test_keeping_is_recomputing_bit_for_bit(
         offsets = [matrix.packed.offset for matrix in bundle.manifest.matrices.values()]
         resident = frozenset(offset for offset in offsets if rng.random() < 0.5)
         linear = replace(program.linear, resident=resident)
-        program.linear, program.head_kernel = linear, replace(program.head_kernel, linear=linear)
+        head = replace(program.head_kernel, linear=linear)
+        program = replace(program, linear=linear, head_kernel=head)
         for _ in range(2):
             again, found = mebp(program, adapters, rows, tmp_path, kept)
             assert again.loss_sum == loss.loss_sum

@@ -15,11 +15,11 @@ from ondevice.bundle import Bundle
 from ondevice.config import ExportConfig
 from runtime.activations import Activations
 from runtime.adapters import Adapters
+from runtime.executor import Gradients
 from runtime.mebp import Backprop
 from runtime.method import Row
 from runtime.mezo import MeZO
 from runtime.noise import Noise
-from runtime.program import Gradients
 from runtime.session import open_session, plan_for
 
 pytestmark = pytest.mark.real

@@ -18,7 +18,8 @@ from ondevice.bundle import Bundle
 from ondevice.errors import BundleError
 from ondevice.manifest import Shape, Step, T, graph_key, graph_length
 from ondevice.validate import check_manifest
-from runtime.liveness import Liveness, Sizes, Work
+from runtime.liveness import Liveness
+from runtime.workspace import Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -1,0 +1,298 @@
+"""Running the steps of a kind of block, forward and reversed, over a number of tokens.
+
+Invariant: after each step its results are evaluated and whatever died with it is dropped, so that
+what is alive is what the schedule says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ondevice.bundle import Bundle
+from ondevice.manifest import Block, Kind, Step, at_rung
+from runtime.glue import GlueKernel
+from runtime.kernels.attention import AttentionKernel
+from runtime.kernels.linear import LinearKernel, Lora
+from runtime.profile import Profile
+from runtime.schedule import Op, backward_schedule, forward_schedule, keeping_schedule, lse
+from runtime.tiling import unfold
+from runtime.weights import Weights
+
+Loras = dict[str, Lora]
+Gradients = dict[str, tuple[mx.array, mx.array]]
+Values = dict[str, mx.array]
+
+
+def accumulate(total: Gradients, fresh: Gradients) -> None:
+    """Add gradients to those that are there, evaluated."""
+    for name, (da, db) in fresh.items():
+        if name in total:
+            da, db = total[name][0] + da, total[name][1] + db
+            mx.eval(da, db)
+        total[name] = (da, db)
+
+
+@dataclass
+class Executor:
+    """Runs kinds over `tokens` tokens; `tile` runs what is inside their `tiled` steps."""
+
+    bundle: Bundle
+    weights: Weights
+    tokens: int
+    linear: LinearKernel
+    attention: AttentionKernel
+    glue: GlueKernel
+    profile: Profile
+    tile: Executor | None = None
+    _schedules: dict[tuple[Any, ...], tuple[Op, ...]] = field(default_factory=dict)
+
+    def forward(
+        self,
+        block: Block,
+        kind: Kind,
+        lanes: list[Values],
+        loras: Sequence[Loras],
+        skip: int = 0,
+    ) -> list[mx.array]:
+        """The output of every lane, from values that hold the kind's input."""
+        key = ("forward", kind.name)
+        if key not in self._schedules:
+            self._schedules[key] = forward_schedule(kind)
+        for op in self._schedules[key][skip:]:
+            self._step_forward(block, kind, op, lanes, loras, keep_lse=False)
+        return [values[kind.output] for values in lanes]
+
+    def forward_keeping(
+        self, block: Block, kind: Kind, values: Values, loras: Loras, input_too: bool
+    ) -> mx.array:
+        """The output; `values` is left with what `backward` would otherwise recompute."""
+        key = ("keeping", kind.name, frozenset(loras), input_too)
+        if key not in self._schedules:
+            self._schedules[key] = keeping_schedule(kind, key[2], input_too)
+        for op in self._schedules[key]:
+            self._step_forward(block, kind, op, [values], [loras], keep_lse=True)
+        y = values.pop(kind.output)
+        values.pop(kind.input, None)
+        return y
+
+    def backward(
+        self,
+        block: Block,
+        kind: Kind,
+        values: Values,
+        loras: Loras,
+        input_too: bool,
+        kept: bool = False,
+    ) -> Gradients:
+        """Recompute and reverse; `values` is left with the input's gradient, where wanted."""
+        gradients: Gradients = {}
+        self._reverse(block, kind, values, loras, input_too, kept, gradients)
+        return gradients
+
+    def _reverse(
+        self,
+        block: Block,
+        kind: Kind,
+        values: Values,
+        loras: Loras,
+        input_too: bool,
+        kept: bool,
+        gradients: Gradients,
+    ) -> None:
+        """Recompute and reverse, adding to the gradients."""
+        key = ("backward", kind.name, frozenset(loras), input_too, kept)
+        if key not in self._schedules:
+            self._schedules[key] = backward_schedule(kind, key[2], input_too, kept)
+        for op in self._schedules[key]:
+            if op.backward:
+                self._step_backward(block, kind, op, values, loras, gradients)
+            else:
+                self._step_forward(block, kind, op, [values], [loras], keep_lse=True)
+
+    def _argument(self, block: Block, name: str, values: Values) -> mx.array:
+        if name.startswith("@"):
+            return self.weights.vector(block.tensor(name[1:]))
+        return values[name]
+
+    def _step_forward(
+        self,
+        block: Block,
+        kind: Kind,
+        op: Op,
+        lanes: list[Values],
+        loras: Sequence[Loras],
+        keep_lse: bool,
+    ) -> None:
+        """One step for every lane; what dies with it is dropped lane by lane where it can be."""
+        step = kind.steps[op.step]
+        with self.profile.span(f"{step.op} forward"):
+            if step.op == "linear":
+                self._linear_forward(block, step, op.wanted, lanes, loras)
+            elif step.op == "tiled":
+                self._tiled_forward(block, kind, step, lanes, loras)
+            for values in lanes:
+                if step.op == "glue":
+                    self._glue_forward(block, kind, step, values)
+                elif step.op == "attention":
+                    self._attention_forward(step, values, keep_lse)
+                for name in op.frees:
+                    values.pop(name, None)
+
+    def _glue_forward(self, block: Block, kind: Kind, step: Step, values: Values) -> None:
+        arguments = [self._argument(block, name, values) for name in step.inputs]
+        results = self.glue.run(kind, step, "forward", arguments, step.outputs, self.tokens)
+        del arguments
+        mx.eval(results)
+        values.update(results)
+
+    def _attention_forward(self, step: Step, values: Values, keep_lse: bool) -> None:
+        q, k, v = (values[name] for name in step.inputs)
+        out, sums = self.attention.forward(q, k, v, step.scale, step.window)
+        mx.eval(out, sums)
+        values[step.outputs[0]] = out
+        if keep_lse:
+            values[lse(step)] = sums
+
+    def _tiles(self) -> Iterator[tuple[Executor, slice]]:
+        assert self.tile is not None  # only then are kinds folded
+        for start in range(0, self.tokens, self.tile.tokens):
+            yield self.tile, slice(start, start + self.tile.tokens)
+
+    def _tiled_forward(
+        self, block: Block, kind: Kind, step: Step, lanes: list[Values], loras: Sequence[Loras]
+    ) -> None:
+        inner = unfold(kind, step)
+        ys = [mx.zeros(at_rung(kind.values[inner.output], self.tokens)) for _ in lanes]
+        mx.eval(ys)
+        for tile, tokens in self._tiles():
+            inputs = [{inner.input: values[inner.input][:, tokens]} for values in lanes]
+            parts = tile.forward(block, inner, inputs, loras)
+            inputs.clear()
+            for lane in range(len(lanes)):
+                ys[lane][:, tokens] = parts.pop(0)
+                mx.eval(ys[lane])
+        for values in lanes:
+            values[inner.output] = ys.pop(0)
+
+    def _tiled_backward(
+        self,
+        block: Block,
+        kind: Kind,
+        op: Op,
+        values: Values,
+        loras: Loras,
+        gradients: Gradients,
+    ) -> Values:
+        """Recompute and reverse a tile of tokens at a time."""
+        inner = unfold(kind, kind.steps[op.step])
+        x, dy = values[inner.input], values.pop(f"~{inner.output}")
+        dx = mx.zeros(x.shape) if op.wanted else None
+        for tile, tokens in self._tiles():
+            part = {inner.input: x[:, tokens], f"~{inner.output}": dy[:, tokens]}
+            tile._reverse(block, inner, part, loras, bool(op.wanted), False, gradients)
+            if dx is not None:
+                dx[:, tokens] = part.pop(f"~{inner.input}")
+                mx.eval(dx)
+        return {} if dx is None else {inner.input: dx}
+
+    def _linear_forward(
+        self,
+        block: Block,
+        step: Step,
+        wanted: tuple[str, ...],
+        lanes: list[Values],
+        loras: Sequence[Loras],
+    ) -> None:
+        xs = [values[step.inputs[0]].squeeze(0) for values in lanes]  # a view; [0] copies
+        for linear in step.linears:
+            if linear.output not in wanted:
+                continue
+            name = block.tensor(linear.name)
+            bias = self.weights.vector(f"{name}.bias") if linear.bias else None
+            matrix = self.bundle.manifest.matrices[name]
+            adapters = [lora.get(linear.name) for lora in loras]
+            ys = self.linear.forward_lanes(xs, matrix, bias, adapters)
+            for values, y in zip(lanes, ys, strict=True):
+                values[linear.output] = y[None]
+            del ys
+
+    def _step_backward(
+        self,
+        block: Block,
+        kind: Kind,
+        op: Op,
+        values: Values,
+        loras: Loras,
+        gradients: Gradients,
+    ) -> None:
+        step = kind.steps[op.step]
+        with self.profile.span(f"{step.op} backward"):
+            found: Values = {}
+            if step.op == "glue":
+                found = self._glue_backward(block, kind, op, values)
+            elif step.op == "linear":
+                found = self._linear_backward(block, op, step, values, loras, gradients)
+            elif step.op == "attention":
+                found = self._attention_backward(step, values)
+            elif step.op == "tiled":
+                found = self._tiled_backward(block, kind, op, values, loras, gradients)
+            for name in op.wanted:
+                gradient = found.pop(name)
+                before = values.pop(f"~{name}", None)
+                values[f"~{name}"] = gradient if before is None else before + gradient
+                del gradient, before
+            del found
+            mx.eval([values[f"~{name}"] for name in op.wanted])
+        for name in op.frees:
+            values.pop(name, None)
+
+    def _glue_backward(self, block: Block, kind: Kind, op: Op, values: Values) -> Values:
+        step = kind.steps[op.step]
+        for name in step.outputs:  # an output that nothing used has no gradient yet
+            if f"~{name}" not in values:
+                values[f"~{name}"] = mx.zeros(at_rung(kind.values[name], self.tokens))
+        arguments = [self._argument(block, name, values) for name in step.vjp_inputs]
+        return self.glue.run(kind, step, "vjp", arguments, op.wanted, self.tokens)
+
+    def _attention_backward(self, step: Step, values: Values) -> Values:
+        q, k, v = (values[name] for name in step.inputs)
+        out, sums = values[step.outputs[0]], values[lse(step)]
+        d_out = values[f"~{step.outputs[0]}"]
+        results = self.attention.backward(q, k, v, out, sums, d_out, step.scale, step.window)
+        return dict(zip(step.inputs, results, strict=True))
+
+    def _linear_backward(
+        self,
+        block: Block,
+        op: Op,
+        step: Step,
+        values: Values,
+        loras: Loras,
+        gradients: Gradients,
+    ) -> Values:
+        source = step.inputs[0]
+        total: mx.array | None = None
+        for linear in step.linears:
+            received = values.pop(f"~{linear.output}", None)
+            if received is None:
+                continue  # not adapted, and no adapter lies before it
+            dy = received.squeeze(0)
+            lora = loras.get(linear.name)
+            if lora is not None:
+                pair = self.linear.backward_lora(values[source].squeeze(0), dy, lora)
+                mx.eval(pair)
+                accumulate(gradients, {linear.name: pair})
+                del pair
+            if op.wanted:
+                matrix = self.bundle.manifest.matrices[block.tensor(linear.name)]
+                dx = self.linear.backward_input(dy, matrix, lora)
+                total = dx if total is None else total + dx
+                mx.eval(total)
+        return {} if total is None else {source: total[None]}
+
+
+__all__ = ["Executor", "Gradients", "Loras", "Values", "accumulate"]

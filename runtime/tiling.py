@@ -1,0 +1,71 @@
+"""Folding the steps of a layer that treat every token alike into one that runs by tiles of tokens.
+
+An MLP is linear, glue, linear: what lies between is several times as wide as the hidden states, and
+need exist for a tile of tokens only, forward and backward, as in Arctic's sequence tiling (ALST,
+arXiv 2506.13996). The weights are read and unpacked once for each tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ondevice.manifest import Kind, Step, graph_length
+
+WHOLE = 1 << 62  # more tokens than there are
+
+
+def fold(kind: Kind) -> Kind:
+    """The kind with its longest such stretch as one `tiled` step; as it is where there is none."""
+    stretches = [
+        (first, last)
+        for first in range(len(kind.steps))
+        for last in range(first + 2, len(kind.steps))
+        if _is_foldable(kind, first, last)
+    ]
+    if not stretches:
+        return kind
+    first, last = max(stretches, key=lambda ends: ends[1] - ends[0])
+    inside = kind.steps[first : last + 1]
+    (result,) = (linear.output for linear in inside[-1].linears)
+    step = Step("tiled", inside[0].inputs, (result,), steps=inside)
+    return replace(kind, steps=(*kind.steps[:first], step, *kind.steps[last + 1 :]))
+
+
+def unfold(kind: Kind, step: Step) -> Kind:
+    """The steps of a `tiled` step as a kind of their own."""
+    name = f"{kind.name}.{step.outputs[0]}"
+    return replace(kind, name=name, input=step.inputs[0], output=step.outputs[0], steps=step.steps)
+
+
+def token_tile(kind: Kind, rung: int, at_most: int) -> int:
+    """The tokens that a kind's `tiled` step takes at once.
+
+    A divisor of the rung that the graphs' own length divides: the largest that is no more than
+    `at_most`, or the smallest where there is none; the rung itself where nothing is tiled.
+    """
+    tiled = next((step for step in kind.steps if step.op == "tiled"), None)
+    if tiled is None:
+        return rung
+    unit = max(graph_length(step, rung) for step in tiled.steps if step.op == "glue")
+    sizes = [size for size in range(unit, rung + 1, unit) if rung % size == 0]
+    return max((size for size in sizes if size <= at_most), default=unit)
+
+
+def _is_foldable(kind: Kind, first: int, last: int) -> bool:
+    """Linear to linear, by token-wise glue alone, one value in and one out."""
+    inside, after = kind.steps[first : last + 1], kind.steps[last + 1 :]
+    glue = [step for step in inside if step.op == "glue"]
+    alike = all(step.tokenwise for step in glue) and all(
+        step.op in ("linear", "glue") for step in inside
+    )
+    if not glue or not alike or inside[0].op != "linear" or len(inside[-1].linears) != 1:
+        return False
+    result = inside[-1].linears[0].output
+    made = {name for step in inside for name in _made(step)}
+    read = {name for step in inside for name in step.inputs if not name.startswith("@")}
+    read_after = {name for step in after for name in step.inputs} | {kind.output}
+    return read - made == set(inside[0].inputs) and made & read_after <= {result}
+
+
+def _made(step: Step) -> tuple[str, ...]:
+    return (*step.outputs, *(linear.output for linear in step.linears))

@@ -1,0 +1,173 @@
+"""What a step of a program holds while it runs, beside the values that it takes and makes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key, graph_length
+from runtime.heap import MOST_HEAP_BLOCK_BYTES
+from runtime.schedule import Op
+from runtime.tiling import WHOLE
+
+F32 = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The settings a plan chooses among, from generous to frugal."""
+
+    tile_values: int
+    query_block: int
+    cache_bytes: int
+    hold: bool = False  # a block's unpacked weights, as long as the block runs
+    most_tokens: int = WHOLE  # that an MLP takes at once
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be planned: a micro-batch's shape and what the method keeps.
+
+    `method` is mebp, mezo or eval; `layout` is "budget" (what this planner is for) or "paper".
+    """
+
+    rung: int
+    rows: int = 1
+    accumulation: int = 1
+    optimizer: str = "adamw"
+    arithmetic: str = "unpacked"
+    method: str = "mebp"
+    queries: int = 1
+    layout: str = "budget"
+    prefetch: bool = True
+    adapter_dtype: str = "float32"
+    threads: int = 1  # of the BLAS
+
+    @property
+    def hidden_states(self) -> int:
+        """How many hidden states one step moves."""
+        rows = self.rows * self.accumulation
+        return 2 * self.queries * rows if self.method == "mezo" else self.rows
+
+
+class Workspace:
+    """The bytes that the steps of a manifest's programs hold under given sizes."""
+
+    def __init__(self, manifest: Manifest, work: Work, sizes: Sizes) -> None:
+        self.manifest, self.work, self.sizes = manifest, work, sizes
+        width = manifest.hidden_size
+        self.chunk_rows = max(64, min(manifest.vocab_size, sizes.tile_values // width))
+
+    def of(self, block: Block, kind: Kind, op: Op, lanes: int, tokens: int) -> int:
+        """What a step over so many tokens holds; a `tiled` one has its own steps for that."""
+        step = kind.steps[op.step]
+        if step.op == "glue":
+            return self._glue(step, op, tokens)
+        if step.op == "attention":
+            return self._attention(kind, step, op.backward)
+        if step.op == "linear":
+            return self._linear(block, step, op, lanes, tokens)
+        if step.op == "embedding":
+            matrix = self.manifest.matrices[step.matrix]
+            return 3 * tokens * matrix.columns * F32
+        return 0
+
+    def head(self, kind: Kind, lanes: int) -> int:
+        """A pass over the vocabulary, with the hidden states and their gradients."""
+        step = kind.steps[-1]
+        h = math.prod(at_rung(kind.values[step.inputs[0]], self.work.rung)) * F32
+        matrix = self.manifest.matrices[step.matrix]
+        gradient = 3 * h if self.work.method == "mebp" else 0
+        waiting = (2 * lanes + 1) * h  # h and its halves, and one lane's rows of the targets
+        unpacking = self._tile(matrix, self.chunk_rows * matrix.columns)
+        return waiting + gradient + max(unpacking, self._scoring(matrix))
+
+    def off_heap(self, kind: Kind) -> int:
+        """What is no heap's: the tile in hand, and logits that are too large for it."""
+        tile, step = self.largest_tile(), kind.steps[-1]
+        if step.op != "head" or self._logits() <= MOST_HEAP_BLOCK_BYTES:
+            return tile
+        return max(tile, self._scoring(self.manifest.matrices[step.matrix]))
+
+    def _logits(self) -> int:
+        return self.work.rung * self.chunk_rows * F32
+
+    def _scoring(self, matrix: Matrix) -> int:
+        """A chunk of the vocabulary, and its logits with what is made of them."""
+        return self._opened(matrix, self.chunk_rows * matrix.columns) + 3 * self._logits()
+
+    def largest_tile(self) -> int:
+        """The most that one tile of a matrix takes while it is unpacked."""
+        matrices = self.manifest.matrices.values()
+        return max(self._tile(matrix, self._tile_values) for matrix in matrices)
+
+    @property
+    def _tile_values(self) -> int:
+        """How many values a linear step opens at once: packed matrices are opened whole."""
+        return WHOLE if self.work.arithmetic == "packed" else self.sizes.tile_values
+
+    def _glue(self, step: Step, op: Op, tokens: int) -> int:
+        """A graph's own values; where it runs tile by tile, its results come on top."""
+        direction = "vjp" if op.backward else "forward"
+        length = graph_length(step, self.work.rung)
+        graph = self.manifest.graphs[graph_key(step.graph, direction, length)]
+        tile = sum(math.prod(shape) for shape in graph.outputs) * F32
+        return graph.workspace_bytes + (tile if length < tokens else 0)
+
+    def _linear(self, block: Block, step: Step, op: Op, lanes: int, tokens: int) -> int:
+        matrices = [
+            self.manifest.matrices[block.tensor(linear.name)]
+            for linear in step.linears
+            if op.backward or linear.output in op.wanted
+        ]
+        if op.backward:
+            summed = tokens * matrices[0].columns * F32 if len(matrices) > 1 else 0
+            return summed + max(self._linear_backward(matrix, tokens) for matrix in matrices)
+        return max(self._linear_forward(matrix, lanes, tokens) for matrix in matrices)
+
+    def _tile(self, matrix: Matrix, values: int) -> int:
+        """A tile while it is unpacked: words, flipped and masked words, codes and results."""
+        values = min(values, matrix.rows * matrix.columns)
+        words = 0 if self.work.arithmetic == "packed" else values * matrix.bits // 8
+        return 3 * words + self._opened(matrix, values)
+
+    def _opened(self, matrix: Matrix, values: int) -> int:
+        """A tile ready to be multiplied: its words, scales and biases, or its values."""
+        if self.work.arithmetic == "packed":
+            share = values / (matrix.rows * matrix.columns)
+            return int(matrix.nbytes * share) + 2 * values // matrix.group_size * F32
+        return values * F32
+
+    def _linear_forward(self, matrix: Matrix, lanes: int, tokens: int) -> int:
+        """Beside the outputs: the inputs' halves, and a tile, unpacked or met by one lane."""
+        rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
+        values = rows * matrix.columns
+        tile = max(self._tile(matrix, values), self._met(matrix, rows, tokens))
+        return lanes * tokens * matrix.columns * F32 + tile
+
+    def _linear_backward(self, matrix: Matrix, tokens: int) -> int:
+        """Beside the result: a tile as it is unpacked, or met while the sum is made anew."""
+        x = tokens * matrix.columns * F32
+        first = max(1, min(matrix.rows, self._tile_values // matrix.columns))
+        second = min(first, matrix.rows - first)
+        unpacked = self._tile(matrix, first * matrix.columns)
+        return max(
+            unpacked, self._met(matrix, first, tokens), x + self._met(matrix, second, tokens)
+        )
+
+    def _met(self, matrix: Matrix, rows: int, tokens: int) -> int:
+        """An open tile of so many rows, and the part of y or dy that belongs to it."""
+        part = tokens * rows * F32 if rows < matrix.rows else 0
+        return part + self._opened(matrix, rows * matrix.columns)
+
+    def _attention(self, kind: Kind, step: Step, backward: bool) -> int:
+        q, k, v = (at_rung(kind.values[name], self.work.rung) for name in step.inputs)
+        heads, length = q[1], q[2]
+        block = min(length, self.sizes.query_block)
+        keys = length if step.window is None else min(length, step.window + block)
+        mask = block * keys * F32
+        scores = heads * mask
+        queries, others = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
+        if backward:
+            return mask + 4 * scores + 2 * others + queries + 3 * queries * block // length
+        return mask + 3 * scores + others + queries
