@@ -25,8 +25,7 @@ class Trace:
 
     `passes[i]` is the input that output i is, untouched, or None. `signature` is equal for equal
     computations (primitives, arguments, shapes, constants), whatever names the tracer gave.
-    `workspace_bytes` bounds the intermediates alive at once when they are evaluated in order,
-    outputs excluded.
+    `workspace_bytes` is the peak of what is alive when MLX evaluates the graph, less its outputs.
     """
 
     depends: tuple[frozenset[int], ...]

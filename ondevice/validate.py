@@ -26,7 +26,7 @@ from ondevice.schema import encode
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 PLACES = {"graph": re.compile(r"graphs[A-Za-z0-9_.-]*/[^/]+"), "file": re.compile(r"tokenizer/.+")}
 ERROR = {"relative_rms", "rms", "max"}
-MAX_NAME, MAX_DIM, MAX_DIMS = 200, 1 << 31, 8
+MAX_NAME, MAX_DIM, MAX_DIMS, MAX_STEPS = 200, 1 << 31, 8, 200
 SAFE = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
 
 
@@ -135,9 +135,11 @@ def _check_layout(manifest: Manifest) -> None:
 def _check_kind(manifest: Manifest, kind: Kind) -> None:
     known = {kind.input} if kind.input else set()
     where = f"kind {kind.name}"
+    require(len(kind.steps) <= MAX_STEPS, f"{where}: {len(kind.steps)} steps")
     require(known <= set(kind.values), f"{where}: its input {kind.input} has no shape")
     for name, shape in kind.values.items():
-        require(NAME.fullmatch(name) is not None, f"{where}: value {name!r}")
+        good = NAME.fullmatch(name) is not None and not name.endswith(".lse")
+        require(good, f"{where}: value {name!r}")
         sizes = [dim for dim in shape if isinstance(dim, int)]
         good = shape.count(T) == 1 and len(sizes) == len(shape) - 1 and len(shape) <= MAX_DIMS
         require(good and all(0 < d <= MAX_DIM for d in sizes), f"{where}: {name} is {shape}")

@@ -292,6 +292,8 @@ class Executor:
                 dx = self.linear.backward_input(dy, matrix, lora)
                 total = dx if total is None else total + dx
                 mx.eval(total)
+                del dx
+            del dy, received
         return {} if total is None else {source: total[None]}
 
 

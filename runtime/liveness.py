@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from ondevice.manifest import Block, Kind, Manifest, Matrix, at_rung
-from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse
-from runtime.tiling import fold, token_tile, unfold
+from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse, outputs
+from runtime.tiling import fold, token_tile, unfold, widest_tile
 from runtime.workspace import F32, Sizes, Work, Workspace
 
 MEZO_LANES = 16  # hidden states that MeZO moves side by side, where they fit
@@ -41,8 +41,8 @@ class Liveness:
 
     @property
     def token_tile(self) -> int:
-        """The tokens that an MLP takes at once, at least in one kind of layer."""
-        return min(self._tiles.values())
+        """The most tokens that an MLP takes at once."""
+        return widest_tile(self.manifest, self.work.rung, self.sizes.most_tokens)
 
     def all_adapter_bytes(self) -> int:
         return sum(self._block_adapters(block) for block in self.manifest.layers)
@@ -69,8 +69,7 @@ class Liveness:
         """
         if self.work.method != "mebp":
             return 0
-        fresh = self._largest_adapter() if self.token_tile < self.work.rung else 0
-        fresh = self._most_adapters() if self.work.rows > 1 else fresh
+        fresh = self._most_adapters() if self.work.rows > 1 else self._largest_tiled_adapter()
         return self._held_gradients() + self._most_adapters() + fresh
 
     def perturbing_bytes(self) -> int:
@@ -96,18 +95,34 @@ class Liveness:
         return max(self._block_adapters(block) for block in self.manifest.layers)
 
     def _block_adapters(self, block: Block) -> int:
-        return sum(self._adapters(block))
+        return sum(self._adapters(block).values())
 
     def _largest_adapter(self) -> int:
-        return max(size for block in self.manifest.layers for size in self._adapters(block))
+        sizes = (self._adapters(block).values() for block in self.manifest.layers)
+        return max((size for block in sizes for size in block), default=0)
 
-    def _adapters(self, block: Block) -> list[int]:
+    def _largest_tiled_adapter(self) -> int:
+        """The largest of a matrix that meets a tile of tokens after the other."""
+        return max(
+            (
+                size
+                for block in self.manifest.layers
+                for tiled in self._kinds[block.kind].steps
+                for step in tiled.steps
+                for name, size in self._adapters(block).items()
+                if name in {linear.name for linear in step.linears}
+            ),
+            default=0,
+        )
+
+    def _adapters(self, block: Block) -> dict[str, int]:
         """The float32 bytes of each of a block's adapters."""
         rank = int(self.manifest.lora["rank"])
-        matrices = (
-            self.manifest.matrices[block.tensor(name)] for name in self.manifest.adapted(block)
-        )
-        return [(m.rows + m.columns) * rank * F32 for m in matrices]
+        sizes = {}
+        for name in self.manifest.adapted(block):
+            matrix = self.manifest.matrices[block.tensor(name)]
+            sizes[name] = (matrix.rows + matrix.columns) * rank * F32
+        return sizes
 
     def packed_rows(self) -> int:
         """The most rows of a factor that a BLAS packs: tokens, or a group's heads x queries."""
@@ -142,9 +157,10 @@ class Liveness:
         if not kind.input:
             lanes = 1  # embedded one at a time
         found = self._peak(block, kind, forward_schedule(kind), start, lanes, self.work.rung)
-        if kind.steps[-1].op == "head":
+        found += self._held(block)
+        if kind.steps[-1].op == "head":  # which counts what it opens
             found = max(found, self.workspace.head(kind, lanes))
-        return found + self._held(block)
+        return found
 
     def kept_bytes(self, index: int) -> int:
         """What a layer's backward reads of its forward, for all rows of a micro-batch."""
@@ -155,7 +171,7 @@ class Liveness:
         return self.work.rows * sum(self._size(kind, name, self.work.rung) for name in kept)
 
     def live_bytes_keeping(self, blocks: tuple[BlockPlan, ...], kept: int) -> int:
-        """The most that is alive at once where the last `kept` layers recompute nothing.
+        """The most that is alive at once where the last `kept` layers recompute the least.
 
         What a layer keeps is part of what its own backward has alive; the head and the layers
         above it come on top of what waits below them.
@@ -178,9 +194,10 @@ class Liveness:
         for kind in (self._kinds[name] for name in {block.kind for block in self.manifest.layers}):
             inside = {
                 name
-                for tiled in kind.steps
-                for step in tiled.steps
-                for name in (*step.outputs, *(linear.output for linear in step.linears))
+                for one in kind.steps
+                for step in one.steps
+                for name in outputs(step)
+                if name not in one.outputs
             }
             for name in kind.values:
                 tokens = self._tiles[kind.name] if name in inside else self.work.rung

@@ -88,7 +88,7 @@ class Plan:
     adapter_dtype: str
     lanes: int  # hidden states of training side by side in a block's forward
     eval_lanes: int
-    kept_layers: int  # of the last layers, whose backward recomputes nothing
+    kept_layers: int  # of the last layers, which keep what they would recompute (not in tiles)
     kept_bytes: int  # what that adds to the peak
     resident_layers: int  # of the first layers, whose weights stay unpacked
     resident_bytes: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +23,7 @@ from runtime.tiling import WHOLE, fold, token_tile
 from runtime.weights import Weights
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
     """The blocks of a bundle at one rung, ready to run; an MLP takes `most_tokens` at once."""
 
@@ -34,24 +35,32 @@ class Program:
     head_kernel: HeadKernel
     profile: Profile = field(default_factory=Profile)
     most_tokens: int = WHOLE
-    _kinds: dict[str, Kind] = field(init=False)
-    _executors: dict[str, Executor] = field(init=False)
 
-    def __post_init__(self) -> None:
-        glue = GlueKernel(self.bundle, self.rung)
-
-        def executor(tokens: int, tile: Executor | None = None) -> Executor:
-            parts = (self.linear, self.attention, glue, self.profile)
-            return Executor(self.bundle, self.weights, tokens, *parts, tile)
-
-        whole = executor(self.rung)
-        self._kinds, self._executors = {}, {}
+    @cached_property
+    def _folded(self) -> dict[str, tuple[Kind, Executor]]:
+        """The kinds as they are run, and what runs them."""
+        whole = self._executor_over(self.rung)
+        found = {}
         for name, kind in self.bundle.manifest.kinds.items():
             folded = fold(kind)
             tokens = token_tile(folded, self.rung, self.most_tokens)
-            tiled = tokens < self.rung
-            self._kinds[name] = folded if tiled else kind
-            self._executors[name] = executor(self.rung, executor(tokens)) if tiled else whole
+            if tokens < self.rung:
+                tile = replace(whole, tokens=tokens)
+                found[name] = folded, replace(whole, tile=tile)
+            else:
+                found[name] = kind, whole
+        return found
+
+    def _executor_over(self, tokens: int) -> Executor:
+        return Executor(
+            self.bundle,
+            self.weights,
+            tokens,
+            self.linear,
+            self.attention,
+            GlueKernel(self.bundle, self.rung),
+            self.profile,
+        )
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -164,7 +173,7 @@ class Program:
         self.weights.read_ahead(block)
 
     def _kind(self, block: Block) -> Kind:
-        return self._kinds[block.kind]
+        return self._folded[block.kind][0]
 
     def _executor(self, block: Block) -> Executor:
-        return self._executors[block.kind]
+        return self._folded[block.kind][1]

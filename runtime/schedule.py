@@ -3,7 +3,8 @@
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
 values that its backward needs (and no others), then runs the steps' backwards in reverse; a step
 whose inputs need no gradient is left out. Where there is memory for it, the forward keeps those
-values instead, and nothing is recomputed. Gradients are named `~value`.
+values instead; only what is inside a `tiled` step is always recomputed. Gradients are named
+`~value`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from runtime.kernels.product import OpenTile
 from runtime.plan import Plan, choose_rung, make_plan
 from runtime.profile import Profile
 from runtime.program import Program
-from runtime.tiling import WHOLE
+from runtime.tiling import WHOLE, widest_tile
 from runtime.weights import Weights
 from runtime.workspace import Work
 
@@ -45,9 +45,21 @@ class Session:
             for linear in step.linears
         )
 
+    def _rung(self, length: int) -> int:
+        """The smallest rung that holds `length` tokens and whose MLP's tiles are no larger.
+
+        A shorter rung that tiles do not divide would take more memory than what was planned for.
+        """
+        manifest, plan = self.bundle.manifest, self.plan
+        rung = choose_rung(manifest, length)
+        for shorter in (one for one in manifest.rungs if rung <= one < plan.rung):
+            if widest_tile(manifest, shorter, plan.token_tile) <= plan.token_tile:
+                return shorter
+        return max(rung, plan.rung)
+
     def program(self, length: int) -> Program:
-        """The program of the smallest rung that holds `length` tokens."""
-        rung = choose_rung(self.bundle.manifest, length)
+        """The program of the smallest rung that the plan has for `length` tokens."""
+        rung = self._rung(length)
         if rung not in self._programs:
             plan = self.plan
             linear = LinearKernel(

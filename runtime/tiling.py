@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ondevice.manifest import Kind, Step, graph_length
+from ondevice.manifest import Kind, Manifest, Step, graph_length
 
 WHOLE = 1 << 62  # more tokens than there are
 
 
 def fold(kind: Kind) -> Kind:
     """The kind with its longest such stretch as one `tiled` step; as it is where there is none."""
-    stretches = [
-        (first, last)
-        for first in range(len(kind.steps))
-        for last in range(first + 2, len(kind.steps))
-        if _is_foldable(kind, first, last)
-    ]
+    stretches = []
+    for first in range(len(kind.steps)):
+        for last in range(first, len(kind.steps)):
+            step = kind.steps[last]
+            if not (step.op == "linear" or step.tokenwise):
+                break
+            if _is_foldable(kind, first, last):
+                stretches.append((first, last))
     if not stretches:
         return kind
     first, last = max(stretches, key=lambda ends: ends[1] - ends[0])
@@ -51,14 +53,18 @@ def token_tile(kind: Kind, rung: int, at_most: int) -> int:
     return max((size for size in sizes if size <= at_most), default=unit)
 
 
+def widest_tile(manifest: Manifest, rung: int, at_most: int) -> int:
+    """The most tokens that a layer's `tiled` step takes at once at a rung."""
+    kinds = {block.kind for block in manifest.layers}
+    return max(token_tile(fold(manifest.kinds[name]), rung, at_most) for name in kinds)
+
+
 def _is_foldable(kind: Kind, first: int, last: int) -> bool:
-    """Linear to linear, by token-wise glue alone, one value in and one out."""
+    """Of steps that treat tokens alike: linear to linear by glue, one value in and one out."""
     inside, after = kind.steps[first : last + 1], kind.steps[last + 1 :]
-    glue = [step for step in inside if step.op == "glue"]
-    alike = all(step.tokenwise for step in glue) and all(
-        step.op in ("linear", "glue") for step in inside
-    )
-    if not glue or not alike or inside[0].op != "linear" or len(inside[-1].linears) != 1:
+    if inside[0].op != "linear" or len(inside[-1].linears) != 1:
+        return False
+    if not any(step.op == "glue" for step in inside):
         return False
     result = inside[-1].linears[0].output
     made = {name for step in inside for name in _made(step)}

@@ -59,7 +59,7 @@ class Workspace:
         self.chunk_rows = max(64, min(manifest.vocab_size, sizes.tile_values // width))
 
     def of(self, block: Block, kind: Kind, op: Op, lanes: int, tokens: int) -> int:
-        """What a step over so many tokens holds; a `tiled` one has its own steps for that."""
+        """What a step over so many tokens holds; a `tiled` one's steps are asked for themselves."""
         step = kind.steps[op.step]
         if step.op == "glue":
             return self._glue(step, op, tokens)
@@ -107,12 +107,17 @@ class Workspace:
         return WHOLE if self.work.arithmetic == "packed" else self.sizes.tile_values
 
     def _glue(self, step: Step, op: Op, tokens: int) -> int:
-        """A graph's own values; where it runs tile by tile, its results come on top."""
+        """A graph's own values and results that nobody wants; run by tiles, all results."""
         direction = "vjp" if op.backward else "forward"
         length = graph_length(step, self.work.rung)
         graph = self.manifest.graphs[graph_key(step.graph, direction, length)]
-        tile = sum(math.prod(shape) for shape in graph.outputs) * F32
-        return graph.workspace_bytes + (tile if length < tokens else 0)
+        made = step.vjp_outputs if op.backward else step.outputs
+        results = sum(
+            math.prod(shape) * F32
+            for name, shape in zip(made, graph.outputs, strict=True)
+            if length < tokens or name not in op.wanted
+        )
+        return graph.workspace_bytes + results
 
     def _linear(self, block: Block, step: Step, op: Op, lanes: int, tokens: int) -> int:
         matrices = [

@@ -27,7 +27,9 @@ from runtime.plan import (
     make_plan,
     predict,
 )
-from runtime.workspace import Work
+from runtime.session import open_session
+from runtime.tiling import WHOLE
+from runtime.workspace import F32, Work
 
 Tiny = Callable[..., Bundle]
 
@@ -166,3 +168,34 @@ def test_long_rows_go_whole_through_an_mlp_only_where_nothing_is_recomputed(tiny
 def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
     plan = make_plan(tiny("qwen2").manifest, Work(32, layout="paper"), 10**12)
     assert plan.hold and not plan.kept_layers and not plan.resident_layers
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_the_papers_head_is_opened_once(tiny: Tiny, method: str) -> None:
+    manifest = tiny("qwen2").manifest
+    plan = make_plan(manifest, Work(64, layout="paper", method=method), 10**12)
+    values = manifest.vocab_size * manifest.hidden_size * F32
+    logits = 64 * manifest.vocab_size * F32
+    hidden = 64 * manifest.hidden_size * F32
+    most = 1.9 * values + 3 * logits + 6 * hidden
+    assert values + logits < plan.blocks[-1].forward_bytes < most
+
+
+def test_a_short_row_takes_no_more_than_was_planned(tiny: Tiny) -> None:
+    """Tiles do not divide 97 tokens: beside a plan with tiles they run at 128."""
+    bundle = tiny("llama", seq_lens=(32, 97, 128))
+    for most, expected in ((WHOLE, (32, 97, 97, 128)), (64, (32, 128, 128, 128))):
+        sizes = replace(LEVELS[-1], most_tokens=most)
+        plan = predict(bundle.manifest, Work(128), sizes, 10**9, 0)
+        session = open_session(bundle, plan)
+        assert tuple(session.program(n).rung for n in (30, 33, 97, 98)) == expected
+
+
+@pytest.mark.parametrize("targets", [[], ["nothing"]])
+def test_nothing_to_train_is_planned_all_the_same(tiny: Tiny, targets: list[str]) -> None:
+    manifest = tiny("gemma3", seq_lens=(128,)).manifest
+    manifest = replace(manifest, lora={**manifest.lora, "targets": targets})
+    for dtype in ("float32", "bfloat16"):
+        plan = make_plan(manifest, Work(128, adapter_dtype=dtype), 10**9)
+        assert plan.adapter_bytes == plan.gradient_bytes == 0
+        assert make_plan(manifest, Work(128), plan.minimum_bytes).token_tile == 64
