@@ -39,28 +39,22 @@ class Program:
     @cached_property
     def _folded(self) -> dict[str, tuple[Kind, Executor]]:
         """The kinds as they are run, and what runs them."""
-        whole = self._executor_over(self.rung)
-        found = {}
-        for name, kind in self.bundle.manifest.kinds.items():
-            folded = fold(kind)
-            tokens = token_tile(folded, self.rung, self.most_tokens)
-            if tokens < self.rung:
-                tile = replace(whole, tokens=tokens)
-                found[name] = folded, replace(whole, tile=tile)
-            else:
-                found[name] = kind, whole
-        return found
-
-    def _executor_over(self, tokens: int) -> Executor:
-        return Executor(
+        whole = Executor(
             self.bundle,
             self.weights,
-            tokens,
+            self.rung,
             self.linear,
             self.attention,
             GlueKernel(self.bundle, self.rung),
             self.profile,
         )
+        found = {}
+        for name, kind in self.bundle.manifest.kinds.items():
+            folded = fold(kind)
+            tokens = token_tile(folded, self.rung, self.most_tokens)
+            tiled = replace(whole, tile=replace(whole, tokens=tokens))
+            found[name] = (folded, tiled) if tokens < self.rung else (kind, whole)
+        return found
 
     @property
     def blocks(self) -> tuple[Block, ...]:
