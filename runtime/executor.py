@@ -28,12 +28,15 @@ Values = dict[str, mx.array]
 
 
 def accumulate(total: Gradients, fresh: Gradients) -> None:
-    """Add gradients to those that are there, evaluated."""
-    for name, (da, db) in fresh.items():
+    """Add gradients to those that are there, in their place, evaluated; `fresh` is emptied."""
+    while fresh:
+        name, pair = fresh.popitem()
         if name in total:
-            da, db = total[name][0] + da, total[name][1] + db
-            mx.eval(da, db)
-        total[name] = (da, db)
+            before = total.pop(name)
+            pair = (before[0] + pair[0], before[1] + pair[1])
+            del before  # so that nobody else holds what is given to the sum
+            mx.eval(pair)
+        total[name] = pair
 
 
 @dataclass
@@ -191,6 +194,11 @@ class Executor:
         inner = unfold(kind, kind.steps[op.step])
         x, dy = values[inner.input], values.pop(f"~{inner.output}")
         dx = mx.zeros(x.shape) if op.wanted else None
+        for linear in (one for step in inner.steps for one in step.linears):
+            if linear.name in loras:  # there before the tiles, not in the holes that they leave
+                a, b = loras[linear.name].a, loras[linear.name].b
+                gradients[linear.name] = (mx.zeros(a.shape), mx.zeros(b.shape))
+        mx.eval(dx if dx is not None else [], gradients)
         for tile, tokens in self._tiles():
             part = {inner.input: x[:, tokens], f"~{inner.output}": dy[:, tokens]}
             tile._reverse(block, inner, part, loras, bool(op.wanted), False, gradients)

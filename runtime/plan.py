@@ -30,8 +30,8 @@ MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of 
 # glibc's heap serves freed memory again at any size. What lies between the blocks in use: some, and
 # a share of what is alive beside the tile in hand (which is one block), more where single values
 # are large; where it would be more, the meter gives it back (`Meter.aim`)
-HEAP_SLACK_BYTES = {"mebp": 2_000_000, "mezo": 750_000, "eval": 750_000}
-HEAP_SLACK_PER_LIVE = {"mebp": 0.12, "mezo": 0.08, "eval": 0.08}
+HEAP_SLACK_BYTES = {"mebp": 2_000_000, "mezo": 1_000_000, "eval": 1_000_000}
+HEAP_SLACK_PER_LIVE = 0.12
 HEAP_SLACK_OF_LARGE = 0.13
 LARGE_VALUE_BYTES = 16_000_000
 HEAP_SLACK_PER_KEPT = 0.02
@@ -74,6 +74,7 @@ class Plan:
     live_bytes: int
     slack_bytes: int  # of the heap, where freed memory goes back to it
     cache_bytes: int  # of MLX, where it keeps freed memory itself
+    value_bytes: int  # of the largest value: so far MLX allocates beyond a limit before it waits
     scratch_disk_bytes: int
     rung: int
     rows: int
@@ -205,9 +206,8 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
 
 def _slack_share(model: Liveness) -> float:
     """Of what is alive on the heap, what lies unused between."""
-    share = HEAP_SLACK_PER_LIVE[model.work.method]
     large = model.largest_value() > LARGE_VALUE_BYTES
-    return max(share, HEAP_SLACK_OF_LARGE) if large else share
+    return HEAP_SLACK_OF_LARGE if large else HEAP_SLACK_PER_LIVE
 
 
 def _lane_choices(work: Work) -> tuple[int, ...]:
@@ -282,6 +282,7 @@ def predict(
         live_bytes=live,
         slack_bytes=slack,
         cache_bytes=cached,
+        value_bytes=model.largest_value(),
         scratch_disk_bytes=slots * work.hidden_states * row_bytes + trained + moments,
         rung=work.rung,
         rows=work.rows,

@@ -156,7 +156,7 @@ def open_session(bundle: Bundle, plan: Plan) -> Session:
     use_device(bundle.manifest.device, bundle.path)
     active = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
     active += plan.kept_bytes + plan.resident_bytes
-    limit_memory(active, plan.cache_bytes)
+    limit_memory(max(0, active - plan.value_bytes), plan.cache_bytes)
     mx.clear_cache()
     trim_heap()
     session = Session(bundle, plan, Weights(bundle, plan.prefetch))

@@ -18,6 +18,7 @@ from ondevice.bundle import Bundle
 from ondevice.errors import BundleError
 from ondevice.manifest import Kind, Linear, Step
 from ondevice.validate import check_manifest
+from runtime.executor import accumulate
 from runtime.liveness import Liveness
 from runtime.tiling import WHOLE, fold, token_tile, unfold
 from runtime.workspace import Sizes, Work
@@ -139,3 +140,16 @@ def test_what_is_alive_falls_with_the_tile(tiny: Tiny, method: str) -> None:
         found.append(max(block.forward_bytes, block.backward_bytes))
         assert live.token_tile == min(most, 1024)
     assert found == sorted(found, reverse=True) and found[1] < 0.9 * found[0]
+
+
+def test_gradients_add_up_in_their_place(rng: Rng) -> None:
+    """What is there before the tiles stays where it is: else it would lie in the tiles' holes."""
+    parts = [rng.standard_normal((2, 3, 4)).astype(np.float32) for _ in range(3)]
+    total = {"q": (mx.zeros((3, 4)), mx.zeros((3, 4)))}
+    mx.eval(total)
+    places = [np.array(array, copy=False).ctypes.data for array in total["q"]]
+    for part in parts:
+        accumulate(total, {"q": (mx.array(part[0]), mx.array(part[1]))})
+    assert [np.array(array, copy=False).ctypes.data for array in total["q"]] == places
+    for found, expected in zip(total["q"], sum(parts), strict=True):
+        assert np.allclose(found, expected, atol=1e-6)
