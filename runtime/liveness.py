@@ -188,7 +188,7 @@ class Liveness:
             waiting += own
         return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
 
-    def largest_value(self) -> int:
+    def largest_value(self, in_tiles: bool = True) -> int:
         """The bytes of the largest value that passes between a layer's steps."""
         found = 0
         for kind in (self._kinds[name] for name in {block.kind for block in self.manifest.layers}):
@@ -199,7 +199,7 @@ class Liveness:
                 for name in outputs(step)
                 if name not in one.outputs
             }
-            for name in kind.values:
+            for name in kind.values if in_tiles else kind.values.keys() - inside:
                 tokens = self._tiles[kind.name] if name in inside else self.work.rung
                 found = max(found, self._size(kind, name, tokens))
         return found

@@ -204,6 +204,13 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
     return max(found, key=sum)
 
 
+def _holes(model: Liveness) -> int:
+    """The heap's slack whatever is alive; beside tiles of tokens, the hole of a whole value."""
+    if model.work.method == "mebp" and model.token_tile < model.work.rung:
+        return HEAP_SLACK_BYTES["mebp"] // 2 + model.largest_value(in_tiles=False)
+    return HEAP_SLACK_BYTES[model.work.method]
+
+
 def _slack_share(model: Liveness) -> float:
     """Of what is alive on the heap, what lies unused between."""
     large = model.largest_value() > LARGE_VALUE_BYTES
@@ -250,7 +257,7 @@ def predict(
     heap = sys.platform == "linux" and manifest.device == "cpu"
     share = _slack_share(model) if heap else 0.0
     live, slack = _peak(model, blocks, share)
-    slack += min(live // 4, HEAP_SLACK_BYTES[work.method]) if heap else 0
+    slack += min(live // 4, _holes(model)) if heap else 0
     most = max(EVAL_LANES, work.rows)
     room = live + model.only_in_layers()
     eval_lanes = lanes if work.method == "eval" else model.free_lanes(room, lanes, most)

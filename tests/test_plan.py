@@ -165,6 +165,18 @@ def test_long_rows_go_whole_through_an_mlp_only_where_nothing_is_recomputed(tiny
         assert make_plan(manifest, Work(1024, method=method), 10**10).token_tile == LONG_TOKENS
 
 
+def test_tiles_of_tokens_lie_between_holes_of_whole_values(tiny: Tiny) -> None:
+    manifest = tiny("gemma3", seq_lens=(1024,)).manifest
+    sizes = replace(LEVELS[-1], most_tokens=64)
+    tiled = Liveness(manifest, Work(1024), sizes)
+    value = tiled.largest_value(in_tiles=False)
+    assert 1024 * manifest.hidden_size * F32 <= value <= tiled.largest_value()
+    whole = Liveness(manifest, Work(1024), replace(sizes, most_tokens=WHOLE))
+    assert value < whole.largest_value(in_tiles=False) == whole.largest_value()
+    slack = predict(manifest, Work(1024), sizes, 0, 0).slack_bytes
+    assert slack >= value or slack >= tiled.block(1, 1).backward_bytes // 4
+
+
 def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
     plan = make_plan(tiny("qwen2").manifest, Work(32, layout="paper"), 10**12)
     assert plan.hold and not plan.kept_layers and not plan.resident_layers
