@@ -34,6 +34,8 @@ HEAP_SLACK_BYTES = {"mebp": 2_000_000, "mezo": 1_000_000, "eval": 1_000_000}
 HEAP_SLACK_PER_LIVE = 0.12
 HEAP_SLACK_OF_LARGE = 0.13
 LARGE_VALUE_BYTES = 16_000_000
+HEAP_SLACK_BESIDE_TILES = 0.18  # of MeBP's long rows, whose whole values lie among small tiles
+LONG_VALUE_BYTES = 6_000_000
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
@@ -206,13 +208,20 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
 
 def _holes(model: Liveness) -> int:
     """The heap's slack whatever is alive; beside tiles of tokens, the hole of a whole value."""
-    if model.work.method == "mebp" and model.token_tile < model.work.rung:
+    if _has_token_tiles(model):
         return HEAP_SLACK_BYTES["mebp"] // 2 + model.largest_value(in_tiles=False)
     return HEAP_SLACK_BYTES[model.work.method]
 
 
+def _has_token_tiles(model: Liveness) -> bool:
+    """Whether a backward goes through tiles of tokens."""
+    return model.work.method == "mebp" and model.token_tile < model.work.rung
+
+
 def _slack_share(model: Liveness) -> float:
     """Of what is alive on the heap, what lies unused between."""
+    if _has_token_tiles(model) and model.largest_value(in_tiles=False) > LONG_VALUE_BYTES:
+        return HEAP_SLACK_BESIDE_TILES
     large = model.largest_value() > LARGE_VALUE_BYTES
     return HEAP_SLACK_OF_LARGE if large else HEAP_SLACK_PER_LIVE
 

@@ -128,6 +128,17 @@ def test_large_values_leave_larger_holes(tiny: Tiny, monkeypatch: pytest.MonkeyP
     assert predict(manifest, work, LEVELS[-1], 0, 0).slack_bytes > before
 
 
+def test_long_rows_leave_larger_holes(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = tiny("gemma3", seq_lens=(1024,)).manifest
+    sizes = replace(LEVELS[-1], most_tokens=64)
+    before = predict(manifest, Work(1024), sizes, 0, 0).slack_bytes
+    forward_only = predict(manifest, Work(1024, method="mezo"), sizes, 0, 0).slack_bytes
+    monkeypatch.setattr("runtime.plan.LONG_VALUE_BYTES", 0)
+    assert predict(manifest, Work(1024), sizes, 0, 0).slack_bytes > before
+    again = predict(manifest, Work(1024, method="mezo"), sizes, 0, 0).slack_bytes
+    assert again == forward_only
+
+
 def test_a_refusal_says_what_one_thread_would_fit(tiny: Tiny) -> None:
     manifest = tiny("qwen3").manifest
     smallest = make_plan(manifest, Work(16), 1_000_000_000).minimum_bytes
