@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ondevice.manifest import Kind, Manifest, Step, graph_length
+from runtime.schedule import activations, outputs
 
 WHOLE = 1 << 62  # more tokens than there are
 
@@ -67,11 +68,7 @@ def _is_foldable(kind: Kind, first: int, last: int) -> bool:
     if not any(step.op == "glue" for step in inside):
         return False
     result = inside[-1].linears[0].output
-    made = {name for step in inside for name in _made(step)}
-    read = {name for step in inside for name in step.inputs if not name.startswith("@")}
+    made = {name for step in inside for name in outputs(step)}
+    read = {name for step in inside for name in activations(step)}
     read_after = {name for step in after for name in step.inputs} | {kind.output}
     return read - made == set(inside[0].inputs) and made & read_after <= {result}
-
-
-def _made(step: Step) -> tuple[str, ...]:
-    return (*step.outputs, *(linear.output for linear in step.linears))
