@@ -25,7 +25,7 @@ from runtime.adapters import Adapters  # noqa: E402
 from runtime.kernels.unpack import dense  # noqa: E402
 from runtime.program import Program  # noqa: E402
 from runtime.session import open_checked, open_session, plan_for  # noqa: E402
-from runtime.tokenize_file import TextEncoder, load_encoder  # noqa: E402
+from runtime.text_encoder import TextEncoder, load_encoder  # noqa: E402
 
 BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
 TOGETHER = 8  # rows that visit a block together, so that its weights are read less often

@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--adapter", metavar="RUN", type=Path)
     generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument(
+        "--chat", action="store_true", help="answer the prompt, by the model's chat template"
+    )
     return parser
 
 
@@ -366,6 +369,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.prompt,
         arguments.adapter,
         arguments.max_tokens,
+        arguments.chat,
     ):
         print(piece, end="", flush=True)
     print()

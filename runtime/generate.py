@@ -6,13 +6,12 @@ to mlx-lm.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from ondevice.errors import DataError, UsageError
+from ondevice.errors import UsageError
 from runtime.adapters import Adapters
 from runtime.program import Program
 from runtime.session import open_checked, open_session, plan_for
@@ -34,29 +33,36 @@ def next_token(program: Program, adapters: Adapters, tokens: list[int]) -> int:
     return int(result.predicted.item())  # type: ignore[arg-type]
 
 
-def generate(path: str, prompt: str, adapter: Path | None, max_tokens: int) -> Iterator[str]:
+def generate(
+    path: str, prompt: str, adapter: Path | None, max_tokens: int, chat: bool = False
+) -> Iterator[str]:
     """Yield the continuation of `prompt`, piece by piece, up to an end token or `max_tokens`.
 
+    With `chat` the prompt is what a user says, and the continuation the answer, by the chat
+    template of the bundle.
+
     Raises:
-        DataError: the bundle has no tokenizer.
+        DataError: the bundle has no tokenizer, or no chat template where one is wanted.
         UsageError: the prompt is no text or does not fit the ladder.
     """
-    from tokenizers import Tokenizer
+    from runtime.text_encoder import load_encoder
 
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
     bundle = open_checked(path)
-    file = bundle.tokenizer_path / "tokenizer.json"
-    if not file.exists():
-        raise DataError(f"{path} has no tokenizer; export it from a checkpoint that has one")
-    tokenizer = Tokenizer.from_file(str(file))
-    config_file = bundle.tokenizer_path / "tokenizer_config.json"
-    config = json.loads(config_file.read_text()) if config_file.exists() else {}
-    eos = config.get("eos_token")
-    end = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos or "")
-    tokens = list(tokenizer.encode(prompt).ids)
+    encoder = load_encoder(bundle.path)
+    ends = {encoder.eos}
+    if chat:
+        template = encoder.chat()
+        try:
+            tokens = encoder.encode(template.prompt([{"role": "user", "content": prompt}]))
+            ends.update(encoder.encode(template.ending)[:1])
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    else:
+        tokens = ([] if encoder.bos is None else [encoder.bos]) + encoder.encode(prompt)
     if not tokens:
         raise UsageError("the prompt has no tokens")
     if max(tokens) >= bundle.manifest.vocab_size:
@@ -71,13 +77,13 @@ def generate(path: str, prompt: str, adapter: Path | None, max_tokens: int) -> I
         adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
     else:
         adapters = Adapters.load(bundle.manifest, adapter)
-    shown = tokenizer.decode(tokens)
+    shown = encoder.decode(tokens)
     while len(tokens) < length:
         token = next_token(session.program(len(tokens)), adapters, tokens)
-        if token == end:
+        if token in ends:
             return
         tokens.append(token)
-        text = tokenizer.decode(tokens)
+        text = encoder.decode(tokens)
         if not text.endswith("�"):  # half a character waits for its other bytes
             yield text[len(shown) :]
             shown = text

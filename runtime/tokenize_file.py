@@ -21,14 +21,12 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from ondevice.errors import DataError, OnDeviceError, StorageError
 from runtime.data import HEADER, MAGIC, VERSION
+from runtime.text_encoder import TextEncoder, load_encoder
 
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
@@ -36,58 +34,6 @@ _ENTRY = struct.Struct("<qII")  # runtime.data.INDEX
 
 Row = tuple[list[int], int]
 """Tokens, and the index of the first target that has a loss."""
-
-
-@dataclass(frozen=True)
-class TextEncoder:
-    """A bundle's tokenizer: text to ids without special tokens, and the ids of those it adds."""
-
-    encode: Callable[[str], list[int]]
-    bos: int | None
-    eos: int | None
-
-
-def load_encoder(bundle_dir: Path) -> TextEncoder:
-    """The tokenizer of a bundle. Raises DataError where it has none or it cannot be read."""
-    folder = bundle_dir / "tokenizer"
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise DataError(
-            f"bundle {bundle_dir} has no tokenizer (tokenizer/tokenizer.json); use --data "
-            "random:SEED, or export from a checkpoint that has one"
-        )
-    try:
-        # not from_file: its error for a file that is not UTF-8 is no OSError
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        config_file = folder / "tokenizer_config.json"
-        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
-        if not isinstance(config, dict):
-            raise ValueError("tokenizer_config.json is not a JSON object")
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(f"the tokenizer of bundle {bundle_dir} cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-
-    def special(name: str) -> int | None:
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if content is None:
-            return None
-        number: int | None = tokenizer.token_to_id(str(content))
-        if number is None:
-            raise DataError(f"the tokenizer of bundle {bundle_dir} lacks its {name} {content!r}")
-        return number
-
-    bos = special("bos_token")
-    # without the key, what the tokenizer itself puts before a text decides
-    adds_bos = config.get("add_bos_token")
-    if adds_bos is None:
-        adds_bos = tokenizer.encode("").ids[:1] == [bos]
-    return TextEncoder(
-        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
-        bos=bos if adds_bos else None,
-        eos=special("eos_token"),
-    )
 
 
 def text_chunks(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[str]:
@@ -131,25 +77,31 @@ def json_row(line: bytes, encoder: TextEncoder, seq_length: int) -> Row | None:
     """One line of JSONL as a row; None where nothing to predict is left within `seq_length`.
 
     `{"text"}` predicts all of it, `{"prompt", "completion"}` the completion; EOS follows, and
-    BOS comes first, where the tokenizer has them. Prompt and completion are tokenized apart,
-    as they are when a model completes a prompt. Raises ValueError.
+    BOS comes first, where the tokenizer has them. `{"messages"}` (and `"tools"`) predicts the
+    last message, with the special tokens that the chat template writes and no others. What is
+    given and what is predicted are tokenized apart, as they are when a model completes a prompt.
+    Raises ValueError, and DataError where a chat template is wanted and missing.
     """
     value = json.loads(line)
-    keys = ("text",) if isinstance(value, dict) and "text" in value else ("prompt", "completion")
-    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in keys):
-        chat = isinstance(value, dict) and "messages" in value
-        raise ValueError(
-            'expected {"text": "..."} or {"prompt": "...", "completion": "..."}'
-            + ("; write chat messages as these, with the model's template" if chat else "")
-        )
-    parts: list[list[int]] = []
-    for key in keys:
-        value[key].encode()  # ValueError for half a surrogate pair, which is no text
-        parts.append(encoder.encode(value[key]))
+    row = value if isinstance(value, dict) else {}
     head = [] if encoder.bos is None else [encoder.bos]
     tail = [] if encoder.eos is None else [encoder.eos]
-    prompt = head + (parts[0] if len(parts) == 2 else [])
-    tokens = (prompt + parts[-1] + tail)[: seq_length + 1]
+    if "messages" in row:
+        given, learnt = encoder.chat().exchange(row["messages"], row.get("tools"))
+        head = tail = []
+    elif isinstance(row.get("text"), str):
+        given, learnt = "", row["text"]
+    elif isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+        given, learnt = row["prompt"], row["completion"]
+    else:
+        raise ValueError(
+            'expected {"text": "..."}, {"prompt": "...", "completion": "..."} or {"messages": '
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+        )
+    for text in (given, learnt):
+        text.encode()  # ValueError for half a surrogate pair, which is no text
+    prompt = head + (encoder.encode(given) if given else [])
+    tokens = (prompt + encoder.encode(learnt) + tail)[: seq_length + 1]
     loss_start = max(len(prompt) - 1, 0)
     return (tokens, loss_start) if loss_start <= len(tokens) - 2 else None
 

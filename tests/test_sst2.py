@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +16,9 @@ from harness import label_accuracy, reference, sst2
 from ondevice.bundle import Bundle
 from ondevice.errors import DataError
 from runtime.adapters import Adapters
-from runtime.tokenize_file import TextEncoder, json_row
+from runtime.chat import ChatTemplate
+from runtime.text_encoder import TextEncoder
+from runtime.tokenize_file import json_row
 
 Tiny = Callable[..., Bundle]
 
@@ -80,7 +83,7 @@ def test_logits_of_the_words_are_the_dense_models(
 
 
 def test_accuracy_is_the_share_of_rows_whose_word_wins(
-    tiny: Tiny, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = tiny("gemma3")
     ids = {" great": 5, " terrible": 9}
@@ -88,7 +91,7 @@ def test_accuracy_is_the_share_of_rows_whose_word_wins(
     def encode(text: str) -> list[int]:
         return [ids[text]] if text in ids else [10 + ord(letter) % 90 for letter in text]
 
-    encoder = TextEncoder(encode, bos=2, eos=1)
+    encoder = TextEncoder(encode, str, bos=2, eos=1, chat=partial(ChatTemplate, tmp_path))
     monkeypatch.setattr(label_accuracy, "load_encoder", lambda folder: encoder)
     rows = [
         sst2.Example("".join(map(chr, rng.integers(97, 122, int(n)))), (" great", " terrible")[i])

@@ -10,34 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_rows import VOCAB, listed
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from token_rows import BOS, EOS, VOCAB, ids, listed, make_bundle, make_tokenizer, tokenize
+from tokenizers import processors
 
 from ondevice.errors import DataError, StorageError
 from runtime import tokenize_file
 from runtime.data import TokenRows, prepare_tokens
-
-BOS, EOS = 0, 1
-WORDS = r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s*[\r\n]+|\s+"
-
-
-def make_tokenizer() -> Tokenizer:
-    """Single characters, but words in 'the' and runs of newlines merged, split as by GPT-2."""
-    characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    pieces = ["<bos>", "<eos>", *characters, "th", "the", "\n\n"]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    merges = [("t", "h"), ("th", "e"), ("\n", "\n")]
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.add_special_tokens(["<bos>", "<eos>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    return tokenizer
-
-
-def make_bundle(folder: Path, config: object) -> Path:
-    (folder / "tokenizer").mkdir(parents=True)
-    make_tokenizer().save(str(folder / "tokenizer" / "tokenizer.json"))
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+from runtime.text_encoder import load_encoder
 
 
 @pytest.fixture
@@ -45,18 +24,6 @@ def bundle(tmp_path: Path) -> Path:
     """A bundle whose tokenizer adds BOS."""
     config = {"add_bos_token": True, "bos_token": {"content": "<bos>"}, "eos_token": "<eos>"}
     return make_bundle(tmp_path / "bundle", config)
-
-
-def ids(text: str) -> list[int]:
-    return list(make_tokenizer().encode(text).ids)
-
-
-def tokenize(bundle: Path, source: Path, length: int, out: Path) -> TokenRows:
-    """As `prepare_tokens`, in this process."""
-    encoder = tokenize_file.load_encoder(bundle)
-    rows = tokenize_file.read_rows(source, encoder, length)
-    tokenize_file.write_token_file(rows, length, out)
-    return TokenRows(out, VOCAB)
 
 
 def test_text_is_tokenized_in_another_process(bundle: Path, tmp_path: Path) -> None:
@@ -164,7 +131,7 @@ def test_which_special_tokens_are_added(
         tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", BOS)])
         tokenizer.enable_truncation(3)
         tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    encoder = tokenize_file.load_encoder(folder)
+    encoder = load_encoder(folder)
     assert (encoder.bos, encoder.eos) == (bos, eos)
     assert encoder.encode("abcdef") == ids("abcdef")
 
@@ -189,7 +156,7 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "fine"}\n\n{"text": ', "line 3: "),
         ("a.jsonl", b'{"text": "fine"}\n{"text": 5}', "line 2: expected"),
         ("a.jsonl", b'{"prompt": "fine"}', "line 1: expected"),
-        ("a.jsonl", b'{"messages": []}', "write chat messages as these"),
+        ("a.jsonl", b'{"text": "fine"}\n{"messages": []}', "no chat template"),
         ("a.jsonl", b"[1]", "line 1: expected"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: "),
         ("a.jsonl", b'{"text": "\xff"}', "line 1: "),
@@ -218,7 +185,7 @@ def test_failures_of_the_process_are_errors_here(bundle: Path, tmp_path: Path) -
     with pytest.raises(StorageError, match="cannot write"):
         prepare_tokens(bundle, tmp_path / "good.txt", "train", 4, source / "out")
     (bundle / "tokenizer" / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match="use --data random:SEED"):
+    with pytest.raises(DataError, match="random:SEED"):
         prepare_tokens(bundle, tmp_path / "good.txt", "train", 4, tmp_path / "out")
 
 
@@ -235,4 +202,4 @@ def test_a_broken_tokenizer_is_refused(
 ) -> None:
     (bundle / "tokenizer" / name).write_text(content)
     with pytest.raises(DataError, match=complaint):
-        tokenize_file.load_encoder(bundle)
+        load_encoder(bundle)

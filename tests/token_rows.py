@@ -1,13 +1,19 @@
-"""Rows of tokens for tests: written to a token file, and listed."""
+"""Rows of tokens for tests: a small tokenizer, and rows written to a token file and listed."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from runtime.data import Rows
-from runtime.tokenize_file import write_token_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from runtime.data import Rows, TokenRows
+from runtime.text_encoder import load_encoder
+from runtime.tokenize_file import read_rows, write_token_file
 
 VOCAB = 101
+BOS, EOS = 0, 1
+WORDS = r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s*[\r\n]+|\s+"
 
 
 def listed(rows: Rows) -> list[tuple[list[int], int]]:
@@ -17,3 +23,38 @@ def listed(rows: Rows) -> list[tuple[list[int], int]]:
 def write_rows(out: Path, rows: list[tuple[list[int], int]], length: int = 8) -> Path:
     write_token_file(rows, length, out)
     return out
+
+
+def make_tokenizer() -> Tokenizer:
+    """Single characters, but words in 'the' and runs of newlines merged, split as by GPT-2."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    pieces = ["<bos>", "<eos>", *characters, "th", "the", "\n\n"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("t", "h"), ("th", "e"), ("\n", "\n")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, config: object) -> None:
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make_bundle(folder: Path, config: object) -> Path:
+    """As much of a bundle as reading text takes: its tokenizer."""
+    (folder / "tokenizer").mkdir(parents=True)
+    write_tokenizer(folder / "tokenizer", config)
+    return folder
+
+
+def ids(text: str) -> list[int]:
+    return list(make_tokenizer().encode(text).ids)
+
+
+def tokenize(bundle: Path, source: Path, length: int, out: Path) -> TokenRows:
+    """As `prepare_tokens`, in this process."""
+    rows = read_rows(source, load_encoder(bundle), length)
+    write_token_file(rows, length, out)
+    return TokenRows(out, VOCAB)
