@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ondevice.manifest import Block, Kind, Manifest, Matrix, at_rung
+from ondevice.manifest import Block, Kind, Manifest, Matrix, at_rung, graph_key, graph_length
 from runtime.schedule import Op, backward_schedule, forward_schedule, kept_values, lse, outputs
 from runtime.tiling import fold, token_tile, unfold, widest_tile
 from runtime.workspace import F32, Sizes, Work, Workspace
@@ -161,6 +161,19 @@ class Liveness:
         if kind.steps[-1].op == "head":  # which counts what it opens
             found = max(found, self.workspace.head(kind, lanes))
         return found
+
+    def graph_file_bytes(self) -> int:
+        """The files of all graphs that a run of rows of one length opens."""
+        directions = ("forward", "vjp") if self.work.method == "mebp" else ("forward",)
+        keys = {
+            graph_key(step.graph, direction, graph_length(step, self.work.rung))
+            for kind in self.manifest.kinds.values()
+            for step in kind.steps
+            for direction in directions
+            if step.op == "glue"
+        }
+        graphs = self.manifest.graphs
+        return sum(graphs[key].nbytes for key in keys if key in graphs)  # some need no vjp
 
     def kept_bytes(self, index: int) -> int:
         """What a layer's backward reads of its forward, for all rows of a micro-batch."""

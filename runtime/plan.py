@@ -22,20 +22,21 @@ from runtime.tiling import WHOLE
 from runtime.workspace import F32, Sizes, Work
 
 # Interpreter, NumPy, MLX: measured on Linux x86-64; a guess on macOS, with Accelerate in it.
-BASE_BYTES = {"linux": 26_600_000, "darwin": 60_000_000}
+BASE_BYTES = {"linux": 26_500_000, "darwin": 60_000_000}
 # What OpenBLAS packs factors into: a panel for each thread, and 320 columns of the tokens' side
 BLAS_BYTES_PER_THREAD = 1_100_000
 BLAS_BYTES_PER_ROW = 320 * F32
+GRAPH_FACTOR = 5  # bytes of an opened graph for each of its file
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
-# glibc's heap serves freed memory again at any size. What lies between the blocks in use: some, and
-# a share of what is alive beside the tile in hand (which is one block), more where single values
-# are large; where it would be more, the meter gives it back (`Meter.aim`)
-HEAP_SLACK_BYTES = {"mebp": 2_000_000, "mezo": 1_000_000, "eval": 1_000_000}
+# glibc's heap serves freed memory again at any size. What lies between the blocks in use: some
+# (half where nothing is differentiated and tiles are small), and a share of what is alive beside
+# the tile in hand (which is one block), more where single values are large; where it would be
+# more, the meter gives it back (`Meter.aim`)
+HEAP_SLACK_BYTES = 2_000_000
 HEAP_SLACK_PER_LIVE = 0.12
-HEAP_SLACK_OF_LARGE = 0.13
-LARGE_VALUE_BYTES = 16_000_000
+HEAP_SLACK_OF_LARGE = 0.15
 HEAP_SLACK_BESIDE_TILES = 0.18  # of MeBP's long rows, whose whole values lie among small tiles
-LONG_VALUE_BYTES = 6_000_000
+LARGE_VALUE_BYTES = 6_000_000
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
@@ -209,8 +210,9 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
 def _holes(model: Liveness) -> int:
     """The heap's slack whatever is alive; beside tiles of tokens, the hole of a whole value."""
     if _has_token_tiles(model):
-        return HEAP_SLACK_BYTES["mebp"] // 2 + model.largest_value(in_tiles=False)
-    return HEAP_SLACK_BYTES[model.work.method]
+        return HEAP_SLACK_BYTES // 2 + model.largest_value(in_tiles=False)
+    small = model.work.method != "mebp" and model.workspace.largest_tile() < HEAP_SLACK_BYTES
+    return HEAP_SLACK_BYTES // 2 if small else HEAP_SLACK_BYTES
 
 
 def _has_token_tiles(model: Liveness) -> bool:
@@ -220,10 +222,10 @@ def _has_token_tiles(model: Liveness) -> bool:
 
 def _slack_share(model: Liveness) -> float:
     """Of what is alive on the heap, what lies unused between."""
-    if _has_token_tiles(model) and model.largest_value(in_tiles=False) > LONG_VALUE_BYTES:
-        return HEAP_SLACK_BESIDE_TILES
-    large = model.largest_value() > LARGE_VALUE_BYTES
-    return HEAP_SLACK_OF_LARGE if large else HEAP_SLACK_PER_LIVE
+    tiles = _has_token_tiles(model)
+    if model.largest_value(in_tiles=not tiles) <= LARGE_VALUE_BYTES:
+        return HEAP_SLACK_PER_LIVE
+    return HEAP_SLACK_BESIDE_TILES if tiles else HEAP_SLACK_OF_LARGE
 
 
 def _lane_choices(work: Work) -> tuple[int, ...]:
@@ -280,7 +282,7 @@ def predict(
         panel = min(BLAS_BYTES_PER_THREAD, model.workspace.largest_tile())
         base += work.threads * panel
         base += model.packed_rows() * BLAS_BYTES_PER_ROW
-    base += counted * MANIFEST_FACTOR
+    base += counted * MANIFEST_FACTOR + model.graph_file_bytes() * GRAPH_FACTOR
     if work.prefetch:
         base += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes())
     slots = {"mebp": len(manifest.blocks), "mezo": 1, "eval": 0}[work.method]
