@@ -23,7 +23,7 @@ Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
 # reached, as in a run: here it always is. On shapes as small as these objects of a few bytes count.
-NEVER_OVER, NOT_FAR_UNDER = 1.1, 0.65
+NEVER_OVER, NOT_FAR_UNDER = 1.1, 0.6
 
 
 class Allocated:
