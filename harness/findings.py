@@ -13,6 +13,7 @@ from typing import Any
 
 from harness.measure import PATHS, provenance
 from harness.quality import Curve, ladder
+from harness.verdict import verdict
 from ondevice.compare_config import CompareConfig, by_method
 from runtime.backend import describe
 
@@ -84,6 +85,7 @@ def findings(config: CompareConfig, found: Mapping[str, Finding]) -> dict[str, A
         "machine": describe(),
         "budget_bytes": config.budget_bytes,
         "baseline": {"loss": baseline.loss, "accuracy": baseline.accuracy},
+        "verdict": verdict(levels),
         "levels": levels,
         "methods": {name: _method(one) for name, one in found.items()},
         "sweep": {

@@ -82,8 +82,8 @@ def write_report(report: Mapping[str, Any], place: Path) -> None:
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-    """All tables and notes."""
-    parts = [_heading(report), *(table.text() for table in tables(report))]
+    """The verdict, all tables and notes."""
+    parts = [_heading(report), report["verdict"], *(table.text() for table in tables(report))]
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in report["notes"])])
 
 
@@ -108,6 +108,7 @@ def to_html(report: Mapping[str, Any], pictures: Mapping[str, tuple[str, bytes]]
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{title}</h1>\n<p>{escape(_heading(report))}</p>\n"
+        f"<p><strong>{escape(report['verdict'])}</strong></p>\n"
         + "\n".join([quality, f"<h2>To be read with it</h2>\n<ul>\n{notes}\n</ul>"])
         + "\n"
         + "\n".join([*figures, *others, settings.html()])

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ def test_all_that_was_tried_is_kept(tmp_path: Path) -> None:
     text = to_text(report)
     assert (out / "compare.txt").read_text() == text + "\n"
     assert "not reached" in text and "the target" in text
+    assert report["verdict"] in text and "No method reached a loss of 1.5" in report["verdict"]
+    assert escape(report["verdict"]) in (out / "compare.html").read_text()
     assert "a wider grid" not in text  # what is beyond the best rate has diverged
     assert str(tmp_path) not in json.dumps(report)
     assert "sweep 3 of 3 of mebp: learning rate 0.001, 20 steps" in notes

@@ -1,0 +1,89 @@
+"""Which method got where first, and at what cost: a comparison in a few sentences.
+
+Drawn from the levels alone, so it says nothing that the table below it does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Reached = Mapping[str, Mapping[str, Any] | None]
+
+
+def verdict(levels: Sequence[Mapping[str, Any]]) -> str:
+    """Sentences about `levels` of `compare.json`, from high losses to low ones."""
+    if not levels:
+        return "No method fell below the loss before training."
+    names = list(levels[0]["reached"])
+    if len(names) == 1:
+        return _alone(names[0], levels)
+    some = [level for level in levels if any(level["reached"].values())]
+    shared = [level for level in levels if all(level["reached"].values())]
+    said = [_winners(names, some)] if some else []
+    if shared:
+        said.append(_cost(shared[-1]))
+    if some and some[-1] not in shared:
+        said.append(_further(some[-1], bool(shared)))
+    if levels[-1] not in some:
+        said.append(f"No method reached {_called(levels[-1])}.")
+    return " ".join(said)
+
+
+def _alone(name: str, levels: Sequence[Mapping[str, Any]]) -> str:
+    reached = [level for level in levels if level["reached"][name]]
+    said = [f"{name} came to {_called(at)}: {_spent(at, name)}." for at in reached[-1:]]
+    if levels[-1] not in reached:
+        said.append(f"It did not reach {_called(levels[-1])}.")
+    return " ".join(said)
+
+
+def _winners(names: Sequence[str], levels: Sequence[Mapping[str, Any]]) -> str:
+    first = [_by_time(level["reached"])[0] for level in levels]
+    counts = {name: first.count(name) for name in names if name in first}
+    if len(counts) == 1:
+        return f"{first[0]} was first at every level."
+    (most, count), *others = sorted(counts.items(), key=lambda one: -one[1])
+    rest = "".join(f", {name} at {n}" for name, n in others)
+    return f"{most} was first at {count} of {len(first)} levels{rest}."
+
+
+def _cost(level: Mapping[str, Any]) -> str:
+    reached: Reached = level["reached"]
+    quick, *others = _by_time(reached)
+    said = f"The lowest level that all reached, {_called(level)}, took {quick} "
+    said += _spent(level, quick)
+    for name in others:
+        said += f"; {name} {_spent(level, name)}"
+        if _seconds(reached, quick) > 0:  # what an evaluation before training shows took none
+            more = _seconds(reached, name) / _seconds(reached, quick)
+            said += f", {more:.{1 if more < 10 else 0}f} times as long"
+    return f"{said}."
+
+
+def _further(level: Mapping[str, Any], shared: bool) -> str:
+    reached: Reached = level["reached"]
+    names = _by_time(reached)
+    spent = "; ".join(_spent(level, name) for name in names)
+    went = "went on, to" if shared else "came to"
+    return f"Only {' and '.join(names)} {went} {_called(level)}: {spent}."
+
+
+def _called(level: Mapping[str, Any]) -> str:
+    return f"a loss of {level['loss']:.4f} ({level['meaning']})"
+
+
+def _spent(level: Mapping[str, Any], name: str) -> str:
+    point = level["reached"][name]
+    return f"{point['seconds']:,.1f} s and {point['peak_bytes'] / 1e6:.1f} MB"
+
+
+def _by_time(reached: Reached) -> list[str]:
+    """The methods that came there, the quickest first."""
+    return sorted((name for name, at in reached.items() if at), key=lambda n: _seconds(reached, n))
+
+
+def _seconds(reached: Reached, name: str) -> float:
+    point = reached[name]
+    assert point is not None
+    return float(point["seconds"])
