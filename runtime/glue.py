@@ -16,14 +16,17 @@ from ondevice.bundle import Bundle
 from ondevice.errors import BundleError
 from ondevice.manifest import Kind, Step, at_rung, graph_key, graph_length, token_axis
 
+Graphs = dict[str, Callable[..., Any]]
+"""Opened graphs by key."""
+
 
 @dataclass
 class GlueKernel:
-    """The graphs of a bundle at one rung, loaded when first asked for."""
+    """The graphs of a bundle at one rung, opened when first asked for, and shared among rungs."""
 
     bundle: Bundle
     rung: int
-    _graphs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    graphs: Graphs = field(default_factory=dict)
 
     def run(
         self,
@@ -77,15 +80,15 @@ class GlueKernel:
         return results
 
     def _graph(self, key: str) -> Callable[..., Any]:
-        if key not in self._graphs:
+        if key not in self.graphs:
             graph = self.bundle.manifest.graphs[key]
             try:
-                self._graphs[key] = cast(
+                self.graphs[key] = cast(
                     Callable[..., Any], mx.import_function(str(self.bundle.path / graph.file))
                 )
             except RuntimeError as problem:
                 raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
-        return self._graphs[key]
+        return self.graphs[key]
 
 
 def _along(kind: Kind, name: str, tile: slice) -> tuple[slice, ...]:

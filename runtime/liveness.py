@@ -163,17 +163,16 @@ class Liveness:
         return found
 
     def graph_file_bytes(self) -> int:
-        """The files of all graphs that a run of rows of one length opens."""
-        directions = ("forward", "vjp") if self.work.method == "mebp" else ("forward",)
+        """The files of all graphs that rows of the rung's length open."""
         keys = {
             graph_key(step.graph, direction, graph_length(step, self.work.rung))
             for kind in self.manifest.kinds.values()
             for step in kind.steps
-            for direction in directions
+            for direction in ("forward", "vjp")
             if step.op == "glue"
+            and (direction == "forward" or (kind.input and self.work.method == "mebp"))
         }
-        graphs = self.manifest.graphs
-        return sum(graphs[key].nbytes for key in keys if key in graphs)  # some need no vjp
+        return sum(self.manifest.graphs[key].nbytes for key in keys)
 
     def kept_bytes(self, index: int) -> int:
         """What a layer's backward reads of its forward, for all rows of a micro-batch."""

@@ -35,7 +35,7 @@ MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of 
 HEAP_SLACK_BYTES = 2_000_000
 HEAP_SLACK_PER_LIVE = 0.12
 HEAP_SLACK_OF_LARGE = 0.15
-HEAP_SLACK_BESIDE_TILES = 0.18  # of MeBP's long rows, whose whole values lie among small tiles
+HEAP_SLACK_BESIDE_TILES = 0.22  # of MeBP's long rows, whose whole values lie among small tiles
 LARGE_VALUE_BYTES = 6_000_000
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
@@ -208,9 +208,10 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
 
 
 def _holes(model: Liveness) -> int:
-    """The heap's slack whatever is alive; beside tiles of tokens, the hole of a whole value."""
+    """The heap's slack whatever is alive; beside tiles of tokens also the hole of a whole value,
+    half of which something else fills."""
     if _has_token_tiles(model):
-        return HEAP_SLACK_BYTES // 2 + model.largest_value(in_tiles=False)
+        return (3 * HEAP_SLACK_BYTES // 2 + model.largest_value(in_tiles=False)) // 2
     small = model.work.method != "mebp" and model.workspace.largest_tile() < HEAP_SLACK_BYTES
     return HEAP_SLACK_BYTES // 2 if small else HEAP_SLACK_BYTES
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ondevice.bundle import Bundle
 from ondevice.manifest import Block, Kind
 from runtime.executor import Executor, Gradients, Loras, Values
-from runtime.glue import GlueKernel
+from runtime.glue import GlueKernel, Graphs
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel, HeadResult, Targets
 from runtime.kernels.linear import LinearKernel
@@ -35,6 +35,7 @@ class Program:
     head_kernel: HeadKernel
     profile: Profile = field(default_factory=Profile)
     most_tokens: int = WHOLE
+    graphs: Graphs = field(default_factory=dict)
 
     @cached_property
     def _folded(self) -> dict[str, tuple[Kind, Executor]]:
@@ -45,7 +46,7 @@ class Program:
             self.rung,
             self.linear,
             self.attention,
-            GlueKernel(self.bundle, self.rung),
+            GlueKernel(self.bundle, self.rung, self.graphs),
             self.profile,
         )
         found = {}

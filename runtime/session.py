@@ -11,6 +11,7 @@ import mlx.core as mx
 from ondevice.bundle import Bundle, lock_bundle, open_bundle
 from ondevice.config import PlanConfig
 from runtime.backend import blas_threads, choose_arithmetic, limit_memory, use_device
+from runtime.glue import Graphs
 from runtime.heap import trim_heap
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
@@ -34,6 +35,7 @@ class Session:
     profile: Profile = field(default_factory=Profile)
     _programs: dict[int, Program] = field(default_factory=dict)
     _opened: dict[Place, OpenTile] = field(default_factory=dict)
+    _graphs: Graphs = field(default_factory=dict)
 
     def _resident(self) -> frozenset[int]:
         """Where the matrices begin that the plan keeps unpacked."""
@@ -80,6 +82,7 @@ class Session:
                 HeadKernel(linear, plan.chunk_rows),
                 self.profile,
                 plan.token_tile if plan.token_tile < plan.rung else WHOLE,
+                self._graphs,
             )
         return self._programs[rung]
 

@@ -134,7 +134,7 @@ def test_large_values_leave_larger_holes(
     assert after.live_bytes == before.live_bytes
     share = (after.slack_bytes - before.slack_bytes) / before.live_bytes
     # a backward leaves more between its tiles of tokens
-    assert 0.04 < share < 0.07 if method == "mebp" else 0.01 < share < 0.04
+    assert 0.08 < share < 0.11 if method == "mebp" else 0.01 < share < 0.04
 
 
 def test_large_tiles_leave_larger_holes_in_a_forward(
