@@ -53,14 +53,18 @@ def generate(
         raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
     bundle = open_checked(path)
     encoder = load_encoder(bundle.path)
-    ends = {encoder.eos}
+    ends, ending = {encoder.eos, *encoder.ends}, ""
     if chat:
         template = encoder.chat()
         try:
             tokens = encoder.encode(template.prompt([{"role": "user", "content": prompt}]))
-            ends.update(encoder.encode(template.ending)[:1])
+            ending = template.ending
         except ValueError as error:
             raise UsageError(str(error)) from error
+        first = encoder.encode(ending)[:1]
+        if encoder.special.issuperset(first):  # which an answer never holds itself
+            ends.update(first)
+            ending = ""
     else:
         tokens = ([] if encoder.bos is None else [encoder.bos]) + encoder.encode(prompt)
     if not tokens:
@@ -81,9 +85,21 @@ def generate(
     while len(tokens) < length:
         token = next_token(session.program(len(tokens)), adapters, tokens)
         if token in ends:
-            return
+            break
         tokens.append(token)
         text = encoder.decode(tokens)
-        if not text.endswith("�"):  # half a character waits for its other bytes
+        end = text.find(ending, len(shown)) if ending else -1
+        if end >= 0:
+            yield text[len(shown) : end]
+            return
+        # half a character waits for its other bytes, and what may become the ending for its rest
+        if not text.endswith("�") and not _begins(ending, text):
             yield text[len(shown) :]
             shown = text
+    if rest := encoder.decode(tokens)[len(shown) :]:
+        yield rest
+
+
+def _begins(ending: str, text: str) -> bool:
+    """Whether `text` ends in a part of `ending`."""
+    return any(text.endswith(ending[:size]) for size in range(1, len(ending)))

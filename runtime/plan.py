@@ -29,9 +29,9 @@ BLAS_BYTES_PER_ROW = 320 * F32
 GRAPH_FACTOR = 5  # bytes of an opened graph for each of its file
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
 # glibc's heap serves freed memory again at any size. What lies between the blocks in use: some
-# (half where nothing is differentiated and tiles are small), and a share of what is alive beside
-# the tile in hand (which is one block), more where single values are large; where it would be
-# more, the meter gives it back (`Meter.aim`)
+# (a quarter of it where nothing is differentiated and tiles are small), and a share of what is
+# alive beside the tile in hand (which is one block), more where single values are large; where it
+# would be more, the meter gives it back (`Meter.aim`)
 HEAP_SLACK_BYTES = 2_000_000
 HEAP_SLACK_PER_LIVE = 0.12
 HEAP_SLACK_OF_LARGE = 0.15
@@ -213,7 +213,7 @@ def _holes(model: Liveness) -> int:
     if _has_token_tiles(model):
         return (3 * HEAP_SLACK_BYTES // 2 + model.largest_value(in_tiles=False)) // 2
     small = model.work.method != "mebp" and model.workspace.largest_tile() < HEAP_SLACK_BYTES
-    return HEAP_SLACK_BYTES // 2 if small else HEAP_SLACK_BYTES
+    return HEAP_SLACK_BYTES // 4 if small else HEAP_SLACK_BYTES
 
 
 def _has_token_tiles(model: Liveness) -> bool:

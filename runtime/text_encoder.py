@@ -18,14 +18,16 @@ from runtime.chat import ChatTemplate
 class TextEncoder:
     """A bundle's tokenizer: text to ids without special tokens, and the ids of those it adds.
 
-    `decode` leaves special tokens out. `chat` reads the chat template, of which only
-    conversations have need.
+    `decode` leaves `special` tokens out. `ends` are those by which the checkpoint's own generation
+    ends. `chat` reads the chat template, of which only conversations have need.
     """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     bos: int | None
     eos: int | None
+    ends: frozenset[int]
+    special: frozenset[int]
     chat: Callable[[], ChatTemplate]
 
 
@@ -42,6 +44,7 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         # not from_file: its error for a file that is not UTF-8 is no OSError
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         config_file = folder / "tokenizer_config.json"
+        ends = _ends(folder)
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
         if not isinstance(config, dict):
             raise ValueError("tokenizer_config.json is not a JSON object")
@@ -65,10 +68,20 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
     adds_bos = config.get("add_bos_token")
     if adds_bos is None:
         adds_bos = tokenizer.encode("").ids[:1] == [bos]
+    added = tokenizer.get_added_tokens_decoder()
     return TextEncoder(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
         decode=lambda tokens: str(tokenizer.decode(tokens)),
         bos=bos if adds_bos else None,
         eos=special("eos_token"),
+        ends=ends,
+        special=frozenset(number for number, token in added.items() if token.special),
         chat=cache(partial(ChatTemplate, folder)),
     )
+
+
+def _ends(folder: Path) -> frozenset[int]:
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    found = config.get("eos_token_id") or []
+    return frozenset(map(int, found if isinstance(found, list) else [found]))

@@ -78,8 +78,8 @@ def json_row(line: bytes, encoder: TextEncoder, seq_length: int) -> Row | None:
 
     `{"text"}` predicts all of it, `{"prompt", "completion"}` the completion; EOS follows, and
     BOS comes first, where the tokenizer has them. `{"messages"}` (and `"tools"`) predicts the
-    last message, with the special tokens that the chat template writes and no others. What is
-    given and what is predicted are tokenized apart, as they are when a model completes a prompt.
+    last message, with the special tokens that the chat template writes and no others. The
+    row begins with the tokens of what is given, as it does when a model completes a prompt.
     Raises ValueError, and DataError where a chat template is wanted and missing.
     """
     value = json.loads(line)
@@ -100,8 +100,12 @@ def json_row(line: bytes, encoder: TextEncoder, seq_length: int) -> Row | None:
         )
     for text in (given, learnt):
         text.encode()  # ValueError for half a surrogate pair, which is no text
-    prompt = head + (encoder.encode(given) if given else [])
-    tokens = (prompt + encoder.encode(learnt) + tail)[: seq_length + 1]
+    prompt = encoder.encode(given) if given else []
+    body = encoder.encode(given + learnt)
+    if body[: len(prompt)] != prompt:  # a token lies across: a model is given the prompt's own
+        body = prompt + encoder.encode(learnt)
+    prompt = head + prompt
+    tokens = (head + body + tail)[: seq_length + 1]
     loss_start = max(len(prompt) - 1, 0)
     return (tokens, loss_start) if loss_start <= len(tokens) - 2 else None
 

@@ -126,7 +126,11 @@ def test_the_template_is_found_where_checkpoints_keep_it(tmp_path: Path) -> None
         opened(tmp_path / "other", named[1:])
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ open", 5])
+NESTED = "{% for i in x %}" * 30 + "{% endfor %}" * 30
+LONG = "{{ 1" + "+1" * 9999 + "}}"
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ open", 5, [3], NESTED, LONG])
 def test_a_template_that_is_none_is_refused(tmp_path: Path, template: object) -> None:
     with pytest.raises(DataError, match=r"the chat template in .* cannot be read"):
         opened(tmp_path, template)
@@ -139,6 +143,10 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path, template: object) ->
         "{{ messages.append(1) }}",
         "{% for i in range(10000000) %}{% endfor %}",
         "{{ open('/etc/passwd') }}",
+        "{{ 'a' * 100000000000 }}",
+        "{{ 100000000000 * [messages] }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ '\\ud800' }}",
     ],
 )
 def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> None:
@@ -154,6 +162,14 @@ def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> No
         ([3], "message 1 has no role"),
         ([{"content": "x"}], "message 1 has no role"),
         ([*QUESTION, {"role": "assistant"}], "message 2 has no content"),
+        ([*QUESTION, {"role": "assistant", "content": None}], "message 2 has no content"),
+        ([{"role": "user", "content": 5}, ANSWERED[1]], "message 1 has no content that is text"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWERED[1]],
+            "message 1 has a part that is not text",
+        ),
+        ([*QUESTION, {"role": "assistant", "tool_calls": 5}], "tool_calls that are no list"),
+        ([*QUESTION, {"role": "assistant", "tool_calls": [5]}], "a tool call that is no object"),
         (QUESTION, "its role is 'user'"),
         (ANSWERED[1:], "nothing that it answers"),
         ([*QUESTION, {"role": "system", "content": ""}, *ANSWERED], "a system message comes first"),
@@ -170,9 +186,56 @@ def test_messages_that_cannot_be_learnt_are_refused_with_their_line(
 
 
 def test_an_answer_that_its_prompt_does_not_begin_is_refused(tmp_path: Path) -> None:
-    odd = "{% if add_generation_prompt %}Answer: {% else %}{{ messages | length }}{% endif %}"
-    with pytest.raises(ValueError, match="begins the last message otherwise"):
+    odd = "A{% if add_generation_prompt %}nswer: {% else %}{{ messages | length }}{% endif %}"
+    with pytest.raises(
+        ValueError, match="otherwise than the prompt for it: '2' where the prompt has 'nswer: '"
+    ):
         opened(tmp_path, odd).exchange(ANSWERED)
+
+
+def test_messages_are_read_as_the_formats_of_others_hold_them(tmp_path: Path) -> None:
+    """Parts of text, fields that are null, arguments and tools as JSON text."""
+    chat = opened(
+        tmp_path, "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_calls": None},
+    ]
+    function = {"name": "clock", "arguments": {"zone": "CET"}}
+    assert chat.prompt(said, '[{"name": "clock"}]') == "".join(
+        map(
+            json.dumps,
+            [
+                [{"name": "clock"}],
+                {"role": "user", "content": "ab"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": function}],
+                    "content": "",
+                },
+                {"role": "tool", "content": "12"},
+            ],
+        )
+    )
+    for wrong in ("5", 5, ["clock"]):
+        with pytest.raises(ValueError, match="tools is not a list of declarations"):
+            chat.prompt(QUESTION, wrong)
+
+
+def test_tools_are_shown_by_the_template_for_them(tmp_path: Path) -> None:
+    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    chat = opened(tmp_path, both)
+    assert chat.prompt(QUESTION) == chat.prompt(QUESTION, []) == "plain"
+    assert chat.prompt(QUESTION, [{"name": "clock"}]) == "tools"
+
+
+def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    folder = bundle_with(tmp_path, "{{ bos_token }}{{ pad_token }}") / "tokenizer"
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "not", "pad_token": "<pad>"}')
+    assert ChatTemplate(folder).prompt(QUESTION) == "<bos><pad>"
 
 
 def test_conversations_become_rows_with_the_last_message_to_learn(tmp_path: Path) -> None:

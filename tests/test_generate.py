@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,6 +20,7 @@ from ondevice.cli import main
 from ondevice.errors import DataError, UsageError
 from runtime.chat import ChatTemplate
 from runtime.generate import generate
+from runtime.text_encoder import load_encoder
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 
@@ -58,20 +62,51 @@ def test_it_says_what_the_dense_model_would(
     assert capsys.readouterr().out == f"{wanted}\n"
 
 
-def test_a_chat_is_answered_by_the_template(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
     prompt = ids("Q: cat\nA: ")  # no token but those that the template writes
     tokens = continued(bundle, prompt, 6)
     path = str(bundle.path)
     wanted = text_of(prompt + tokens).removeprefix(text_of(prompt))
     assert "".join(generate(path, "cat", None, 6, chat=True)) == wanted
-    # it ends where the template ends an answer
-    ending = text_of(tokens[3:4])
-    before = tokens[: tokens.index(tokens[3])]
+    assert ChatTemplate(bundle.tokenizer_path).ending == ""
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_an_answer_ends_where_the_template_ends_it(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """An ending of ordinary tokens is not shown, and ends nothing before it is whole."""
+    prompt = ids("Q: cat\nA: ")
+    whole = text_of(prompt + continued(bundle, prompt, 12)).removeprefix(text_of(prompt))
+    ending = whole[5 : 5 + length]
     monkeypatch.setattr(ChatTemplate, "ending", property(lambda self: ending))
-    wanted = text_of(prompt + before).removeprefix(text_of(prompt))
-    assert "".join(generate(path, "cat", None, 6, chat=True)) == wanted
+    pieces = list(generate(str(bundle.path), "cat", None, 12, chat=True))
+    assert "".join(pieces) == whole[: whole.index(ending)]
+    monkeypatch.setattr(ChatTemplate, "ending", property(lambda self: whole[-1:] + "#"))
+    assert "".join(generate(str(bundle.path), "cat", None, 12, chat=True)) == whole
+
+
+def test_special_tokens_end_an_answer(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = ids("Q: cat\nA: ")
+    tokens = continued(bundle, prompt, 6)
+    for field in ("special", "ends"):
+        encoder = load_encoder(bundle.path)
+        changed = replace(encoder, **{field: frozenset(tokens[4:5])})
+        monkeypatch.setattr("runtime.text_encoder.load_encoder", lambda folder, made=changed: made)
+        ending = text_of(tokens[4:5]) + "more" if field == "special" else ""
+        monkeypatch.setattr(ChatTemplate, "ending", property(lambda self, text=ending: text))
+        before = tokens[: tokens.index(tokens[4])]
+        wanted = text_of(prompt + before).removeprefix(text_of(prompt))
+        assert "".join(generate(str(bundle.path), "cat", None, 6, chat=True)) == wanted
+
+
+def test_ends_are_those_of_the_checkpoint(bundle: Bundle, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(bundle.tokenizer_path, folder / "tokenizer")
+    for given, found in ((7, {7}), ([7, 9], {7, 9}), (None, set())):
+        config = json.dumps({"eos_token_id": given})
+        (folder / "tokenizer" / "generation_config.json").write_text(config)
+        assert load_encoder(folder).ends == found
 
 
 def test_it_ends_with_the_ladder_and_refuses_what_does_not_fit(bundle: Bundle) -> None:

@@ -147,7 +147,7 @@ def test_large_tiles_leave_larger_holes_in_a_forward(
     monkeypatch.setattr("runtime.plan.HEAP_SLACK_BYTES", tile)
     large = predict(manifest, work, LEVELS[0], 0, 0)
     assert large.live_bytes // 4 > tile
-    assert large.slack_bytes - small.slack_bytes == tile - HEAP_SLACK_BYTES // 2
+    assert large.slack_bytes - small.slack_bytes == tile - HEAP_SLACK_BYTES // 4
 
 
 def test_a_refusal_says_what_one_thread_would_fit(tiny: Tiny) -> None:

@@ -89,9 +89,13 @@ def test_accuracy_is_the_share_of_rows_whose_word_wins(
     ids = {" great": 5, " terrible": 9}
 
     def encode(text: str) -> list[int]:
-        return [ids[text]] if text in ids else [10 + ord(letter) % 90 for letter in text]
+        for word, number in ids.items():
+            if text.endswith(word):
+                return [*encode(text.removesuffix(word)), number]
+        return [10 + ord(letter) % 90 for letter in text]
 
-    encoder = TextEncoder(encode, str, bos=2, eos=1, chat=partial(ChatTemplate, tmp_path))
+    none, chat = frozenset[int](), partial(ChatTemplate, tmp_path)
+    encoder = TextEncoder(encode, str, bos=2, eos=1, ends=none, special=none, chat=chat)
     monkeypatch.setattr(label_accuracy, "load_encoder", lambda folder: encoder)
     rows = [
         sst2.Example("".join(map(chr, rng.integers(97, 122, int(n)))), (" great", " terrible")[i])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_rows import BOS, EOS, VOCAB, ids, listed, make_bundle, make_tokenizer, tokenize
-from tokenizers import processors
+from tokenizers import normalizers, processors
 
 from ondevice.errors import DataError, StorageError
 from runtime import tokenize_file
@@ -109,6 +109,18 @@ def test_lines_of_json_become_rows(bundle: Path, tmp_path: Path) -> None:
     # the first target with a loss is the first token of the completion
     tokens, start = rows.row(1)
     assert tokens[1:][start:].tolist() == [*ids(" the"), EOS]
+
+
+def test_a_completion_is_tokenized_where_it_stands(bundle: Path, tmp_path: Path) -> None:
+    """As the continuation of its prompt, whose own tokens stay; a prefixed space comes once."""
+    tokenizer = make_tokenizer()
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.save(str(bundle / "tokenizer" / "tokenizer.json"))
+    across, apart = {"prompt": "t", "completion": "he"}, {"prompt": "cat ", "completion": "sat"}
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, (across, apart))))
+    rows = listed(tokenize(bundle, tmp_path / "a.jsonl", 20, tmp_path / "out"))
+    assert rows[0] == ([BOS, *ids(" t"), *ids(" he"), EOS], 2)  # not the one token of "the"
+    assert rows[1] == ([BOS, *ids(" cat sat"), EOS], 5)
 
 
 @pytest.mark.parametrize(
