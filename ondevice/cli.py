@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     export = command("export", _export, "make a bundle from a checkpoint")
-    export.add_argument("-o", dest="output", metavar="BUNDLE", default=argparse.SUPPRESS)
+    export.add_argument(
+        "-o", dest="output", metavar="BUNDLE", default=argparse.SUPPRESS, help="as --output"
+    )
     add_arguments(export, ExportConfig)
     retrace = command("retrace", _retrace, "trace a bundle's graphs again for this MLX")
     retrace.add_argument("bundle")
@@ -91,18 +93,24 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print the manifest's facts as JSON")
     add_arguments(command("plan", _plan, "show what a budget buys"), PlanConfig)
     train = command("train", _train, "fine-tune LoRA adapters from a bundle")
-    train.add_argument("-o", dest="output", metavar="RUN", default=argparse.SUPPRESS)
+    train.add_argument(
+        "-o", dest="output", metavar="RUN", default=argparse.SUPPRESS, help="as --output"
+    )
     train.add_argument("--resume", metavar="RUN", type=Path, help="go on with an interrupted run")
     add_arguments(train, TrainConfig)
     add_arguments(command("eval", _eval, "measure loss, perplexity and accuracy"), EvalConfig)
     replay = command("replay", _replay, "rebuild a MeZO run's adapter from its log")
     replay.add_argument("run", type=Path)
-    replay.add_argument("-o", dest="output", metavar="DIR", type=Path)
+    replay.add_argument(
+        "-o", dest="output", metavar="DIR", type=Path, help="where (default: RUN/replayed)"
+    )
     replay.add_argument("--bundle", help="another place of the run's bundle")
     replay.add_argument("--initial", metavar="ADAPTER", type=Path, help="what the run started from")
     replay.add_argument("--json", action="store_true", help="print the result as JSON")
     compare = command("compare", _compare, "compare methods: what each spends to reach a quality")
-    compare.add_argument("-o", dest="output", metavar="DIR", default=argparse.SUPPRESS)
+    compare.add_argument(
+        "-o", dest="output", metavar="DIR", default=argparse.SUPPRESS, help="as --output"
+    )
     add_arguments(compare, CompareConfig)
     bench = command("bench", _bench, "measure on this machine, as the papers did")
     add_arguments(bench, BenchConfig)

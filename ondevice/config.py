@@ -220,23 +220,42 @@ def to_toml(config: _Config) -> str:
     return "".join(lines).replace("\x7f", "\\u007f")
 
 
+_GROUPS = {
+    "memory": ("budget", "max_seq_length", "arithmetic", "plan", "prefetch", "adapter_dtype"),
+    "optimization": (
+        *("method", "steps", "batch_size", "grad_accumulation", "learning_rate", "lr_schedule"),
+        *("warmup_steps", "weight_decay", "optimizer", "seed"),
+    ),
+    "mezo alone": ("epsilon", "noise", "queries"),
+    "evaluations, saves and when to end": (
+        *("eval_data", "eval_every", "eval_rows", "save_every"),
+        *("stop_seconds", "stop_loss", "stop_rise"),
+    ),
+}
+GROUPED_FROM = 16  # fields on: fewer are read at a glance
+
+
 def add_arguments(parser: argparse.ArgumentParser, cls: type[_Config]) -> None:
     """Give `parser` a flag for each field of `cls`, and `--config FILE` and `--json`.
 
     Only what the user gave is set on the namespace (see `given`); nothing is checked here, so
     that `load` can report all problems together.
     """
+    grouped = len(fields(cls)) >= GROUPED_FROM
+    groups = {title: parser.add_argument_group(title) for title in _GROUPS if grouped}
+    places = {name: groups[title] for title in groups for name in _GROUPS[title]}
     for one in fields(cls):
+        place = places.get(one.name, parser)
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(one)}
         flag = "--" + one.name.replace("_", "-")
         aliases = ("--seq-len",) if one.name == "max_seq_length" else ()
         if one.name == cls.positional:
-            parser.add_argument(one.name, nargs="?", **options)
+            place.add_argument(one.name, nargs="?", **options)
         elif one.type == "bool":
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+            place.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
             metavar = _kind(one).metavar
-            parser.add_argument(flag, *aliases, dest=one.name, metavar=metavar, **options)
+            place.add_argument(flag, *aliases, dest=one.name, metavar=metavar, **options)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of these options")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 

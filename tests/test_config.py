@@ -235,3 +235,20 @@ def test_importing_the_configuration_loads_nothing_heavy() -> None:
     code = "import sys, ondevice.config; print(any(m in sys.modules for m in ('mlx', 'numpy')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_long_help_is_in_groups_that_name_only_what_there_is() -> None:
+    known = {one.name for cls in (TrainConfig, EvalConfig) for one in fields(cls)}
+    named = [name for names in config._GROUPS.values() for name in names]
+    assert set(named) <= known and len(named) == len(set(named))
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser, TrainConfig)
+    text = parser.format_help()
+    at = [text.index(f"\n{title}:\n") for title in config._GROUPS]
+    assert at == sorted(at)
+    assert at[2] < text.rindex("  --epsilon") < at[3] < text.rindex("  --stop-loss")
+    for one in fields(TrainConfig):
+        assert one.name == "bundle" or f"\n  --{one.name.replace('_', '-')}" in text
+    short = argparse.ArgumentParser()
+    config.add_arguments(short, EvalConfig)
+    assert not any(f"\n{title}:\n" in short.format_help() for title in config._GROUPS)
