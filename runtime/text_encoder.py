@@ -81,7 +81,9 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
 
 
 def _ends(folder: Path) -> frozenset[int]:
+    """The end tokens of generation_config.json, where there is one: an id, several, or none."""
     file = folder / "generation_config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
-    found = config.get("eos_token_id") or []
-    return frozenset(map(int, found if isinstance(found, list) else [found]))
+    found = config.get("eos_token_id", [])
+    listed = found if isinstance(found, list) else [found]
+    return frozenset(number for number in listed if number is not None)

@@ -103,7 +103,7 @@ def test_special_tokens_end_an_answer(bundle: Bundle, monkeypatch: pytest.Monkey
 def test_ends_are_those_of_the_checkpoint(bundle: Bundle, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(bundle.tokenizer_path, folder / "tokenizer")
-    for given, found in ((7, {7}), ([7, 9], {7, 9}), (None, set())):
+    for given, found in ((7, {7}), (0, {0}), ([7, 9], {7, 9}), (None, set())):
         config = json.dumps({"eos_token_id": given})
         (folder / "tokenizer" / "generation_config.json").write_text(config)
         assert load_encoder(folder).ends == found
