@@ -23,20 +23,23 @@ from runtime.workspace import F32, Sizes, Work
 
 # Interpreter, NumPy, MLX: measured on Linux x86-64; a guess on macOS, with Accelerate in it.
 BASE_BYTES = {"linux": 26_500_000, "darwin": 60_000_000}
-# What OpenBLAS packs factors into: a panel for each thread, and 320 columns of the tokens' side
+# What OpenBLAS packs factors into: a panel for each thread, and where several share a product,
+# 320 columns of the tokens' side
 BLAS_BYTES_PER_THREAD = 1_100_000
 BLAS_BYTES_PER_ROW = 320 * F32
-GRAPH_FACTOR = 5  # bytes of an opened graph for each of its file
+GRAPH_FACTOR = 7  # bytes of an opened graph, and of what describes it, for each of its file
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
-# glibc's heap serves freed memory again at any size. What lies between the blocks in use: some
-# (a quarter of it where nothing is differentiated and tiles are small), and a share of what is
-# alive beside the tile in hand (which is one block), more where single values are large; where it
-# would be more, the meter gives it back (`Meter.aim`)
+# glibc's heap serves freed memory again at any size. What lies between the blocks in use: some,
+# and a share of what is alive beside the tile in hand (which is one block), which grows with the
+# logarithm of the largest value, as Robson's bound does (JACM 21, 1974); where it would be more,
+# the meter gives it back (`Meter.aim`)
 HEAP_SLACK_BYTES = 2_000_000
-HEAP_SLACK_PER_LIVE = 0.12
-HEAP_SLACK_OF_LARGE = 0.15
-HEAP_SLACK_BESIDE_TILES = 0.22  # of MeBP's long rows, whose whole values lie among small tiles
-LARGE_VALUE_BYTES = 6_000_000
+HEAP_SLACK_BESIDE_TILES = 1_500_000  # of tokens
+HEAP_SLACK_OF_FORWARD = 500_000  # where nothing is differentiated and tiles are small
+HEAP_SLACK_PER_LIVE, HEAP_SLACK_PER_DOUBLING = 0.10, 0.03
+# of MeBP's long rows, whose whole values lie among small tiles
+TILED_SLACK_PER_LIVE, TILED_SLACK_PER_DOUBLING = 0.12, 0.05
+SMALL_VALUE_BYTES = 1_500_000
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
@@ -201,19 +204,20 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
     found = [(model.perturbing_bytes(), 0)]
     for index, block in enumerate(blocks):
         live = max(block.forward_bytes, block.backward_bytes)
-        slack = int(share * max(0, live - model.off_heap(index)))
-        spared = model.only_in_layers() if index in (0, len(blocks) - 1) else 0
+        lent, spared = model.only_in_layers(), 0
+        if index in (0, len(blocks) - 1):
+            lent, spared = spared, lent
+        slack = int(share * max(0, live + lent - model.off_heap(index)))
         found.append((max(0, live - spared), slack))
     return max(found, key=sum)
 
 
 def _holes(model: Liveness) -> int:
-    """The heap's slack whatever is alive; beside tiles of tokens also the hole of a whole value,
-    half of which something else fills."""
+    """The heap's slack whatever is alive."""
     if _has_token_tiles(model):
-        return (3 * HEAP_SLACK_BYTES // 2 + model.largest_value(in_tiles=False)) // 2
+        return HEAP_SLACK_BESIDE_TILES
     small = model.work.method != "mebp" and model.workspace.largest_tile() < HEAP_SLACK_BYTES
-    return HEAP_SLACK_BYTES // 4 if small else HEAP_SLACK_BYTES
+    return HEAP_SLACK_OF_FORWARD if small else HEAP_SLACK_BYTES
 
 
 def _has_token_tiles(model: Liveness) -> bool:
@@ -224,9 +228,11 @@ def _has_token_tiles(model: Liveness) -> bool:
 def _slack_share(model: Liveness) -> float:
     """Of what is alive on the heap, what lies unused between."""
     tiles = _has_token_tiles(model)
-    if model.largest_value(in_tiles=not tiles) <= LARGE_VALUE_BYTES:
-        return HEAP_SLACK_PER_LIVE
-    return HEAP_SLACK_BESIDE_TILES if tiles else HEAP_SLACK_OF_LARGE
+    largest = model.largest_value(in_tiles=not tiles)
+    doublings = max(0.0, math.log2(max(largest, 1) / SMALL_VALUE_BYTES))
+    if tiles:
+        return TILED_SLACK_PER_LIVE + TILED_SLACK_PER_DOUBLING * doublings
+    return HEAP_SLACK_PER_LIVE + HEAP_SLACK_PER_DOUBLING * doublings
 
 
 def _lane_choices(work: Work) -> tuple[int, ...]:
@@ -282,7 +288,8 @@ def predict(
     if sys.platform != "darwin":
         panel = min(BLAS_BYTES_PER_THREAD, model.workspace.largest_tile())
         base += work.threads * panel
-        base += model.packed_rows() * BLAS_BYTES_PER_ROW
+        if work.threads > 1:
+            base += model.packed_rows() * BLAS_BYTES_PER_ROW
     base += counted * MANIFEST_FACTOR + model.graph_file_bytes() * GRAPH_FACTOR
     if work.prefetch:
         base += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes())
