@@ -17,6 +17,7 @@ from ondevice.config import TrainConfig
 from ondevice.errors import BudgetError
 from runtime import train as train_module
 from runtime.evaluate import Events
+from runtime.loop import Training
 from runtime.memory import Meter
 
 __all__ = ["bundle"]
@@ -175,7 +176,7 @@ class _Growing(Meter):
         frame = sys._getframe()
         while frame is not None:
             training = frame.f_locals.get("self")
-            if frame.f_code.co_name == "_evaluate" and isinstance(training, train_module.Training):
+            if frame.f_code.co_name == "_evaluate" and isinstance(training, Training):
                 return training.done == 2
             frame = frame.f_back  # type: ignore[assignment]
         return False
