@@ -32,7 +32,7 @@ from runtime.plan import (
 )
 from runtime.session import open_session
 from runtime.tiling import WHOLE
-from runtime.workspace import F32, Work
+from runtime.workspace import F32, Sizes, Work
 
 Tiny = Callable[..., Bundle]
 
@@ -114,16 +114,23 @@ def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:
     manifest = tiny("qwen3").manifest
     one = predict(manifest, Work(32), LEVELS[-1], 0, 0)
     four = predict(manifest, Work(32, threads=4), LEVELS[-1], 0, 0)
-    shared = Liveness(manifest, Work(32), LEVELS[-1]).packed_rows() * BLAS_BYTES_PER_ROW
-    assert shared > 0
-    assert four.base_bytes - one.base_bytes == 3 * panel(manifest) + shared
+    assert four.base_bytes - one.base_bytes == 3 * panel(manifest) + shared_rows(
+        manifest, LEVELS[-1]
+    )
 
 
 def panel(manifest: Manifest) -> int:
-    """What a second thread packs: no more than the largest tile there is."""
+    """What a second thread packs of its own: no more than the largest tile there is."""
     most = Liveness(manifest, Work(32), LEVELS[-1]).workspace.largest_tile()
     assert 0 < most < BLAS_BYTES_PER_THREAD
     return most
+
+
+def shared_rows(manifest: Manifest, level: Sizes) -> int:
+    """What several threads pack once, for all of them."""
+    rows = Liveness(manifest, Work(32), level).packed_rows() * BLAS_BYTES_PER_ROW
+    assert rows > 0
+    return rows
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
@@ -175,7 +182,9 @@ def test_the_plan_knows_how_many_threads_the_blas_has(tiny: Tiny) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["base_bytes"])
-    more = panel(tiny("qwen3").manifest) if len(os.sched_getaffinity(0)) > 1 else 0
+    manifest = tiny("qwen3").manifest
+    several = len(os.sched_getaffinity(0)) > 1
+    more = panel(manifest) + shared_rows(manifest, LEVELS[0]) if several else 0
     assert found[1] - found[0] == more
 
 
