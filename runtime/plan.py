@@ -2,7 +2,7 @@
 
 Pure arithmetic over the manifest (`runtime.liveness`). No figure is fitted to a model; the
 constants describe the process (`BASE_BYTES`), its BLAS (`BLAS_BYTES_PER_THREAD`) and the allocator
-(`HEAP_SLACK_PER_LIVE`). A budget is spent in this order: what is needed at all, larger tiles of
+(`runtime.slack`). A budget is spent in this order: what is needed at all, larger tiles of
 tokens and of weights, what the backward would recompute, unpacked weights.
 """
 
@@ -18,6 +18,7 @@ from ondevice.manifest import Manifest
 from ondevice.units import format_bytes
 from runtime.liveness import MEZO_LANES, BlockPlan, Liveness
 from runtime.read_ahead import BUFFER_BYTES
+from runtime.slack import NONE, slack_of
 from runtime.tiling import WHOLE
 from runtime.workspace import F32, Sizes, Work
 
@@ -29,17 +30,6 @@ BLAS_BYTES_PER_THREAD = 1_100_000
 BLAS_BYTES_PER_ROW = 320 * F32
 GRAPH_FACTOR = 7  # bytes of an opened graph, and of what describes it, for each of its file
 MANIFEST_FACTOR = 300  # bytes of Python objects per tensor, graph and value of the manifest
-# glibc's heap serves freed memory again at any size. What lies between the blocks in use: some,
-# and a share of what is alive beside the tile in hand (which is one block), which grows with the
-# logarithm of the largest value, as Robson's bound does (JACM 21, 1974); where it would be more,
-# the meter gives it back (`Meter.aim`)
-HEAP_SLACK_BYTES = 2_000_000
-HEAP_SLACK_BESIDE_TILES = 1_500_000  # of tokens
-HEAP_SLACK_OF_FORWARD = 500_000  # where nothing is differentiated and tiles are small
-HEAP_SLACK_PER_LIVE, HEAP_SLACK_PER_DOUBLING = 0.10, 0.03
-# of MeBP's long rows, whose whole values lie among small tiles
-TILED_SLACK_PER_LIVE, TILED_SLACK_PER_DOUBLING = 0.12, 0.05
-SMALL_VALUE_BYTES = 1_500_000
 HEAP_SLACK_PER_KEPT = 0.02
 RESIDENT_SLACK = 1.03
 # MLX's own cache (Metal) reuses buffers of nearly equal sizes only; more than this is never kept
@@ -64,6 +54,8 @@ LEVELS = (
     Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
     Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
 )
+# Where a heap serves MLX's buffers: the last resort, in 1.3 to 1.7 times the time
+MAPPED_LEVELS = tuple(replace(level, mapped=True) for level in LEVELS[-3:])
 UNPACKED_FROM = 3  # of LEVELS, on a CPU: larger tiles and scores leave its caches
 
 
@@ -91,6 +83,7 @@ class Plan:
     token_tile: int  # that an MLP takes at once
     chunk_rows: int
     hold: bool
+    mapped: bool  # large blocks, each afresh, in place of one heap that is kept
     prefetch: bool
     adapter_dtype: str
     lanes: int  # hidden states of training side by side in a block's forward
@@ -127,7 +120,7 @@ def make_plan(manifest: Manifest, work: Work, budget_bytes: int) -> Plan:
     Raises:
         BudgetError: not even the most frugal one fits; the message has the numbers and a way out.
     """
-    levels = _levels(work)
+    levels = _levels(manifest, work)
     smallest = math.ceil(_least(manifest, work) / MARGIN)
     plan = _without_token_tiles(manifest, work, levels[0], budget_bytes, smallest)
     if plan is not None:
@@ -156,16 +149,23 @@ def _without_token_tiles(
     return spent if spent.kept_layers == len(manifest.layers) else None
 
 
-def _levels(work: Work) -> tuple[Sizes, ...]:
+def _levels(manifest: Manifest, work: Work) -> tuple[Sizes, ...]:
     """What a plan chooses among, from generous to frugal."""
     if work.layout == "paper":
         return (PAPER,)
-    return LEVELS[UNPACKED_FROM:] if work.arithmetic == "unpacked" else LEVELS
+    levels = LEVELS[UNPACKED_FROM:] if work.arithmetic == "unpacked" else LEVELS
+    return levels + MAPPED_LEVELS if _on_heap(manifest) else levels
+
+
+def _on_heap(manifest: Manifest) -> bool:
+    """Whether MLX's buffers come from the C library's heap, which serves them at any size."""
+    return sys.platform == "linux" and manifest.device == "cpu"
 
 
 def _least(manifest: Manifest, work: Work) -> int:
     """The lowest peak of all choices; the smallest tiles need not have it."""
-    return min(predict(manifest, work, level, 0, 0).predicted_peak_bytes for level in _levels(work))
+    levels = _levels(manifest, work)
+    return min(predict(manifest, work, level, 0, 0).predicted_peak_bytes for level in levels)
 
 
 def _spend(manifest: Manifest, model: Liveness, plan: Plan, spare: int) -> Plan:
@@ -212,29 +212,6 @@ def _peak(model: Liveness, blocks: tuple[BlockPlan, ...], share: float) -> tuple
     return max(found, key=sum)
 
 
-def _holes(model: Liveness) -> int:
-    """The heap's slack whatever is alive."""
-    if _has_token_tiles(model):
-        return HEAP_SLACK_BESIDE_TILES
-    small = model.work.method != "mebp" and model.workspace.largest_tile() < HEAP_SLACK_BYTES
-    return HEAP_SLACK_OF_FORWARD if small else HEAP_SLACK_BYTES
-
-
-def _has_token_tiles(model: Liveness) -> bool:
-    """Whether a backward goes through tiles of tokens."""
-    return model.work.method == "mebp" and model.token_tile < model.work.rung
-
-
-def _slack_share(model: Liveness) -> float:
-    """Of what is alive on the heap, what lies unused between."""
-    tiles = _has_token_tiles(model)
-    largest = model.largest_value(in_tiles=not tiles)
-    doublings = max(0.0, math.log2(max(largest, 1) / SMALL_VALUE_BYTES))
-    if tiles:
-        return TILED_SLACK_PER_LIVE + TILED_SLACK_PER_DOUBLING * doublings
-    return HEAP_SLACK_PER_LIVE + HEAP_SLACK_PER_DOUBLING * doublings
-
-
 def _lane_choices(work: Work) -> tuple[int, ...]:
     """How many hidden states may travel side by side, most first; MeBP's follow from its plan."""
     most = {"mebp": 1, "mezo": min(MEZO_LANES, work.hidden_states), "eval": EVAL_LANES}[work.method]
@@ -272,10 +249,10 @@ def predict(
     model = Liveness(manifest, work, sizes)
     lanes = _lane_choices(work)[-1] if lanes is None else lanes
     blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
-    heap = sys.platform == "linux" and manifest.device == "cpu"
-    share = _slack_share(model) if heap else 0.0
-    live, slack = _peak(model, blocks, share)
-    slack += min(live // 4, _holes(model)) if heap else 0
+    heap = _on_heap(manifest)
+    unused = slack_of(model) if heap else NONE
+    live, slack = _peak(model, blocks, unused.share)
+    slack += min(live // 4, unused.flat_bytes)
     most = max(EVAL_LANES, work.rows)
     room = live + model.only_in_layers()
     eval_lanes = lanes if work.method == "eval" else model.free_lanes(room, lanes, most)
@@ -319,6 +296,7 @@ def predict(
         token_tile=model.token_tile,
         chunk_rows=model.workspace.chunk_rows,
         hold=sizes.hold,
+        mapped=sizes.mapped,
         prefetch=work.prefetch,
         adapter_dtype=work.adapter_dtype,
         lanes=lanes,

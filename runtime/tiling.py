@@ -7,12 +7,22 @@ arXiv 2506.13996). The weights are read and unpacked once for each tile.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ondevice.manifest import Kind, Manifest, Step, graph_length
 from runtime.schedule import activations, outputs
 
 WHOLE = 1 << 62  # more tokens than there are
+
+
+def rows_at_once(rows: int, columns: int, values: int) -> int:
+    """How many rows of a matrix are opened at once: tiles of at most so many values, all alike.
+
+    A smaller last tile would save nothing, and leave the heap a hole that the others do not fit.
+    """
+    most = max(1, values // columns)
+    return math.ceil(rows / math.ceil(rows / most))
 
 
 def fold(kind: Kind) -> Kind:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key, graph_length
 from runtime.heap import MOST_HEAP_BLOCK_BYTES
 from runtime.schedule import Op
-from runtime.tiling import WHOLE
+from runtime.tiling import WHOLE, rows_at_once
 
 F32 = 4
 
@@ -22,6 +22,7 @@ class Sizes:
     cache_bytes: int
     hold: bool = False  # a block's unpacked weights, as long as the block runs
     most_tokens: int = WHOLE  # that an MLP takes at once
+    mapped: bool = False  # large blocks, each afresh, where a heap would serve them
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Workspace:
 
     def __init__(self, manifest: Manifest, work: Work, sizes: Sizes) -> None:
         self.manifest, self.work, self.sizes = manifest, work, sizes
-        width = manifest.hidden_size
-        self.chunk_rows = max(64, min(manifest.vocab_size, sizes.tile_values // width))
+        chunk = rows_at_once(manifest.vocab_size, manifest.hidden_size, sizes.tile_values)
+        self.chunk_rows = max(64, chunk)
 
     def of(self, block: Block, kind: Kind, op: Op, lanes: int, tokens: int) -> int:
         """What a step over so many tokens holds; a `tiled` one's steps are asked for themselves."""
@@ -99,12 +100,12 @@ class Workspace:
     def largest_tile(self) -> int:
         """The most that one tile of a matrix takes while it is unpacked."""
         matrices = self.manifest.matrices.values()
-        return max(self._tile(matrix, self._tile_values) for matrix in matrices)
+        return max(self._tile(matrix, self._rows(matrix) * matrix.columns) for matrix in matrices)
 
-    @property
-    def _tile_values(self) -> int:
-        """How many values a linear step opens at once: packed matrices are opened whole."""
-        return WHOLE if self.work.arithmetic == "packed" else self.sizes.tile_values
+    def _rows(self, matrix: Matrix) -> int:
+        """How many rows a linear step opens at once: packed matrices are opened whole."""
+        values = WHOLE if self.work.arithmetic == "packed" else self.sizes.tile_values
+        return rows_at_once(matrix.rows, matrix.columns, values)
 
     def _glue(self, step: Step, op: Op, tokens: int) -> int:
         """A graph's own values and results that nobody wants; run by tiles, all results."""
@@ -145,7 +146,7 @@ class Workspace:
 
     def _linear_forward(self, matrix: Matrix, lanes: int, tokens: int) -> int:
         """Beside the outputs: the inputs' halves, and a tile, unpacked or met by one lane."""
-        rows = max(1, min(matrix.rows, self._tile_values // matrix.columns))
+        rows = self._rows(matrix)
         values = rows * matrix.columns
         tile = max(self._tile(matrix, values), self._met(matrix, rows, tokens))
         return lanes * tokens * matrix.columns * F32 + tile
@@ -153,7 +154,7 @@ class Workspace:
     def _linear_backward(self, matrix: Matrix, tokens: int) -> int:
         """Beside the result: a tile as it is unpacked, or met while the sum is made anew."""
         x = tokens * matrix.columns * F32
-        first = max(1, min(matrix.rows, self._tile_values // matrix.columns))
+        first = self._rows(matrix)
         second = min(first, matrix.rows - first)
         unpacked = self._tile(matrix, first * matrix.columns)
         return max(

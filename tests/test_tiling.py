@@ -20,7 +20,7 @@ from ondevice.manifest import Kind, Linear, Step
 from ondevice.validate import check_manifest
 from runtime.executor import accumulate
 from runtime.liveness import Liveness
-from runtime.tiling import WHOLE, fold, token_tile, unfold
+from runtime.tiling import WHOLE, fold, rows_at_once, token_tile, unfold
 from runtime.workspace import Sizes, Work
 
 Tiny = Callable[..., Bundle]
@@ -153,3 +153,16 @@ def test_gradients_add_up_in_their_place(rng: Rng) -> None:
     assert [np.array(array, copy=False).ctypes.data for array in total["q"]] == places
     for found, expected in zip(total["q"], sum(parts), strict=True):
         assert np.allclose(found, expected, atol=1e-6)
+
+
+def test_tiles_of_a_matrix_are_alike_and_no_more_than_needed(rng: Rng) -> None:
+    for _ in range(300):
+        rows, columns, values = (int(n) for n in rng.integers(1, (9000, 4000, 1_000_000)))
+        step = rows_at_once(rows, columns, values)
+        most = max(1, values // columns)
+        sizes = [min(step, rows - start) for start in range(0, rows, step)]
+        assert sum(sizes) == rows and max(sizes) <= most
+        assert len(sizes) <= len(range(0, rows, most))
+        assert step - sizes[-1] < len(sizes)  # the last lacks less than a row for each tile
+    assert rows_at_once(4864, 896, 2 << 20) == 1622  # and not 2340, 2340, 184
+    assert rows_at_once(300, 7, WHOLE) == 300

@@ -17,6 +17,7 @@ import mlx.core as mx
 from ondevice.manifest import Matrix
 from runtime.kernels.product import Input, OpenTile, RowSum
 from runtime.profile import Profile
+from runtime.tiling import WHOLE, rows_at_once
 from runtime.weights import Weights
 
 Place = tuple[int, int]  # where a matrix begins in weights.bin, and a row of it
@@ -71,8 +72,8 @@ class LinearKernel:
         self._held.clear()
 
     def _ranges(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
-        whole = self.arithmetic == "packed"
-        step = matrix.rows if whole else max(1, self.tile_values // matrix.columns)
+        values = WHOLE if self.arithmetic == "packed" else self.tile_values
+        step = rows_at_once(matrix.rows, matrix.columns, values)
         for start in range(0, matrix.rows, step):
             yield start, min(matrix.rows, start + step)
 

@@ -1,0 +1,51 @@
+"""What the C library's heap leaves unused between the blocks in use, on a CPU.
+
+glibc serves freed memory again at any size. What lies between is some, and a share of what is
+alive beside the tile in hand (which is one block). The share grows with the logarithm of the
+largest value, as Robson's bound does (JACM 21, 1974), from where it no longer fits where the tile
+was. Where more lies unused, the meter gives it back (`Meter.aim`). No constant is of a model;
+LOG.md has what they were read from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from runtime.heap import MOST_HEAP_BLOCK_BYTES
+from runtime.liveness import Liveness
+
+SMALL_TILE_BYTES = 2_000_000
+SMALL_VALUE_BYTES = 1_500_000
+
+
+@dataclass(frozen=True)
+class Slack:
+    """`flat_bytes` whatever is alive, and `share` of what is."""
+
+    flat_bytes: int
+    share: float
+
+
+NONE = Slack(0, 0.0)  # where MLX keeps freed memory itself
+MAPPED = Slack(1_000_000, 0.0)  # large blocks are mapped afresh: what lies between the small ones
+
+
+def slack_of(model: Liveness) -> Slack:
+    """The slack while a plan of these sizes runs, with a heap that serves every block it can."""
+    if model.sizes.mapped:
+        return MAPPED
+    tile = model.workspace.largest_tile()
+    if model.work.method != "mebp":
+        flat = 500_000 if tile < SMALL_TILE_BYTES else 2_000_000
+        return Slack(flat, 0.10 + 0.03 * _doublings(model.largest_value(), tile))
+    if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
+        return Slack(1_500_000, 0.12 + 0.05 * _doublings(model.largest_value(in_tiles=False), 0))
+    return Slack(1_500_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
+
+
+def _doublings(value: int, place: int) -> float:
+    """How often a place, or a small value, is doubled until the value fits or is no heap's."""
+    return max(
+        0.0, math.log2(min(max(value, 1), MOST_HEAP_BLOCK_BYTES) / max(place, SMALL_VALUE_BYTES))
+    )
