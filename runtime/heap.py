@@ -10,7 +10,7 @@ import ctypes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest that glibc lets its heap serve
 NEVER_TRIM_BYTES = (1 << 31) - 1
-MAPPED_BLOCK_BYTES = 128 << 10  # from here on, where large blocks are no heap's
+MAPPED_BLOCK_BYTES = 256 << 10  # from here on, where the heap is not kept
 
 
 def tune_heap(keep: bool) -> None:
@@ -25,16 +25,6 @@ def tune_heap(keep: bool) -> None:
     libc.mallopt(M_MMAP_THRESHOLD, MOST_HEAP_BLOCK_BYTES if keep else MAPPED_BLOCK_BYTES)
     libc.mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES if keep else MAPPED_BLOCK_BYTES)
     libc.mallopt(M_ARENA_MAX, 1 if keep else 2)
-
-
-def map_large_blocks() -> None:
-    """From now on map every block of MAPPED_BLOCK_BYTES or more afresh; the heap keeps the rest.
-
-    Holes between large blocks are gone, for pages that fault in anew with every block.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BLOCK_BYTES)
 
 
 def trim_heap() -> None:

@@ -54,8 +54,6 @@ LEVELS = (
     Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
     Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
 )
-# Where a heap serves MLX's buffers: the last resort, in 1.3 to 1.7 times the time
-MAPPED_LEVELS = tuple(replace(level, mapped=True) for level in LEVELS[-3:])
 UNPACKED_FROM = 3  # of LEVELS, on a CPU: larger tiles and scores leave its caches
 
 
@@ -83,7 +81,6 @@ class Plan:
     token_tile: int  # that an MLP takes at once
     chunk_rows: int
     hold: bool
-    mapped: bool  # large blocks, each afresh, in place of one heap that is kept
     prefetch: bool
     adapter_dtype: str
     lanes: int  # hidden states of training side by side in a block's forward
@@ -120,7 +117,7 @@ def make_plan(manifest: Manifest, work: Work, budget_bytes: int) -> Plan:
     Raises:
         BudgetError: not even the most frugal one fits; the message has the numbers and a way out.
     """
-    levels = _levels(manifest, work)
+    levels = _levels(work)
     smallest = math.ceil(_least(manifest, work) / MARGIN)
     plan = _without_token_tiles(manifest, work, levels[0], budget_bytes, smallest)
     if plan is not None:
@@ -149,23 +146,16 @@ def _without_token_tiles(
     return spent if spent.kept_layers == len(manifest.layers) else None
 
 
-def _levels(manifest: Manifest, work: Work) -> tuple[Sizes, ...]:
+def _levels(work: Work) -> tuple[Sizes, ...]:
     """What a plan chooses among, from generous to frugal."""
     if work.layout == "paper":
         return (PAPER,)
-    levels = LEVELS[UNPACKED_FROM:] if work.arithmetic == "unpacked" else LEVELS
-    return levels + MAPPED_LEVELS if _on_heap(manifest) else levels
-
-
-def _on_heap(manifest: Manifest) -> bool:
-    """Whether MLX's buffers come from the C library's heap, which serves them at any size."""
-    return sys.platform == "linux" and manifest.device == "cpu"
+    return LEVELS[UNPACKED_FROM:] if work.arithmetic == "unpacked" else LEVELS
 
 
 def _least(manifest: Manifest, work: Work) -> int:
     """The lowest peak of all choices; the smallest tiles need not have it."""
-    levels = _levels(manifest, work)
-    return min(predict(manifest, work, level, 0, 0).predicted_peak_bytes for level in levels)
+    return min(predict(manifest, work, level, 0, 0).predicted_peak_bytes for level in _levels(work))
 
 
 def _spend(manifest: Manifest, model: Liveness, plan: Plan, spare: int) -> Plan:
@@ -249,7 +239,7 @@ def predict(
     model = Liveness(manifest, work, sizes)
     lanes = _lane_choices(work)[-1] if lanes is None else lanes
     blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
-    heap = _on_heap(manifest)
+    heap = sys.platform == "linux" and manifest.device == "cpu"
     unused = slack_of(model) if heap else NONE
     live, slack = _peak(model, blocks, unused.share)
     slack += min(live // 4, unused.flat_bytes)
@@ -296,7 +286,6 @@ def predict(
         token_tile=model.token_tile,
         chunk_rows=model.workspace.chunk_rows,
         hold=sizes.hold,
-        mapped=sizes.mapped,
         prefetch=work.prefetch,
         adapter_dtype=work.adapter_dtype,
         lanes=lanes,

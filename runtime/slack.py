@@ -28,13 +28,10 @@ class Slack:
 
 
 NONE = Slack(0, 0.0)  # where MLX keeps freed memory itself
-MAPPED = Slack(1_000_000, 0.0)  # large blocks are mapped afresh: what lies between the small ones
 
 
 def slack_of(model: Liveness) -> Slack:
     """The slack while a plan of these sizes runs, with a heap that serves every block it can."""
-    if model.sizes.mapped:
-        return MAPPED
     tile = model.workspace.largest_tile()
     if model.work.method != "mebp":
         flat = 500_000 if tile < SMALL_TILE_BYTES else 2_000_000

@@ -22,7 +22,6 @@ class Sizes:
     cache_bytes: int
     hold: bool = False  # a block's unpacked weights, as long as the block runs
     most_tokens: int = WHOLE  # that an MLP takes at once
-    mapped: bool = False  # large blocks, each afresh, where a heap would serve them
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from runtime.mebp import MeBP
 from runtime.method import Row
 from runtime.mezo import MeZO
 from runtime.noise import Noise
-from runtime.plan import LEVELS, MAPPED_LEVELS, PAPER, Plan, predict
+from runtime.plan import LEVELS, PAPER, Plan, predict
 from runtime.scratch import MappedTensors
 from runtime.session import open_session
 from runtime.tiling import WHOLE
@@ -38,8 +38,7 @@ RUNGS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64
 def sizes(rng: Rng) -> Sizes:
     """One of the planner's own, or any other: tiny models never need its frugal ones."""
     if rng.random() < 0.3:
-        own = (*LEVELS, *MAPPED_LEVELS, PAPER)
-        return own[int(rng.integers(len(own)))]
+        return (*LEVELS, PAPER)[int(rng.integers(len(LEVELS) + 1))]
     tile, block = int(rng.integers(300, 30_000)), int(rng.integers(1, 70))
     return Sizes(tile, block, 0, bool(rng.random() < 0.2), int(rng.choice([48, 64, WHOLE])))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -142,33 +140,6 @@ def test_trimming_gives_the_heap_s_free_pages_back() -> None:
     heap.trim_heap()
     assert full - read_footprint().footprint_bytes > BLOCK_BYTES // 4
     assert all(float(block[0]) == 1.0 for block in kept)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_mapped_blocks_leave_nothing_behind() -> None:
-    """In a process of its own: a heap that maps large blocks does so from then on."""
-    code = """
-        import sys
-        import numpy as np
-        from runtime import heap
-        from runtime.memory import read_footprint
-
-        heap.tune_heap(keep=True)
-        if sys.argv[1] == "mapped":
-            heap.map_large_blocks()
-        blocks = [np.ones(heap.MAPPED_BLOCK_BYTES // 8) for _ in range(256)]
-        full = read_footprint().footprint_bytes
-        kept = blocks[1::2]
-        del blocks
-        print(full - read_footprint().footprint_bytes)
-    """
-    given_back = {}
-    for how in ("heap", "mapped"):
-        command = [sys.executable, "-c", textwrap.dedent(code), how]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        given_back[how] = int(done.stdout)
-    assert given_back["heap"] < SLACK_BYTES
-    assert given_back["mapped"] > 128 * heap.MAPPED_BLOCK_BYTES - SLACK_BYTES
 
 
 def test_mapped_files_do_not_count(tmp_path: Path) -> None:

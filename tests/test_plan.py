@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import subprocess
@@ -24,14 +23,13 @@ from runtime.plan import (
     BLAS_BYTES_PER_THREAD,
     LEVELS,
     LONG_TOKENS,
-    MAPPED_LEVELS,
     MARGIN,
     choose_rung,
     make_plan,
     predict,
 )
 from runtime.session import open_session
-from runtime.slack import MAPPED, slack_of
+from runtime.slack import slack_of
 from runtime.tiling import WHOLE
 from runtime.workspace import F32, Sizes, Work
 
@@ -217,24 +215,6 @@ def test_tiles_of_tokens_lie_between_holes_of_whole_values(tiny: Tiny) -> None:
     assert value < whole.largest_value(in_tiles=False) == whole.largest_value()
     slack = predict(manifest, Work(1024), sizes, 0, 0).slack_bytes
     assert slack >= value or slack >= tiled.block(1, 1).backward_bytes // 4
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no heap to spare")
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
-def test_the_last_resort_maps_large_blocks_and_leaves_no_holes(tiny: Tiny, method: str) -> None:
-    manifest = tiny("gemma3", seq_lens=(1024,)).manifest
-    work = Work(1024, method=method)
-    heap = [predict(manifest, work, level, 0, 0).predicted_peak_bytes for level in LEVELS]
-    mapped = [predict(manifest, work, level, 0, 0) for level in MAPPED_LEVELS]
-    least = make_plan(manifest, work, 10**12).minimum_bytes
-    last = make_plan(manifest, work, least)
-    assert last.mapped and last.slack_bytes <= MAPPED.flat_bytes
-    assert last.predicted_peak_bytes == min(p.predicted_peak_bytes for p in mapped) < min(heap)
-    enough = math.ceil(min(heap) / MARGIN)  # the heap is faster, and is taken where it fits
-    assert not make_plan(manifest, work, enough).mapped
-    elsewhere = replace(manifest, device="gpu")  # MLX has its own allocator there
-    most = make_plan(elsewhere, work, 10**12).minimum_bytes
-    assert not make_plan(elsewhere, work, most).mapped
 
 
 def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
