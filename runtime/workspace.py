@@ -173,6 +173,7 @@ class Workspace:
         mask = block * keys * F32
         scores = heads * mask
         queries, others = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
+        part = queries * block // length
         if backward:
-            return mask + 4 * scores + 2 * others + queries + 3 * queries * block // length
-        return mask + 3 * scores + others + queries
+            return mask + 4 * scores + 2 * others + 3 * part
+        return mask + 3 * scores + others + part

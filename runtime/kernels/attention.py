@@ -12,7 +12,7 @@ The reference is `harness.reference.attention`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -50,7 +50,8 @@ class AttentionKernel:
         _, heads, length, width = q.shape
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, length, width)
-        outputs, sums = [], []
+        joined = _Joined(length)
+        sums = _Joined(length)
         for start, stop, first, mask in self._blocks(length, window):
             keys = k[0, :, None, first:stop]
             s = _scores(grouped[:, :, start:stop], keys, scale, mask)
@@ -62,10 +63,10 @@ class AttentionKernel:
             lse = top + mx.log(total)
             del s, p
             mx.eval(out, lse)
-            outputs.append(out)
-            sums.append(lse)
-        joined = _join(outputs).reshape(1, heads, length, v.shape[-1])
-        return joined, _join(sums)
+            joined.put(start, out)
+            sums.put(start, lse)
+            del out, lse
+        return joined.whole.reshape(1, heads, length, v.shape[-1]), sums.whole
 
     def backward(
         self,
@@ -86,7 +87,7 @@ class AttentionKernel:
         d_grouped = d_out.reshape(groups, repeats, length, -1)
         inner = row_sums(d_grouped * out.reshape(d_grouped.shape))
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
-        dqs = []
+        joined = _Joined(length)
         for start, stop, first, mask in self._blocks(length, window):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
@@ -99,12 +100,30 @@ class AttentionKernel:
             dk[:, first:stop] = dk[:, first:stop] + _outer(ds, rows)
             del ds
             mx.eval(dq, dk, dv)
-            dqs.append(dq)
-        return _join(dqs).reshape(q.shape), dk[None], dv[None]
+            joined.put(start, dq)
+            del dq
+        return joined.whole.reshape(q.shape), dk[None], dv[None]
 
 
-def _join(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+@dataclass
+class _Joined:
+    """Query blocks (K, R, t, n) written where they belong in all `length` queries, each at once.
+
+    Were they kept to be joined, they would lie between the scores that come and go around them.
+    """
+
+    length: int
+    whole: mx.array = field(default_factory=lambda: mx.array(0.0))
+
+    def put(self, start: int, part: mx.array) -> None:
+        groups, repeats, rows, width = part.shape
+        if rows == self.length:
+            self.whole = part
+            return
+        if start == 0:
+            self.whole = mx.zeros((groups, repeats, self.length, width))
+        self.whole[:, :, start : start + rows] = part
+        mx.eval(self.whole)
 
 
 def _multiply(x: mx.array, y: mx.array) -> mx.array:
