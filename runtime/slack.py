@@ -34,10 +34,10 @@ def slack_of(model: Liveness) -> Slack:
     """The slack while a plan of these sizes runs, with a heap that serves every block it can."""
     tile = model.workspace.largest_tile()
     if model.work.method != "mebp":
-        flat = 500_000 if tile < SMALL_TILE_BYTES else 2_000_000
-        return Slack(flat, 0.10 + 0.03 * _doublings(model.largest_value(), tile))
+        flat, share = (1_000_000, 0.06) if tile < SMALL_TILE_BYTES else (2_000_000, 0.10)
+        return Slack(flat, share + 0.01 * _doublings(model.largest_value(), tile))
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
-        return Slack(1_500_000, 0.12 + 0.05 * _doublings(model.largest_value(in_tiles=False), 0))
+        return Slack(2_000_000, 0.10 + 0.01 * _doublings(model.largest_value(in_tiles=False), 0))
     return Slack(1_500_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
 
 
