@@ -2,9 +2,9 @@
 
 glibc serves freed memory again at any size. What lies between is some, and a share of what is
 alive beside the tile in hand (which is one block). The share grows with the logarithm of the
-largest value, as Robson's bound does (JACM 21, 1974), from where it no longer fits where the tile
-was. Where more lies unused, the meter gives it back (`Meter.aim`). No constant is of a model;
-LOG.md has what they were read from.
+largest value, as Robson's bound does (JACM 21, 1974): much in a backward whose rows are whole, from
+where a value no longer fits where the tile was, hardly elsewhere. Where more lies unused, the meter
+gives it back (`Meter.aim`). No constant is of a model; LOG.md has what they were read from.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from runtime.heap import MOST_HEAP_BLOCK_BYTES
 from runtime.liveness import Liveness
 
-SMALL_TILE_BYTES = 2_000_000
-SMALL_VALUE_BYTES = 1_500_000
+SMALL_TILE_BYTES = 2_000_000  # below it a forward's tiles leave small holes
+SMALL_VALUE_BYTES = 1_500_000  # up to it a value finds a hole wherever it goes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ondevice.manifest import Kind, Manifest, Step, graph_length
 from runtime.schedule import activations, outputs
 
-WHOLE = 1 << 62  # more tokens than there are
+WHOLE = 1 << 62  # more tokens, or values, than there are
 
 
 def rows_at_once(rows: int, columns: int, values: int) -> int:

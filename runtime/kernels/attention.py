@@ -50,8 +50,7 @@ class AttentionKernel:
         _, heads, length, width = q.shape
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, length, width)
-        joined = _Joined(length)
-        sums = _Joined(length)
+        joined, sums = _Joined(length), _Joined(length)
         for start, stop, first, mask in self._blocks(length, window):
             keys = k[0, :, None, first:stop]
             s = _scores(grouped[:, :, start:stop], keys, scale, mask)
