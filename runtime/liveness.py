@@ -7,6 +7,7 @@ holds while it runs (`runtime.workspace`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ondevice.manifest import Block, Kind, Manifest, Matrix, at_rung, graph_key, graph_length
@@ -200,9 +201,20 @@ class Liveness:
             waiting += own
         return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
 
-    def largest_value(self, in_tiles: bool = True) -> int:
+    def largest_value(self) -> int:
         """The bytes of the largest value that passes between a layer's steps."""
-        found = 0
+        return max(self.largest_whole_value(), self.largest_tiled_value())
+
+    def largest_whole_value(self) -> int:
+        """The same of values that hold all tokens, whatever is tiled."""
+        return max(value for value, inside in self._layer_values() if not inside)
+
+    def largest_tiled_value(self) -> int:
+        """The same of those inside a tiled step, which hold a tile of tokens; 0 for none."""
+        return max((value for value, inside in self._layer_values() if inside), default=0)
+
+    def _layer_values(self) -> Iterator[tuple[int, bool]]:
+        """The bytes of every value of a layer, and whether a tiled step has it inside."""
         for kind in (self._kinds[name] for name in {block.kind for block in self.manifest.layers}):
             inside = {
                 name
@@ -211,10 +223,9 @@ class Liveness:
                 for name in outputs(step)
                 if name not in one.outputs
             }
-            for name in kind.values if in_tiles else kind.values.keys() - inside:
+            for name in kind.values:
                 tokens = self._tiles[kind.name] if name in inside else self.work.rung
-                found = max(found, self._size(kind, name, tokens))
-        return found
+                yield self._size(kind, name, tokens), name in inside
 
     def largest_packed_bytes(self) -> int:
         """The most that the matrices of one block take in weights.bin."""
