@@ -70,7 +70,7 @@ class Plan:
     live_bytes: int
     slack_bytes: int  # of the heap, where freed memory goes back to it
     cache_bytes: int  # of MLX, where it keeps freed memory itself
-    value_bytes: int  # of the largest value: so far MLX allocates beyond a limit before it waits
+    value_bytes: int  # of the largest value of all tokens: so far MLX may allocate beyond a limit
     scratch_disk_bytes: int
     rung: int
     rows: int
@@ -275,7 +275,7 @@ def predict(
         live_bytes=live,
         slack_bytes=slack,
         cache_bytes=cached,
-        value_bytes=model.largest_value(),
+        value_bytes=model.largest_whole_value(),
         scratch_disk_bytes=slots * work.hidden_states * row_bytes + trained + moments,
         rung=work.rung,
         rows=work.rows,

@@ -3,7 +3,7 @@
 glibc serves freed memory again at any size. What lies between is some, and a share of what is
 alive beside the tile in hand (which is one block). It is more where an MLP's values do not fit
 where a tile was, and grows with the logarithm of the largest value, as Robson's bound does (JACM
-21, 1974): much in a backward whose rows are whole, hardly elsewhere. Where more lies unused, the
+21, 1974): much in a backward whose rows are whole, little elsewhere. Where more lies unused, the
 meter gives it back (`Meter.aim`). No constant is of a model; LOG.md has what they were read from.
 """
 
@@ -34,13 +34,16 @@ def slack_of(model: Liveness) -> Slack:
     """The slack while a plan of these sizes runs, with a heap that serves every block it can."""
     tile = model.workspace.largest_tile()
     if model.work.method != "mebp":
-        flat = 1_200_000 if tile < SMALL_TILE_BYTES else 2_300_000
         mlp = model.largest_tiled_value() or model.largest_value()
-        fits = mlp <= tile < SMALL_TILE_BYTES  # it goes where a tile was
-        share = 0.06 if fits else 0.10
+        if tile >= SMALL_TILE_BYTES:
+            flat, share = 2_300_000, 0.10
+        elif mlp > tile:  # it does not fit where a tile was
+            flat, share = 1_200_000, 0.10
+        else:
+            flat, share = 800_000, 0.06
         return Slack(flat, share + 0.01 * _doublings(model.largest_value(), tile))
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
-        return Slack(2_400_000, 0.10 + 0.01 * _doublings(model.largest_whole_value(), 0))
+        return Slack(2_400_000, 0.10 + 0.02 * _doublings(model.largest_whole_value(), 0))
     return Slack(1_500_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
 
 
