@@ -27,7 +27,7 @@ from ondevice.errors import BundleError
 from ondevice.manifest import Block, Kind, Linear, Shape, Step, T, at_rung
 
 F32 = 4
-TILING_PAYS = 5  # times the hidden state: glue that makes less than that runs whole
+TILING_PAYS = 0.5  # times the hidden state: glue that holds less than that inside runs whole
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,8 @@ def _glue(
         trace(forward, probe(inputs)),
         trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
     ]
-    most = max(part.workspace_bytes + part.output_bytes for part in reduced)
+    step = replace(step, vjp_same=_same(reduced[1], vjp_inputs, primals))
+    most = max(part.workspace_bytes for part in reduced)
     if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
         known = {**values, **shapes}
         forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
@@ -264,6 +265,17 @@ def _glue(
         {key[1:]: parameters[key[1:]] for key in constants},
         "|".join(part.signature for part in reduced),
     )
+
+
+def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
+    """For each gradient the cotangent that it is, or the first gradient that it equals, or ""."""
+    found = []
+    for passed, first in zip(vjp.passes, vjp.same, strict=True):
+        if passed is not None and inputs[passed].startswith("~"):
+            found.append(inputs[passed])
+        else:
+            found.append("" if first is None else outputs[first])
+    return tuple(found)
 
 
 class _Cutter:

@@ -23,13 +23,15 @@ Function = Callable[..., list[mx.array]]
 class Trace:
     """A traced graph: per output the positions of the inputs it depends on, and a signature.
 
-    `passes[i]` is the input that output i is, untouched, or None. `signature` is equal for equal
-    computations (primitives, arguments, shapes, constants), whatever names the tracer gave.
+    `passes[i]` is the input that output i is, untouched, or None; `same[i]` the first output that
+    is the same array as output i, or None. `signature` is equal for equal computations (primitives,
+    arguments, shapes, constants), whatever names the tracer gave.
     `workspace_bytes` is the peak of what is alive when MLX evaluates the graph, less its outputs.
     """
 
     depends: tuple[frozenset[int], ...]
     passes: tuple[int | None, ...]
+    same: tuple[int | None, ...]
     output_shapes: tuple[tuple[int, ...], ...]
     signature: str
     workspace_bytes: int
@@ -135,11 +137,18 @@ def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool =
     return Trace(
         depends=tuple(reach[name] for name, _, _ in outputs),
         passes=tuple(positions.get(name) for name, _, _ in outputs),
+        same=tuple(_first_same([name for name, _, _ in outputs])),
         output_shapes=tuple(tuple(shape) for _, shape, _ in outputs),
         signature=digest.hexdigest(),
         workspace_bytes=_workspace(primitives, [name for name, _, _ in outputs]),
         output_bytes=sum(math.prod(shape) * dtype.size for _, shape, dtype in outputs),
     )
+
+
+def _first_same(names: list[str]) -> Iterator[int | None]:
+    for index, name in enumerate(names):
+        first = names.index(name)
+        yield first if first < index else None
 
 
 VIEWS = {

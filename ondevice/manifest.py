@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FORMAT = "ondevice-bundle"
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
 
@@ -75,7 +75,9 @@ class Step:
     - linear: inputs = (x,), `linears`
     - attention: inputs = (q, k, v), outputs = (a,), `scale`, `window`
     - glue: `graph`, inputs (values and parameters `@name`), outputs; `vjp_inputs` are what its
-      vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for;
+      vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for,
+      `vjp_same` for each of these the cotangent whose array it is, or the earlier value whose
+      gradient it is, or "";
       `tokenwise` where every token is treated alike, so that graphs of a tile of tokens do
     - head: inputs = (h,), `matrix`
     - tiled: inputs = (x,), outputs = (y,), and the `steps` from one to the other, which treat every
@@ -92,6 +94,7 @@ class Step:
     graph: str = ""
     vjp_inputs: tuple[str, ...] = ()
     vjp_outputs: tuple[str, ...] = ()
+    vjp_same: tuple[str, ...] = ()
     tokenwise: bool = False
     steps: tuple[Step, ...] = ()
 

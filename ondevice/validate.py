@@ -176,7 +176,7 @@ FIELDS = {
     "embedding": {"matrix"},
     "linear": {"linears"},
     "attention": {"scale", "window"},
-    "glue": {"graph", "vjp_inputs", "vjp_outputs", "tokenwise"},
+    "glue": {"graph", "vjp_inputs", "vjp_outputs", "vjp_same", "tokenwise"},
     "head": {"matrix"},
 }
 
@@ -218,6 +218,7 @@ def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
     activations = {name for name in step.inputs if not name.startswith("@")}
     returned = (len(step.vjp_outputs), set(step.vjp_outputs))
     require(returned == (len(activations), activations), f"{where}: its vjp: {step.vjp_outputs}")
+    _check_same(kind, step, where)
     if step.tokenwise:
         for name in (*activations, *step.outputs):
             require(kind.values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
@@ -233,6 +234,20 @@ def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
             for names, shapes in ((inputs, graph.inputs), (outputs, graph.outputs)):
                 expected_shapes = tuple(_shape(kind, name, length) for name in names)
                 require(shapes == expected_shapes, f"{where}: signature {shapes}")
+
+
+def _check_same(kind: Kind, step: Step, where: str) -> None:
+    """A gradient is a cotangent that the vjp takes, an earlier gradient, or an array of its own."""
+    as_many = len(step.vjp_same) == len(step.vjp_outputs)
+    require(as_many, f"{where}: its vjp's gradients: {step.vjp_same}")
+    own: set[str] = set()
+    for name, same in zip(step.vjp_outputs, step.vjp_same, strict=True):
+        if not same:
+            own.add(name)
+            continue
+        known = same in (step.vjp_inputs if same.startswith("~") else own)
+        alike = known and kind.values[same.removeprefix("~")] == kind.values[name]
+        require(alike, f"{where}: its gradient of {name} is said to be {same}")
 
 
 def _shape(kind: Kind, name: str, rung: int) -> tuple[int, ...]:

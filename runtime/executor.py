@@ -248,10 +248,12 @@ class Executor:
                 found = self._attention_backward(step, values)
             elif step.op == "tiled":
                 found = self._tiled_backward(block, kind, op, values, loras, gradients)
-            for name in op.wanted:
+            for name, same in zip(op.wanted, op.same, strict=True):
                 gradient = found.pop(name)
                 before = values.pop(f"~{name}", None)
-                values[f"~{name}"] = gradient if before is None else before + gradient
+                if before is not None:
+                    gradient = values[same] if same else before + gradient
+                values[f"~{name}"] = gradient
                 del gradient, before
             del found
             mx.eval([values[f"~{name}"] for name in op.wanted])

@@ -47,21 +47,25 @@ class GlueKernel:
         if length == tokens:
             results = dict(zip(made, self._call(step, direction, arguments), strict=True))
             return {name: results[name] for name in wanted}
-        found = {name: mx.zeros(at_rung(kind.values[name], tokens)) for name in wanted}
+        given = dict(zip(names, arguments, strict=True))
+        same = dict(zip(made, step.vjp_same, strict=True)) if direction == "vjp" else {}
+        holder = {name: same.get(name) or name for name in wanted}
+        own = dict.fromkeys(one for one in holder.values() if not one.startswith("~"))
+        found = {name: mx.zeros(at_rung(kind.values[name], tokens)) for name in own}
         for start in range(0, tokens, length):
             tile = slice(start, start + length)
             sliced = [
                 array if name.startswith("@") else array[_along(kind, name, tile)]
-                for name, array in zip(names, arguments, strict=True)
+                for name, array in given.items()
             ]
             results = dict(zip(made, self._call(step, direction, sliced), strict=True))
             del sliced
-            mx.eval([results[name] for name in wanted])
-            for name in wanted:
+            mx.eval([results[name] for name in own])
+            for name in own:
                 found[name][_along(kind, name, tile)] = results[name]
             mx.eval(found)
             del results
-        return found
+        return {name: found[one] if one in own else given[one] for name, one in holder.items()}
 
     def _call(
         self, step: Step, direction: str, arguments: Sequence[mx.array]

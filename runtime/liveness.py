@@ -27,6 +27,37 @@ class BlockPlan:
     backward_bytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Array:
+    nbytes: int
+
+
+class _Held:
+    """Values and gradients by name; several names may hold one array."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, _Array] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in set(self._arrays.values()))
+
+    def take(self, made: dict[str, tuple[int, str]]) -> int:
+        """Hold these, each of so many bytes or the array of another name; returns the new bytes."""
+        fresh = 0
+        for name, (nbytes, same) in made.items():
+            array = self._arrays.get(same)
+            if array is None:
+                array = _Array(nbytes)
+                fresh += nbytes
+            self._arrays[name] = array
+        return fresh
+
+    def drop(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._arrays.pop(name, None)
+
+
 class Liveness:
     """The bytes alive while each block of a manifest runs under given sizes."""
 
@@ -271,19 +302,23 @@ class Liveness:
         tokens: int,
     ) -> int:
         """The most alive along a schedule over so many tokens, from what is alive before."""
-        alive = set(alive)
+        held = _Held()
+        held.take({name: (self._size(kind, name, tokens), "") for name in alive})
+        reverses = f"~{kind.output}" in alive
         peak = 0
         for op in schedule:
             step = kind.steps[op.step]
-            made = {f"~{name}" for name in op.wanted} if op.backward else set(op.wanted)
-            if step.op == "attention" and not op.backward and f"~{kind.output}" in alive:
-                made.add(lse(step))
-            before = sum(self._size(kind, name, tokens) for name in alive)
-            fresh = sum(self._size(kind, name, tokens) for name in made)
+            made = dict.fromkeys(op.wanted, "")
+            if op.backward:
+                made = {f"~{name}": one for name, one in zip(op.wanted, op.same, strict=True)}
+            elif step.op == "attention" and reverses:
+                made[lse(step)] = ""
+            before = held.nbytes
+            sizes = {name: (self._size(kind, name, tokens), one) for name, one in made.items()}
+            fresh = held.take(sizes)
             work = self._step(block, kind, op, lanes, tokens)
-            alive |= made
-            alive -= set(op.frees)
-            after = sum(self._size(kind, name, tokens) for name in alive)
+            held.drop(op.frees)
+            after = held.nbytes
             others = max(before, after)  # lanes that wait, or are done and rid of what died
             if step.op in ("linear", "tiled"):
                 others = before + fresh

@@ -3,14 +3,15 @@
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
 values that its backward needs (and no others), then runs the steps' backwards in reverse; a step
 whose inputs need no gradient is left out. Where there is memory for it, the forward keeps those
-values instead; only what is inside a `tiled` step is always recomputed. Gradients are named
-`~value`.
+values instead; only what is inside a `tiled` step is always recomputed. A norm or a residual whose
+inputs wait for their own backward is made again where it is read, and does not wait as well.
+Gradients are named `~value`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ondevice.manifest import Kind, Step
 
@@ -20,13 +21,25 @@ class Op:
     """One step, run forward or backward.
 
     `wanted` are the outputs to compute (forward) or the values to return gradients for
-    (backward); `frees` are the values and gradients that die with this op.
+    (backward); `frees` are the values and gradients that die with this op. `same` is for each
+    wanted gradient the other one whose array it is from here on, or "".
     """
 
     backward: bool
     step: int
     wanted: tuple[str, ...]
     frees: tuple[str, ...]
+    same: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Use:
+    """An op before it is known what dies with it, and the values and gradients that it reads."""
+
+    backward: bool
+    step: int
+    wanted: tuple[str, ...]
+    used: tuple[str, ...]
 
 
 def lse(step: Step) -> str:
@@ -52,8 +65,8 @@ def activations(step: Step) -> tuple[str, ...]:
 def forward_schedule(kind: Kind) -> tuple[Op, ...]:
     """All steps up to the head's, in order; only the output survives."""
     steps = [step for step in kind.steps if step.op != "head"]
-    reads = [(i, activations(step), outputs(step)) for i, step in enumerate(steps)]
-    return _with_frees([(False, i, made, used) for i, used, made in reads], {kind.output})
+    ops = [_Use(False, i, outputs(step), activations(step)) for i, step in enumerate(steps)]
+    return _with_frees(ops, {kind.output})
 
 
 def needs_gradient(kind: Kind, adapted: frozenset[str], input_too: bool) -> frozenset[str]:
@@ -86,14 +99,13 @@ def _reverse(kind: Kind, adapted: frozenset[str], input_too: bool) -> Reverse:
 
 
 def kept_values(kind: Kind, adapted: frozenset[str], input_too: bool) -> frozenset[str]:
-    """What the backward reads of the forward, without the block's input."""
-    read = set().union(*(used for _, _, used in _reverse(kind, adapted, input_too)))
-    return frozenset(read - {kind.input})
+    """What the backward reads of the forward and does not make again, without the block's input."""
+    return _waiting(kind, _reverse(kind, adapted, input_too)) - {kind.input}
 
 
 def keeping_schedule(kind: Kind, adapted: frozenset[str], input_too: bool) -> tuple[Op, ...]:
     """The forward, after which the output and `kept_values` survive."""
-    ops = [(False, i, outputs(step), activations(step)) for i, step in enumerate(kind.steps)]
+    ops = [_Use(False, i, outputs(step), activations(step)) for i, step in enumerate(kind.steps)]
     return _with_frees(ops, {kind.output, *kept_values(kind, adapted, input_too)}, kind)
 
 
@@ -105,23 +117,56 @@ def backward_schedule(
     With `kept`, the values that `keeping_schedule` leaves are given too, and only the reverse runs.
     """
     reverse = _reverse(kind, adapted, input_too)
-    needed = set().union(*(used for _, _, used in reverse))
-    if kept:
-        needed = set()
-    recompute: list[tuple[bool, int, tuple[str, ...], tuple[str, ...]]] = []
+    again = _made_again(kind, reverse)
+    ops = [] if kept else _recompute(kind, _waiting(kind, reverse))
+    for position, (index, targets, used) in enumerate(reverse):
+        for made in (made for made, before in again.items() if before == position):
+            step = kind.steps[made]
+            ops.append(_Use(False, made, outputs(step), activations(step)))
+        cotangents = {f"~{name}" for name in outputs(kind.steps[index])}
+        ops.append(_Use(True, index, targets, tuple(used | cotangents)))
+    return _with_shared(_with_frees(ops, {f"~{kind.input}"}, kind), kind)
+
+
+def _recompute(kind: Kind, needed: frozenset[str]) -> list[_Use]:
+    """The steps that lead from the block's input to the values needed."""
+    wanted = set(needed)
+    ops: list[_Use] = []
     for index in reversed(range(len(kind.steps))):
         step = kind.steps[index]
-        made = tuple(name for name in outputs(step) if name in needed)
-        if step.op == "attention" and lse(step) in needed:
+        made = tuple(name for name in outputs(step) if name in wanted)
+        if step.op == "attention" and lse(step) in wanted:
             made = outputs(step)
         if made:
-            recompute.append((False, index, made, activations(step)))
-            needed |= set(activations(step))
-    ops = recompute[::-1]
-    for index, targets, used in reverse:
-        cotangents = {f"~{name}" for name in outputs(kind.steps[index])}
-        ops.append((True, index, targets, tuple(used | cotangents)))
-    return _with_frees(ops, {f"~{kind.input}"}, kind)
+            ops.append(_Use(False, index, made, activations(step)))
+            wanted |= set(activations(step))
+    return ops[::-1]
+
+
+def _waiting(kind: Kind, reverse: Reverse) -> frozenset[str]:
+    """The values that the reverse reads and does not make again."""
+    read = set().union(*(used for _, _, used in reverse))
+    return frozenset(read.difference(*(outputs(kind.steps[i]) for i in _made_again(kind, reverse))))
+
+
+def _made_again(kind: Kind, reverse: Reverse) -> dict[int, int]:
+    """The glue to run again, and before which position of the reverse.
+
+    Its inputs are read there or later, so that they are alive anyway; what is made of matrix
+    products alone, as an activation, takes time, and waits.
+    """
+    products = {linear.output for step in kind.steps for linear in step.linears}
+    again: dict[int, int] = {}
+    remade: set[str] = set()
+    for index, step in enumerate(kind.steps):
+        readers = [at for at, (_, _, used) in enumerate(reverse) if used & set(outputs(step))]
+        if step.op != "glue" or products >= set(activations(step)) or not readers:
+            continue
+        alive = set().union(*(used for _, _, used in reverse[readers[0] :])) - remade
+        if alive >= set(activations(step)):
+            again[index] = readers[0]
+            remade |= set(outputs(step))
+    return again
 
 
 def _read_by_backward(step: Step, adapted: frozenset[str]) -> set[str]:
@@ -135,23 +180,56 @@ def _read_by_backward(step: Step, adapted: frozenset[str]) -> set[str]:
 
 
 def _with_frees(
-    ops: Iterable[tuple[bool, int, tuple[str, ...], tuple[str, ...]]],
-    survivors: set[str],
-    kind: Kind | None = None,
+    ops: Sequence[_Use], survivors: set[str], kind: Kind | None = None
 ) -> tuple[Op, ...]:
-    listed = list(ops)
     last: dict[str, int] = {}
-    for position, (backward, index, wanted, used) in enumerate(listed):
-        made = tuple(f"~{name}" for name in wanted) if backward else wanted
-        if kind is not None and not backward and kind.steps[index].op == "attention":
-            made = (*made, lse(kind.steps[index]))
-        for name in (*made, *used):
-            last[name] = position
-    frees: list[list[str]] = [[] for _ in listed]
+    frees: list[list[str]] = [[] for _ in ops]
+    for position, op in enumerate(ops):
+        made = tuple(f"~{name}" for name in op.wanted) if op.backward else op.wanted
+        if kind is not None and not op.backward and kind.steps[op.step].op == "attention":
+            made = (*made, lse(kind.steps[op.step]))
+        for name in made:
+            if not op.backward and name in last:  # made again: gone until then
+                frees[last[name]].append(name)
+        last.update(dict.fromkeys((*made, *op.used), position))
     for name, position in last.items():
         if name not in survivors:
             frees[position].append(name)
     return tuple(
-        Op(backward, index, wanted, tuple(sorted(dead)))
-        for (backward, index, wanted, _), dead in zip(listed, frees, strict=True)
+        Op(op.backward, op.step, op.wanted, tuple(sorted(dead)))
+        for op, dead in zip(ops, frees, strict=True)
     )
+
+
+def _with_shared(ops: Sequence[Op], kind: Kind) -> tuple[Op, ...]:
+    """The same ops, which know the gradients that are one array."""
+    array: dict[str, object] = {}
+    found = []
+    for op in ops:
+        step = kind.steps[op.step]
+        if op.backward and step.vjp_same:
+            op = replace(op, same=tuple(_shared(op, step, array)))
+        elif op.backward:
+            array.update((f"~{name}", object()) for name in op.wanted)
+            op = replace(op, same=("",) * len(op.wanted))
+        found.append(op)
+    return tuple(found)
+
+
+def _shared(op: Op, step: Step, array: dict[str, object]) -> Iterator[str]:
+    """For each wanted gradient the one whose array it is; `array` knows it from then on.
+
+    Two results that are one array, added to one array, are one array again.
+    """
+    source = {f"~{name}": array.setdefault(f"~{name}", object()) for name in step.outputs}
+    holder = {one: name for name, one in source.items()}
+    for name, same in zip(step.vjp_outputs, step.vjp_same, strict=True):
+        source[name] = source[same] if same else object()
+    sums: dict[tuple[object, object], object] = {}
+    for name in op.wanted:
+        before, result = array.get(f"~{name}"), source[name]
+        if before is not None:
+            result = sums.setdefault((before, result), object())
+        yield holder.get(result, "")
+        holder.setdefault(result, f"~{name}")
+        array[f"~{name}"] = result

@@ -17,7 +17,6 @@ from runtime.liveness import Liveness
 
 SMALL_TILE_BYTES = 2_000_000  # below it a forward's tiles leave small holes
 SMALL_VALUE_BYTES = 1_500_000  # up to it a value finds a hole wherever it goes
-LONG_VALUE_BYTES = 8_000_000  # from it on a backward leaves holes of one value more
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ def slack_of(model: Liveness) -> Slack:
         return Slack(flat, share + 0.01 * _doublings(model.largest_value(), tile))
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
         value = model.largest_whole_value()
-        more = value if value >= LONG_VALUE_BYTES else 0
-        return Slack(2_400_000 + more, 0.10 + 0.02 * _doublings(value, 0))
+        return Slack(2_400_000, 0.10 + 0.02 * _doublings(value, 0))
     return Slack(1_500_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
 
 

@@ -112,10 +112,12 @@ class Workspace:
         length = graph_length(step, self.work.rung)
         graph = self.manifest.graphs[graph_key(step.graph, direction, length)]
         made = step.vjp_outputs if op.backward else step.outputs
+        same = step.vjp_same if op.backward else ("",) * len(made)
+        held = {one or name for name, one in zip(made, same, strict=True) if name in op.wanted}
         results = sum(
             math.prod(shape) * F32
-            for name, shape in zip(made, graph.outputs, strict=True)
-            if length < tokens or name not in op.wanted
+            for name, one, shape in zip(made, same, graph.outputs, strict=True)
+            if not one and (length < tokens or name not in held)
         )
         return graph.workspace_bytes + results
 

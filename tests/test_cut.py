@@ -111,6 +111,23 @@ def test_vjps_do_not_ask_for_what_they_do_not_read(family: str) -> None:
             assert not {name for name in step.vjp_outputs if name[0] in "@~"}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sum_hands_its_gradient_on(family: str) -> None:
+    steps = {step.graph: step for kind in cut_of(family).kinds.values() for step in kind.steps}
+    after = dict(zip(steps["layer0.5"].vjp_outputs, steps["layer0.5"].vjp_same, strict=True))
+    middle = dict(zip(steps["layer0.3"].vjp_outputs, steps["layer0.3"].vjp_same, strict=True))
+    gemma = family == "gemma3"  # which norms what it adds
+    assert after == {
+        "x": "~out",
+        "self_attn.o_proj.out": "" if gemma else "~out",
+        "mlp.down_proj.out": "" if gemma else "~out",
+    }
+    assert middle == {"x": "", "self_attn.o_proj.out": "" if gemma else "x"}
+    activation = steps["layer0.4"]
+    assert activation.vjp_outputs == ("mlp.gate_proj.out", "mlp.up_proj.out")
+    assert activation.vjp_same == ("", "")
+
+
 # --- graphs -----------------------------------------------------------------------------------
 
 
@@ -186,7 +203,15 @@ def test_traces_know_dependencies_and_passes() -> None:
     traced = trace(lambda x, y, z: [x + z, y, z * 2], [mx.zeros(3), mx.zeros(4), mx.zeros(3)])
     assert traced.depends == (frozenset({0, 2}), frozenset({1}), frozenset({2}))
     assert traced.passes == (None, 1, None)
+    assert traced.same == (None, None, None)
     assert traced.output_shapes == ((3,), (4,), (3,))
+
+
+def test_traces_know_results_that_are_one_array() -> None:
+    def several(x: mx.array) -> list[mx.array]:
+        return [x * 2, (y := x + 1), x * 2, y, x, y]
+
+    assert trace(several, [mx.zeros(3)]).same == (None, None, None, 1, None, 1)
 
 
 def test_workspace_counts_what_is_alive_at_once() -> None:

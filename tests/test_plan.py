@@ -155,17 +155,6 @@ def test_large_values_leave_larger_holes(
     assert 0 < after.slack_bytes - before.slack_bytes < 2 * per_doubling * alive
 
 
-def test_a_long_value_is_counted_once_more(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = tiny("gemma3", seq_lens=(1024,)).manifest
-    model = Liveness(manifest, Work(1024), Sizes(2048, 16, 0, most_tokens=64))
-    value, before = model.largest_whole_value(), slack_of(model)
-    monkeypatch.setattr("runtime.slack.LONG_VALUE_BYTES", value + 1)
-    assert slack_of(model) == before
-    monkeypatch.setattr("runtime.slack.LONG_VALUE_BYTES", value)
-    after = slack_of(model)
-    assert (after.flat_bytes - before.flat_bytes, after.share) == (value, before.share)
-
-
 def test_large_tiles_leave_larger_holes_in_a_forward(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,14 @@ from test_programs import adapters_of
 
 from ondevice.bundle import Bundle
 from ondevice.manifest import Kind, Step
-from runtime.schedule import activations, backward_schedule, forward_schedule, lse, outputs
+from runtime.schedule import (
+    activations,
+    backward_schedule,
+    forward_schedule,
+    kept_values,
+    lse,
+    outputs,
+)
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
@@ -102,6 +109,37 @@ def test_only_what_the_backward_reads_is_recomputed(tiny: Tiny, family: str) -> 
         assert {kind.steps[op.step].op for op in backward} <= {"glue", "linear"}
         assert all(op.wanted in ((), ("mlp.down_proj.out",)) for op in backward)
         assert "mlp.down_proj.in" in only
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_are_made_again_where_they_are_read(tiny: Tiny, family: str) -> None:
+    for kind in kinds_of(tiny(family)):
+        everything = frozenset(linears_of(kind))
+        ops = backward_schedule(kind, everything, True)
+        first = next(at for at, op in enumerate(ops) if op.backward)
+        again = [name for op in ops[first:] if not op.backward for name in op.wanted]
+        assert again == ["mlp.gate_proj.in", "self_attn.o_proj.in", "self_attn.q_proj.in"]
+        kept = kept_values(kind, everything, True)
+        assert not kept & set(again)
+        assert {"self_attn.o_proj.out", "mlp.down_proj.in"} <= kept
+        assert ops[first:] == backward_schedule(kind, everything, True, kept=True)
+        lowest = backward_schedule(kind, everything, False)  # where nothing else reads x again
+        assert sum("self_attn.q_proj.in" in op.wanted for op in lowest) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_that_are_one_array_are_added_once(tiny: Tiny, family: str) -> None:
+    for kind in kinds_of(tiny(family)):
+        ops = backward_schedule(kind, frozenset(linears_of(kind)), True)
+        graphs = {kind.steps[op.step].graph[-1:]: op for op in ops if op.backward}
+        same = {key: dict(zip(graphs[key].wanted, graphs[key].same, strict=True)) for key in "053"}
+        assert same["0"] == {"x": ""}
+        assert same["5"]["x"] == "~out"
+        if family == "gemma3":
+            assert same["3"] == {"x": "", "self_attn.o_proj.out": ""}
+        else:
+            assert set(same["5"].values()) == {"~out"}
+            assert same["3"] == {"x": "", "self_attn.o_proj.out": "~x"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
