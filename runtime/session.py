@@ -12,7 +12,7 @@ from ondevice.bundle import Bundle, lock_bundle, open_bundle
 from ondevice.config import PlanConfig
 from runtime.backend import blas_threads, choose_arithmetic, limit_memory, use_device
 from runtime.glue import Graphs
-from runtime.heap import trim_heap
+from runtime.heap import place_values, trim_heap
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel
 from runtime.kernels.linear import LinearKernel, Place
@@ -162,6 +162,7 @@ def open_session(bundle: Bundle, plan: Plan) -> Session:
     limit_memory(max(0, active - plan.value_bytes), plan.cache_bytes)
     mx.clear_cache()
     trim_heap()
+    place_values(plan.value_bytes)
     session = Session(bundle, plan, Weights(bundle, plan.prefetch))
     weakref.finalize(session, os.close, lock_bundle(bundle.path, alone=False))
     return session

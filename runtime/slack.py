@@ -2,9 +2,10 @@
 
 glibc serves freed memory again at any size. What lies between is some, and a share of what is
 alive beside the tile in hand (which is one block). It is more where an MLP's values do not fit
-where a tile was, and grows with the logarithm of the largest value, as Robson's bound does (JACM
-21, 1974): much in a backward whose rows are whole, little elsewhere. Where more lies unused, the
-meter gives it back (`Meter.aim`). No constant is of a model; LOG.md has what they were read from.
+where a tile was, less where long values are mapped (`place_values`), and in a backward whose rows
+are whole it grows with the logarithm of the largest value, as Robson's bound does (JACM 21, 1974).
+Where more lies unused, the meter gives it back (`Meter.aim`). No constant is of a model; LOG.md has what
+they were read from.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from runtime.heap import MOST_HEAP_BLOCK_BYTES
+from runtime.heap import LONG_VALUE_BYTES, MOST_HEAP_BLOCK_BYTES
 from runtime.liveness import Liveness
 
 SMALL_TILE_BYTES = 2_000_000  # below it a forward's tiles leave small holes
@@ -34,18 +35,23 @@ def slack_of(model: Liveness) -> Slack:
     """The slack while a plan of these sizes runs, with a heap that serves every block it can."""
     tile = model.workspace.largest_tile()
     if model.work.method != "mebp":
-        mlp = model.largest_tiled_value() or model.largest_value()
-        if tile >= SMALL_TILE_BYTES:
-            flat, share = 2_300_000, 0.10
-        elif mlp > tile:  # it does not fit where a tile was
-            flat, share = 1_200_000, 0.10
-        else:
-            flat, share = 800_000, 0.06
-        return Slack(flat, share + 0.01 * _doublings(model.largest_value(), tile))
+        return _of_forward(model, tile)
+    if model.largest_whole_value() >= LONG_VALUE_BYTES:
+        return Slack(4_500_000, 0.02)
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
-        value = model.largest_whole_value()
-        return Slack(2_400_000, 0.10 + 0.02 * _doublings(value, 0))
+        return Slack(3_200_000, 0.05)
     return Slack(1_500_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
+
+
+def _of_forward(model: Liveness, tile: int) -> Slack:
+    """The slack while a block only runs forward, with matrices opened in tiles of so many bytes."""
+    value = model.largest_value()
+    if model.largest_whole_value() >= LONG_VALUE_BYTES:
+        return Slack(1_200_000, 0.02)
+    if tile >= SMALL_TILE_BYTES:
+        return Slack(2_300_000, 0.10 + 0.01 * _doublings(value, tile))
+    mlp = model.largest_tiled_value() or value
+    return Slack(1_200_000, 0.10 if mlp > tile else 0.03)  # it does not fit where a tile was
 
 
 def _doublings(value: int, place: int) -> float:

@@ -130,6 +130,44 @@ def test_without_a_budget_or_an_aim_nothing_is_given_back(monkeypatch: pytest.Mo
         assert meter.now_bytes == 1 << 50
 
 
+class HeapCounts(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def mapped_bytes() -> int:
+    """What the C library has mapped beside its heap."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = HeapCounts
+    return int(libc.mallinfo2().hblkhd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_long_values_are_mapped_and_short_ones_are_not() -> None:
+    value = 4 * heap.LONG_VALUE_BYTES
+    try:
+        for planned, mapped in ((value, True), (heap.LONG_VALUE_BYTES - 1, False)):
+            heap.place_values(planned)
+            heap.trim_heap()
+            before = mapped_bytes()
+            blocks = [np.ones(value // 8) for _ in range(8)]
+            found = mapped_bytes() - before
+            assert found >= 7 * value if mapped else found == 0
+            before = mapped_bytes()
+            tiles = [np.ones(value // 64) for _ in range(8)]  # an eighth of such a value
+            assert mapped_bytes() == before
+            del blocks, tiles
+    finally:
+        heap.place_values(0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 def test_trimming_gives_the_heap_s_free_pages_back() -> None:
     blocks = [np.ones(1 << 17, dtype=np.float64) for _ in range(64)]  # 1 MB each, from the heap
