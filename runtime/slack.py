@@ -4,8 +4,8 @@ glibc serves freed memory again at any size. What lies between is some, and a sh
 alive beside the tile in hand (which is one block). It is more where an MLP's values do not fit
 where a tile was, less where long values are mapped (`place_values`), and in a backward whose rows
 are whole it grows with the logarithm of the largest value, as Robson's bound does (JACM 21, 1974).
-Where more lies unused, the meter gives it back (`Meter.aim`). No constant is of a model; LOG.md has what
-they were read from.
+Where more lies unused, the meter gives it back (`Meter.aim`). No constant is of a model; LOG.md has
+what they were read from.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -130,42 +131,34 @@ def test_without_a_budget_or_an_aim_nothing_is_given_back(monkeypatch: pytest.Mo
         assert meter.now_bytes == 1 << 50
 
 
-class HeapCounts(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+PLACED = """
+import ctypes, sys
+import numpy as np
+from runtime import heap
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-def mapped_bytes() -> int:
-    """What the C library has mapped beside its heap."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = HeapCounts
-    return int(libc.mallinfo2().hblkhd)
+fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+sizes = [(field, ctypes.c_size_t) for field in fields]
+HeapCounts = type("mallinfo2", (ctypes.Structure,), {"_fields_": sizes})
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = HeapCounts
+heap.tune_heap(keep=True)
+heap.place_values(int(sys.argv[1]))
+for nbytes in map(int, sys.argv[2:]):
+    before = libc.mallinfo2().hblkhd
+    blocks = [np.ones(nbytes // 8) for _ in range(8)]
+    print((libc.mallinfo2().hblkhd - before) // nbytes)
+    del blocks
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_long_values_are_mapped_and_short_ones_are_not() -> None:
-    value = 4 * heap.LONG_VALUE_BYTES
-    try:
-        for planned, mapped in ((value, True), (heap.LONG_VALUE_BYTES - 1, False)):
-            heap.place_values(planned)
-            heap.trim_heap()
-            before = mapped_bytes()
-            blocks = [np.ones(value // 8) for _ in range(8)]
-            found = mapped_bytes() - before
-            assert found >= 7 * value if mapped else found == 0
-            before = mapped_bytes()
-            tiles = [np.ones(value // 64) for _ in range(8)]  # an eighth of such a value
-            assert mapped_bytes() == before
-            del blocks, tiles
-    finally:
-        heap.place_values(0)
+@pytest.mark.parametrize("planned", [heap.LONG_VALUE_BYTES, heap.LONG_VALUE_BYTES - 8])
+def test_long_values_are_mapped_and_short_ones_are_not(planned: int) -> None:
+    sizes = [str(planned), str(planned // 8)]
+    command = [sys.executable, "-c", PLACED, str(planned), *sizes]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    mapped = 8 if planned == heap.LONG_VALUE_BYTES else 0
+    assert [int(word) for word in found.stdout.split()] == [mapped, 0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
