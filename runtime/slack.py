@@ -39,7 +39,7 @@ def slack_of(model: Liveness) -> Slack:
     if model.largest_whole_value() >= LONG_VALUE_BYTES:
         return Slack(4_500_000, 0.02)
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
-        return Slack(3_200_000, 0.05)
+        return Slack(3_200_000, 0.05 + 0.02 * _doublings(model.largest_whole_value(), 0))
     return Slack(1_500_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
 
 

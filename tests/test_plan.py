@@ -132,14 +132,17 @@ def shared_rows(manifest: Manifest, level: Sizes) -> int:
     return rows
 
 
-@pytest.mark.parametrize(("method", "per_doubling"), [("mebp", 0.12), ("mezo", 0.01)])
+@pytest.mark.parametrize(
+    ("method", "most", "per_doubling"),
+    [("mebp", 64, 0.02), ("mebp", WHOLE, 0.12), ("mezo", WHOLE, 0.01)],
+)
 def test_large_values_leave_larger_holes(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str, per_doubling: float
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str, most: int, per_doubling: float
 ) -> None:
     manifest = tiny("gemma3", seq_lens=(1024,)).manifest
-    work, sizes = Work(1024, method=method), Sizes(2048, 16, 0)
+    work, sizes = Work(1024, method=method), Sizes(2048, 16, 0, most_tokens=most)
     model = Liveness(manifest, work, sizes)
-    largest = model.largest_value()
+    largest = model.largest_value() if most == WHOLE else model.largest_whole_value()
     assert model.workspace.largest_tile() < largest // 4  # no room for it where the tile was
     monkeypatch.setattr("runtime.slack.SMALL_TILE_BYTES", 0)
     monkeypatch.setattr("runtime.slack.SMALL_VALUE_BYTES", 2 * largest)
