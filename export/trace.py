@@ -35,7 +35,6 @@ class Trace:
     output_shapes: tuple[tuple[int, ...], ...]
     signature: str
     workspace_bytes: int
-    output_bytes: int
 
 
 @contextmanager
@@ -141,7 +140,6 @@ def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool =
         output_shapes=tuple(tuple(shape) for _, shape, _ in outputs),
         signature=digest.hexdigest(),
         workspace_bytes=_workspace(primitives, [name for name, _, _ in outputs]),
-        output_bytes=sum(math.prod(shape) * dtype.size for _, shape, dtype in outputs),
     )
 
 

@@ -200,6 +200,7 @@ def _check_fields(step: Step, where: str) -> None:
 
 def _check_attention(kind: Kind, step: Step) -> None:
     where = f"kind {kind.name}: attention"
+    require(len(set(step.inputs)) == len(step.inputs), f"{where} of {step.inputs}")
     q, k, v = (kind.values[name] for name in step.inputs)
     out = kind.values[step.outputs[0]]
     require(all(len(s) == 4 and s[0] == 1 and s[2] == T for s in (q, k, v, out)), f"{where} shapes")
@@ -237,7 +238,10 @@ def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
 
 
 def _check_same(kind: Kind, step: Step, where: str) -> None:
-    """A gradient is a cotangent that the vjp takes, an earlier gradient, or an array of its own."""
+    """A gradient is a cotangent that the vjp takes, an earlier gradient, or an array of its own.
+
+    Whether the graph does as it says is not known here, as of all that graphs compute.
+    """
     as_many = len(step.vjp_same) == len(step.vjp_outputs)
     require(as_many, f"{where}: its vjp's gradients: {step.vjp_same}")
     own: set[str] = set()

@@ -139,15 +139,16 @@ class Executor:
                 self._tiled_forward(block, kind, step, lanes, loras)
             for values in lanes:
                 if step.op == "glue":
-                    self._glue_forward(block, kind, step, values)
+                    self._glue_forward(block, kind, op, values)
                 elif step.op == "attention":
                     self._attention_forward(step, values, keep_lse)
                 for name in op.frees:
                     values.pop(name, None)
 
-    def _glue_forward(self, block: Block, kind: Kind, step: Step, values: Values) -> None:
+    def _glue_forward(self, block: Block, kind: Kind, op: Op, values: Values) -> None:
+        step = kind.steps[op.step]
         arguments = [self._argument(block, name, values) for name in step.inputs]
-        results = self.glue.run(kind, step, "forward", arguments, step.outputs, self.tokens)
+        results = self.glue.run(kind, step, "forward", arguments, op.wanted, self.tokens)
         del arguments
         mx.eval(results)
         values.update(results)

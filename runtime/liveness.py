@@ -240,6 +240,13 @@ class Liveness:
         """The same of values that hold all tokens, whatever is tiled."""
         return max(value for value, inside in self._layer_values() if not inside)
 
+    def mapped_value(self) -> int:
+        """The largest value that is mapped where it is long; 0 where an MLP's are not tiled.
+
+        There values of many lengths lie beside each other, and leave holes for each other.
+        """
+        return self.largest_whole_value() if self.token_tile < self.work.rung else 0
+
     def largest_tiled_value(self) -> int:
         """The same of those inside a tiled step, which hold a tile of tokens; 0 for none."""
         return max((value for value, inside in self._layer_values() if inside), default=0)

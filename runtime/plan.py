@@ -70,6 +70,7 @@ class Plan:
     live_bytes: int
     slack_bytes: int  # of the heap, where freed memory goes back to it
     cache_bytes: int  # of MLX, where it keeps freed memory itself
+    mapped_value_bytes: int  # of the largest value that is mapped where it is long; 0 for none
     value_bytes: int  # of the largest value of all tokens: so far MLX may allocate beyond a limit
     scratch_disk_bytes: int
     rung: int
@@ -275,6 +276,7 @@ def predict(
         live_bytes=live,
         slack_bytes=slack,
         cache_bytes=cached,
+        mapped_value_bytes=model.mapped_value(),
         value_bytes=model.largest_whole_value(),
         scratch_disk_bytes=slots * work.hidden_states * row_bytes + trained + moments,
         rung=work.rung,

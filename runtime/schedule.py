@@ -3,8 +3,8 @@
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
 values that its backward needs (and no others), then runs the steps' backwards in reverse; a step
 whose inputs need no gradient is left out. Where there is memory for it, the forward keeps those
-values instead; only what is inside a `tiled` step is always recomputed. A norm or a residual whose
-inputs wait for their own backward is made again where it is read, and does not wait as well.
+values instead; only what is inside a `tiled` step is always recomputed. What a norm or a
+transposition makes of inputs that wait for their own backward is made again where it is read.
 Gradients are named `~value`.
 """
 
@@ -22,7 +22,7 @@ class Op:
 
     `wanted` are the outputs to compute (forward) or the values to return gradients for
     (backward); `frees` are the values and gradients that die with this op. `same` is for each
-    wanted gradient the other one whose array it is from here on, or "".
+    wanted gradient the cotangent or the earlier one whose array it is after the op, or "".
     """
 
     backward: bool

@@ -20,7 +20,7 @@ from runtime.kernels.product import OpenTile
 from runtime.plan import Plan, choose_rung, make_plan
 from runtime.profile import Profile
 from runtime.program import Program
-from runtime.tiling import WHOLE, widest_tile
+from runtime.tiling import WHOLE, longest_graph, widest_tile
 from runtime.weights import Weights
 from runtime.workspace import Work
 
@@ -48,14 +48,16 @@ class Session:
         )
 
     def _rung(self, length: int) -> int:
-        """The smallest rung that holds `length` tokens and whose MLP's tiles are no larger.
+        """The smallest rung that holds `length` tokens and whose tiles of tokens are no larger.
 
         A shorter rung that tiles do not divide would take more memory than what was planned for.
         """
         manifest, plan = self.bundle.manifest, self.plan
         rung = choose_rung(manifest, length)
+        longest = longest_graph(manifest, plan.rung)
         for shorter in (one for one in manifest.rungs if rung <= one < plan.rung):
-            if widest_tile(manifest, shorter, plan.token_tile) <= plan.token_tile:
+            tiles_fit = widest_tile(manifest, shorter, plan.token_tile) <= plan.token_tile
+            if tiles_fit and longest_graph(manifest, shorter) <= longest:
                 return shorter
         return max(rung, plan.rung)
 
@@ -162,7 +164,7 @@ def open_session(bundle: Bundle, plan: Plan) -> Session:
     limit_memory(max(0, active - plan.value_bytes), plan.cache_bytes)
     mx.clear_cache()
     trim_heap()
-    place_values(plan.value_bytes)
+    place_values(plan.mapped_value_bytes)
     session = Session(bundle, plan, Weights(bundle, plan.prefetch))
     weakref.finalize(session, os.close, lock_bundle(bundle.path, alone=False))
     return session

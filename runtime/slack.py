@@ -36,7 +36,7 @@ def slack_of(model: Liveness) -> Slack:
     tile = model.workspace.largest_tile()
     if model.work.method != "mebp":
         return _of_forward(model, tile)
-    if model.largest_whole_value() >= LONG_VALUE_BYTES:
+    if model.mapped_value() >= LONG_VALUE_BYTES:
         return Slack(4_500_000, 0.02)
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
         return Slack(3_200_000, 0.05 + 0.02 * _doublings(model.largest_whole_value(), 0))
@@ -46,7 +46,7 @@ def slack_of(model: Liveness) -> Slack:
 def _of_forward(model: Liveness, tile: int) -> Slack:
     """The slack while a block only runs forward, with matrices opened in tiles of so many bytes."""
     value = model.largest_value()
-    if model.largest_whole_value() >= LONG_VALUE_BYTES:
+    if model.mapped_value() >= LONG_VALUE_BYTES:
         return Slack(1_200_000, 0.02)
     if tile >= SMALL_TILE_BYTES:
         return Slack(2_300_000, 0.10 + 0.01 * _doublings(value, tile))

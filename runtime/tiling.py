@@ -70,6 +70,12 @@ def widest_tile(manifest: Manifest, rung: int, at_most: int) -> int:
     return max(token_tile(fold(manifest.kinds[name]), rung, at_most) for name in kinds)
 
 
+def longest_graph(manifest: Manifest, rung: int) -> int:
+    """The most tokens that a layer's token-wise glue takes at once at a rung."""
+    steps = (step for block in manifest.layers for step in manifest.kinds[block.kind].steps)
+    return max((graph_length(step, rung) for step in steps if step.tokenwise), default=0)
+
+
 def _is_foldable(kind: Kind, first: int, last: int) -> bool:
     """Of steps that treat tokens alike: linear to linear by glue, one value in and one out."""
     inside, after = kind.steps[first : last + 1], kind.steps[last + 1 :]

@@ -109,6 +109,7 @@ LIES = [
     (f"{LAYER}/steps/3/scale", 10**400),
     (f"{LAYER}/steps/3/window", 0),
     (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k"]),
+    (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k", "attention0.k"]),
     (f"{LAYER}/steps/3/inputs", ["attention0.k", "attention0.q", "attention0.v"]),
     ("kinds/embed/steps/0/matrix", "lm_head"),
     ("kinds/embed/steps/0/matrix", "model.layers.0.mlp.up_proj"),

@@ -155,15 +155,17 @@ def test_large_values_leave_larger_holes(
     assert 0 < after.slack_bytes - before.slack_bytes < 2 * per_doubling * alive
 
 
-@pytest.mark.parametrize(("method", "most"), [("mebp", 64), ("mebp", WHOLE), ("mezo", 64)])
-def test_mapped_values_leave_no_holes(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str, most: int
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_values_that_are_mapped_leave_no_holes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     manifest, work = tiny("gemma3", seq_lens=(1024,)).manifest, Work(1024, method=method)
-    model = Liveness(manifest, work, Sizes(2048, 16, 0, most_tokens=most))
-    before = slack_of(model)
-    monkeypatch.setattr("runtime.slack.LONG_VALUE_BYTES", model.largest_whole_value())
-    assert slack_of(model).share < before.share
+    tiled = Liveness(manifest, work, Sizes(2048, 16, 0, most_tokens=64))
+    whole = Liveness(manifest, work, Sizes(2048, 16, 0))
+    before, as_before = slack_of(tiled), slack_of(whole)
+    monkeypatch.setattr("runtime.slack.LONG_VALUE_BYTES", tiled.mapped_value())
+    assert slack_of(tiled).share < before.share
+    assert slack_of(whole) == as_before
 
 
 def test_large_tiles_leave_larger_holes_in_a_forward(
@@ -257,14 +259,28 @@ def test_the_papers_head_is_opened_once(tiny: Tiny, method: str) -> None:
     assert values + logits < plan.blocks[-1].forward_bytes < most
 
 
+def test_a_session_maps_the_values_whose_slack_is_planned_so(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tiny("llama", seq_lens=(128,))
+    placed: list[int] = []
+    monkeypatch.setattr("runtime.session.place_values", placed.append)
+    smallest = make_plan(bundle.manifest, Work(128), 10**9).minimum_bytes
+    for budget in (smallest, 10**9):
+        open_session(bundle, make_plan(bundle.manifest, Work(128), budget))
+    hidden = 128 * bundle.manifest.hidden_size * F32
+    assert placed[0] >= hidden  # an MLP runs by tiles of tokens
+    assert placed[1] == 0
+
+
 def test_a_short_row_takes_no_more_than_was_planned(tiny: Tiny) -> None:
-    """Tiles do not divide 97 tokens: beside a plan with tiles they run at 128."""
-    bundle = tiny("llama", seq_lens=(32, 97, 128))
-    for most, expected in ((WHOLE, (32, 97, 97, 128)), (64, (32, 128, 128, 128))):
+    """Tiles do not divide 97 tokens, which run at 100, in tiles of 50."""
+    bundle = tiny("llama", seq_lens=(32, 97, 100, 128))
+    for most in (WHOLE, 64):
         sizes = replace(LEVELS[-1], most_tokens=most)
         plan = predict(bundle.manifest, Work(128), sizes, 10**9, 0)
         session = open_session(bundle, plan)
-        assert tuple(session.program(n).rung for n in (30, 33, 97, 98)) == expected
+        assert tuple(session.program(n).rung for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
 
 
 @pytest.mark.parametrize("targets", [[], ["nothing"]])

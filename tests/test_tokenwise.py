@@ -16,8 +16,9 @@ from export.tokenwise import treats_tokens_alike
 from harness import reference
 from ondevice.bundle import Bundle
 from ondevice.errors import BundleError
-from ondevice.manifest import Shape, Step, T, graph_key, graph_length
+from ondevice.manifest import Shape, Step, T, at_rung, graph_key, graph_length
 from ondevice.validate import check_manifest
+from runtime.glue import GlueKernel
 from runtime.liveness import Liveness
 from runtime.workspace import Sizes, Work
 
@@ -56,6 +57,41 @@ def test_norms_and_activations_are_tiled_and_positions_are_not(tiny: Tiny, famil
     attention = next(step for step in kind.steps if step.op == "attention")
     maker = next(s for s in kind.steps if s.op == "glue" and attention.inputs[0] in s.outputs)
     assert not maker.tokenwise and graph_length(maker, 128) == 128
+
+
+def place(array: mx.array) -> int:
+    return int(np.asarray(memoryview(array)).__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str) -> None:
+    """Of the graphs as they were written, whole and by tiles, whichever gradients are wanted."""
+    bundle = tiny(family, seq_lens=LENGTHS)
+    shared = 0
+    for kind in bundle.manifest.kinds.values():
+        for step in (step for step in kind.steps if any(step.vjp_same)):
+            shapes = {
+                name: kind.values[name.removeprefix("~")]
+                for name in step.vjp_inputs
+                if name[0] != "@"
+            }
+            shapes.update({f"@{name}": shape for name, shape in kind.parameters.items()})
+            given = {
+                name: mx.array(rng.standard_normal(at_rung(shapes[name], 128)).astype(np.float32))
+                for name in step.vjp_inputs
+            }
+            arguments = list(given.values())
+            glue = GlueKernel(bundle, 128)
+            everything = glue.run(kind, step, "vjp", arguments, step.vjp_outputs, 128)
+            mx.eval(everything)
+            for name, same in zip(step.vjp_outputs, step.vjp_same, strict=True):
+                (alone,) = glue.run(kind, step, "vjp", arguments, [name], 128).values()
+                assert mx.array_equal(alone, everything[name])
+                if same:
+                    other = given[same] if same.startswith("~") else everything[same]
+                    assert place(everything[name]) == place(other)
+                    shared += 1
+    assert shared
 
 
 def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
