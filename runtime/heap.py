@@ -11,9 +11,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest that glibc lets its heap serve
 NEVER_TRIM_BYTES = (1 << 31) - 1
 MAPPED_BLOCK_BYTES = 256 << 10  # from here on, where the heap is not kept
-LONG_VALUE_BYTES = (
-    6_000_000  # from here on a value of all tokens is mapped, and no part of the heap
-)
+LONG_VALUE_BYTES = 6_000_000  # from here on a value of all tokens is mapped
 
 
 def tune_heap(keep: bool) -> None:

@@ -101,7 +101,7 @@ TEXTS = [
     b"{}",
     b'{"format": "ondevice-bundle"}',
     b'{"format": ["ondevice-bundle"], "version": 2}',
-    b'{"format": "ondevice-bundle", "version": 2}',
+    b'{"format": "ondevice-bundle", "version": 1}',
     b'{"format": "ondevice-bundle", "version": true}',
     b'{"format": "ondevice-bundle", "version": "2"}',
     b'{"format": "ondevice-bundle", "version": 2}',
