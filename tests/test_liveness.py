@@ -61,10 +61,11 @@ def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family:
             results = function(*inputs)
             mx.eval(results)
         expected = graph.workspace_bytes + sum(result.nbytes for result in results)
+        late = max(array.nbytes for array in (*results, *inputs))  # given back after its successor
         del results, inputs
         exact = key.rsplit(".", 2)[0] in tiled
-        print(key, found.most, expected)
-        assert found.most <= (1.3 if exact else 2.1) * expected + 1000
+        print(key, found.most, expected, late)
+        assert found.most <= (1.3 if exact else 2.1) * expected + late + 1000
         assert found.most >= 0.7 * expected or not exact
 
 
