@@ -16,6 +16,7 @@ from ondevice.bundle import Bundle
 from ondevice.manifest import Block, Kind, Step, at_rung
 from runtime.glue import GlueKernel
 from runtime.kernels.attention import AttentionKernel
+from runtime.kernels.in_place import put
 from runtime.kernels.linear import LinearKernel, Lora
 from runtime.profile import Profile
 from runtime.schedule import Op, backward_schedule, forward_schedule, keeping_schedule, lse
@@ -177,8 +178,7 @@ class Executor:
             parts = tile.forward(block, inner, inputs, loras)
             inputs.clear()
             for lane in range(len(lanes)):
-                ys[lane][:, tokens] = parts.pop(0)
-                mx.eval(ys[lane])
+                put(ys[lane], (slice(None), tokens), parts.pop(0))
         for values in lanes:
             values[inner.output] = ys.pop(0)
 
@@ -204,8 +204,7 @@ class Executor:
             part = {inner.input: x[:, tokens], f"~{inner.output}": dy[:, tokens]}
             tile._reverse(block, inner, part, loras, bool(op.wanted), False, gradients)
             if dx is not None:
-                dx[:, tokens] = part.pop(f"~{inner.input}")
-                mx.eval(dx)
+                put(dx, (slice(None), tokens), part.pop(f"~{inner.input}"))
         return {} if dx is None else {inner.input: dx}
 
     def _linear_forward(

@@ -15,6 +15,7 @@ import mlx.core as mx
 from ondevice.bundle import Bundle
 from ondevice.errors import BundleError
 from ondevice.manifest import Kind, Step, at_rung, graph_key, graph_length, token_axis
+from runtime.kernels.in_place import put
 
 Graphs = dict[str, Callable[..., Any]]
 """Opened graphs by key."""
@@ -52,6 +53,7 @@ class GlueKernel:
         holder = {name: same.get(name) or name for name in wanted}
         own = dict.fromkeys(one for one in holder.values() if not one.startswith("~"))
         found = {name: mx.zeros(at_rung(kind.values[name], tokens)) for name in own}
+        mx.eval(found)
         for start in range(0, tokens, length):
             tile = slice(start, start + length)
             sliced = [
@@ -62,8 +64,7 @@ class GlueKernel:
             del sliced
             mx.eval([results[name] for name in own])
             for name in own:
-                found[name][_along(kind, name, tile)] = results[name]
-            mx.eval(found)
+                put(found[name], _along(kind, name, tile), results[name])
             del results
         return {name: found[one] if one in own else given[one] for name, one in holder.items()}
 

@@ -77,10 +77,11 @@ class Workspace:
         step = kind.steps[-1]
         h = math.prod(at_rung(kind.values[step.inputs[0]], self.work.rung)) * F32
         matrix = self.manifest.matrices[step.matrix]
-        gradient = 3 * h if self.work.method == "mebp" else 0
+        gradient = h if self.work.method == "mebp" else 0
         waiting = (2 * lanes + 1) * h  # h and its halves, and one lane's rows of the targets
         unpacking = self._tile(matrix, self.chunk_rows * matrix.columns)
-        return waiting + gradient + max(unpacking, self._scoring(matrix))
+        joined = gradient  # of its halves, when the last chunk has gone
+        return waiting + gradient + max(unpacking, self._scoring(matrix), joined)
 
     def off_heap(self, kind: Kind) -> int:
         """What is no heap's: the tile in hand, and logits that are too large for it."""
@@ -93,8 +94,8 @@ class Workspace:
         return self.work.rung * self.chunk_rows * F32
 
     def _scoring(self, matrix: Matrix) -> int:
-        """A chunk of the vocabulary, and its logits with what is made of them."""
-        return self._opened(matrix, self.chunk_rows * matrix.columns) + 3 * self._logits()
+        """A chunk of the vocabulary, and its logits, which become their exponentials."""
+        return self._opened(matrix, self.chunk_rows * matrix.columns) + self._logits()
 
     def largest_tile(self) -> int:
         """The most that one tile of a matrix takes while it is unpacked."""
@@ -153,14 +154,11 @@ class Workspace:
         return lanes * tokens * matrix.columns * F32 + tile
 
     def _linear_backward(self, matrix: Matrix, tokens: int) -> int:
-        """Beside the result: a tile as it is unpacked, or met while the sum is made anew."""
-        x = tokens * matrix.columns * F32
-        first = self._rows(matrix)
-        second = min(first, matrix.rows - first)
-        unpacked = self._tile(matrix, first * matrix.columns)
-        return max(
-            unpacked, self._met(matrix, first, tokens), x + self._met(matrix, second, tokens)
-        )
+        """Beside the result: a tile as it is unpacked or met, then the halves of the result."""
+        rows = self._rows(matrix)
+        halves = tokens * matrix.columns * F32
+        unpacked = self._tile(matrix, rows * matrix.columns)
+        return max(unpacked, self._met(matrix, rows, tokens), halves)
 
     def _met(self, matrix: Matrix, rows: int, tokens: int) -> int:
         """An open tile of so many rows, and the part of y or dy that belongs to it."""
@@ -176,6 +174,5 @@ class Workspace:
         scores = heads * mask
         queries, others = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
         part = queries * block // length
-        if backward:
-            return mask + 4 * scores + 2 * others + 3 * part
-        return mask + 3 * scores + others + part
+        met = mask + scores + part + others // 2  # and k or v, in rows that a product can take
+        return met + max(scores, part) if backward else met

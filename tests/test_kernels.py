@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 from harness import reference
 from ondevice.manifest import Extent, Matrix
 from runtime.kernels.attention import AttentionKernel
-from runtime.kernels.exponential import exp
 from runtime.kernels.head import HeadKernel
+from runtime.kernels.in_place import add_to, contiguous, exp_below, put, row_max, weighed
 from runtime.kernels.linear import LinearKernel, Lora
-from runtime.kernels.unpack import dense, join, split
+from runtime.kernels.unpack import SIDE_BY_SIDE, dense, join, split
 from runtime.weights import Weights
 
 CLOSE = 1e-5
@@ -116,6 +117,20 @@ def test_tiles_and_gathered_rows_are_rows_of_the_matrix(tmp_path: Path, rng: Rng
     )
 
 
+def test_large_tiles_are_the_same_on_two_streams_and_in_any_thread(
+    tmp_path: Path, rng: Rng
+) -> None:
+    rows = SIDE_BY_SIDE // 1024 + int(rng.integers(1, 9))
+    weights, matrix, values = stored(tmp_path, rng, rows, 16, 4, 64, "symmetric")
+
+    def unpacked() -> np.ndarray:
+        return np.array(dense(weights.tile(matrix, 0, rows), 4))
+
+    assert (unpacked() == values).all()
+    with ThreadPoolExecutor(1) as other:
+        assert (other.submit(unpacked).result() == values).all()
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_join_undoes_split(rng: Rng, bits: int) -> None:
     x = normal(rng, 5, 64)
@@ -209,13 +224,46 @@ def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng) -> No
     assert mx.array_equal(out[:, :, 20], moved[:, :, 20])
 
 
-def test_fast_exponential(rng: Rng) -> None:
-    x = -np.abs(rng.standard_normal(4000).astype(np.float32)) * 20
-    found = np.array(exp(mx.array(x))).astype(np.float64)
-    # x itself is rounded to 24 bits, which e**x multiplies by |x|
-    np.testing.assert_allclose(found, np.exp(x.astype(np.float64)), rtol=1e-5, atol=1e-37)
-    assert float(exp(mx.array(0.0))) == 1.0
-    assert float(exp(mx.array(-1e30))) == 0.0
+def test_exponentials_in_place(rng: Rng) -> None:
+    x = rng.standard_normal((40, 100)).astype(np.float32) * 20
+    x[3, 7] = -1e30
+    most = x.max(axis=-1, keepdims=True)
+    given = mx.array(x)
+    top = row_max(given)
+    assert mx.array_equal(top, mx.array(most))
+    found = np.array(exp_below(given, top)).astype(np.float64)
+    exact = np.exp((x - most).astype(np.float64))
+    np.testing.assert_allclose(found, exact, rtol=3e-7, atol=1e-37)
+    assert (found.max(axis=-1) == 1.0).all()
+    assert found[3, 7] == 0.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_no_number_stays_none_without_a_warning() -> None:
+    x = mx.array([[np.inf, 1.0], [np.nan, 0.0]])
+    most = row_max(x)
+    assert np.isnan(np.array(exp_below(x, most))).tolist() == [[True, False], [True, True]]
+
+
+def test_arrays_changed_in_place(rng: Rng) -> None:
+    x, part = rng.standard_normal((6, 10)), rng.standard_normal((6, 4))
+    where = (slice(None), slice(1, 9, 2))
+    whole = mx.array(x.astype(np.float32))
+    mx.eval(whole)
+    add_to(whole, where, mx.array(part.astype(np.float32)))
+    x[where] += part
+    np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
+    put(whole, where, mx.array(part.astype(np.float32)) * 2)
+    x[where] = part * 2
+    np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
+    taken = contiguous(whole, where)
+    np.testing.assert_allclose(np.array(taken), part * 2, rtol=1e-5, atol=1e-6)
+    mean, weights = rng.standard_normal((6, 1)), rng.standard_normal((6, 4))
+    found = weighed(taken, mx.array(mean), mx.array(weights), 0.3)
+    np.testing.assert_allclose(
+        np.array(found), (part * 2 - mean) * weights * 0.3, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
 
 
 # --- head -------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
-from runtime.kernels.exponential import exp, row_sums
+from runtime.kernels.in_place import add_to, exp_below, put, row_max, weighed
+from runtime.kernels.sums import row_sums
 
 MASKED = -1e30  # added to a score, which vanishes in its rounding
 
@@ -31,11 +33,11 @@ class AttentionKernel:
         for start in range(0, length, self.query_block):
             stop = min(length, start + self.query_block)
             first = 0 if window is None else max(0, start - window + 1)
-            rows, columns = mx.arange(start, stop)[:, None], mx.arange(first, stop)[None]
-            allowed = rows >= columns
+            rows, columns = np.arange(start, stop)[:, None], np.arange(first, stop)[None]
+            masked = columns > rows
             if window is not None:
-                allowed = allowed & (rows - columns < window)
-            yield start, stop, first, mx.where(allowed, 0.0, MASKED)
+                masked |= columns <= rows - window
+            yield start, stop, first, mx.array(masked * np.float32(MASKED))
 
     def forward(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None
@@ -54,9 +56,8 @@ class AttentionKernel:
         for start, stop, first, mask in self._blocks(length, window):
             keys = k[0, :, None, first:stop]
             s = _scores(grouped[:, :, start:stop], keys, scale, mask)
-            top = s.max(axis=-1, keepdims=True)
-            mx.eval(top)  # with the scores: else a copy of them lives beside exp's own
-            p = exp(s - top)
+            top = row_max(s)
+            p = exp_below(s, top)
             total = row_sums(p)
             out = _multiply(p, v[0, :, None, first:stop]) / total
             lse = top + mx.log(total)
@@ -84,21 +85,26 @@ class AttentionKernel:
         repeats = heads // groups
         grouped = q.reshape(groups, repeats, length, width)
         d_grouped = d_out.reshape(groups, repeats, length, -1)
-        inner = row_sums(d_grouped * out.reshape(d_grouped.shape))
+        outputs = out.reshape(d_grouped.shape)
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
+        mx.eval(dk, dv)
         joined = _Joined(length)
         for start, stop, first, mask in self._blocks(length, window):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
-            p = exp(_scores(rows, keys, scale, mask) - lse[:, :, start:stop])
-            dv[:, first:stop] = dv[:, first:stop] + _outer(p, d_rows)
-            ds = p * (_multiply(d_rows, values.swapaxes(-1, -2)) - inner[:, :, start:stop]) * scale
-            del p
+            inner = row_sums(d_rows * outputs[:, :, start:stop])
+            mx.eval(inner)
+            p = exp_below(_scores(rows, keys, scale, mask), lse[:, :, start:stop])
+            add_to(dv, (slice(None), slice(first, stop)), _outer(p, d_rows))
+            dp = _multiply(d_rows, values.swapaxes(-1, -2))
+            mx.eval(dp)
+            ds = weighed(dp, inner, p, scale)
+            del p, dp
             dq = _multiply(ds, keys)
-            dk[:, first:stop] = dk[:, first:stop] + _outer(ds, rows)
+            add_to(dk, (slice(None), slice(first, stop)), _outer(ds, rows))
+            mx.eval(dq)
             del ds
-            mx.eval(dq, dk, dv)
             joined.put(start, dq)
             del dq
         return joined.whole.reshape(q.shape), dk[None], dv[None]
@@ -121,8 +127,8 @@ class _Joined:
             return
         if start == 0:
             self.whole = mx.zeros((groups, repeats, self.length, width))
-        self.whole[:, :, start : start + rows] = part
-        mx.eval(self.whole)
+            mx.eval(self.whole)
+        put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
 
 
 def _multiply(x: mx.array, y: mx.array) -> mx.array:
@@ -140,4 +146,7 @@ def _outer(x: mx.array, y: mx.array) -> mx.array:
 
 
 def _scores(q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
-    return _multiply(q * scale, k.swapaxes(-1, -2)) + mask
+    s = _multiply(q * scale, k.swapaxes(-1, -2))
+    mx.eval(s)
+    add_to(s, ..., mask)
+    return s

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.manifest import Matrix
-from runtime.kernels.exponential import exp, row_sums
+from runtime.kernels.in_place import exp_below, row_max
 from runtime.kernels.linear import LinearKernel
 from runtime.kernels.product import Input, OpenTile, RowSum
+from runtime.kernels.sums import row_sums
 from runtime.kernels.unpack import dense
 
 Targets = npt.NDArray[np.int64]
@@ -53,15 +54,15 @@ class _Lane:
     def meet(self, opened: OpenTile, start: int, gradient: bool) -> None:
         """Take in the logits of the vocabulary from `start` on."""
         logits = opened.transposed_product(self.given)
-        top = logits.max(axis=-1, keepdims=True)
+        mx.eval(logits)
+        top = row_max(logits)
         if self.predicted is not None:
             place = logits.argmax(axis=-1).astype(mx.int32) + start
             self.predicted = mx.where(top[:, 0] > self.best[:, 0], place, self.predicted)
             mx.eval(self.predicted)
         new = mx.maximum(self.best, top)
-        mx.eval(new)  # with the logits: else a copy of them lives beside exp's own
         fade = mx.exp(self.best - new)
-        p = exp(logits - new)
+        p = exp_below(logits, new)
         del logits
         self.total = self.total * fade + row_sums(p)
         self.best = new

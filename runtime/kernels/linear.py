@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ondevice.manifest import Matrix
+from runtime.kernels.in_place import contiguous, put
 from runtime.kernels.product import Input, OpenTile, RowSum
 from runtime.profile import Profile
 from runtime.tiling import WHOLE, rows_at_once
@@ -122,8 +123,9 @@ class LinearKernel:
         for start, stop in self._ranges(matrix):
             opened = self.opened(matrix, start, stop)
             for lane, given in enumerate(inputs):
-                outputs[lane][:, start:stop] = opened.transposed_product(given)
-                mx.eval(outputs[lane])
+                part = opened.transposed_product(given)
+                put(outputs[lane], (slice(None), slice(start, stop)), part)
+                del part
             del opened
         return outputs
 
@@ -132,7 +134,8 @@ class LinearKernel:
         total = RowSum()
         for start, stop in self._ranges(matrix):
             # contiguous: else every product with a column would make its own copy
-            part = dy if stop - start == matrix.rows else mx.contiguous(dy[:, start:stop])
+            whole = stop - start == matrix.rows
+            part = dy if whole else contiguous(dy, (slice(None), slice(start, stop)))
             total.add(part, self.opened(matrix, start, stop))
             del part
         dx = total.result(matrix.group_size)

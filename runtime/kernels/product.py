@@ -7,7 +7,7 @@ however many inputs it meets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -72,7 +72,7 @@ class OpenTile:
 class RowSum:
     """The running sum over tiles of p_i W_i, (T, C), each term evaluated as it is added."""
 
-    halves: tuple[mx.array, ...] = ()
+    halves: list[mx.array] = field(default_factory=list)
     whole: mx.array | None = None  # packed products, or the sums of shifts (T, G)
 
     def add(self, part: mx.array, opened: OpenTile, fade: mx.array | None = None) -> None:
@@ -82,15 +82,22 @@ class RowSum:
             mx.eval(self.whole)
             return
         if self.halves:
-            kept = self.halves if fade is None else tuple(half * fade for half in self.halves)
-            pairs = zip(kept, opened.columns, strict=True)
-            self.halves = tuple(mx.addmm(half, part, column) for half, column in pairs)
+            self._add_to_halves(part, opened.columns, fade)
         else:
-            self.halves = tuple(part @ column for column in opened.columns)
+            self.halves = [part @ column for column in opened.columns]
         if opened.shift is not None:
             self._add_whole(part @ opened.shift, fade)
             mx.eval(self.whole)
         mx.eval(self.halves)
+
+    def _add_to_halves(
+        self, part: mx.array, columns: tuple[mx.array, ...], fade: mx.array | None
+    ) -> None:
+        for column in columns:
+            half = self.halves.pop(0)  # so that nobody else holds what the product is added to
+            half = half if fade is None else half * fade
+            self.halves.append(mx.addmm(half, part, column))
+            del half
 
     def _add_whole(self, term: mx.array, fade: mx.array | None) -> None:
         if self.whole is not None:
@@ -100,11 +107,11 @@ class RowSum:
     def result(self, group_size: int) -> mx.array:
         """The sum (T, C); the accumulator is spent."""
         halves, whole = self.halves, self.whole
-        self.halves, self.whole = (), None
+        self.halves, self.whole = [], None
         if not halves:
             assert whole is not None
             return whole
-        total = join(halves)
+        total = join(tuple(halves))
         if whole is None:
             return total
         return total + mx.repeat(whole, group_size, axis=1)  # the same for a group's columns
