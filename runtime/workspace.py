@@ -78,7 +78,7 @@ class Workspace:
         h = math.prod(at_rung(kind.values[step.inputs[0]], self.work.rung)) * F32
         matrix = self.manifest.matrices[step.matrix]
         gradient = h if self.work.method == "mebp" else 0
-        waiting = (2 * lanes + 1) * h  # h and its halves, and one lane's rows of the targets
+        waiting = 3 * lanes * h  # h and its halves, and the rows of the targets
         unpacking = self._tile(matrix, self.chunk_rows * matrix.columns)
         joined = gradient  # of its halves, when the last chunk has gone
         return waiting + gradient + max(unpacking, self._scoring(matrix), joined)
@@ -154,16 +154,20 @@ class Workspace:
         return lanes * tokens * matrix.columns * F32 + tile
 
     def _linear_backward(self, matrix: Matrix, tokens: int) -> int:
-        """Beside the result: a tile as it is unpacked or met, then the halves of the result."""
+        """Beside the result: a tile as it is unpacked and its part of dy; then the halves."""
         rows = self._rows(matrix)
         halves = tokens * matrix.columns * F32
-        unpacked = self._tile(matrix, rows * matrix.columns)
-        return max(unpacked, self._met(matrix, rows, tokens), halves)
+        return max(
+            self._tile(matrix, rows * matrix.columns) + self._part(matrix, rows, tokens), halves
+        )
 
     def _met(self, matrix: Matrix, rows: int, tokens: int) -> int:
         """An open tile of so many rows, and the part of y or dy that belongs to it."""
-        part = tokens * rows * F32 if rows < matrix.rows else 0
-        return part + self._opened(matrix, rows * matrix.columns)
+        return self._part(matrix, rows, tokens) + self._opened(matrix, rows * matrix.columns)
+
+    def _part(self, matrix: Matrix, rows: int, tokens: int) -> int:
+        """The part of y or dy that belongs to so many rows; all of them need no part."""
+        return tokens * rows * F32 if rows < matrix.rows else 0
 
     def _attention(self, kind: Kind, step: Step, backward: bool) -> int:
         q, k, v = (at_rung(kind.values[name], self.work.rung) for name in step.inputs)

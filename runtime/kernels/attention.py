@@ -33,11 +33,7 @@ class AttentionKernel:
         for start in range(0, length, self.query_block):
             stop = min(length, start + self.query_block)
             first = 0 if window is None else max(0, start - window + 1)
-            rows, columns = np.arange(start, stop)[:, None], np.arange(first, stop)[None]
-            masked = columns > rows
-            if window is not None:
-                masked |= columns <= rows - window
-            yield start, stop, first, mx.array(masked * np.float32(MASKED))
+            yield start, stop, first, _mask(start, stop, first, window)
 
     def forward(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None
@@ -129,6 +125,15 @@ class _Joined:
             self.whole = mx.zeros((groups, repeats, self.length, width))
             mx.eval(self.whole)
         put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
+
+
+def _mask(start: int, stop: int, first: int, window: int | None) -> mx.array:
+    """What is added to the scores of queries start:stop with keys first:stop."""
+    rows, columns = np.arange(start, stop)[:, None], np.arange(first, stop)[None]
+    masked = columns > rows
+    if window is not None:
+        masked |= columns <= rows - window
+    return mx.array(masked * np.float32(MASKED))
 
 
 def _multiply(x: mx.array, y: mx.array) -> mx.array:

@@ -61,9 +61,11 @@ def contiguous(x: mx.array, where: Any) -> mx.array:
 
 
 def row_max(x: mx.array) -> mx.array:
-    """The largest of the last axis (..., n), kept as (..., 1)."""
+    """The largest of the last axis (..., n), kept as (..., 1), evaluated."""
     if on_gpu():
-        return x.max(axis=-1, keepdims=True)
+        most = x.max(axis=-1, keepdims=True)
+        mx.eval(most)  # with x: else a copy of it lives beside what comes of both
+        return most
     return mx.array(view(x).max(axis=-1, keepdims=True))
 
 
