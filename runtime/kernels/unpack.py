@@ -18,8 +18,6 @@ from runtime.weights import Tile
 
 EVEN, ODD = (slice(None), slice(0, None, 2)), (slice(None), slice(1, None, 2))
 HIGH, FLIP4, FLIP8 = 0xF0F0F0F0, 0x88888888, 0x80808080
-
-
 SIDE_BY_SIDE = 1 << 20  # values; of fewer the second stream costs what it saves
 
 
