@@ -10,8 +10,7 @@ windowed) is refused.
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,25 +19,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from export.families import build_model
+from export.glue import Glue, GlueCut, cut_glue
 from export.taps import MASK, Call, Tape, Taps, attention_windows, probe_length
-from export.tokenwise import treats_tokens_alike
-from export.trace import Function, Trace, trace
+from export.trace import trace
 from ondevice.errors import BundleError
 from ondevice.manifest import Block, Kind, Linear, Shape, Step, T, at_rung
-
-F32 = 4
-TILING_PAYS = 0.5  # times the hidden state: glue that holds less than that inside runs whole
-
-
-@dataclass(frozen=True)
-class Glue:
-    """A glue step's graphs to serialize: the same functions at every rung."""
-
-    step: Step
-    forward: Function
-    forward_shapes: tuple[Shape, ...]
-    vjp: Function
-    vjp_shapes: tuple[Shape, ...]
 
 
 @dataclass
@@ -140,7 +125,9 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
             outputs.append(mx.zeros((1, length, 1)))
             return [replay(outputs)[0][consumer].inputs[0]]
 
-        made = _glue(f"{name}.0", {source: shape}, parameters, [target], values, stage, taps.probe)
+        made = cut_glue(
+            f"{name}.0", {source: shape}, parameters, [target], values, stage, taps.probe
+        )
         cut.glue.append(made.glue)
         return [made.step], Kind(name, source, output, values, made.parameters, ())
 
@@ -165,117 +152,6 @@ def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
 def _set(root: nn.Module, values: dict[str, mx.array]) -> None:
     if values:
         root.update(tree_unflatten(list(values.items())))
-
-
-@dataclass(frozen=True)
-class _GlueCut:
-    step: Step
-    glue: Glue
-    parameters: dict[str, tuple[int, ...]]
-    signature: str
-
-
-def _glue(
-    name: str,
-    sources: dict[str, Shape],
-    parameters: dict[str, tuple[int, ...]],
-    targets: list[str],
-    values: dict[str, Shape],
-    stage: Callable[..., list[mx.array]],
-    tokens: int,
-) -> _GlueCut:
-    """Reduce a stage to the inputs it depends on, and derive its vjp, reduced likewise.
-
-    Both are traced at `tokens` tokens, to hold at any number of them.
-    """
-    shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
-
-    def over(keys: Sequence[str]) -> Function:
-        chosen = tuple(keys)
-        return lambda *arrays: stage(*arrays, _keys=chosen)
-
-    def probe(keys: Sequence[str]) -> list[mx.array]:
-        return [mx.zeros(at_rung(shapes[key], tokens)) for key in keys]
-
-    everything = tuple(shapes)
-    full = trace(over(everything), probe(everything))
-    wanted = frozenset().union(*full.depends)
-    inputs = tuple(key for position, key in enumerate(everything) if position in wanted)
-    primals = tuple(key for key in inputs if not key.startswith("@"))
-    constants = tuple(key for key in inputs if key.startswith("@"))
-    inputs = primals + constants
-    forward = over(inputs)
-    cotangents = tuple(f"~{target}" for target in targets)
-    shapes.update({f"~{target}": values[target] for target in targets})
-    vjp_candidates = (*primals, *constants, *cotangents)
-
-    def pull(keys: tuple[str, ...]) -> Function:
-        def pulled(*arrays: mx.array) -> list[mx.array]:
-            given = dict(zip(keys, arrays, strict=True))
-            rung = next(a for k, a in given.items() if k.startswith("~")).shape
-            length = rung[list(shapes[next(k for k in keys if k.startswith("~"))]).index(T)]
-            for key in vjp_candidates:
-                if key not in given:  # traced but unused: falls out of the graph
-                    given[key] = mx.zeros(at_rung(shapes[key], length))
-            rest = [given[key] for key in constants]
-            _, gradients = mx.vjp(
-                lambda *arrays: forward(*arrays, *rest),
-                [given[key] for key in primals],
-                [given[key] for key in cotangents],
-            )
-            return list(gradients)
-
-        return pulled
-
-    traced = trace(pull(vjp_candidates), probe(vjp_candidates), differentiated=True)
-    used = frozenset().union(*traced.depends)
-    vjp_inputs = tuple(
-        key
-        for position, key in enumerate(vjp_candidates)
-        if position in used or key in cotangents[:1]
-    )
-    step = Step(
-        "glue",
-        inputs=inputs,
-        outputs=tuple(targets),
-        graph=name,
-        vjp_inputs=vjp_inputs,
-        vjp_outputs=primals,
-    )
-    reduced: list[Trace] = [
-        trace(forward, probe(inputs)),
-        trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
-    ]
-    step = replace(step, vjp_same=_same(reduced[1], vjp_inputs, primals))
-    most = max(part.workspace_bytes for part in reduced)
-    if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
-        known = {**values, **shapes}
-        forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
-        vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
-        step = replace(step, tokenwise=forward_alike and vjp_alike)
-    return _GlueCut(
-        step,
-        Glue(
-            step,
-            forward,
-            tuple(shapes[key] for key in inputs),
-            pull(vjp_inputs),
-            tuple(shapes[key] for key in vjp_inputs),
-        ),
-        {key[1:]: parameters[key[1:]] for key in constants},
-        "|".join(part.signature for part in reduced),
-    )
-
-
-def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
-    """For each gradient the cotangent that it is, or the first gradient that it equals, or ""."""
-    found = []
-    for passed, first in zip(vjp.passes, vjp.same, strict=True):
-        if passed is not None and inputs[passed].startswith("~"):
-            found.append(inputs[passed])
-        else:
-            found.append("" if first is None else outputs[first])
-    return tuple(found)
 
 
 class _Cutter:
@@ -366,7 +242,7 @@ class _Cutter:
         values: dict[str, Shape],
         available: list[str],
         upto: int,
-    ) -> _GlueCut:
+    ) -> GlueCut:
         sources = {"x": values["x"], **{key: values[key] for key in available}}
         probe_calls, _ = self.run(mx.zeros(at_rung(values["x"], self.taps.probe)), None)
         shapes = [self._symbolic(call.output) for call in probe_calls]
@@ -387,7 +263,7 @@ class _Cutter:
                 return [out]
             return [calls[upto].inputs[_part(target)] for target in targets]
 
-        return _glue(name, sources, self.parameters, targets, values, stage, self.taps.probe)
+        return cut_glue(name, sources, self.parameters, targets, values, stage, self.taps.probe)
 
     def _symbolic(self, array: mx.array) -> Shape:
         return tuple(T if size == self.taps.probe else size for size in array.shape)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from export.checkpoint import open_checkpoint
-from export.cut import Cut, Glue, cut_model
+from export.cut import Cut, cut_model
+from export.glue import Glue
 from export.quantize import quantize_rows
 from export.source import Checkpoint
 from export.trace import serialize, trace

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FORMAT = "ondevice-bundle"
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64
 PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
+
+Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
 
 T = "T"  # the symbolic dimension: the rung
 MOST_TILE_TOKENS, LEAST_TILE_TOKENS = 64, 16  # of token-wise glue
@@ -78,7 +80,8 @@ class Step:
       vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for,
       `vjp_same` for each of these the cotangent whose array it is, or the earlier value whose
       gradient it is, or "";
-      `tokenwise` where every token is treated alike, so that graphs of a tile of tokens do
+      `tokenwise` where every token is treated alike, so that graphs of a tile of tokens do;
+      `gated` names f where the graph is f(first input) * second, which a kernel may compute instead
     - head: inputs = (h,), `matrix`
     - tiled: inputs = (x,), outputs = (y,), and the `steps` from one to the other, which treat every
       token alike; made while a bundle is run (`runtime.tiling`), never stored in one
@@ -96,6 +99,7 @@ class Step:
     vjp_outputs: tuple[str, ...] = ()
     vjp_same: tuple[str, ...] = ()
     tokenwise: bool = False
+    gated: Activation = ""
     steps: tuple[Step, ...] = ()
 
 

@@ -2,6 +2,7 @@
 
 A graph that treats every token alike (`Step.tokenwise`) runs a tile of tokens at a time, so that
 its intermediates are small: they stay in the processor's cache and hardly count for the peak.
+Where a graph is a gated activation (`Step.gated`), a CPU runs a kernel in its place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import mlx.core as mx
 from ondevice.bundle import Bundle
 from ondevice.errors import BundleError
 from ondevice.manifest import Kind, Step, at_rung, graph_key, graph_length, token_axis
-from runtime.kernels.in_place import put
+from runtime.kernels.gated import gated, gated_vjp
+from runtime.kernels.in_place import on_gpu, put
 
 Graphs = dict[str, Callable[..., Any]]
 """Opened graphs by key."""
@@ -42,6 +44,8 @@ class GlueKernel:
 
         `tokens` is how many the arguments have: the rung's, or those of a tile of them.
         """
+        if step.gated and not on_gpu():
+            return _gated(step, direction, arguments, wanted)
         names = step.inputs if direction == "forward" else step.vjp_inputs
         made = step.outputs if direction == "forward" else step.vjp_outputs
         length = graph_length(step, self.rung)
@@ -94,6 +98,16 @@ class GlueKernel:
             except RuntimeError as problem:
                 raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
         return self.graphs[key]
+
+
+def _gated(
+    step: Step, direction: str, arguments: Sequence[mx.array], wanted: Sequence[str]
+) -> dict[str, mx.array]:
+    """The same results by a kernel, over any number of tokens."""
+    if direction == "forward":
+        return {step.outputs[0]: gated(step.gated, *arguments)}
+    results = dict(zip(step.vjp_outputs, gated_vjp(step.gated, *arguments), strict=True))
+    return {name: results[name] for name in wanted}
 
 
 def _along(kind: Kind, name: str, tile: slice) -> tuple[slice, ...]:

@@ -202,6 +202,7 @@ class Liveness:
             for step in kind.steps
             for direction in ("forward", "vjp")
             if step.op == "glue"
+            and not self.workspace.by_kernel(step)
             and (direction == "forward" or (kind.input and self.work.method == "mebp"))
         }
         return sum(self.manifest.graphs[key].nbytes for key in keys)

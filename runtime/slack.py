@@ -39,8 +39,8 @@ def slack_of(model: Liveness) -> Slack:
     if model.mapped_value() >= LONG_VALUE_BYTES:
         return Slack(4_500_000, 0.02)
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
-        return Slack(3_200_000, 0.05 + 0.02 * _doublings(model.largest_whole_value(), 0))
-    return Slack(1_500_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
+        return Slack(2_400_000, 0.05 + 0.02 * _doublings(model.largest_whole_value(), 0))
+    return Slack(2_000_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
 
 
 def _of_forward(model: Liveness, tile: int) -> Slack:

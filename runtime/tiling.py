@@ -14,6 +14,8 @@ from ondevice.manifest import Kind, Manifest, Step, graph_length
 from runtime.schedule import activations, outputs
 
 WHOLE = 1 << 62  # more tokens, or values, than there are
+GATED_CHUNK = 32_768  # values of a gated activation at once: fewer, and NumPy's calls cost the most
+GATED_SCRATCH_BYTES = 2 * GATED_CHUNK * 4
 
 
 def rows_at_once(rows: int, columns: int, values: int) -> int:

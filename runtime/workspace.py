@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ondevice.manifest import Block, Kind, Manifest, Matrix, Step, at_rung, graph_key, graph_length
 from runtime.heap import MOST_HEAP_BLOCK_BYTES
 from runtime.schedule import Op
-from runtime.tiling import WHOLE, rows_at_once
+from runtime.tiling import GATED_SCRATCH_BYTES, WHOLE, rows_at_once
 
 F32 = 4
 
@@ -83,6 +83,10 @@ class Workspace:
         joined = gradient  # of its halves, when the last chunk has gone
         return waiting + gradient + max(unpacking, self._scoring(matrix), joined)
 
+    def by_kernel(self, step: Step) -> bool:
+        """Whether a kernel runs in place of a glue step's graphs."""
+        return bool(step.gated) and self.manifest.device == "cpu"
+
     def off_heap(self, kind: Kind) -> int:
         """What is no heap's: the tile in hand, and logits that are too large for it."""
         tile, step = self.largest_tile(), kind.steps[-1]
@@ -109,6 +113,8 @@ class Workspace:
 
     def _glue(self, step: Step, op: Op, tokens: int) -> int:
         """A graph's own values and results that nobody wants; run by tiles, all results."""
+        if self.by_kernel(step):
+            return GATED_SCRATCH_BYTES
         direction = "vjp" if op.backward else "forward"
         length = graph_length(step, self.work.rung)
         graph = self.manifest.graphs[graph_key(step.graph, direction, length)]
