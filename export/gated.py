@@ -18,7 +18,7 @@ ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
     "gelu_tanh": nn.gelu_approx,
 }
-SPREAD = 3.0  # of the random values: into both flat ends of f
+SPREAD = 10.0  # of g: far into both flat ends of f
 
 
 def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -> Activation:
@@ -29,7 +29,8 @@ def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -
         vjp: takes (g, u, dy) and returns the gradients of g and u.
     """
     keys = mx.random.split(mx.random.key(0), 3)
-    g, u, dy = (SPREAD * mx.random.normal(shape, key=key) for key in keys)
+    g, u, dy = (mx.random.normal(shape, key=key) for key in keys)
+    g = SPREAD * g
     found = [*forward(g, u), *vjp(g, u, dy)]
     for name, activation in ACTIVATIONS.items():
         values, gradients = mx.vjp(_gate(activation), [g, u], [dy])

@@ -11,7 +11,7 @@ import mlx.core as mx
 from export.gated import gated_activation
 from export.tokenwise import treats_tokens_alike
 from export.trace import Function, Trace, trace
-from ondevice.manifest import Shape, Step, T, at_rung
+from ondevice.manifest import Shape, Step, T, at_rung, may_be_gated
 
 F32 = 4
 TILING_PAYS = 0.5  # times the hidden state: glue that holds less than that inside runs whole
@@ -114,7 +114,7 @@ def cut_glue(
         forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
         vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
         step = replace(step, tokenwise=forward_alike and vjp_alike)
-    if step.tokenwise and _may_be_gated(step, shapes | values):
+    if may_be_gated(step, values):
         shape = at_rung(values[targets[0]], tokens)
         step = replace(step, gated=gated_activation(forward, pull(vjp_inputs), shape))
     return GlueCut(
@@ -129,14 +129,6 @@ def cut_glue(
         {key[1:]: parameters[key[1:]] for key in constants},
         "|".join(part.signature for part in reduced),
     )
-
-
-def _may_be_gated(step: Step, shapes: dict[str, Shape]) -> bool:
-    """Whether a step makes one value of two of its shape, and needs all three for its vjp."""
-    if step.vjp_inputs != (*step.inputs, *(f"~{name}" for name in step.outputs)):
-        return False
-    alike = len({shapes[name] for name in (*step.inputs, *step.outputs)}) == 1
-    return alike and len(step.inputs) == 2 and step.vjp_outputs == step.inputs
 
 
 def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:

@@ -183,6 +183,17 @@ class Manifest:
         return tuple(n for n in names if targets == "all-linear" or n.split(".")[-1] in targets)
 
 
+def may_be_gated(step: Step, values: dict[str, Shape]) -> bool:
+    """Whether a glue step makes one value of two of its shape, and its vjp two of all three."""
+    names = (*step.inputs, *step.outputs)
+    if (len(step.inputs), len(step.outputs)) != (2, 1) or not set(names) <= set(values):
+        return False
+    alike = len({values[name] for name in names}) == 1
+    takes = step.vjp_inputs == (*step.inputs, f"~{step.outputs[0]}")
+    returns = step.vjp_outputs == step.inputs and not any(step.vjp_same)
+    return alike and takes and returns and step.tokenwise
+
+
 def graph_key(graph: str, direction: str, rung: int) -> str:
     return f"{graph}.{direction}.{rung}"
 

@@ -20,6 +20,7 @@ from ondevice.manifest import (
     at_rung,
     graph_key,
     graph_length,
+    may_be_gated,
 )
 from ondevice.schema import encode
 
@@ -223,7 +224,9 @@ def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
     if step.tokenwise:
         for name in (*activations, *step.outputs):
             require(kind.values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
-    _check_gated(kind, step, where)
+    # whether the graph computes it is not known here, as of all that graphs compute
+    good = not step.gated or may_be_gated(step, kind.values)
+    require(good, f"{where}: {step.gated} of {step.inputs}, {step.vjp_inputs}")
     for rung in manifest.rungs:
         length = graph_length(step, rung)
         for direction, inputs, outputs in (
@@ -236,23 +239,6 @@ def _check_glue(manifest: Manifest, kind: Kind, step: Step) -> None:
             for names, shapes in ((inputs, graph.inputs), (outputs, graph.outputs)):
                 expected_shapes = tuple(_shape(kind, name, length) for name in names)
                 require(shapes == expected_shapes, f"{where}: signature {shapes}")
-
-
-def _check_gated(kind: Kind, step: Step, where: str) -> None:
-    """A gated activation makes one value of two of its shape, and its vjp takes all three.
-
-    Whether the graph computes it is not known here, as of all that graphs compute.
-    """
-    if not step.gated:
-        return
-    names = (*step.inputs, *step.outputs)
-    require((len(step.inputs), len(step.outputs)) == (2, 1), f"{where}: {step.gated} of {names}")
-    require(not any(name.startswith("@") for name in names), f"{where}: {step.gated} of {names}")
-    require(len({kind.values[name] for name in names}) == 1, f"{where}: {step.gated} shapes")
-    expected = (*step.inputs, f"~{step.outputs[0]}")
-    require(step.vjp_inputs == expected, f"{where}: its vjp takes {step.vjp_inputs}")
-    require(step.vjp_outputs == step.inputs, f"{where}: its vjp returns {step.vjp_outputs}")
-    require(step.tokenwise and not any(step.vjp_same), f"{where}: {step.gated}, yet not tokenwise")
 
 
 def _check_same(kind: Kind, step: Step, where: str) -> None:

@@ -14,7 +14,6 @@ from ondevice.bundle import Bundle
 from ondevice.manifest import Block, Kind
 from runtime.executor import Executor, Gradients, Loras, Values
 from runtime.glue import GlueKernel, Graphs
-from runtime.heap import trim_heap
 from runtime.kernels.attention import AttentionKernel
 from runtime.kernels.head import HeadKernel, HeadResult, Targets
 from runtime.kernels.linear import LinearKernel
@@ -143,8 +142,6 @@ class Program:
         predictions: bool = False,
     ) -> list[HeadResult]:
         """The head over hidden states h (N, D) against targets (N,), in one pass for all lanes."""
-        if self.linear.hold:
-            trim_heap()  # of whole layers, which would lie beside the head's matrix, mapped at once
         step = self._kind(self.blocks[-1]).steps[-1]
         matrix = self.bundle.manifest.matrices[step.matrix]
         with self.profile.span("head"):

@@ -1,9 +1,10 @@
 """What the C library's heap leaves unused between the blocks in use, on a CPU.
 
 glibc serves freed memory again at any size. What lies between is some, and a share of what is
-alive beside the tile in hand (which is one block). It is more where an MLP's values do not fit
-where a tile was, less where long values are mapped (`place_values`), and in a backward whose rows
-are whole it grows with the logarithm of the largest value, as Robson's bound does (JACM 21, 1974).
+alive beside the tile in hand (which is one block). It is more where an MLP's values are long, or
+do not fit where a tile was, less where long values are mapped (`place_values`), and in a backward
+whose rows are whole it grows with the logarithm of the largest value, as Robson's bound does
+(JACM 21, 1974).
 Where more lies unused, the meter gives it back (`Meter.aim`). No constant is of a model; LOG.md has
 what they were read from.
 """
@@ -39,7 +40,10 @@ def slack_of(model: Liveness) -> Slack:
     if model.mapped_value() >= LONG_VALUE_BYTES:
         return Slack(4_500_000, 0.02)
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
-        return Slack(2_400_000, 0.05 + 0.02 * _doublings(model.largest_whole_value(), 0))
+        share = 0.05 + 0.02 * _doublings(model.largest_whole_value(), 0)
+        if model.largest_tiled_value() > SMALL_VALUE_BYTES:
+            return Slack(1_200_000, share + 0.10)
+        return Slack(2_400_000, share)
     return Slack(2_000_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
 
 
@@ -51,7 +55,8 @@ def _of_forward(model: Liveness, tile: int) -> Slack:
     if tile >= SMALL_TILE_BYTES:
         return Slack(2_300_000, 0.10 + 0.01 * _doublings(value, tile))
     mlp = model.largest_tiled_value() or value
-    return Slack(1_200_000, 0.10 if mlp > tile else 0.03)  # it does not fit where a tile was
+    share = 0.10 if mlp > tile else 0.03  # it does not fit where a tile was
+    return Slack(1_200_000, share + 0.02 * _doublings(model.largest_whole_value(), 0))
 
 
 def _doublings(value: int, place: int) -> float:

@@ -113,12 +113,13 @@ class Workspace:
 
     def _glue(self, step: Step, op: Op, tokens: int) -> int:
         """A graph's own values and results that nobody wants; run by tiles, all results."""
-        if self.by_kernel(step):
-            return GATED_SCRATCH_BYTES
         direction = "vjp" if op.backward else "forward"
         length = graph_length(step, self.work.rung)
         graph = self.manifest.graphs[graph_key(step.graph, direction, length)]
         made = step.vjp_outputs if op.backward else step.outputs
+        if self.by_kernel(step):
+            value = math.prod(graph.outputs[0]) * tokens // length * F32
+            return GATED_SCRATCH_BYTES + (len(made) - len(op.wanted)) * value
         same = step.vjp_same if op.backward else ("",) * len(made)
         held = {one or name for name, one in zip(made, same, strict=True) if name in op.wanted}
         results = sum(

@@ -13,6 +13,7 @@ from bundles import Rng, copied, rewrite
 
 from ondevice.bundle import MANIFEST, WEIGHTS, Bundle, open_bundle
 from ondevice.errors import BundleError
+from ondevice.manifest import VERSION
 from runtime.weights import Weights
 
 
@@ -100,11 +101,11 @@ TEXTS = [
     b'"ondevice-bundle"',
     b"{}",
     b'{"format": "ondevice-bundle"}',
-    b'{"format": ["ondevice-bundle"], "version": 2}',
-    b'{"format": "ondevice-bundle", "version": 1}',
+    f'{{"format": ["ondevice-bundle"], "version": {VERSION}}}'.encode(),
+    f'{{"format": "ondevice-bundle", "version": {VERSION - 1}}}'.encode(),
     b'{"format": "ondevice-bundle", "version": true}',
-    b'{"format": "ondevice-bundle", "version": "2"}',
-    b'{"format": "ondevice-bundle", "version": 2}',
+    f'{{"format": "ondevice-bundle", "version": "{VERSION}"}}'.encode(),
+    f'{{"format": "ondevice-bundle", "version": {VERSION}}}'.encode(),
     b"\xff\xfe\x00\x01",
     b'{"format": "\xff"}',
     b"{" * 100_000,

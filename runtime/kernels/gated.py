@@ -20,7 +20,7 @@ from runtime.tiling import GATED_CHUNK
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
-"""By activation what z(g) = first * g + second * g**3 takes."""
+"""By activation what z(g) = first * g + second * g**3 takes; first is 1 where second is 0."""
 
 Floats = npt.NDArray[np.float32]
 
