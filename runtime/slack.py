@@ -40,9 +40,9 @@ def slack_of(model: Liveness) -> Slack:
     if model.mapped_value() >= LONG_VALUE_BYTES:
         return Slack(4_500_000, 0.02)
     if model.token_tile < model.work.rung:  # whole values among small tiles of tokens
-        share = 0.05 + 0.02 * _doublings(model.largest_whole_value(), 0)
+        share = 0.05 + 0.03 * _doublings(model.largest_whole_value(), 0)
         if model.largest_tiled_value() > SMALL_VALUE_BYTES:
-            return Slack(1_200_000, share + 0.10)
+            return Slack(1_200_000, share + 0.06)
         return Slack(2_400_000, share)
     return Slack(2_000_000, 0.05 + 0.12 * _doublings(model.largest_value(), tile // 2))
 

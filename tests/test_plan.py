@@ -134,7 +134,7 @@ def shared_rows(manifest: Manifest, level: Sizes) -> int:
 
 @pytest.mark.parametrize(
     ("method", "most", "per_doubling"),
-    [("mebp", 64, 0.02), ("mebp", WHOLE, 0.12), ("mezo", WHOLE, 0.01)],
+    [("mebp", 64, 0.03), ("mebp", WHOLE, 0.12), ("mezo", WHOLE, 0.01)],
 )
 def test_large_values_leave_larger_holes(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str, most: int, per_doubling: float
