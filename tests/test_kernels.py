@@ -1,4 +1,4 @@
-"""The three kernels against their oracles: fresh shapes, values and tile sizes in every run."""
+"""Kernels against their oracles: fresh shapes, values and tile sizes in every run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The three kernels of a program, each with a hand-derived backward."""
+"""The kernels of a program, each with a hand-derived backward."""
