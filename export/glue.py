@@ -30,6 +30,8 @@ class Glue:
 
 @dataclass(frozen=True)
 class GlueCut:
+    """A glue step, its graphs, the shapes of its parameters, and what tells equal ones."""
+
     step: Step
     glue: Glue
     parameters: dict[str, tuple[int, ...]]

@@ -40,7 +40,7 @@ class GlueKernel:
         wanted: Sequence[str],
         tokens: int,
     ) -> dict[str, mx.array]:
-        """The results named `wanted` of `direction` ("forward" or "vjp"); whole graphs lazily.
+        """The results named `wanted` of `direction` ("forward" or "vjp"); of whole graphs lazily.
 
         `tokens` is how many the arguments have: the rung's, or those of a tile of them.
         """
