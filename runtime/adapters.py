@@ -44,15 +44,22 @@ class Adapters:
         self.scale = float(manifest.lora["alpha"]) / int(manifest.lora["rank"])
 
     @staticmethod
-    def shapes(manifest: Manifest) -> dict[str, tuple[int, int]]:
-        """Every tensor's shape, block by block in program order."""
+    def shapes_of(manifest: Manifest, block: Block) -> dict[str, tuple[int, int]]:
+        """The shapes of one block's tensors, in program order."""
         rank = int(manifest.lora["rank"])
         found: dict[str, tuple[int, int]] = {}
+        for name in manifest.adapted(block):
+            matrix = manifest.matrices[block.tensor(name)]
+            found[f"{block.tensor(name)}.lora_a"] = (matrix.columns, rank)
+            found[f"{block.tensor(name)}.lora_b"] = (rank, matrix.rows)
+        return found
+
+    @classmethod
+    def shapes(cls, manifest: Manifest) -> dict[str, tuple[int, int]]:
+        """Every tensor's shape, block by block in program order."""
+        found: dict[str, tuple[int, int]] = {}
         for block in manifest.layers:
-            for name in manifest.adapted(block):
-                matrix = manifest.matrices[block.tensor(name)]
-                found[f"{block.tensor(name)}.lora_a"] = (matrix.columns, rank)
-                found[f"{block.tensor(name)}.lora_b"] = (rank, matrix.rows)
+            found.update(cls.shapes_of(manifest, block))
         return found
 
     @property

@@ -293,13 +293,16 @@ class Executor:
             dy = received.squeeze(0)
             lora = loras.get(linear.name)
             if lora is not None:
-                pair = self.linear.backward_lora(values[source].squeeze(0), dy, lora)
+                dy_b = self.linear.through_b(dy, lora)
+                pair = self.linear.backward_lora(values[source].squeeze(0), dy, lora, dy_b)
                 mx.eval(pair)
                 accumulate(gradients, {linear.name: pair})
                 del pair
             if op.wanted:
                 matrix = self.bundle.manifest.matrices[block.tensor(linear.name)]
-                dx = self.linear.backward_input(dy, matrix, lora)
+                dx = self.linear.backward_input(dy, matrix)
+                if lora is not None:
+                    dx = self.linear.add_lora_input(dx, lora, dy_b)
                 total = dx if total is None else total + dx
                 mx.eval(total)
                 del dx

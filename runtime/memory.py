@@ -16,6 +16,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -172,7 +173,7 @@ class Meter:
         self._relieve = relieve
         self._relieved = 0  # the sample at which it was last called
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stop = False
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._last = Footprint(0, 0, 0)
@@ -181,7 +182,7 @@ class Meter:
 
     def __enter__(self) -> Meter:
         self._sample()
-        self._stop.clear()
+        self._stop = False
         self._thread = threading.Thread(target=self._run, name="footprint-meter", daemon=True)
         self._thread.start()
         return self
@@ -192,7 +193,7 @@ class Meter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop.set()
+        self._stop = True
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -201,7 +202,8 @@ class Meter:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self._interval_s):
+            while not self._stop:  # not an Event's wait, which is a page of Python a sample
+                time.sleep(self._interval_s)
                 self._sample()
         except Exception as error:
             self._failure = error

@@ -1,13 +1,17 @@
-"""The optimizer, applied tensor by tensor; its state lives in a mapped scratch file.
+"""The optimizer, applied to a few tensors at a time; its state lives in a mapped scratch file.
 
-The rules are mlx.optimizers' own (AdamW with bias correction, as PyTorch's; SGD). Only the tensor
-being updated has its moments in memory.
+The rules are mlx.optimizers' own (AdamW with bias correction, as PyTorch's; SGD). They treat every
+value alike, so that tensors are joined before them: a dozen small operations cost the same for many
+values as for few. Only what is being updated has its moments in memory.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +25,7 @@ from runtime.executor import Gradients
 from runtime.scratch import MappedTensors
 
 MOMENTS = ("m", "v")
+GROUP_VALUES = 1 << 16
 
 
 def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, step: int) -> float:
@@ -35,6 +40,37 @@ def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, ste
     return peak
 
 
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one block that are updated together: names and shapes, in order."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each tensor's values end when they are joined."""
+        return list(accumulate(map(math.prod, self.shapes)))
+
+    def moment(self, which: str) -> str:
+        """What its moments are called."""
+        return f"{self.names[0]}.{which}"
+
+
+def groups(shapes: Mapping[str, tuple[int, ...]], most: int = GROUP_VALUES) -> list[Group]:
+    """Adjacent tensors of at most `most` values together; a larger one is alone."""
+    found: list[dict[str, tuple[int, ...]]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if size > room:
+            found.append({})
+            room = most
+        found[-1][name] = shape
+        room -= size
+    return [Group(tuple(one), tuple(one.values())) for one in found]
+
+
 class Optimizer:
     """Updates adapters in place, and keeps their moments in a file that vanishes."""
 
@@ -46,12 +82,17 @@ class Optimizer:
         else:
             self.rule = optim.SGD(1e-4, weight_decay=weight_decay)
         self.moments = MOMENTS if name == "adamw" else ()
-        shapes = {
-            f"{tensor}.{moment}": shape
-            for tensor, shape in Adapters.shapes(adapters.manifest).items()
-            for moment in self.moments
+        manifest = adapters.manifest
+        self._groups = {
+            block.name: groups(Adapters.shapes_of(manifest, block)) for block in manifest.layers
         }
-        self._state = MappedTensors(folder, "optimizer", shapes)
+        state = {
+            group.moment(which): (group.ends[-1],)
+            for of_block in self._groups.values()
+            for group in of_block
+            for which in self.moments
+        }
+        self._state = MappedTensors(folder, "optimizer", state)
 
     def begin(self, step: int, rate: float) -> None:
         """Set the step (0-based) and learning rate of the updates that follow."""
@@ -60,21 +101,30 @@ class Optimizer:
 
     def apply(self, block: Block, gradients: Gradients) -> None:
         """Update the block's adapters with (dA, dB) by relative name."""
-        for name, pair in gradients.items():
-            for suffix, gradient in zip(("lora_a", "lora_b"), pair, strict=True):
-                tensor = f"{block.tensor(name)}.{suffix}"
-                self._apply(tensor, gradient)
+        found = {
+            f"{block.tensor(name)}.{suffix}": gradient
+            for name, pair in gradients.items()
+            for suffix, gradient in zip(("lora_a", "lora_b"), pair, strict=True)
+        }
+        for group in self._groups[block.name]:
+            self._apply(group, found)
 
-    def _apply(self, tensor: str, gradient: mx.array) -> None:
-        state = {moment: self._state[f"{tensor}.{moment}"] for moment in self.moments}
-        value = self.rule.apply_single(gradient, self.adapters.tensors[tensor], state)
+    def _apply(self, group: Group, gradients: dict[str, mx.array]) -> None:
+        state = {which: self._state[group.moment(which)] for which in self.moments}
+        tensors = self.adapters.tensors
+        gradient = mx.concatenate([gradients[name].reshape(-1) for name in group.names])
+        value = mx.concatenate([tensors[name].reshape(-1) for name in group.names])
+        value = self.rule.apply_single(gradient, value, state)
         mx.eval(value, state)
-        self.adapters.tensors[tensor] = value
-        for moment in self.moments:
-            self._state[f"{tensor}.{moment}"] = state[moment]
+        for which in self.moments:
+            self._state[group.moment(which)] = state[which]
+        parts = mx.split(value, group.ends[:-1])
+        mx.eval(parts)
+        for name, shape, part in zip(group.names, group.shapes, parts, strict=True):
+            tensors[name] = part.reshape(shape)
 
     def write(self, path: Path) -> None:
-        """Write the moments to a file, in the order of `Adapters.shapes`."""
+        """Write the moments to a file, group by group in the order of `Adapters.shapes`."""
         with storage_errors(path), path.open("wb") as file:
             self._state.write(file)
             file.flush()

@@ -32,6 +32,7 @@ TRAJECTORY = "trajectory.jsonl"
 TOKENS = ("train.tokens", "valid.tokens")
 LOCK = ".lock"
 STATE, STATE_OF_METHOD = "state.json", "method.bin"
+FORMAT = 2  # of a save; since 2 moments lie group by group
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class RunFolder:
                 method.write(partial / STATE_OF_METHOD)
                 names = (adapter_files.WEIGHTS, STATE_OF_METHOD)
                 sums = {name: _sha256(partial / name) for name in names}
-                state = {"step": step, "sha256": sums}
+                state = {"format": FORMAT, "step": step, "sha256": sums}
                 write_atomic(partial / STATE, json.dumps(state).encode())
                 fsync_path(partial)
                 for log in (self.metrics, self.trajectory):
@@ -162,7 +163,12 @@ class RunFolder:
             BundleError: the save is damaged or belongs to another bundle.
         """
         try:
-            state = json.loads((place / STATE).read_bytes())
+            state = dict(json.loads((place / STATE).read_bytes()))
+            if state.get("format") != FORMAT:
+                raise BundleError(
+                    f"{place} has format {state.get('format')}, not {FORMAT}: another version of "
+                    "ondevice wrote it; go on with that one, or train again"
+                )
             step, sums = int(state["step"]), dict(state["sha256"])
             for name in (adapter_files.WEIGHTS, STATE_OF_METHOD):
                 if _sha256(place / name) != sums[name]:

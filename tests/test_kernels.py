@@ -168,11 +168,14 @@ def test_linear_and_its_backward(
 
     (y,), (dx, da, db) = mx.vjp(oracle, [x, a, b], [dy])
     close(kernel.forward(x, matrix, bias, lora), y)
-    close(kernel.backward_input(dy, matrix, lora), dx)
+    found = kernel.backward_input(dy, matrix)
     if lora is not None:
-        found_a, found_b = kernel.backward_lora(x, dy, lora)
+        dy_b = kernel.through_b(dy, lora)
+        found = kernel.add_lora_input(found, lora, dy_b)
+        found_a, found_b = kernel.backward_lora(x, dy, lora, dy_b)
         close(found_a, da)
         close(found_b, db)
+    close(found, dx)
 
 
 # --- attention --------------------------------------------------------------------------------

@@ -234,6 +234,10 @@ def test_damaged_bundles_and_saves_are_refused(bundle: Path, tmp_path: Path) -> 
     state.write_bytes(state.read_bytes()[:-4])
     done = ondevice("train", "--resume", run)
     assert done.returncode == 4 and "method.bin" in done.stderr
+    about = json.loads((save / "state.json").read_bytes())
+    (save / "state.json").write_text(json.dumps(about | {"format": 1}))
+    done = ondevice("train", "--resume", run)
+    assert done.returncode == 4 and "another version" in done.stderr
 
 
 def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:

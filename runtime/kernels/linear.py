@@ -129,8 +129,12 @@ class LinearKernel:
             del opened
         return outputs
 
-    def backward_input(self, dy: mx.array, matrix: Matrix, lora: Lora | None) -> mx.array:
-        """dx (T, C) of dy (T, R)."""
+    def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
+        """s (dy B^T) (T, r) of dy (T, R), which dA and dx share."""
+        return (dy @ lora.b.T) * lora.scale
+
+    def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
+        """dy W (T, C) of dy (T, R): dx without the part of an adapter."""
         total = RowSum()
         for start, stop in self._ranges(matrix):
             # contiguous: else every product with a column would make its own copy
@@ -138,14 +142,17 @@ class LinearKernel:
             part = dy if whole else contiguous(dy, (slice(None), slice(start, stop)))
             total.add(part, self.opened(matrix, start, stop))
             del part
-        dx = total.result(matrix.group_size)
-        if lora is not None:
-            dx = mx.addmm(dx, (dy @ lora.b.T) * lora.scale, lora.a.T)
-        return dx
+        return total.result(matrix.group_size)
 
-    def backward_lora(self, x: mx.array, dy: mx.array, lora: Lora) -> tuple[mx.array, mx.array]:
-        """dA (C, r) and dB (r, R) of x (T, C) and dy (T, R)."""
+    def add_lora_input(self, dx: mx.array, lora: Lora, dy_b: mx.array) -> mx.array:
+        """dx with the part of an adapter, of its `through_b`."""
+        return mx.addmm(dx, dy_b, lora.a.T)
+
+    def backward_lora(
+        self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """dA (C, r) and dB (r, R) of x (T, C), dy (T, R) and its `through_b`."""
         # not x^T (T, r): threads of a BLAS would pack all of x between them
-        da = mx.contiguous((((dy @ lora.b.T) * lora.scale).T @ x).T)
+        da = mx.contiguous((dy_b.T @ x).T)
         db = ((x @ lora.a) * lora.scale).T @ dy
         return da, db
