@@ -141,10 +141,15 @@ class Workspace:
         return max(self._linear_forward(matrix, lanes, tokens) for matrix in matrices)
 
     def _tile(self, matrix: Matrix, values: int) -> int:
-        """A tile while it is unpacked: words, flipped and masked words, codes and results."""
+        """A tile while it is unpacked: words, flipped and masked words, codes and results.
+
+        And its scales: as they are, and for each half a sixteenth of them.
+        """
         values = min(values, matrix.rows * matrix.columns)
-        words = 0 if self.work.arithmetic == "packed" else values * matrix.bits // 8
-        return 3 * words + self._opened(matrix, values)
+        opened = self._opened(matrix, values)
+        if self.work.arithmetic == "packed":
+            return opened
+        return 3 * (values * matrix.bits // 8 + values // matrix.group_size * F32) + opened
 
     def _opened(self, matrix: Matrix, values: int) -> int:
         """A tile ready to be multiplied: its words, scales and biases, or its values."""
