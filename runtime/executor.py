@@ -303,6 +303,7 @@ class Executor:
                 dx = self.linear.backward_input(dy, matrix)
                 if lora is not None:
                     dx = self.linear.add_lora_input(dx, lora, dy_b)
+                    del dy_b
                 total = dx if total is None else total + dx
                 mx.eval(total)
                 del dx

@@ -202,7 +202,7 @@ class Meter:
 
     def _run(self) -> None:
         try:
-            while not self._stop:  # not an Event's wait, which is a page of Python a sample
+            while not self._stop:  # an Event's wait runs dozens of lines of Python each time
                 time.sleep(self._interval_s)
                 self._sample()
         except Exception as error:

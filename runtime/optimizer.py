@@ -25,7 +25,7 @@ from runtime.executor import Gradients
 from runtime.scratch import MappedTensors
 
 MOMENTS = ("m", "v")
-GROUP_VALUES = 1 << 16
+GROUP_VALUES = 1 << 16  # of a save's layout, too: see `runtime.saves.VERSION`
 
 
 def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, step: int) -> float:
@@ -57,7 +57,7 @@ class Group:
         return f"{self.names[0]}.{which}"
 
 
-def groups(shapes: Mapping[str, tuple[int, ...]], most: int = GROUP_VALUES) -> list[Group]:
+def groups(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[Group]:
     """Adjacent tensors of at most `most` values together; a larger one is alone."""
     found: list[dict[str, tuple[int, ...]]] = []
     room = 0
@@ -74,7 +74,14 @@ def groups(shapes: Mapping[str, tuple[int, ...]], most: int = GROUP_VALUES) -> l
 class Optimizer:
     """Updates adapters in place, and keeps their moments in a file that vanishes."""
 
-    def __init__(self, adapters: Adapters, name: str, weight_decay: float, folder: Path) -> None:
+    def __init__(
+        self,
+        adapters: Adapters,
+        name: str,
+        weight_decay: float,
+        folder: Path,
+        most: int = GROUP_VALUES,
+    ) -> None:
         self.adapters = adapters
         self.rule: optim.Optimizer
         if name == "adamw":
@@ -84,7 +91,8 @@ class Optimizer:
         self.moments = MOMENTS if name == "adamw" else ()
         manifest = adapters.manifest
         self._groups = {
-            block.name: groups(Adapters.shapes_of(manifest, block)) for block in manifest.layers
+            block.name: groups(Adapters.shapes_of(manifest, block), most)
+            for block in manifest.layers
         }
         state = {
             group.moment(which): (group.ends[-1],)

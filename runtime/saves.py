@@ -32,7 +32,7 @@ TRAJECTORY = "trajectory.jsonl"
 TOKENS = ("train.tokens", "valid.tokens")
 LOCK = ".lock"
 STATE, STATE_OF_METHOD = "state.json", "method.bin"
-FORMAT = 2  # of a save; since 2 moments lie group by group
+VERSION = 2  # of a save; since 2 AdamW's moments lie group by group
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class RunFolder:
                 method.write(partial / STATE_OF_METHOD)
                 names = (adapter_files.WEIGHTS, STATE_OF_METHOD)
                 sums = {name: _sha256(partial / name) for name in names}
-                state = {"format": FORMAT, "step": step, "sha256": sums}
+                state = {"version": VERSION, "step": step, "sha256": sums}
                 write_atomic(partial / STATE, json.dumps(state).encode())
                 fsync_path(partial)
                 for log in (self.metrics, self.trajectory):
@@ -160,14 +160,15 @@ class RunFolder:
         """The step and adapters of a save, checked; `into` is what holds the adapters.
 
         Raises:
-            BundleError: the save is damaged or belongs to another bundle.
+            BundleError: the save is damaged, belongs to another bundle or is of another version.
         """
         try:
             state = dict(json.loads((place / STATE).read_bytes()))
-            if state.get("format") != FORMAT:
+            if (version := state.get("version", 1)) != VERSION:
                 raise BundleError(
-                    f"{place} has format {state.get('format')}, not {FORMAT}: another version of "
-                    "ondevice wrote it; go on with that one, or train again"
+                    f"{place} is a save of version {version}, not {VERSION}: another version of "
+                    f"ondevice wrote it; go on with that one, or train anew from its adapter "
+                    f"(--adapter {self.path})"
                 )
             step, sums = int(state["step"]), dict(state["sha256"])
             for name in (adapter_files.WEIGHTS, STATE_OF_METHOD):

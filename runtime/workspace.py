@@ -143,20 +143,21 @@ class Workspace:
     def _tile(self, matrix: Matrix, values: int) -> int:
         """A tile while it is unpacked: words, flipped and masked words, codes and results.
 
-        And its scales: as they are, and for each half a sixteenth of them.
+        And its scales: as they are, and of 4 bits a sixteenth of them for each half.
         """
         values = min(values, matrix.rows * matrix.columns)
         opened = self._opened(matrix, values)
         if self.work.arithmetic == "packed":
             return opened
-        return 3 * (values * matrix.bits // 8 + values // matrix.group_size * F32) + opened
+        scales = (3 if matrix.bits == 4 else 1) * _per_group(matrix, values)
+        return 3 * values * matrix.bits // 8 + scales + opened
 
     def _opened(self, matrix: Matrix, values: int) -> int:
-        """A tile ready to be multiplied: its words, scales and biases, or its values."""
+        """A tile ready to be multiplied: its words, scales and biases, or its values and shift."""
         if self.work.arithmetic == "packed":
             share = values / (matrix.rows * matrix.columns)
-            return int(matrix.nbytes * share) + 2 * values // matrix.group_size * F32
-        return values * F32
+            return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
+        return values * F32 + (0 if matrix.biases is None else _per_group(matrix, values))
 
     def _linear_forward(self, matrix: Matrix, lanes: int, tokens: int) -> int:
         """Beside the outputs: the inputs' halves, and a tile, unpacked or met by one lane."""
@@ -192,3 +193,8 @@ class Workspace:
         part = queries * block // length
         met = mask + scores + part + others // 2  # and k or v, in rows that a product can take
         return met + max(scores, part) if backward else met
+
+
+def _per_group(matrix: Matrix, values: int) -> int:
+    """Bytes of one float32 for each group of so many values."""
+    return values // matrix.group_size * F32

@@ -14,7 +14,8 @@ import pytest
 from ondevice.bundle import Bundle
 from runtime.adapters import Adapters
 from runtime.executor import Gradients
-from runtime.optimizer import Optimizer, groups
+from runtime.optimizer import GROUP_VALUES, Optimizer, groups
+from runtime.saves import VERSION
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
@@ -33,14 +34,21 @@ def test_groups_hold_every_tensor_in_order(rng: Rng) -> None:
             assert group.ends[-1] + math.prod(after.shapes[0]) > most
 
 
+def test_what_lies_together_in_a_save_of_version_2() -> None:
+    shapes = {"a": (896, 8), "b": (8, 4864), "c": (8, 2368), "d": (8, 1), "e": (8, 9728), "f": (1,)}
+    found = [group.names for group in groups(shapes, GROUP_VALUES)]
+    assert VERSION == 2 and found == [("a", "b", "c", "d"), ("e",), ("f",)]
+
+
+@pytest.mark.parametrize("most", [1, 3000, GROUP_VALUES])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_librarys_rule_tensor_by_tensor(
-    tiny: Tiny, tmp_path: Path, rng: Rng, name: str
+    tiny: Tiny, tmp_path: Path, rng: Rng, name: str, most: int
 ) -> None:
     manifest = tiny("qwen2").manifest
     seed = int(rng.integers(1 << 30))
     adapters = Adapters.initial(manifest, seed)
-    optimizer = Optimizer(adapters, name, 0.1, tmp_path)
+    optimizer = Optimizer(adapters, name, 0.1, tmp_path, most)
     expected = dict(Adapters.initial(manifest, seed).tensors)
     rules: dict[str, optim.Optimizer] = {
         tensor: optim.AdamW(0.01, weight_decay=0.1, bias_correction=True)
@@ -53,7 +61,7 @@ def test_the_librarys_rule_tensor_by_tensor(
         optimizer.begin(step, rate)
         if step == 2:  # what is written and read again goes on alike
             optimizer.write(tmp_path / "state")
-            optimizer = Optimizer(adapters, name, 0.1, tmp_path)
+            optimizer = Optimizer(adapters, name, 0.1, tmp_path, most)
             optimizer.read(tmp_path / "state")
             optimizer.begin(step, rate)
         for block in manifest.layers:

@@ -15,7 +15,7 @@ import pytest
 
 from ondevice.bundle import Bundle
 from ondevice.errors import BudgetError, UsageError
-from ondevice.manifest import Manifest
+from ondevice.manifest import Extent, Manifest, Matrix
 from runtime.backend import blas_threads, prepare
 from runtime.liveness import Liveness
 from runtime.plan import (
@@ -31,7 +31,7 @@ from runtime.plan import (
 from runtime.session import open_session
 from runtime.slack import SMALL_TILE_BYTES, slack_of
 from runtime.tiling import WHOLE
-from runtime.workspace import F32, Sizes, Work
+from runtime.workspace import F32, Sizes, Work, Workspace
 
 Tiny = Callable[..., Bundle]
 
@@ -107,6 +107,24 @@ def test_measured_is_never_far_over_predicted(tiny: Tiny, tmp_path: Path) -> Non
     summary = json.loads(done.stdout)
     assert summary["peak_footprint_bytes"] <= smallest
     assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("bits", "affine", "scales"), [(4, False, 3), (4, True, 4), (8, False, 1), (8, True, 2)]
+)
+def test_a_tile_is_counted_with_its_words_and_scales(
+    tiny: Tiny, bits: int, affine: bool, scales: int
+) -> None:
+    rows, columns, group = 96, 640, 64
+    there = Extent(0, 1, "float32", (1,))
+    layout = "affine" if affine else "symmetric"
+    matrix = Matrix(rows, columns, bits, group, layout, there, there, there if affine else None)
+    manifest = replace(tiny("qwen2").manifest, matrices={"one": matrix})
+    for values, opened in ((1 << 30, rows), (20 * columns, 20)):  # whole, and fifths of it
+        workspace = Workspace(manifest, Work(32), Sizes(values, 16, 0))
+        words = 3 * opened * columns * bits // 8
+        expected = words + opened * columns * F32 + scales * opened * columns // group * F32
+        assert workspace.largest_tile() == expected
 
 
 def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:
