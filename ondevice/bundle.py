@@ -277,7 +277,8 @@ class BundleWriter:
     def _locked(self) -> int:
         """Make `.NAME.partial`, or take over what a killed process left, and lock it."""
         while True:
-            self.place.mkdir(exist_ok=True)
+            with suppress(FileExistsError):  # not exist_ok, which looks again, and may find nothing
+                self.place.mkdir()
             with suppress(FileNotFoundError):  # the process that had it has just removed it
                 lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
