@@ -24,7 +24,7 @@ blas:
 	fi
 
 demo: setup
-	$(BIN)/python -m harness.demo --output demo-out
+	$(BIN)/python -m harness.tasks.demo --output demo-out
 
 test: setup check
 	$(BIN)/python -m pytest

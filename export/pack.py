@@ -14,14 +14,25 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from export.checkpoint import open_checkpoint
-from export.cut import Cut, cut_model
-from export.glue import Glue
-from export.quantize import quantize_rows
-from export.source import Checkpoint
-from export.trace import serialize, trace
+from export.cut.graphs import ElementwiseGraph
+from export.cut.model import Cut, cut_model
+from export.cut.trace import serialize, trace
+from export.quantize.search import quantize_rows
+from export.sources.open import open_checkpoint
+from export.sources.source import Checkpoint
 from ondevice import __version__
-from ondevice.bundle import (
+from ondevice.bundle.manifest import (
+    Block,
+    Extent,
+    Graph,
+    Manifest,
+    Matrix,
+    graph_key,
+    graph_length,
+    shape_at,
+)
+from ondevice.bundle.schema import encode
+from ondevice.bundle.store import (
     GRAPHS,
     TOKENIZER,
     Bundle,
@@ -30,19 +41,8 @@ from ondevice.bundle import (
     sha256_file,
     storage_errors,
 )
-from ondevice.config import ExportConfig
+from ondevice.config.base import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.manifest import (
-    Block,
-    Extent,
-    Graph,
-    Manifest,
-    Matrix,
-    at_rung,
-    graph_key,
-    graph_length,
-)
-from ondevice.schema import encode
 
 SLICE_VALUES = 4 << 20  # values of a tensor in memory at a time
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -78,13 +78,13 @@ def _export(
     tensors.check_space(cut)
     tensors.write(cut)
     nbytes, digest = writer.finish_weights()
-    rungs = tuple(config.seq_lens)
-    graphs = write_graphs(cut, rungs, writer.folder, GRAPHS, progress)
+    buckets = tuple(config.seq_lens)
+    graphs = write_graphs(cut, buckets, writer.folder, GRAPHS, progress)
     files = {
         f"{TOKENIZER}/{name}": writer.file(f"{TOKENIZER}/{name}", data)
         for name, data in sorted(checkpoint.tokenizer_files().items())
     }
-    embedding = tensors.matrices[cut.kinds["embed"].steps[0].matrix]
+    embedding = tensors.matrices[cut.block_types["embed"].steps[0].matrix]
     manifest = Manifest(
         mlx_version=metadata.version("mlx"),
         device=device,
@@ -93,12 +93,12 @@ def _export(
         hidden_size=embedding.columns,
         vocab_size=embedding.rows,
         lora={"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets},
-        rungs=rungs,
+        buckets=buckets,
         weights_nbytes=nbytes,
         weights_sha256=digest,
         matrices=tensors.matrices,
         vectors=tensors.vectors,
-        kinds=cut.kinds,
+        block_types=cut.block_types,
         blocks=tuple(cut.blocks),
         graphs=graphs,
         files=files,
@@ -134,7 +134,7 @@ def set_device(name: str) -> str:
 
 def _linears(cut: Cut) -> Iterator[tuple[Block, Any]]:
     for block in cut.blocks:
-        for step in cut.kinds[block.kind].steps:
+        for step in cut.block_types[block.type].steps:
             for linear in step.linears:
                 yield block, linear
 
@@ -170,10 +170,10 @@ class _Tensors:
     def write(self, cut: Cut) -> None:
         for block in cut.blocks:
             self.writer.align_block()
-            kind = cut.kinds[block.kind]
-            for name, shape in kind.parameters.items():
+            block_type = cut.block_types[block.type]
+            for name, shape in block_type.parameters.items():
                 self._vector(block.tensor(name), shape)
-            for step in kind.steps:
+            for step in block_type.steps:
                 if step.op in ("embedding", "head"):
                     self._matrix(step.matrix, self.config.embedding_bits)
                 for linear in step.linears:
@@ -287,24 +287,26 @@ class _Tensors:
 
 
 def write_graphs(
-    cut: Cut, rungs: tuple[int, ...], folder: Path, subfolder: str, progress: Progress
+    cut: Cut, buckets: tuple[int, ...], folder: Path, subfolder: str, progress: Progress
 ) -> dict[str, Graph]:
-    """Serialize every glue graph at every rung below `folder / subfolder`."""
+    """Serialize every glue graph at every bucket below `folder / subfolder`."""
     graphs: dict[str, Graph] = {}
-    for index, glue in enumerate(cut.glue):
-        for length in sorted({graph_length(glue.step, rung) for rung in rungs}):
+    for index, glue in enumerate(cut.graphs):
+        for length in sorted({graph_length(glue.step, bucket) for bucket in buckets}):
             for direction in ("forward", "vjp"):
                 key = graph_key(glue.step.graph, direction, length)
                 graphs[key] = _write_graph(glue, direction, length, folder, f"{subfolder}/{key}")
-        progress("graphs", index + 1, len(cut.glue))
+        progress("graphs", index + 1, len(cut.graphs))
     return graphs
 
 
-def _write_graph(glue: Glue, direction: str, length: int, folder: Path, stem: str) -> Graph:
+def _write_graph(
+    glue: ElementwiseGraph, direction: str, length: int, folder: Path, stem: str
+) -> Graph:
     forward = direction == "forward"
     function = glue.forward if forward else glue.vjp
     shapes = glue.forward_shapes if forward else glue.vjp_shapes
-    inputs = [mx.zeros(at_rung(shape, length)) for shape in shapes]
+    inputs = [mx.zeros(shape_at(shape, length)) for shape in shapes]
     traced = trace(function, inputs, differentiated=not forward)
     name = f"{stem}.mlxfn"
     path = folder / name

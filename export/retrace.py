@@ -9,9 +9,11 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from export.cut import cut_model
+from export.cut.model import cut_model
 from export.pack import Progress, no_progress, set_device, write_graphs
-from ondevice.bundle import (
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import BlockType
+from ondevice.bundle.store import (
     GRAPHS,
     MANIFEST,
     Bundle,
@@ -21,8 +23,6 @@ from ondevice.bundle import (
     write_atomic,
 )
 from ondevice.errors import BundleError
-from ondevice.manifest import Kind
-from ondevice.validate import check_manifest
 
 
 def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:
@@ -48,8 +48,9 @@ def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
     if manifest.config.get("num_hidden_layers") != len(manifest.layers):
         raise BundleError(f"{path}: its configuration has not its {len(manifest.layers)} layers")
     cut = cut_model(manifest.family, manifest.config)
-    if [b.kind for b in cut.blocks] != [b.kind for b in manifest.blocks] or any(
-        _needs(kind) != _needs(manifest.kinds[name]) for name, kind in cut.kinds.items()
+    if [b.type for b in cut.blocks] != [b.type for b in manifest.blocks] or any(
+        _needs(block_type) != _needs(manifest.block_types[name])
+        for name, block_type in cut.block_types.items()
     ):
         raise BundleError(f"{path}: this mlx-lm runs the model otherwise; export it again")
     version = metadata.version("mlx")
@@ -58,8 +59,10 @@ def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
     if subfolder in folders:
         subfolder += "-again"
     try:
-        graphs = write_graphs(cut, manifest.rungs, bundle.path, subfolder, progress)
-        fresh = replace(manifest, graphs=graphs, kinds=cut.kinds, mlx_version=version, device=here)
+        graphs = write_graphs(cut, manifest.buckets, bundle.path, subfolder, progress)
+        fresh = replace(
+            manifest, graphs=graphs, block_types=cut.block_types, mlx_version=version, device=here
+        )
         check_manifest(fresh)
     except BaseException:
         shutil.rmtree(bundle.path / subfolder, ignore_errors=True)
@@ -71,6 +74,10 @@ def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
     return open_bundle(path)
 
 
-def _needs(kind: Kind) -> tuple[object, ...]:
-    """What a kind's values are and which weights it takes."""
-    return kind.values, kind.parameters, [(step.matrix, step.linears) for step in kind.steps]
+def _needs(block_type: BlockType) -> tuple[object, ...]:
+    """What a block_type's values are and which weights it takes."""
+    return (
+        block_type.values,
+        block_type.parameters,
+        [(step.matrix, step.linears) for step in block_type.steps],
+    )

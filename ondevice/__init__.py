@@ -1,7 +1,7 @@
 """Fine-tune language models with LoRA on the device that holds the data, inside a memory budget.
 
 Importing this package loads nothing heavy: no MLX, no NumPy. The parts live in
-`ondevice.bundle` (the format), `export` (checkpoint to bundle), `runtime` (training)
+`ondevice.bundle.store` (the format), `export` (checkpoint to bundle), `runtime` (training)
 and `harness` (measuring).
 """
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from ondevice.cli import main
+from ondevice.cli.main import main
 
 sys.exit(main())

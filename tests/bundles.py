@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.bundle import MANIFEST, Bundle
-from ondevice.config import ExportConfig
+from ondevice.bundle.store import MANIFEST, Bundle
+from ondevice.config.base import ExportConfig
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from export.checkpoint import Checkpoint, open_checkpoint
+from export.sources.open import Checkpoint, open_checkpoint
 
 Arrays = dict[str, np.ndarray]
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.backend import prepare
+from runtime.system.backend import prepare
 
 prepare()  # before MLX is imported
 
@@ -17,17 +17,17 @@ from bundles import settings  # noqa: E402
 from checkpoints import weights_of, write_folder  # noqa: E402
 
 from export.pack import export_bundle  # noqa: E402
-from ondevice.bundle import Bundle  # noqa: E402
-from ondevice.config import ExportConfig  # noqa: E402
-from runtime.kernels.attention import AttentionKernel  # noqa: E402
-from runtime.kernels.head import HeadKernel  # noqa: E402
-from runtime.kernels.linear import LinearKernel  # noqa: E402
-from runtime.program import Program  # noqa: E402
-from runtime.tiling import WHOLE  # noqa: E402
-from runtime.weights import Weights  # noqa: E402
+from ondevice.bundle.store import Bundle  # noqa: E402
+from ondevice.config.base import ExportConfig  # noqa: E402
+from runtime.engine.kernels.attention import AttentionKernel  # noqa: E402
+from runtime.engine.kernels.head import HeadKernel  # noqa: E402
+from runtime.engine.kernels.linear import LinearKernel  # noqa: E402
+from runtime.engine.program import Program  # noqa: E402
+from runtime.lowering.token_tiles import WHOLE  # noqa: E402
+from runtime.storage.weights import Weights  # noqa: E402
 
 FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
-RUNGS = (16, 32, 64)
+BUCKETS = (16, 32, 64)
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 
 
@@ -46,14 +46,14 @@ def rng(seed: int) -> np.random.Generator:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
-    """tiny(family, **settings): its bundle at RUNGS, exported when first asked for."""
+    """tiny(family, **settings): its bundle at BUCKETS, exported when first asked for."""
     folder = tmp_path_factory.mktemp("tiny")
     made: dict[str, Bundle] = {}
 
     def get(family: str, **settings: object) -> Bundle:
         key = repr((family, sorted(settings.items())))
         if key not in made:
-            config = {"seq_lens": RUNGS, "device": "cpu", **settings}
+            config = {"seq_lens": BUCKETS, "device": "cpu", **settings}
             source, output = f"random:tiny-{family}", str(folder / f"{family}-{len(made)}")
             made[key] = export_bundle(ExportConfig(source=source, output=output, **config))
         return made[key]
@@ -63,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
 
 @pytest.fixture(scope="session")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A bundle with one rung, small enough to be copied often."""
+    """A bundle with one bucket, small enough to be copied often."""
     folder = tmp_path_factory.mktemp("origin")
     checkpoint = write_folder(folder / "checkpoint", *weights_of("tiny-qwen2"))
     (checkpoint / "tokenizer.json").write_text('{"not": "used here"}')
@@ -72,7 +72,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def program_of(
     bundle: Bundle,
-    rung: int,
+    bucket: int,
     arithmetic: str = "unpacked",
     tile_values: int = 3000,
     query_block: int = 7,
@@ -83,7 +83,7 @@ def program_of(
     weights = Weights(bundle)
     linear = LinearKernel(weights, arithmetic, tile_values)
     attention, head = AttentionKernel(query_block), HeadKernel(linear, chunk_rows)
-    return Program(bundle, weights, rung, linear, attention, head, most_tokens=most_tokens)
+    return Program(bundle, weights, bucket, linear, attention, head, most_tokens=most_tokens)
 
 
 def listing(folder: Path) -> list[str]:

@@ -19,12 +19,12 @@ from safetensors.numpy import load_file
 from test_programs import adapters_of
 from test_train import COMMAND, adapter, ondevice, train_arguments
 
-from harness.dense import run_dense
-from ondevice.bundle import Bundle
-from ondevice.config import TrainConfig, load
+from harness.oracles.dense import run_dense
+from ondevice.bundle.store import Bundle
+from ondevice.config.base import TrainConfig, load
 from ondevice.errors import UsageError
-from runtime.plan import LEVELS, predict
-from runtime.workspace import Work
+from runtime.planner.plan import LEVELS, predict
+from runtime.planner.workspace import Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

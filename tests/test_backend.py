@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from ondevice.errors import UsageError
-from runtime.backend import use_device
+from runtime.system.backend import use_device
 
 
 def test_graphs_for_a_gpu_that_is_not_here_name_their_bundle(

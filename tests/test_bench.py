@@ -11,16 +11,25 @@ from typing import Any
 
 import pytest
 
-from harness import bench as benches
-from harness import benchmark, published, shapes
-from harness.bench import BENCHMARKS, bench, command, to_text
-from harness.block_profiles import _shares, together
-from harness.page_cache import cached_share, drop
-from harness.repeats import Outcome, figures, in_turn, peak_ratio, reason, spread, time_ratio
-from harness.shapes import bundle_of
-from harness.tables import TABLE2
-from ondevice.bench_config import BenchConfig
-from ondevice.bundle import MANIFEST, Bundle, open_bundle
+from harness.bench import bench as benches
+from harness.bench import benchmark, published
+from harness.bench.bench import BENCHMARKS, bench, command, to_text
+from harness.bench.block_profiles import _shares, together
+from harness.bench.tables import TABLE2
+from harness.measure import shapes
+from harness.measure.page_cache import cached_share, drop
+from harness.measure.repeats import (
+    Outcome,
+    figures,
+    in_turn,
+    peak_ratio,
+    reason,
+    spread,
+    time_ratio,
+)
+from harness.measure.shapes import bundle_of
+from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
+from ondevice.config.bench import BenchConfig
 from ondevice.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
 
 MODEL = "tiny-qwen2"
@@ -238,9 +247,9 @@ def test_settings_as_the_benchmarks_take_them() -> None:
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundles")
     path = bundle_of(folder, MODEL, (16,), lambda text: None)
-    assert open_bundle(path).manifest.rungs == (16,)
+    assert open_bundle(path).manifest.buckets == (16,)
     bundle_of(folder, MODEL, (32,), lambda text: None)
-    assert open_bundle(path).manifest.rungs == (16, 32)
+    assert open_bundle(path).manifest.buckets == (16, 32)
     return folder
 
 

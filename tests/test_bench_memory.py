@@ -10,22 +10,23 @@ from typing import Any
 
 import pytest
 
-from harness import bench as benches
-from harness import benchmark, peer_bench
-from harness import peers as one_bench
-from harness.bench import BENCHMARKS, bench, command, to_text
-from harness.benchmark import Bench, Row
-from harness.breakdown import OTHERS, OWNERS, breakdown
-from harness.budget_curve import CURVE, compare, ladder
-from harness.footprint import FOOTPRINT, LENGTHS
-from harness.prediction import PREDICTION, distribution, is_within
-from harness.published import MESP_PEAK_MB, MODELS
-from harness.shapes import bundle_of
-from harness.step_profile import PROFILE, REST, order, owners
-from harness.targets import PEAK_MB
-from ondevice.bench_config import BenchConfig, times_smallest
+from harness.bench import bench as benches
+from harness.bench import benchmark
+from harness.bench.bench import BENCHMARKS, bench, command, to_text
+from harness.bench.benchmark import Bench, Row
+from harness.bench.breakdown import OTHERS, OWNERS, breakdown
+from harness.bench.budget_curve import CURVE, compare, ladder
+from harness.bench.footprint import FOOTPRINT, LENGTHS
+from harness.bench.prediction import PREDICTION, distribution, is_within
+from harness.bench.published import MESP_PEAK_MB, MODELS
+from harness.bench.step_profile import PROFILE, REST, order, owners
+from harness.bench.targets import PEAK_MB
+from harness.measure.shapes import bundle_of
+from harness.peers import bench as peer_bench
+from harness.peers import peers as one_bench
+from ondevice.config.bench import BenchConfig, times_smallest
 from ondevice.errors import InterruptedRunError, UsageError
-from runtime.plan import Plan
+from runtime.planner.plan import Plan
 
 MODEL = "tiny-qwen2"
 PLAN = {

@@ -13,12 +13,12 @@ import pytest
 from bundles import Rng, copied, links, manifest_of, put, rewrite
 from conftest import program_of
 
-from ondevice.bundle import Bundle, manifest_bytes, open_bundle
-from ondevice.describe import describe_bundle, facts_of
+from ondevice.bundle.store import Bundle, manifest_bytes, open_bundle
+from ondevice.cli.describe import describe_bundle, facts_of
 from ondevice.errors import BundleError
-from runtime.adapters import Adapters
+from runtime.methods.adapters import Adapters
 
-LAYER, FIRST = "kinds/layer0", "matrices/model.layers.0.mlp.up_proj"
+LAYER, FIRST = "block_types/layer0", "matrices/model.layers.0.mlp.up_proj"
 LIES = [
     ("device", "tpu"),
     ("hidden_size", 64),
@@ -26,13 +26,13 @@ LIES = [
     ("vocab_size", 321),
     ("vocab_size", -320),
     ("vocab_size", True),
-    ("rungs", []),
-    ("rungs", [0, 16]),
-    ("rungs", [16, 16]),
-    ("rungs", [32, 16]),
-    ("rungs", [16, 32]),
-    ("rungs", [1 << 62]),
-    ("rungs", {"0": 16}),
+    ("buckets", []),
+    ("buckets", [0, 16]),
+    ("buckets", [16, 16]),
+    ("buckets", [32, 16]),
+    ("buckets", [16, 32]),
+    ("buckets", [1 << 62]),
+    ("buckets", {"0": 16}),
     ("lora", {}),
     ("lora/rank", 0),
     ("lora/rank", True),
@@ -81,9 +81,9 @@ LIES = [
     (f"{LAYER}/parameters/extra.weight", [128]),
     (f"{LAYER}/values/q.lse", [1, "T", 128]),
     (f"{LAYER}/steps", []),
-    (f"{LAYER}/steps", [{"op": "glue"}] * 201),
+    (f"{LAYER}/steps", [{"op": "elementwise"}] * 201),
     (f"{LAYER}/steps/1/op", "tiled"),
-    (f"{LAYER}/steps/1/steps", [{"op": "glue"}]),
+    (f"{LAYER}/steps/1/steps", [{"op": "elementwise"}]),
     (f"{LAYER}/steps/0/op", "exec"),
     (f"{LAYER}/steps/0/op", "head"),
     (f"{LAYER}/steps/0/graph", "layer9.0"),
@@ -114,17 +114,17 @@ LIES = [
     (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k"]),
     (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k", "attention0.k"]),
     (f"{LAYER}/steps/3/inputs", ["attention0.k", "attention0.q", "attention0.v"]),
-    ("kinds/embed/steps/0/matrix", "lm_head"),
-    ("kinds/embed/steps/0/matrix", "model.layers.0.mlp.up_proj"),
-    ("kinds/embed/steps/0/outputs", []),
-    ("kinds/head/steps/1/inputs", ["x"]),
-    ("kinds/head/steps/1/inputs", []),
+    ("block_types/embed/steps/0/matrix", "lm_head"),
+    ("block_types/embed/steps/0/matrix", "model.layers.0.mlp.up_proj"),
+    ("block_types/embed/steps/0/outputs", []),
+    ("block_types/head/steps/1/inputs", ["x"]),
+    ("block_types/head/steps/1/inputs", []),
     ("blocks", []),
-    ("blocks/1/kind", "embed"),
-    ("blocks/1/kind", "layer7"),
+    ("blocks/1/type", "embed"),
+    ("blocks/1/type", "layer7"),
     ("blocks/1/name", "model.layers.1"),
     ("blocks/1/name", "model.layers.5"),
-    ("blocks/3/kind", "layer0"),
+    ("blocks/3/type", "layer0"),
     ("graphs/layer0.0.forward.16/file", "../secret"),
     ("graphs/layer0.0.forward.16/file", "/etc/passwd"),
     ("graphs/layer0.0.forward.16/file", "graphs/../../secret"),
@@ -199,12 +199,12 @@ def test_what_could_not_be_shown_is_refused(origin: Bundle, tmp_path: Path, odd:
 
 def test_steps_and_extents_that_clash(origin: Bundle, tmp_path: Path) -> None:
     path = links(origin, tmp_path / "bundle")
-    steps = manifest_of(origin.path)["kinds"]["layer0"]["steps"]
+    steps = manifest_of(origin.path)["block_types"]["layer0"]["steps"]
     orders = [steps + steps[-1:], steps[:-1], steps[1:], steps[::-1], [steps[3], *steps]]
     orders.append([*steps[:4], {"op": "embedding", "outputs": ["e"], "matrix": "m"}, *steps[4:]])
     for order in orders:
         document = manifest_of(origin.path)
-        document["kinds"]["layer0"]["steps"] = order
+        document["block_types"]["layer0"]["steps"] = order
         rewrite(path, document)
         with pytest.raises(BundleError):
             open_bundle(path)
@@ -271,7 +271,7 @@ def runs(path: Path, rng: Rng) -> None:
     """Run a bundle, forward and backward: an accepted manifest may only fail as a BundleError."""
     bundle = open_bundle(path)
     manifest = bundle.manifest
-    program = program_of(bundle, manifest.rungs[0])
+    program = program_of(bundle, manifest.buckets[0])
     adapters = Adapters.initial(manifest, 0)
     x = program.embed(rng.integers(0, manifest.vocab_size, 5))
     for block in program.blocks[1:-1]:
@@ -367,7 +367,7 @@ def test_graphs_that_are_not_what_the_manifest_says_are_refused(
     """Even where sizes and checksums have been made to fit; those that a CPU never runs are not."""
     document = manifest_of(origin.path)
     keys = list(document["graphs"])
-    kinds = origin.manifest.kinds.values()
+    kinds = origin.manifest.block_types.values()
     by_kernel = {step.graph for kind in kinds for step in kind.steps if step.gated}
     for index, (mine, theirs) in enumerate(zip(keys, rng.permutation(keys), strict=True)):
         path = links(origin, tmp_path / str(index))

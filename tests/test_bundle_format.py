@@ -15,10 +15,17 @@ from checkpoints import weights_of
 from conftest import listing
 
 from export.pack import export_bundle
-from harness import reference
-from ondevice.bundle import MANIFEST, WEIGHTS, Bundle, BundleWriter, manifest_bytes, open_bundle
-from ondevice.manifest import Extent
-from runtime.weights import Weights
+from harness.oracles import reference
+from ondevice.bundle.manifest import Extent
+from ondevice.bundle.store import (
+    MANIFEST,
+    WEIGHTS,
+    Bundle,
+    BundleWriter,
+    manifest_bytes,
+    open_bundle,
+)
+from runtime.storage.weights import Weights
 
 
 def test_manifest_to_the_byte(origin: Bundle) -> None:
@@ -28,14 +35,14 @@ def test_manifest_to_the_byte(origin: Bundle) -> None:
     document = json.loads(text)
     assert list(document) == [
         "format", "version", "mlx_version", "device", "family", "config", "hidden_size",
-        "vocab_size", "lora", "rungs", "weights_nbytes", "weights_sha256", "matrices", "vectors",
-        "kinds", "blocks", "graphs", "files", "provenance",
+        "vocab_size", "lora", "buckets", "weights_nbytes", "weights_sha256", "matrices", "vectors",
+        "block_types", "blocks", "graphs", "files", "provenance",
     ]  # fmt: skip
     assert text == json.dumps(document, indent=1).encode()
     assert document["family"] == "qwen2"
     assert (document["hidden_size"], document["vocab_size"]) == (128, 320)
     assert document["lora"] == {"rank": 8, "alpha": 16.0, "targets": "all-linear"}
-    assert document["rungs"] == [16]
+    assert document["buckets"] == [16]
     embedding = document["matrices"]["model.embed_tokens"]
     assert list(embedding) == [
         "rows", "columns", "bits", "group_size", "layout", "packed", "scales", "error",
@@ -52,7 +59,7 @@ def test_manifest_to_the_byte(origin: Bundle) -> None:
         {"name": "model.layers.1", "kind": "layer0"},
         {"name": "", "kind": "head"},
     ]
-    assert document["kinds"]["embed"] == {
+    assert document["block_types"]["embed"] == {
         "name": "embed", "input": "", "output": "e", "values": {"e": [1, "T", 128]},
         "parameters": {},
         "steps": [{"op": "embedding", "outputs": ["e"], "matrix": "model.embed_tokens"}],
@@ -139,4 +146,4 @@ def test_the_same_checkpoint_gives_the_same_bytes(origin: Bundle, tmp_path: Path
     assert one.manifest.weights_sha256 == two.manifest.weights_sha256
     assert one.manifest.weights_sha256 == origin.manifest.weights_sha256
     assert one.manifest.matrices == two.manifest.matrices == origin.manifest.matrices
-    assert one.manifest.kinds == two.manifest.kinds
+    assert one.manifest.block_types == two.manifest.block_types

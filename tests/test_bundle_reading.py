@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from bundles import Rng, copied, rewrite
 
-from ondevice.bundle import MANIFEST, WEIGHTS, Bundle, open_bundle
+from ondevice.bundle.manifest import VERSION
+from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, open_bundle
 from ondevice.errors import BundleError
-from ondevice.manifest import VERSION
-from runtime.weights import Weights
+from runtime.storage.weights import Weights
 
 
 def parts(bundle: Bundle) -> list[str]:

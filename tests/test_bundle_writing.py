@@ -16,7 +16,7 @@ from bundles import Rng, copied, settings
 from conftest import listing
 
 from export.pack import export_bundle
-from ondevice.bundle import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle, write_atomic
+from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle, write_atomic
 from ondevice.errors import BundleError, StorageError, UsageError
 
 
@@ -133,10 +133,10 @@ def test_write_atomic_keeps_the_old_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 
 FULL = """
 import os, resource, sys
-from runtime.backend import prepare
+from runtime.system.backend import prepare
 prepare()
 import export.pack as pack
-from ondevice.config import ExportConfig
+from ondevice.config.base import ExportConfig
 from ondevice.errors import StorageError
 
 where, output = sys.argv[1:]
@@ -235,10 +235,10 @@ def test_of_many_writers_each_commits_or_is_refused(origin: Bundle, tmp_path: Pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from runtime.backend import prepare
+from runtime.system.backend import prepare
 prepare()
 from export.pack import export_bundle
-from ondevice.config import ExportConfig
+from ondevice.config.base import ExportConfig
 
 rename = Path.rename
 def killed(self, target):

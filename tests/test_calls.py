@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import calls
-from harness.calls import ACTIONS, SLOTS, SPLITS, Example, generate, is_correct, parse_call
+from harness.tasks import calls
+from harness.tasks.calls import ACTIONS, SLOTS, SPLITS, Example, generate, is_correct, parse_call
 
 EXAMPLES = [one for split in SPLITS for one in generate(0, 600, split)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from token_rows import EOS, ids, listed, make_bundle, tokenize
 
 from ondevice.errors import DataError
-from runtime.chat import ChatTemplate
+from runtime.data.chat import ChatTemplate
 
 MARKED = """{{- bos_token }}
 {%- for message in messages %}

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from checkpoints import Arrays, weights_of, whole, write_folder
 
-from export.checkpoint import PRESETS, Prequantized, open_checkpoint
-from export.families import build_model, normalise_config
+from export.sources.families import build_model, normalise_config
+from export.sources.open import PRESETS, Prequantized, open_checkpoint
 from ondevice.errors import BundleError, UsageError
 
 TINY = [name for name in PRESETS if name.startswith("tiny-")]

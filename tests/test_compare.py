@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from test_quality import curve_of, entry, evaluation
 
-from harness import measure as measuring
-from harness.compare import compare, grid, step_limit
-from harness.findings import Finding, Trial, Tried, notes
-from harness.quality import read_curve
-from harness.report import tables, to_text
-from ondevice import config
-from ondevice.compare_config import CompareConfig, by_method
+from harness.compare.compare import compare, grid, step_limit
+from harness.compare.findings import Finding, Trial, Tried, notes
+from harness.compare.quality import read_curve
+from harness.measure import process as measuring
+from harness.report.report import tables, to_text
+from ondevice.config import base as config
+from ondevice.config.compare import CompareConfig, by_method
 from ondevice.errors import (
     BudgetError,
     BundleError,
@@ -251,14 +251,14 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     given = settings(tmp_path)
 
     def refuses(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
-        raise UsageError("no rung")
+        raise UsageError("no bucket")
 
     for _ in range(2):
-        with pytest.raises(UsageError, match="no rung"):
+        with pytest.raises(UsageError, match="no bucket"):
             compare(given, id, refuses)
         assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    with pytest.raises(UsageError, match="no rung"):
+    with pytest.raises(UsageError, match="no bucket"):
         compare(given, id, refuses)
     assert list((tmp_path / "out").iterdir()) == []
     (tmp_path / "out" / "mine").touch()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice import config
-from ondevice.config import EvalConfig, ExportConfig, PlanConfig, TrainConfig, load, to_toml
+from ondevice.config import base as config
+from ondevice.config.base import EvalConfig, ExportConfig, PlanConfig, TrainConfig, load, to_toml
 from ondevice.errors import UsageError
 from ondevice.units import format_bytes, parse_bytes
 
@@ -232,7 +232,9 @@ def test_flags_override_and_reach_the_configuration() -> None:
 
 
 def test_importing_the_configuration_loads_nothing_heavy() -> None:
-    code = "import sys, ondevice.config; print(any(m in sys.modules for m in ('mlx', 'numpy')))"
+    code = (
+        "import sys, ondevice.config.base; print(any(m in sys.modules for m in ('mlx', 'numpy')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

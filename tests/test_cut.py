@@ -9,16 +9,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import FAMILIES, RUNGS
+from conftest import BUCKETS, FAMILIES
 from mlx_lm.models import gemma3_text, llama
 
-from export.cut import cut_model
-from export.presets import PRESETS
-from export.trace import trace
-from ondevice.bundle import Bundle
+from export.cut.model import cut_model
+from export.cut.trace import trace
+from export.sources.random import PRESETS
+from ondevice.bundle.manifest import T, shape_at
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.manifest import T, at_rung
-from runtime.weights import Weights
+from runtime.storage.weights import Weights
 
 Tiny = Callable[..., Bundle]
 
@@ -38,21 +38,26 @@ def cut_of(family: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_equal_layers_share_a_kind(family: str) -> None:
     cut = cut_of(family, num_hidden_layers=5)
-    assert [block.kind for block in cut.blocks] == ["embed", *["layer0"] * 5, "head"]
+    assert [block.type for block in cut.blocks] == ["embed", *["layer0"] * 5, "head"]
     assert [block.name for block in cut.blocks[1:-1]] == [f"model.layers.{i}" for i in range(5)]
-    assert set(cut.kinds) == {"embed", "layer0", "head"}
-    names = [glue.step.graph for glue in cut.glue]
+    assert set(cut.block_types) == {"embed", "layer0", "head"}
+    names = [glue.step.graph for glue in cut.graphs]
     assert len(set(names)) == len(names)
-    used = {step.graph for kind in cut.kinds.values() for step in kind.steps if step.op == "glue"}
+    used = {
+        step.graph
+        for kind in cut.block_types.values()
+        for step in kind.steps
+        if step.op == "elementwise"
+    }
     assert set(names) == used
 
 
 def test_gemmas_local_and_global_layers_are_kinds_of_their_own() -> None:
     cut = cut_of("gemma3", num_hidden_layers=6, sliding_window_pattern=3)
-    kinds = [block.kind for block in cut.blocks[1:-1]]
+    kinds = [block.type for block in cut.blocks[1:-1]]
     assert kinds == ["layer0", "layer0", "layer1"] * 2
     attention = {
-        name: [step for step in cut.kinds[name].steps if step.op == "attention"]
+        name: [step for step in cut.block_types[name].steps if step.op == "attention"]
         for name in ("layer0", "layer1")
     }
     assert [step.window for step in attention["layer0"]] == [16]
@@ -62,16 +67,16 @@ def test_gemmas_local_and_global_layers_are_kinds_of_their_own() -> None:
 def test_layers_that_differ_in_their_rope_alone_are_kept_apart() -> None:
     wide = {"sliding_window": 1 << 20, "num_hidden_layers": 4}  # every layer sees everything
     apart = cut_of("gemma3", **wide, rope_local_base_freq=1e4)
-    assert [block.kind for block in apart.blocks[1:-1]] == ["layer0", "layer1"] * 2
+    assert [block.type for block in apart.blocks[1:-1]] == ["layer0", "layer1"] * 2
     same = cut_of("gemma3", **wide, rope_local_base_freq=1e6)
-    assert [block.kind for block in same.blocks[1:-1]] == ["layer0"] * 4
+    assert [block.type for block in same.blocks[1:-1]] == ["layer0"] * 4
 
 
 def test_only_the_embeddings_glue_scales_it(rng: np.random.Generator) -> None:
-    assert [step.op for step in cut_of("llama").kinds["embed"].steps] == ["embedding"]
+    assert [step.op for step in cut_of("llama").block_types["embed"].steps] == ["embedding"]
     cut = cut_of("gemma3")
-    assert [step.op for step in cut.kinds["embed"].steps] == ["embedding", "glue"]
-    (glue,) = (glue for glue in cut.glue if glue.step.graph == "embed.0")
+    assert [step.op for step in cut.block_types["embed"].steps] == ["embedding", "elementwise"]
+    (glue,) = (glue for glue in cut.graphs if glue.step.graph == "embed.0")
     e = mx.array(rng.standard_normal((1, 20, 128)).astype(np.float32))
     (x,) = glue.forward(e + 0)
     assert mx.allclose(x, e * 128**0.5, rtol=1e-2)  # Gemma rounds the factor to bfloat16
@@ -79,7 +84,7 @@ def test_only_the_embeddings_glue_scales_it(rng: np.random.Generator) -> None:
 
 
 def test_products_of_the_same_input_are_one_step() -> None:
-    steps = cut_of("llama").kinds["layer0"].steps
+    steps = cut_of("llama").block_types["layer0"].steps
     products = [[linear.name for linear in step.linears] for step in steps if step.op == "linear"]
     assert products == [
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -88,7 +93,9 @@ def test_products_of_the_same_input_are_one_step() -> None:
         ["mlp.down_proj"],
     ]
     biases = [
-        linear.bias for step in cut_of("qwen2").kinds["layer0"].steps for linear in step.linears
+        linear.bias
+        for step in cut_of("qwen2").block_types["layer0"].steps
+        for linear in step.linears
     ]
     assert biases == [True] * 3 + [False] * 4
 
@@ -96,13 +103,13 @@ def test_products_of_the_same_input_are_one_step() -> None:
 @pytest.mark.parametrize(("tied", "head"), [(True, "model.embed_tokens"), (False, "lm_head")])
 def test_a_tied_head_multiplies_the_embedding(tied: bool, head: str) -> None:
     cut = cut_of("llama", tie_word_embeddings=tied)
-    assert cut.kinds["embed"].steps[0].matrix == "model.embed_tokens"
-    assert cut.kinds["head"].steps[-1].matrix == head
+    assert cut.block_types["embed"].steps[0].matrix == "model.embed_tokens"
+    assert cut.block_types["head"].steps[-1].matrix == head
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vjps_do_not_ask_for_what_they_do_not_read(family: str) -> None:
-    for kind in cut_of(family).kinds.values():
+    for kind in cut_of(family).block_types.values():
         for step in kind.steps:
             if step.graph == "layer0.5":
                 gemma = family == "gemma3"  # a norm reads what it normed; a sum reads nothing
@@ -113,7 +120,9 @@ def test_vjps_do_not_ask_for_what_they_do_not_read(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sum_hands_its_gradient_on(family: str) -> None:
-    steps = {step.graph: step for kind in cut_of(family).kinds.values() for step in kind.steps}
+    steps = {
+        step.graph: step for kind in cut_of(family).block_types.values() for step in kind.steps
+    }
     after = dict(zip(steps["layer0.5"].vjp_outputs, steps["layer0.5"].vjp_same, strict=True))
     middle = dict(zip(steps["layer0.3"].vjp_outputs, steps["layer0.3"].vjp_same, strict=True))
     gemma = family == "gemma3"  # which norms what it adds
@@ -146,9 +155,9 @@ def test_graphs_hold_no_weights_and_do_not_grow(tiny: Tiny, family: str) -> None
         assert not any(vector in blob for vector in norms + scales)
     assert total < 1_000_000
     for key, graph in manifest.graphs.items():
-        stem, _, rung = key.rpartition(".")
-        if int(rung) == RUNGS[0]:  # no mask, no table of angles: a longer one is no larger
-            assert abs(manifest.graphs[f"{stem}.{RUNGS[-1]}"].nbytes - graph.nbytes) < 64
+        stem, _, bucket = key.rpartition(".")
+        if int(bucket) == BUCKETS[0]:  # no mask, no table of angles: a longer one is no larger
+            assert abs(manifest.graphs[f"{stem}.{BUCKETS[-1]}"].nbytes - graph.nbytes) < 64
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,17 +165,17 @@ def test_serialized_glue_computes_what_was_traced(
     tiny: Tiny, rng: np.random.Generator, family: str
 ) -> None:
     bundle = tiny(family)
-    for glue in cut_of(family).glue:
+    for traced in cut_of(family).graphs:
         for direction in ("forward", "vjp"):
-            shapes = getattr(glue, f"{direction}_shapes")
-            graph = bundle.manifest.graphs[f"{glue.step.graph}.{direction}.16"]
+            shapes = getattr(traced, f"{direction}_shapes")
+            graph = bundle.manifest.graphs[f"{traced.step.graph}.{direction}.16"]
             arrays = [
-                mx.array(rng.standard_normal(at_rung(shape, 16)).astype(np.float32))
+                mx.array(rng.standard_normal(shape_at(shape, 16)).astype(np.float32))
                 for shape in shapes
             ]
             assert tuple(tuple(array.shape) for array in arrays) == graph.inputs
             found = mx.import_function(str(bundle.path / graph.file))(*arrays)
-            expected = getattr(glue, direction)(*arrays)
+            expected = getattr(traced, direction)(*arrays)
             assert tuple(tuple(result.shape) for result in found) == graph.outputs
             for mine, theirs in zip(found, expected, strict=True):
                 assert mx.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -385,7 +394,7 @@ def test_cutting_leaves_mlx_lm_as_it_was() -> None:
 
 def test_shapes_are_symbolic_in_the_length_alone() -> None:
     for family in FAMILIES:
-        for kind in cut_of(family).kinds.values():
+        for kind in cut_of(family).block_types.values():
             assert all(shape.count(T) == 1 for shape in kind.values.values())
 
 
@@ -404,17 +413,17 @@ def test_shapes_are_symbolic_in_the_length_alone() -> None:
 def test_a_dimension_of_any_size_is_told_from_the_length(changes: dict[str, int]) -> None:
     config = config_of("llama", **changes)
     cut = cut_of("llama", **changes)
-    values = cut.kinds["layer0"].values
+    values = cut.block_types["layer0"].values
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     assert values["x"] == values["out"] == (1, T, config["hidden_size"])
     assert values["mlp.up_proj.out"] == (1, T, config["intermediate_size"])
     assert values["attention0.q"] == (1, config["num_attention_heads"], T, size)
     assert values["attention0.k"] == (1, config["num_key_value_heads"], T, size)
-    for glue in cut.glue:  # and the graphs hold at other lengths
-        steps = [step for kind in cut.kinds.values() for step in kind.steps]
+    for glue in cut.graphs:  # and the graphs hold at other lengths
+        steps = [step for kind in cut.block_types.values() for step in kind.steps]
         (step,) = (step for step in steps if step.graph == glue.step.graph)
         for direction, names in (("forward", step.outputs), ("vjp", step.vjp_outputs)):
             shapes = getattr(glue, f"{direction}_shapes")
-            found = getattr(glue, direction)(*(mx.zeros(at_rung(s, 21)) for s in shapes))
-            kind = cut.kinds[glue.step.graph.split(".")[0]]
-            assert [a.shape for a in found] == [at_rung(kind.values[n], 21) for n in names]
+            found = getattr(glue, direction)(*(mx.zeros(shape_at(s, 21)) for s in shapes))
+            kind = cut.block_types[glue.step.graph.split(".")[0]]
+            assert [a.shape for a in found] == [shape_at(kind.values[n], 21) for n in names]

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from token_rows import VOCAB, listed, write_rows
 
 from ondevice.errors import DataError, UsageError
-from runtime import data
-from runtime.data import RandomRows, TokenRows, order, prepare_tokens, row_index
+from runtime.data import rows as data
+from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens, row_index
 
 
 def test_the_training_process_does_not_load_the_tokenizer() -> None:
-    code = "import sys, runtime.data; print('tokenizers' in sys.modules, 'mlx' in sys.modules)"
+    code = "import sys, runtime.data.rows; print('tokenizers' in sys.modules, 'mlx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -12,27 +12,27 @@ import pytest
 from conftest import FAMILIES, program_of
 from test_programs import adapters_of, agree
 
-from harness import reference
-from ondevice.bundle import Bundle
-from ondevice.manifest import Block
-from runtime.activations import Activations
-from runtime.adapters import DTYPES, Adapters
-from runtime.executor import Gradients
-from runtime.liveness import MEZO_LANES
-from runtime.mebp import MeBP
-from runtime.method import Row
-from runtime.mezo import MeZO
-from runtime.noise import Noise
-from runtime.plan import LEVELS, PAPER, Plan, predict
-from runtime.scratch import MappedTensors
-from runtime.session import open_session
-from runtime.tiling import WHOLE
-from runtime.workspace import Sizes, Work
+from harness.oracles import reference
+from ondevice.bundle.manifest import Block
+from ondevice.bundle.store import Bundle
+from runtime.engine.executor import Gradients
+from runtime.lowering.token_tiles import WHOLE
+from runtime.methods.adapters import DTYPES, Adapters
+from runtime.methods.mebp import MeBP
+from runtime.methods.mezo import MeZO
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import Row
+from runtime.planner.peak import MEZO_LANES
+from runtime.planner.plan import LEVELS, PAPER, Plan, predict
+from runtime.planner.workspace import Sizes, Work
+from runtime.run.open import open_session
+from runtime.storage.activations import Activations
+from runtime.storage.scratch import MappedTensors
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
 CLOSE = 1e-5
-RUNGS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64
+BUCKETS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64
 
 
 def sizes(rng: Rng) -> Sizes:
@@ -47,7 +47,7 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
     """A plan with everything that the planner decides decided at random."""
     layers = len(bundle.manifest.layers)
     work = Work(
-        int(rng.choice(bundle.manifest.rungs)),
+        int(rng.choice(bundle.manifest.buckets)),
         rows,
         parts,
         arithmetic=str(rng.choice(["packed", "unpacked"])),
@@ -67,10 +67,10 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
     )
 
 
-def drawn_rows(bundle: Bundle, rng: Rng, rung: int, count: int) -> list[Row]:
-    """Rows whose longest needs the rung."""
-    lengths = rng.integers(1, rung + 1, count)
-    lengths[int(rng.integers(count))] = rung
+def drawn_rows(bundle: Bundle, rng: Rng, bucket: int, count: int) -> list[Row]:
+    """Rows whose longest needs the bucket."""
+    lengths = rng.integers(1, bucket + 1, count)
+    lengths[int(rng.integers(count))] = bucket
     vocab = bundle.manifest.vocab_size
     return [
         Row(rng.integers(0, vocab, n + 1).astype(np.int32), int(rng.integers(n))) for n in lengths
@@ -115,15 +115,15 @@ def rounded(adapters: Adapters) -> Adapters:
 def test_gradients_are_autograds_under_every_plan(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str
 ) -> None:
-    bundle = tiny(family, seq_lens=RUNGS)
+    bundle = tiny(family, seq_lens=BUCKETS)
     manifest = bundle.manifest
     for _ in range(6):
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
         print(replace(chosen, blocks=()))
         adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).lent_as(chosen.adapter_dtype)
-        rows = [drawn_rows(bundle, rng, chosen.rung, count) for _ in range(parts)]
-        shape = (1, chosen.rung, manifest.hidden_size)
+        rows = [drawn_rows(bundle, rng, chosen.bucket, count) for _ in range(parts)]
+        shape = (1, chosen.bucket, manifest.hidden_size)
         scratch = Activations(tmp_path, len(manifest.blocks), count, shape)
         kept = Kept()
         session = open_session(bundle, chosen)
@@ -145,7 +145,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
     tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str
 ) -> None:
     """Bit for bit with the same tiles; with others the losses differ by rounding only."""
-    bundle = tiny(family, seq_lens=RUNGS)
+    bundle = tiny(family, seq_lens=BUCKETS)
     for _ in range(4):
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
@@ -154,22 +154,22 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         noise = Noise(seed)
         copied = Adapters(adapters.manifest, dict(adapters.tensors), adapters.dtype)
         oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, 0.0)
-        shape = (1, chosen.rung, bundle.manifest.hidden_size)
+        shape = (1, chosen.bucket, bundle.manifest.hidden_size)
         scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)
         session = open_session(bundle, chosen)
         method = MeZO(
             session.program, adapters, scratch, noise, 1e-3, queries, lanes=chosen.lanes
         )  # fmt: skip
         for step in range(3):
-            rung = int(rng.choice([r for r in bundle.manifest.rungs if r <= chosen.rung]))
-            rows = [drawn_rows(bundle, rng, rung, count) for _ in range(parts)]
+            bucket = int(rng.choice([r for r in bundle.manifest.buckets if r <= chosen.bucket]))
+            rows = [drawn_rows(bundle, rng, bucket, count) for _ in range(parts)]
             flat = [row for part in rows for row in part]
             elsewhere = reference.plain_loss(
-                program_of(bundle, rung, chosen.arithmetic), oracle.adapters, flat
+                program_of(bundle, bucket, chosen.arithmetic), oracle.adapters, flat
             )
-            here = reference.plain_loss(session.program(rung), oracle.adapters, flat)
+            here = reference.plain_loss(session.program(bucket), oracle.adapters, flat)
             assert here == pytest.approx(elsewhere, rel=CLOSE)
-            loss, gradients = oracle.step(session.program(rung), flat, step, 1e-2)
+            loss, gradients = oracle.step(session.program(bucket), flat, step, 1e-2)
             result = method.step(step, 1e-2, rows)
             assert result.record == [1e-2, gradients]
             assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=1e-12)

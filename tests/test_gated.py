@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from conftest import FAMILIES
 
-from export.gated import ACTIVATIONS, gated_activation
-from harness.reference import relative_error
-from ondevice.bundle import Bundle
+from export.cut.gated import ACTIVATIONS, gated_activation
+from harness.oracles.reference import relative_error
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import Activation, BlockType, Step, graph_key
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.manifest import Activation, Kind, Step, graph_key
-from ondevice.validate import check_manifest
-from runtime.glue import GlueKernel
-from runtime.kernels.gated import gated, gated_vjp
-from runtime.liveness import Liveness
-from runtime.schedule import Op
-from runtime.tiling import GATED_CHUNK, GATED_SCRATCH_BYTES
-from runtime.workspace import F32, Sizes, Work, Workspace
+from runtime.engine.graphs import GraphRunner
+from runtime.engine.kernels.gated import gated, gated_vjp
+from runtime.lowering.schedule import Op
+from runtime.lowering.token_tiles import GATED_CHUNK, GATED_SCRATCH_BYTES
+from runtime.planner.peak import Liveness
+from runtime.planner.workspace import F32, Sizes, Work, Workspace
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -82,8 +82,8 @@ def test_large_values_are_flat_and_no_number_stays_none(name: str) -> None:
     assert all(np.isnan(np.array(x)[-1]) for x in (y, d_gate, d_up))
 
 
-def steps_of(bundle: Bundle) -> list[tuple[Kind, Step]]:
-    kinds = bundle.manifest.kinds.values()
+def steps_of(bundle: Bundle) -> list[tuple[BlockType, Step]]:
+    kinds = bundle.manifest.block_types.values()
     return [(kind, step) for kind in kinds for step in kind.steps if step.gated]
 
 
@@ -91,16 +91,19 @@ def steps_of(bundle: Bundle) -> list[tuple[Kind, Step]]:
 def test_kernel_and_graph_agree(tiny: Tiny, rng: Rng, family: str) -> None:
     bundle = tiny(family)
     found = steps_of(bundle)
-    layers = [name for name in bundle.manifest.kinds if name.startswith("layer")]
+    layers = [name for name in bundle.manifest.block_types if name.startswith("layer")]
     assert [kind.name for kind, _ in found] == layers
     for kind, step in found:
         assert step.gated == ("gelu_tanh" if family == "gemma3" else "silu")
         width = kind.values[step.outputs[0]][-1]
-        glue, arguments = GlueKernel(bundle, 32), [normal(rng, 1, 32, int(width)) for _ in range(3)]
+        graphs, arguments = (
+            GraphRunner(bundle, 32),
+            [normal(rng, 1, 32, int(width)) for _ in range(3)],
+        )
         for direction, names in (("forward", step.outputs), ("vjp", step.vjp_outputs)):
             given = arguments[: len(step.inputs)] if direction == "forward" else arguments
             by_kernel, by_graph = (
-                glue.run(kind, one, direction, given, names, 32)
+                graphs.run(kind, one, direction, given, names, 32)
                 for one in (step, replace(step, gated=""))
             )
             assert list(by_kernel) == list(by_graph) == list(names)
@@ -112,7 +115,7 @@ def test_the_plan_counts_a_kernel_on_a_cpu_and_graphs_on_a_gpu(tiny: Tiny) -> No
     """And a gradient that nobody wants, which is made all the same."""
     manifest = tiny("qwen2").manifest
     block = manifest.layers[0]
-    kind = manifest.kinds[block.kind]
+    kind = manifest.block_types[block.type]
     index, step = next((i, s) for i, s in enumerate(kind.steps) if s.gated)
     graph = manifest.graphs[graph_key(step.graph, "vjp", 32)]
     value = 64 * int(kind.values[step.outputs[0]][-1]) * F32  # two tiles of 32 tokens
@@ -167,17 +170,21 @@ LIES: list[dict[str, object]] = [
 @pytest.mark.parametrize("lie", LIES)
 def test_a_gated_step_that_cannot_be_one_is_refused(tiny: Tiny, lie: dict[str, object]) -> None:
     manifest = tiny("qwen2").manifest
-    kind = manifest.kinds["layer0"]
+    kind = manifest.block_types["layer0"]
     steps = tuple(replace(s, **lie) if s.gated else s for s in kind.steps)  # type: ignore[arg-type]
-    changed = replace(manifest, kinds={**manifest.kinds, "layer0": replace(kind, steps=steps)})
+    changed = replace(
+        manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)}
+    )
     with pytest.raises(BundleError):
         check_manifest(changed)
 
 
 def test_a_norm_is_not_gated(tiny: Tiny) -> None:
     manifest = tiny("qwen2").manifest
-    kind = manifest.kinds["layer0"]
-    steps = tuple(replace(s, gated="silu") if s.op == "glue" else s for s in kind.steps)
-    changed = replace(manifest, kinds={**manifest.kinds, "layer0": replace(kind, steps=steps)})
+    kind = manifest.block_types["layer0"]
+    steps = tuple(replace(s, gated="silu") if s.op == "elementwise" else s for s in kind.steps)
+    changed = replace(
+        manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)}
+    )
     with pytest.raises(BundleError, match="silu"):
         check_manifest(changed)

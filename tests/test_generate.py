@@ -14,13 +14,13 @@ from checkpoints import weights_of, write_folder
 from token_rows import BOS, VOCAB, ids, make_tokenizer, write_tokenizer
 
 from export.pack import export_bundle
-from harness import reference
-from ondevice.bundle import Bundle
-from ondevice.cli import main
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from ondevice.cli.main import main
 from ondevice.errors import DataError, UsageError
-from runtime.chat import ChatTemplate
-from runtime.generate import generate
-from runtime.text_encoder import load_encoder
+from runtime.data.chat import ChatTemplate
+from runtime.data.text_encoder import load_encoder
+from runtime.run.generate import generate
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 
@@ -92,7 +92,9 @@ def test_special_tokens_end_an_answer(bundle: Bundle, monkeypatch: pytest.Monkey
     for field in ("special", "ends"):
         encoder = load_encoder(bundle.path)
         changed = replace(encoder, **{field: frozenset(tokens[4:5])})
-        monkeypatch.setattr("runtime.text_encoder.load_encoder", lambda folder, made=changed: made)
+        monkeypatch.setattr(
+            "runtime.data.text_encoder.load_encoder", lambda folder, made=changed: made
+        )
         ending = text_of(tokens[4:5]) + "more" if field == "special" else ""
         monkeypatch.setattr(ChatTemplate, "ending", property(lambda self, text=ending: text))
         before = tokens[: tokens.index(tokens[4])]

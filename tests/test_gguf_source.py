@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 import pytest
 
-from export.checkpoint import PRESETS, Checkpoint, open_checkpoint
-from export.families import build_model
-from export.gguf_source import ARCHITECTURES, llama3_factors
+from export.sources.families import build_model
+from export.sources.gguf import ARCHITECTURES, llama3_factors
+from export.sources.open import PRESETS, Checkpoint, open_checkpoint
 from ondevice.errors import BundleError
 
 Arrays = dict[str, np.ndarray]

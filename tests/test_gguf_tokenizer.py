@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from export.checkpoint import open_checkpoint
-from export.gguf_tokenizer import convert_tokenizer
+from export.sources.gguf_tokenizer import convert_tokenizer
+from export.sources.open import open_checkpoint
 from ondevice.errors import BundleError
 
 TEXTS = [

@@ -12,14 +12,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from harness import reference
-from ondevice.manifest import Extent, Matrix
-from runtime.kernels.attention import AttentionKernel
-from runtime.kernels.head import HeadKernel
-from runtime.kernels.in_place import add_to, contiguous, exp_below, put, row_max, weighed
-from runtime.kernels.linear import LinearKernel, Lora
-from runtime.kernels.unpack import SIDE_BY_SIDE, dense, join, split
-from runtime.weights import Weights
+from harness.oracles import reference
+from ondevice.bundle.manifest import Extent, Matrix
+from runtime.engine.kernels.attention import AttentionKernel
+from runtime.engine.kernels.head import HeadKernel
+from runtime.engine.kernels.in_place import add_to, contiguous, exp_below, put, row_max, weighed
+from runtime.engine.kernels.linear import LinearKernel, Lora
+from runtime.engine.kernels.unpack import SIDE_BY_SIDE, dense, join, split
+from runtime.storage.weights import Weights
 
 CLOSE = 1e-5
 LAYOUTS = [
@@ -52,7 +52,7 @@ def stored(
         blob += part.tobytes()
     path = folder / "weights.bin"
     path.write_bytes(blob)
-    manifest = SimpleNamespace(blocks=(), kinds={}, weights_nbytes=len(blob))
+    manifest = SimpleNamespace(blocks=(), block_types={}, weights_nbytes=len(blob))
     weights = Weights(SimpleNamespace(manifest=manifest, weights_path=path))  # type: ignore[arg-type]
     symmetric = layout == "symmetric"
     matrix = Matrix(

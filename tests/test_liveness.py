@@ -13,11 +13,11 @@ from conftest import FAMILIES, program_of
 from test_programs import adapters_of
 from test_tokenwise import LENGTHS
 
-from ondevice.bundle import Bundle
-from runtime.liveness import Liveness
-from runtime.program import Program
-from runtime.tiling import WHOLE, fold
-from runtime.workspace import F32, Sizes, Work
+from ondevice.bundle.store import Bundle
+from runtime.engine.program import Program
+from runtime.lowering.token_tiles import WHOLE, fold
+from runtime.planner.peak import Liveness
+from runtime.planner.workspace import F32, Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -49,8 +49,8 @@ class Allocated:
 def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family: str) -> None:
     """Others may need more than an MLP, where MLX allocates ahead or strides forbid reuse."""
     manifest = (bundle := tiny(family, seq_lens=(512,))).manifest
-    folded = [one for kind in manifest.kinds.values() for one in fold(kind).steps]
-    tiled = {step.graph for one in folded for step in one.steps if step.op == "glue"}
+    folded = [one for kind in manifest.block_types.values() for one in fold(kind).steps]
+    tiled = {step.graph for one in folded for step in one.steps if step.op == "elementwise"}
     assert tiled
     for key, graph in manifest.graphs.items():
         function = mx.import_function(str(bundle.path / graph.file))
@@ -70,7 +70,7 @@ def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family:
 
 
 def hidden(rng: Rng, program: Program) -> mx.array:
-    shape = (1, program.rung, program.bundle.manifest.hidden_size)
+    shape = (1, program.bucket, program.bundle.manifest.hidden_size)
     x = mx.array(rng.standard_normal(shape).astype(np.float32))
     mx.eval(x)
     return x
@@ -78,14 +78,14 @@ def hidden(rng: Rng, program: Program) -> mx.array:
 
 def drawn(bundle: Bundle, rng: Rng, method: str) -> tuple[Program, Liveness, int]:
     """A program whose tiles are not so small that objects of a few bytes count, and its plan."""
-    work = Work(int(rng.choice(bundle.manifest.rungs)), arithmetic="unpacked", method=method)
+    work = Work(int(rng.choice(bundle.manifest.buckets)), arithmetic="unpacked", method=method)
     tokens = int(rng.choice([48, 64, WHOLE]))
     tiles, queries = int(rng.integers(8_000, 60_000)), int(rng.integers(16, 65))
     chosen = Sizes(tiles, queries, 0, most_tokens=tokens)
     live = Liveness(bundle.manifest, work, chosen)
     lanes = int(rng.integers(2, 9)) if method == "mezo" else 1
     choice = chosen.tile_values, chosen.query_block, live.workspace.chunk_rows, chosen.most_tokens
-    program = program_of(bundle, work.rung, "unpacked", *choice)
+    program = program_of(bundle, work.bucket, "unpacked", *choice)
     return program, live, lanes
 
 
@@ -145,14 +145,14 @@ def test_the_head_allocates_no_more_than_the_plan_says(
     bundle = tiny(family, seq_lens=LENGTHS)
     for _ in range(3):
         program, live, lanes = drawn(bundle, rng, "mebp" if gradient else "mezo")
-        targets = rng.integers(0, bundle.manifest.vocab_size, program.rung)
+        targets = rng.integers(0, bundle.manifest.vocab_size, program.bucket)
         found = Allocated()
         with found.watching():
-            scored = slice(0, program.rung)
+            scored = slice(0, program.bucket)
             hs = [program.hidden(hidden(rng, program), scored) for _ in range(lanes)]
             program.losses(hs, [targets] * lanes, gradient)
         head = live.block(len(bundle.manifest.blocks) - 1, lanes)
-        small = 64 * program.rung * lanes * F32  # maxima, sums and losses, which nobody counts
+        small = 64 * program.bucket * lanes * F32  # maxima, sums and losses, which nobody counts
         widest = max(live.workspace.chunk_rows, bundle.manifest.hidden_size)
-        ahead = 4 * program.rung * widest * F32  # now and then, although the limit is 0
+        ahead = 4 * program.bucket * widest * F32  # now and then, although the limit is 0
         assert found.most <= head.forward_bytes + small + ahead

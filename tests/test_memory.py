@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from ondevice.errors import OnDeviceError
-from runtime import heap, memory
-from runtime.memory import Footprint, Meter, RusageInfoV4, TaskVmInfo, read_footprint
+from runtime.system import footprint as memory
+from runtime.system import heap
+from runtime.system.footprint import Footprint, Meter, RusageInfoV4, TaskVmInfo, read_footprint
 
 BLOCK_BYTES = 64 * 2**20
 SLACK_BYTES = 4 * 2**20
@@ -134,7 +135,7 @@ def test_without_a_budget_or_an_aim_nothing_is_given_back(monkeypatch: pytest.Mo
 PLACED = """
 import ctypes, sys
 import numpy as np
-from runtime import heap
+from runtime.system import heap
 
 fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 sizes = [(field, ctypes.c_size_t) for field in fields]

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
 
-from harness import reference
-from ondevice.bundle import Bundle
-from runtime.activations import Activations
-from runtime.adapters import Adapters
-from runtime.mebp import Backprop
-from runtime.method import Row
-from runtime.mezo import MeZO
-from runtime.noise import Noise
-from runtime.program import Program
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from runtime.engine.program import Program
+from runtime.methods.adapters import Adapters
+from runtime.methods.mebp import Backprop
+from runtime.methods.mezo import MeZO
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import Row
+from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -53,7 +53,7 @@ def mezo(
     program: Program, adapters: Adapters, folder: Path, seed: int, rows: int, **options: object
 ) -> MeZO:
     queries = int(options.get("queries", 1))  # type: ignore[call-overload]
-    shape = (1, program.rung, program.bundle.manifest.hidden_size)
+    shape = (1, program.bucket, program.bundle.manifest.hidden_size)
     scratch = Activations(folder, 1, 2 * queries * rows, shape)
     kind = str(options.pop("kind", "gaussian"))
     noise, epsilon = Noise(seed, kind), 1e-3
@@ -112,7 +112,7 @@ def gradient_of(
     program: Program, adapters: Adapters, rows: list[Row], folder: Path
 ) -> dict[str, np.ndarray]:
     manifest = program.bundle.manifest
-    shape = (1, program.rung, manifest.hidden_size)
+    shape = (1, program.bucket, manifest.hidden_size)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
     found: dict[str, np.ndarray] = {}
 

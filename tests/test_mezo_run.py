@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from test_train import COMMAND, adapter, bundle, ondevice, train_arguments
 
-from ondevice.config import TrainConfig
+from ondevice.config.base import TrainConfig
 from ondevice.errors import BudgetError
-from runtime import train as train_module
-from runtime.evaluate import Events
-from runtime.loop import Training
-from runtime.memory import Meter
+from runtime.run import start as train_module
+from runtime.run.evaluate import Events
+from runtime.run.trainer import Training
+from runtime.system.footprint import Meter
 
 __all__ = ["bundle"]
 

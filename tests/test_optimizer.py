@@ -11,11 +11,11 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from ondevice.bundle import Bundle
-from runtime.adapters import Adapters
-from runtime.executor import Gradients
-from runtime.optimizer import GROUP_VALUES, Optimizer, groups
-from runtime.saves import VERSION
+from ondevice.bundle.store import Bundle
+from runtime.engine.executor import Gradients
+from runtime.methods.adapters import Adapters
+from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
+from runtime.run.folder import VERSION
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]

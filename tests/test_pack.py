@@ -14,10 +14,10 @@ from checkpoints import weights_of, write_folder
 from conftest import listing, program_of
 
 from export import pack
-from export.families import expected_shapes
 from export.pack import export_bundle
 from export.retrace import retrace
-from ondevice.bundle import WEIGHTS, Bundle, open_bundle
+from export.sources.families import expected_shapes
+from ondevice.bundle.store import WEIGHTS, Bundle, open_bundle
 from ondevice.errors import BundleError, StorageError, UsageError
 
 # --- checkpoints and settings -----------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_a_model_of_thirteen_heads_becomes_a_bundle(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "checkpoint", config, arrays)
     made = export_bundle(settings(folder, tmp_path / "bundle", seq_lens=(13, 26), group_size=32))
     made.verify()
-    assert made.manifest.kinds["layer0"].values["attention0.q"] == (1, 13, "T", 32)
+    assert made.manifest.block_types["layer0"].values["attention0.q"] == (1, 13, "T", 32)
 
 
 # --- another MLX ------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 def forward_of(path: Path, seed: int) -> np.ndarray:
     bundle = open_bundle(path)
-    program = program_of(bundle, bundle.manifest.rungs[0])
+    program = program_of(bundle, bundle.manifest.buckets[0])
     rng = np.random.default_rng(seed)
     x = program.embed(rng.integers(0, bundle.manifest.vocab_size, 9))
     for block in program.blocks[1:-1]:
@@ -141,7 +141,7 @@ def test_graphs_of_another_mlx_are_refused_and_traced_again(
         assert len(after) == len(before)  # the old graphs are gone
         assert after[WEIGHTS] == before[WEIGHTS]
         assert bundle.manifest.matrices == origin.manifest.matrices
-        assert bundle.manifest.kinds == origin.manifest.kinds
+        assert bundle.manifest.block_types == origin.manifest.block_types
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, StorageError])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import listing
 
-from ondevice.bundle import Bundle
-from ondevice.cli import main
+from ondevice.bundle.store import Bundle
+from ondevice.cli.main import main
 from ondevice.errors import UsageError
 from ondevice.paths import partial_folder, text_path
 

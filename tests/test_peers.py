@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from harness import peers as bench
-from harness.other_load import STAT, busy_ticks, other_load
-from harness.paired import Sample, Spread, summarize
-from harness.peer_process import PREPARED, THREADS
-from harness.peer_table import to_text
-from harness.peer_torch import blas
-from harness.peers import PEERS, environment, finding, peers, run_process
+from harness.measure.other_load import STAT, busy_ticks, other_load
+from harness.measure.paired import Sample, Spread, summarize
+from harness.peers import peers as bench
+from harness.peers.peers import PEERS, environment, finding, peers, run_process
+from harness.peers.process import PREPARED, THREADS
+from harness.peers.table import to_text
+from harness.peers.torch_trainer import blas
 from ondevice.errors import UsageError
 
 

@@ -13,25 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.bundle import Bundle
+from ondevice.bundle.manifest import Extent, Manifest, Matrix
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BudgetError, UsageError
-from ondevice.manifest import Extent, Manifest, Matrix
-from runtime.backend import blas_threads, prepare
-from runtime.liveness import Liveness
-from runtime.plan import (
+from runtime.lowering.token_tiles import WHOLE
+from runtime.planner.allocators.glibc import SMALL_TILE_BYTES, slack_of
+from runtime.planner.peak import Liveness
+from runtime.planner.plan import (
     BLAS_BYTES_PER_ROW,
     BLAS_BYTES_PER_THREAD,
     LEVELS,
     LONG_TOKENS,
     MARGIN,
-    choose_rung,
+    choose_bucket,
     make_plan,
     predict,
 )
-from runtime.session import open_session
-from runtime.slack import SMALL_TILE_BYTES, slack_of
-from runtime.tiling import WHOLE
-from runtime.workspace import F32, Sizes, Work, Workspace
+from runtime.planner.workspace import F32, Sizes, Work, Workspace
+from runtime.run.open import open_session
+from runtime.system.backend import blas_threads, prepare
 
 Tiny = Callable[..., Bundle]
 
@@ -73,18 +73,18 @@ def test_what_costs_memory(tiny: Tiny) -> None:
     def cost(changed: Work) -> int:
         return predict(manifest, changed, LEVELS[-1], 0, 0).predicted_peak_bytes
 
-    assert cost(replace(work, rung=64)) > cost(work) > cost(replace(work, rung=16))
+    assert cost(replace(work, bucket=64)) > cost(work) > cost(replace(work, bucket=16))
     assert cost(replace(work, accumulation=2)) > cost(work)
     assert cost(replace(work, method="eval")) < cost(work)
 
 
 def test_the_ladder_is_the_limit(tiny: Tiny) -> None:
     manifest = tiny("llama").manifest
-    assert choose_rung(manifest, 1) == manifest.rungs[0]
-    for rung in manifest.rungs:
-        assert choose_rung(manifest, rung) == rung
+    assert choose_bucket(manifest, 1) == manifest.buckets[0]
+    for bucket in manifest.buckets:
+        assert choose_bucket(manifest, bucket) == bucket
     with pytest.raises(UsageError, match="--seq-lens"):
-        choose_rung(manifest, manifest.rungs[-1] + 1)
+        choose_bucket(manifest, manifest.buckets[-1] + 1)
 
 
 def test_measured_is_never_far_over_predicted(tiny: Tiny, tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ def test_large_values_leave_larger_holes(
     model = Liveness(manifest, work, sizes)
     largest = model.largest_value() if most == WHOLE else model.largest_whole_value()
     assert model.workspace.largest_tile() < largest // 4  # no room for it where the tile was
-    monkeypatch.setattr("runtime.slack.SMALL_TILE_BYTES", 0)
-    monkeypatch.setattr("runtime.slack.SMALL_VALUE_BYTES", 2 * largest)
+    monkeypatch.setattr("runtime.planner.allocators.glibc.SMALL_TILE_BYTES", 0)
+    monkeypatch.setattr("runtime.planner.allocators.glibc.SMALL_VALUE_BYTES", 2 * largest)
     small, before = slack_of(model), predict(manifest, work, sizes, 0, 0)
-    monkeypatch.setattr("runtime.slack.SMALL_VALUE_BYTES", largest // 4)
+    monkeypatch.setattr("runtime.planner.allocators.glibc.SMALL_VALUE_BYTES", largest // 4)
     large, after = slack_of(model), predict(manifest, work, sizes, 0, 0)
     assert large.share - small.share == pytest.approx(2 * per_doubling, rel=1e-3)
     assert after.live_bytes == before.live_bytes
@@ -181,7 +181,7 @@ def test_values_that_are_mapped_leave_no_holes(
     tiled = Liveness(manifest, work, Sizes(2048, 16, 0, most_tokens=64))
     whole = Liveness(manifest, work, Sizes(2048, 16, 0))
     before, as_before = slack_of(tiled), slack_of(whole)
-    monkeypatch.setattr("runtime.slack.LONG_VALUE_BYTES", tiled.mapped_value())
+    monkeypatch.setattr("runtime.planner.allocators.glibc.LONG_VALUE_BYTES", tiled.mapped_value())
     assert slack_of(tiled).share < before.share
     assert slack_of(whole) == as_before
 
@@ -192,7 +192,9 @@ def test_large_tiles_leave_larger_holes_in_a_forward(
     manifest, work = tiny("gemma3", seq_lens=(1024,)).manifest, Work(1024, method="mezo")
     model = Liveness(manifest, work, LEVELS[0])
     small, before = slack_of(model), predict(manifest, work, LEVELS[0], 0, 0)
-    monkeypatch.setattr("runtime.slack.SMALL_TILE_BYTES", model.workspace.largest_tile())
+    monkeypatch.setattr(
+        "runtime.planner.allocators.glibc.SMALL_TILE_BYTES", model.workspace.largest_tile()
+    )
     large, after = slack_of(model), predict(manifest, work, LEVELS[0], 0, 0)
     assert large.flat_bytes > small.flat_bytes and large.share >= small.share
     assert after.live_bytes == before.live_bytes and after.slack_bytes > before.slack_bytes
@@ -282,7 +284,7 @@ def test_a_session_maps_the_values_whose_slack_is_planned_so(
 ) -> None:
     bundle = tiny("llama", seq_lens=(128,))
     placed: list[int] = []
-    monkeypatch.setattr("runtime.session.place_values", placed.append)
+    monkeypatch.setattr("runtime.run.open.place_values", placed.append)
     smallest = make_plan(bundle.manifest, Work(128), 10**9).minimum_bytes
     for budget in (smallest, 10**9):
         open_session(bundle, make_plan(bundle.manifest, Work(128), budget))
@@ -298,7 +300,7 @@ def test_a_short_row_takes_no_more_than_was_planned(tiny: Tiny) -> None:
         sizes = replace(LEVELS[-1], most_tokens=most)
         plan = predict(bundle.manifest, Work(128), sizes, 10**9, 0)
         session = open_session(bundle, plan)
-        assert tuple(session.program(n).rung for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
+        assert tuple(session.program(n).bucket for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
 
 
 @pytest.mark.parametrize("targets", [[], ["nothing"]])

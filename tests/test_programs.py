@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
 
-from harness import reference
-from ondevice.bundle import Bundle
-from runtime.activations import Activations
-from runtime.adapters import Adapters
-from runtime.evaluate import evaluate
-from runtime.mebp import Backprop
-from runtime.method import Row, StepLoss
-from runtime.program import Program
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from runtime.engine.program import Program
+from runtime.methods.adapters import Adapters
+from runtime.methods.mebp import Backprop
+from runtime.methods.protocol import Row, StepLoss
+from runtime.run.evaluate import evaluate
+from runtime.storage.activations import Activations
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
 ARITHMETICS = ("unpacked", "packed")
 CLOSE = 1e-5
-# tokens of a row, and its first scored target; at most 32 (a rung), none fills it
+# tokens of a row, and its first scored target; at most 32 (a bucket), none fills it
 BATCH = ((31, 0), (20, 5), (27, 26))
 
 
@@ -49,7 +49,7 @@ def mebp(
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name."""
     manifest = program.bundle.manifest
-    shape = (1, program.rung, manifest.hidden_size)
+    shape = (1, program.bucket, manifest.hidden_size)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
     found: dict[str, mx.array] = {}
 
@@ -70,7 +70,7 @@ def logits_of(program: Program, adapters: Adapters, tokens: np.ndarray) -> mx.ar
     for block in program.blocks[1:-1]:
         x = program.forward(block, x, adapters.loras(block))
     manifest = program.bundle.manifest
-    head = manifest.matrices[manifest.kinds["head"].steps[-1].matrix]
+    head = manifest.matrices[manifest.block_types["head"].steps[-1].matrix]
     return program.hidden(x, slice(len(tokens))) @ reference.dequantized(program.weights, head).T
 
 
@@ -90,9 +90,9 @@ def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) 
     bundle = tiny(family)
     adapters = adapters_of(bundle, rng)
     model = reference.dense_model(bundle, adapters)
-    for rung in bundle.manifest.rungs:
-        tokens = rng.integers(0, bundle.manifest.vocab_size, int(rng.integers(1, rung + 1)))
-        found = logits_of(program_of(bundle, rung, arithmetic), adapters, tokens)
+    for bucket in bundle.manifest.buckets:
+        tokens = rng.integers(0, bundle.manifest.vocab_size, int(rng.integers(1, bucket + 1)))
+        found = logits_of(program_of(bundle, bucket, arithmetic), adapters, tokens)
         expected = model(mx.array(tokens)[None])[0]
         assert found.shape == expected.shape
         assert float(mx.abs(found - expected).max()) <= 1e-4
@@ -140,7 +140,7 @@ def test_gradients_of_other_bundles(
 def test_windows_reach_less_far_than_the_rung(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
     """At 64 tokens Gemma's window of 16 matters, and its gradients are still exact."""
     bundle = tiny("gemma3")
-    windows = [step.window for kind in bundle.manifest.kinds.values() for step in kind.steps]
+    windows = [step.window for kind in bundle.manifest.block_types.values() for step in kind.steps]
     assert 16 in windows
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng, ((64, 0),))
     _, found = mebp(program_of(bundle, 64), adapters, rows, tmp_path)
@@ -354,7 +354,7 @@ def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
     shape = (1, 32, bundle.manifest.hidden_size)
     for index, block in enumerate(bundle.manifest.layers):
         x, dy = (mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(2))
-        window = next(s.window for s in bundle.manifest.kinds[block.kind].steps if s.scale)
+        window = next(s.window for s in bundle.manifest.block_types[block.type].steps if s.scale)
         distance = mx.arange(32)[:, None] - mx.arange(32)[None]
         mask = (distance >= 0) & (distance < (window or 32))
         layer = model.model.layers[index]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.compare import choose
-from harness.findings import Trial, Tried
-from harness.quality import Curve, ladder, make_curve
+from harness.compare.compare import choose
+from harness.compare.findings import Trial, Tried
+from harness.compare.quality import Curve, ladder, make_curve
 
 
 def entry(step: int, seconds: float = 2.0, passes: int = 1, peak: int = 100) -> dict[str, Any]:

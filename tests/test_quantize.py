@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from export.quantize import quantize_rows
+from export.quantize.search import quantize_rows
 
 Rng = np.random.Generator
 GRIDS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ondevice.errors import BundleError
-from runtime.read_ahead import ReadAhead
+from runtime.storage.read_ahead import ReadAhead
 
 
 def threads() -> set[threading.Thread]:

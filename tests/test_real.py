@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from export.pack import export_bundle
-from harness import reference
-from ondevice.bundle import Bundle
-from ondevice.config import ExportConfig
-from runtime.activations import Activations
-from runtime.adapters import Adapters
-from runtime.executor import Gradients
-from runtime.mebp import Backprop
-from runtime.method import Row
-from runtime.mezo import MeZO
-from runtime.noise import Noise
-from runtime.session import open_session, plan_for
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from ondevice.config.base import ExportConfig
+from runtime.engine.executor import Gradients
+from runtime.methods.adapters import Adapters
+from runtime.methods.mebp import Backprop
+from runtime.methods.mezo import MeZO
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import Row
+from runtime.run.open import open_session, plan_for
+from runtime.storage.activations import Activations
 
 pytestmark = pytest.mark.real
 
@@ -78,7 +78,7 @@ def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> Non
             noise = rng.standard_normal(value.shape).astype(np.float32)
             adapters.tensors[name] = mx.array(noise * 0.002)
     program = session.program(len(row.inputs))
-    shape = (1, program.rung, gemma.manifest.hidden_size)
+    shape = (1, program.bucket, gemma.manifest.hidden_size)
     backprop = Backprop(program, adapters, Activations(tmp_path, len(program.blocks), 1, shape))
     found: dict[str, mx.array] = {}
 
@@ -119,7 +119,7 @@ def test_mezo_is_the_monolithic_algorithm(
     oracle = reference.MonolithicMeZO(
         Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0
     )
-    scratch = Activations(tmp_path, 1, 2, (1, program.rung, gemma.manifest.hidden_size))
+    scratch = Activations(tmp_path, 1, 2, (1, program.bucket, gemma.manifest.hidden_size))
     method = MeZO(session.program, adapters, scratch, noise, 1e-3)
     for step in range(5):
         loss, gradients = oracle.step(program, [row], step, 1e-4)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from export.retrace import retrace
-from ondevice.bundle import Bundle
+from ondevice.bundle.store import Bundle
 from ondevice.errors import UsageError
-from runtime.adapters import Adapters
-from runtime.saves import RunFolder
-from runtime.session import open_session, plan_for
-from runtime.trajectory import digest
+from runtime.methods.adapters import Adapters
+from runtime.methods.trajectory import digest
+from runtime.run.folder import RunFolder
+from runtime.run.open import open_session, plan_for
 
 Tiny = Callable[..., Bundle]
 
@@ -23,11 +23,11 @@ Tiny = Callable[..., Bundle]
 SAVE_TWICE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from runtime.backend import prepare
+from runtime.system.backend import prepare
 prepare()
-from ondevice.bundle import open_bundle
-from runtime.adapters import Adapters
-from runtime.saves import RunFolder
+from ondevice.bundle.store import open_bundle
+from runtime.methods.adapters import Adapters
+from runtime.run.folder import RunFolder
 
 class NoState:
     def settle(self): ...

@@ -10,9 +10,9 @@ import pytest
 from conftest import FAMILIES, program_of
 from test_programs import adapters_of
 
-from ondevice.bundle import Bundle
-from ondevice.manifest import Kind, Step
-from runtime.schedule import (
+from ondevice.bundle.manifest import BlockType, Step
+from ondevice.bundle.store import Bundle
+from runtime.lowering.schedule import (
     activations,
     backward_schedule,
     forward_schedule,
@@ -25,12 +25,12 @@ Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
 
 
-def kinds_of(bundle: Bundle) -> list[Kind]:
+def kinds_of(bundle: Bundle) -> list[BlockType]:
     manifest = bundle.manifest
-    return [manifest.kinds[name] for name in dict.fromkeys(b.kind for b in manifest.layers)]
+    return [manifest.block_types[name] for name in dict.fromkeys(b.type for b in manifest.layers)]
 
 
-def linears_of(kind: Kind) -> list[str]:
+def linears_of(kind: BlockType) -> list[str]:
     return [linear.name for step in kind.steps for linear in step.linears]
 
 
@@ -38,7 +38,7 @@ def needy(step: Step, output: str, adapted: frozenset[str]) -> bool:
     return any(linear.output == output and linear.name in adapted for linear in step.linears)
 
 
-def follow(kind: Kind, adapted: frozenset[str], input_too: bool) -> set[str]:
+def follow(kind: BlockType, adapted: frozenset[str], input_too: bool) -> set[str]:
     """Walk a backward schedule: everything read is alive, everything made is read."""
     alive, unread, given = {kind.input, f"~{kind.output}"}, set(), {f"~{kind.input}"}
     gradients: set[str] = set()
@@ -54,7 +54,7 @@ def follow(kind: Kind, adapted: frozenset[str], input_too: bool) -> set[str]:
                 for name in outputs(step)
                 if step.op != "linear" or op.wanted or needy(step, name, adapted)
             }
-            if step.op == "glue":
+            if step.op == "elementwise":
                 reads |= {name for name in step.vjp_inputs if name[0] not in "@"}
             elif step.op == "attention":
                 reads |= {*step.inputs, *step.outputs, lse(step)}
@@ -62,7 +62,7 @@ def follow(kind: Kind, adapted: frozenset[str], input_too: bool) -> set[str]:
                 reads |= set(step.inputs)
             made = {f"~{name}" for name in op.wanted}
             gradients |= {linear.name for linear in step.linears if linear.name in adapted}
-        zero = {name for name in reads - alive if name.startswith("~") and step.op == "glue"}
+        zero = {name for name in reads - alive if name.startswith("~") and step.op == "elementwise"}
         assert reads - zero <= alive, (op, reads - alive)
         unread = (unread | made) - reads
         alive = (alive | made) - set(op.frees)
@@ -106,7 +106,7 @@ def test_only_what_the_backward_reads_is_recomputed(tiny: Tiny, family: str) -> 
         backward = [
             op for op in backward_schedule(kind, frozenset(["mlp.down_proj"]), False) if op.backward
         ]
-        assert {kind.steps[op.step].op for op in backward} <= {"glue", "linear"}
+        assert {kind.steps[op.step].op for op in backward} <= {"elementwise", "linear"}
         assert all(op.wanted in ((), ("mlp.down_proj.out",)) for op in backward)
         assert "mlp.down_proj.in" in only
 
@@ -167,7 +167,7 @@ def test_the_first_layer_computes_no_gradient_of_its_input(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_schedules_keep_only_the_output(tiny: Tiny, family: str) -> None:
-    for kind in tiny(family).manifest.kinds.values():
+    for kind in tiny(family).manifest.block_types.values():
         alive = {kind.input} - {""}
         for op in forward_schedule(kind):
             step = kind.steps[op.step]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from conftest import listing
 
-from runtime.memory import read_footprint
-from runtime.saves import RunFolder
-from runtime.scratch import MappedTensors, map_scratch
+from runtime.run.folder import RunFolder
+from runtime.storage.scratch import MappedTensors, map_scratch
+from runtime.system.footprint import read_footprint
 
 Rng = np.random.Generator
 

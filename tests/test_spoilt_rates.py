@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from test_compare import Runs, by_rate, settings
 
-from harness.compare import compare
-from harness.report import to_text
+from harness.compare.compare import compare
+from harness.report.report import to_text
 from ondevice.errors import DivergedError
 
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
 
-from harness import label_accuracy, reference, sst2
-from ondevice.bundle import Bundle
+from harness.oracles import reference
+from harness.tasks import label_accuracy, sst2
+from ondevice.bundle.store import Bundle
 from ondevice.errors import DataError
-from runtime.adapters import Adapters
-from runtime.chat import ChatTemplate
-from runtime.text_encoder import TextEncoder
-from runtime.tokenize_file import json_row
+from runtime.data.chat import ChatTemplate
+from runtime.data.text_encoder import TextEncoder
+from runtime.data.tokenizing import json_row
+from runtime.methods.adapters import Adapters
 
 Tiny = Callable[..., Bundle]
 

@@ -13,15 +13,15 @@ from conftest import FAMILIES, program_of
 from test_programs import adapters_of, agree, mebp
 from test_tokenwise import LENGTHS, rows_of
 
-from harness import reference
-from ondevice.bundle import Bundle
+from harness.oracles import reference
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import BlockType, Linear, Step
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.manifest import Kind, Linear, Step
-from ondevice.validate import check_manifest
-from runtime.executor import accumulate
-from runtime.liveness import Liveness
-from runtime.tiling import WHOLE, fold, rows_at_once, token_tile, unfold
-from runtime.workspace import Sizes, Work
+from runtime.engine.executor import accumulate
+from runtime.lowering.token_tiles import WHOLE, fold, rows_at_once, token_tile, unfold
+from runtime.planner.peak import Liveness
+from runtime.planner.workspace import Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -29,19 +29,19 @@ Rng = np.random.Generator
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_a_layer_its_mlp_is_folded(tiny: Tiny, family: str) -> None:
-    kind = tiny(family, seq_lens=LENGTHS).manifest.kinds["layer0"]
+    kind = tiny(family, seq_lens=LENGTHS).manifest.block_types["layer0"]
     folded = fold(kind)
     (tiled,) = [step for step in folded.steps if step.op == "tiled"]
     assert (tiled.inputs, tiled.outputs) == (("mlp.gate_proj.in",), ("mlp.down_proj.out",))
-    assert [step.op for step in tiled.steps] == ["linear", "glue", "linear"]
+    assert [step.op for step in tiled.steps] == ["linear", "elementwise", "linear"]
     assert len(folded.steps) == len(kind.steps) - 2
     inner = unfold(folded, tiled)
     assert inner.steps == tiled.steps and fold(folded) == folded
     assert inner.name != folded.name
 
 
-def kind_of(*steps: Step, output: str = "y") -> Kind:
-    return Kind("k", "x", output, {}, {}, steps)
+def kind_of(*steps: Step, output: str = "y") -> BlockType:
+    return BlockType("k", "x", output, {}, {}, steps)
 
 
 def linear(source: str, *results: str) -> Step:
@@ -49,7 +49,7 @@ def linear(source: str, *results: str) -> Step:
 
 
 def glue(*names: str, tokenwise: bool = True) -> Step:
-    return Step("glue", names[:-1], names[-1:], graph="g", tokenwise=tokenwise)
+    return Step("elementwise", names[:-1], names[-1:], graph="g", tokenwise=tokenwise)
 
 
 def test_only_closed_stretches_of_token_wise_steps_are_folded() -> None:
@@ -69,23 +69,23 @@ def test_only_closed_stretches_of_token_wise_steps_are_folded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rung", "most", "tile"),
+    ("bucket", "most", "tile"),
     [(128, WHOLE, 128), (128, 127, 64), (128, 1, 64), (96, 95, 48), (4096, 1000, 512),
      (192, 128, 64), (384, 200, 192), (64, 16, 64), (65, 16, 65)],
 )  # fmt: skip
 def test_tiles_are_multiples_of_the_graphs_and_divide_the_rung(
-    rung: int, most: int, tile: int
+    bucket: int, most: int, tile: int
 ) -> None:
     kind = fold(kind_of(linear("x", "a"), glue("a", "c"), linear("c", "y")))
-    assert token_tile(kind, rung, most) == tile
-    assert token_tile(replace(kind, steps=()), rung, most) == rung
+    assert token_tile(kind, bucket, most) == tile
+    assert token_tile(replace(kind, steps=()), bucket, most) == bucket
 
 
 def test_a_bundle_cannot_bring_a_folded_step(tiny: Tiny) -> None:
     manifest = tiny("qwen2").manifest
-    kinds = {name: fold(kind) for name, kind in manifest.kinds.items()}
+    kinds = {name: fold(kind) for name, kind in manifest.block_types.items()}
     with pytest.raises(BundleError, match="tiled step"):
-        check_manifest(replace(manifest, kinds=kinds))
+        check_manifest(replace(manifest, block_types=kinds))
 
 
 @pytest.mark.parametrize("arithmetic", ["packed", "unpacked"])

@@ -14,9 +14,9 @@ from token_rows import BOS, EOS, VOCAB, ids, listed, make_bundle, make_tokenizer
 from tokenizers import normalizers, processors
 
 from ondevice.errors import DataError, StorageError
-from runtime import tokenize_file
-from runtime.data import TokenRows, prepare_tokens
-from runtime.text_encoder import load_encoder
+from runtime.data import tokenizing as tokenize_file
+from runtime.data.rows import TokenRows, prepare_tokens
+from runtime.data.text_encoder import load_encoder
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Glue that runs a tile of tokens at a time: found by the cut, and no different from the whole."""
+"""Elementwise graphs run a tile of tokens at a time, with the results of the whole."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from conftest import FAMILIES, program_of
 from test_programs import CLOSE, adapters_of, agree, mebp, rows_of
 
-from export.tokenwise import treats_tokens_alike
-from harness import reference
-from ondevice.bundle import Bundle
+from export.cut.tokenwise import treats_tokens_alike
+from harness.oracles import reference
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import Shape, Step, T, graph_key, graph_length, shape_at
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.manifest import Shape, Step, T, at_rung, graph_key, graph_length
-from ondevice.validate import check_manifest
-from runtime.glue import GlueKernel
-from runtime.liveness import Liveness
-from runtime.workspace import Sizes, Work
+from runtime.engine.graphs import GraphRunner
+from runtime.planner.peak import Liveness
+from runtime.planner.workspace import Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -46,16 +46,18 @@ def test_gradients_are_autograds(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_and_activations_are_tiled_and_positions_are_not(tiny: Tiny, family: str) -> None:
     manifest = tiny(family, seq_lens=LENGTHS).manifest
-    kind = manifest.kinds["layer0"]
+    kind = manifest.block_types["layer0"]
     tiled = [step for step in kind.steps if step.tokenwise]
     made = [("self_attn.q_proj.in",), ("mlp.gate_proj.in",), ("mlp.down_proj.in",)]
     gemma = [("out",)] if family == "gemma3" else []  # elsewhere a sum, which holds nothing inside
     assert [step.outputs for step in tiled] == made + gemma
     for step in tiled:
-        assert {graph_length(step, rung) for rung in LENGTHS} == {48, 64}
+        assert {graph_length(step, bucket) for bucket in LENGTHS} == {48, 64}
         assert graph_key(step.graph, "vjp", 128) not in manifest.graphs
     attention = next(step for step in kind.steps if step.op == "attention")
-    maker = next(s for s in kind.steps if s.op == "glue" and attention.inputs[0] in s.outputs)
+    maker = next(
+        s for s in kind.steps if s.op == "elementwise" and attention.inputs[0] in s.outputs
+    )
     assert not maker.tokenwise and graph_length(maker, 128) == 128
 
 
@@ -68,7 +70,7 @@ def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str)
     """Of the graphs as they were written, whole and by tiles, whichever gradients are wanted."""
     bundle = tiny(family, seq_lens=LENGTHS)
     shared = 0
-    for kind in bundle.manifest.kinds.values():
+    for kind in bundle.manifest.block_types.values():
         for step in (step for step in kind.steps if any(step.vjp_same)):
             shapes = {
                 name: kind.values[name.removeprefix("~")]
@@ -77,15 +79,15 @@ def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str)
             }
             shapes.update({f"@{name}": shape for name, shape in kind.parameters.items()})
             given = {
-                name: mx.array(rng.standard_normal(at_rung(shapes[name], 128)).astype(np.float32))
+                name: mx.array(rng.standard_normal(shape_at(shapes[name], 128)).astype(np.float32))
                 for name in step.vjp_inputs
             }
             arguments = list(given.values())
-            glue = GlueKernel(bundle, 128)
-            everything = glue.run(kind, step, "vjp", arguments, step.vjp_outputs, 128)
+            graphs = GraphRunner(bundle, 128)
+            everything = graphs.run(kind, step, "vjp", arguments, step.vjp_outputs, 128)
             mx.eval(everything)
             for name, same in zip(step.vjp_outputs, step.vjp_same, strict=True):
-                (alone,) = glue.run(kind, step, "vjp", arguments, [name], 128).values()
+                (alone,) = graphs.run(kind, step, "vjp", arguments, [name], 128).values()
                 assert mx.array_equal(alone, everything[name])
                 if same:
                     other = given[same] if same.startswith("~") else everything[same]
@@ -97,7 +99,7 @@ def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str)
 def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
     manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
     model = Liveness(manifest, Work(128), Sizes(1 << 12, 16, 0))
-    step = next(s for s in manifest.kinds["layer0"].steps if s.tokenwise)
+    step = next(s for s in manifest.block_types["layer0"].steps if s.tokenwise)
     tile = manifest.graphs[graph_key(step.graph, "vjp", 64)]
     widest = max(int(np.prod(shape)) * 4 for shape in tile.outputs)
     assert tile.workspace_bytes > widest  # what is saved, at twice the tokens, is as large again
@@ -108,7 +110,7 @@ def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
     ("length", "tile"), [(1, 1), (64, 64), (65, 65), (97, 97), (100, 50), (4096, 64), (34, 34)]
 )
 def test_tiles_divide_the_rung(length: int, tile: int) -> None:
-    step = Step("glue", tokenwise=True)
+    step = Step("elementwise", tokenwise=True)
     assert graph_length(step, length) == tile
     assert graph_length(replace(step, tokenwise=False), length) == length
 
@@ -137,11 +139,11 @@ def test_what_mixes_tokens_is_not_alike() -> None:
 def test_a_lie_about_tokens_is_refused(tiny: Tiny) -> None:
     """Graphs of a tile must be there, and every value must have one axis of tokens."""
     manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
-    kind = manifest.kinds["layer0"]
+    kind = manifest.block_types["layer0"]
     steps = tuple(
-        replace(step, tokenwise=not step.tokenwise) if step.op == "glue" else step
+        replace(step, tokenwise=not step.tokenwise) if step.op == "elementwise" else step
         for step in kind.steps
     )
-    lie = replace(manifest, kinds={**manifest.kinds, "layer0": replace(kind, steps=steps)})
+    lie = replace(manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)})
     with pytest.raises(BundleError, match="graph"):
         check_manifest(lie)

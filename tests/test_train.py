@@ -71,7 +71,7 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3]
     keys = {"step", "loss", "learning_rate", "tokens", "seconds", "footprint_bytes"}
     assert all(keys <= set(line) for line in lines)
-    assert json.loads((run / "plan.json").read_text())["rung"] == 32
+    assert json.loads((run / "plan.json").read_text())["bucket"] == 32
     again = ondevice(*train_arguments(bundle, run, 3))
     assert again.returncode == 2 and "--resume" in again.stderr
 
@@ -299,9 +299,9 @@ def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path) -> None:
     import mlx.core as mx
     from mlx_lm.tuner.utils import load_adapters
 
-    from harness.reference import dense_model, relative_error
-    from ondevice.bundle import open_bundle
-    from runtime.adapters import Adapters
+    from harness.oracles.reference import dense_model, relative_error
+    from ondevice.bundle.store import open_bundle
+    from runtime.methods.adapters import Adapters
 
     run = tmp_path / "run"
     assert ondevice(*train_arguments(bundle, run, 3)).returncode == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.verdict import verdict
+from harness.compare.verdict import verdict
 
 Spent = tuple[float, float] | None  # seconds, MB
 

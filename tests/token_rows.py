@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from runtime.data import Rows, TokenRows
-from runtime.text_encoder import load_encoder
-from runtime.tokenize_file import read_rows, write_token_file
+from runtime.data.rows import Rows, TokenRows
+from runtime.data.text_encoder import load_encoder
+from runtime.data.tokenizing import read_rows, write_token_file
 
 VOCAB = 101
 BOS, EOS = 0, 1

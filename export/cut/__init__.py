@@ -1,0 +1,1 @@
+"""Cutting mlx-lm's models into programs of operations and elementwise graphs."""

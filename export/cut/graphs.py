@@ -1,0 +1,144 @@
+"""ElementwiseGraph: what lies between a model's products, as graphs of what it depends on and of its vjp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from export.cut.gated import gated_activation
+from export.cut.tokenwise import treats_tokens_alike
+from export.cut.trace import Function, Trace, trace
+from ondevice.bundle.manifest import Shape, Step, T, may_be_gated, shape_at
+
+F32 = 4
+TILING_PAYS = 0.5  # times the hidden state: glue that holds less than that inside runs whole
+
+
+@dataclass(frozen=True)
+class ElementwiseGraph:
+    """A glue step's graphs to serialize: the same functions at every bucket."""
+
+    step: Step
+    forward: Function
+    forward_shapes: tuple[Shape, ...]
+    vjp: Function
+    vjp_shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """A glue step, its graphs, the shapes of its parameters, and what tells equal ones."""
+
+    step: Step
+    graph: ElementwiseGraph
+    parameters: dict[str, tuple[int, ...]]
+    signature: str
+
+
+def cut_graph(
+    name: str,
+    sources: dict[str, Shape],
+    parameters: dict[str, tuple[int, ...]],
+    targets: list[str],
+    values: dict[str, Shape],
+    stage: Callable[..., list[mx.array]],
+    tokens: int,
+) -> CutGraph:
+    """Reduce a stage to the inputs it depends on, and derive its vjp, reduced likewise.
+
+    Both are traced at `tokens` tokens, to hold at any number of them.
+    """
+    shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
+
+    def over(keys: Sequence[str]) -> Function:
+        chosen = tuple(keys)
+        return lambda *arrays: stage(*arrays, _keys=chosen)
+
+    def probe(keys: Sequence[str]) -> list[mx.array]:
+        return [mx.zeros(shape_at(shapes[key], tokens)) for key in keys]
+
+    everything = tuple(shapes)
+    full = trace(over(everything), probe(everything))
+    wanted = frozenset().union(*full.depends)
+    inputs = tuple(key for position, key in enumerate(everything) if position in wanted)
+    primals = tuple(key for key in inputs if not key.startswith("@"))
+    constants = tuple(key for key in inputs if key.startswith("@"))
+    inputs = primals + constants
+    forward = over(inputs)
+    cotangents = tuple(f"~{target}" for target in targets)
+    shapes.update({f"~{target}": values[target] for target in targets})
+    vjp_candidates = (*primals, *constants, *cotangents)
+
+    def pull(keys: tuple[str, ...]) -> Function:
+        def pulled(*arrays: mx.array) -> list[mx.array]:
+            given = dict(zip(keys, arrays, strict=True))
+            bucket = next(a for k, a in given.items() if k.startswith("~")).shape
+            length = bucket[list(shapes[next(k for k in keys if k.startswith("~"))]).index(T)]
+            for key in vjp_candidates:
+                if key not in given:  # traced but unused: falls out of the graph
+                    given[key] = mx.zeros(shape_at(shapes[key], length))
+            rest = [given[key] for key in constants]
+            _, gradients = mx.vjp(
+                lambda *arrays: forward(*arrays, *rest),
+                [given[key] for key in primals],
+                [given[key] for key in cotangents],
+            )
+            return list(gradients)
+
+        return pulled
+
+    traced = trace(pull(vjp_candidates), probe(vjp_candidates), differentiated=True)
+    used = frozenset().union(*traced.depends)
+    vjp_inputs = tuple(
+        key
+        for position, key in enumerate(vjp_candidates)
+        if position in used or key in cotangents[:1]
+    )
+    step = Step(
+        "elementwise",
+        inputs=inputs,
+        outputs=tuple(targets),
+        graph=name,
+        vjp_inputs=vjp_inputs,
+        vjp_outputs=primals,
+    )
+    reduced: list[Trace] = [
+        trace(forward, probe(inputs)),
+        trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
+    ]
+    step = replace(step, vjp_same=_same(reduced[1], vjp_inputs, primals))
+    most = max(part.workspace_bytes for part in reduced)
+    if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
+        known = {**values, **shapes}
+        forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
+        vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
+        step = replace(step, tokenwise=forward_alike and vjp_alike)
+    if may_be_gated(step, values):
+        shape = shape_at(values[targets[0]], tokens)
+        step = replace(step, gated=gated_activation(forward, pull(vjp_inputs), shape))
+    return CutGraph(
+        step,
+        ElementwiseGraph(
+            step,
+            forward,
+            tuple(shapes[key] for key in inputs),
+            pull(vjp_inputs),
+            tuple(shapes[key] for key in vjp_inputs),
+        ),
+        {key[1:]: parameters[key[1:]] for key in constants},
+        "|".join(part.signature for part in reduced),
+    )
+
+
+def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
+    """For each gradient the cotangent that it is, or the first gradient that it equals, or ""."""
+    found = []
+    for passed, first in zip(vjp.passes, vjp.same, strict=True):
+        if passed is not None and inputs[passed].startswith("~"):
+            found.append(inputs[passed])
+        else:
+            found.append("" if first is None else outputs[first])
+    return tuple(found)

@@ -1,0 +1,281 @@
+"""mlx-lm's own model classes, cut into programs at their matrix products and their attention.
+
+A tap stands in for every linear layer, for `scaled_dot_product_attention`, for the embedding and
+for whole layers. Running the model over taps records the order of the products and what reaches
+them; what lies between is traced as elementwise graphs. Nothing here knows an architecture: what the cut cannot
+express (a product it does not see, an operation between two layers, a mask that is not causal or
+windowed) is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
+from export.cut.taps import MASK, Call, Tape, Taps, attention_windows, probe_length
+from export.cut.trace import trace
+from export.sources.families import build_model
+from ondevice.bundle.manifest import Block, BlockType, Linear, Shape, Step, T, shape_at
+from ondevice.errors import BundleError
+
+
+@dataclass
+class Cut:
+    """A model as blocks, their types, and the elementwise graphs of every type."""
+
+    block_types: dict[str, BlockType] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    graphs: list[ElementwiseGraph] = field(default_factory=list)
+
+
+def cut_model(family: str, config: dict[str, Any]) -> Cut:
+    """Cut the model of `mlx_lm.models.<family>` into programs.
+
+    Args:
+        family: mlx-lm's module name.
+        config: what its `ModelArgs.from_dict` takes.
+    Raises:
+        BundleError: the model does something that programs cannot express.
+    """
+    try:
+        return _cut_model(family, config)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as problem:
+        raise BundleError(f"{family} cannot be run with this configuration: {problem}") from problem
+
+
+def _cut_model(family: str, config: dict[str, Any]) -> Cut:
+    model = build_model(family, config)
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    taps = Taps(module, model, probe_length(model, config))
+    cut = Cut()
+    _cut_ends(taps, cut)
+    windows = attention_windows(taps, config)
+    seen: dict[str, str] = {}
+    layers: list[Block] = []
+    for index, layer in enumerate(taps.layers):
+        name = f"layer{len(seen)}"
+        block_type, graphs, signature = _Cutter(taps, layer, windows[index]).cut(name)
+        if signature not in seen:
+            seen[signature] = name
+            cut.block_types[name] = block_type
+            cut.graphs += graphs
+        layers.append(Block(f"model.layers.{index}", seen[signature]))
+    cut.blocks[1:1] = layers
+    return cut
+
+
+def _cut_ends(taps: Taps, cut: Cut) -> None:
+    """The embedding and the head: what lies before the first and after the last layer."""
+    tape = Tape()
+    with taps.recording(tape):
+        taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
+    calls = tape.calls
+    ops = [call.op for call in calls]
+    if ops != ["embedding", *["layer"] * len(taps.layers), "linear"]:
+        raise BundleError(f"expected embedding, layers and head, the model runs {ops}")
+    width = calls[0].output.shape[-1]
+
+    def replay(outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
+        with taps.recording(Tape(outputs)) as tape:
+            final = taps.model(mx.zeros((1, outputs[0].shape[1]), dtype=mx.int32))
+        return tape.calls, final
+
+    def ends(*outputs: mx.array) -> list[mx.array]:
+        calls, final = replay(outputs)
+        return [*(call.inputs[0] for call in calls[1:]), final]
+
+    traced = trace(ends, [call.output for call in calls])
+    passes = traced.passes
+    if not (traced.depends[0] <= {0} and traced.depends[-2] <= {len(calls) - 2}):
+        raise BundleError("the model's head or first layer reads past its neighbour")
+    if passes[-1] != len(calls) - 1:
+        raise BundleError("the model changes its logits after the head (soft-capping?)")
+    for index in range(1, len(taps.layers)):
+        if passes[index] != index:
+            raise BundleError(f"the model computes between layers {index - 1} and {index}")
+    parameters = _parameters(taps.model)
+    shape: Shape = (1, T, width)
+
+    def end(name: str, source: str, target: str, consumer: int) -> tuple[list[Step], BlockType]:
+        alias = passes[consumer - 1] == consumer - 1
+        output = source if alias else target
+        values = {source: shape, output: shape}
+        if alias:
+            return [], BlockType(name, source, output, values, {}, ())
+
+        def stage(*arrays: mx.array, _keys: tuple[str, ...]) -> list[mx.array]:
+            given = dict(zip(_keys, arrays, strict=True))
+            length = _length(given, values)
+            _set(taps.model, {k[1:]: v for k, v in given.items() if k.startswith("@")})
+            outputs = [given.get(source, mx.zeros((1, length, width)))] * (len(calls) - 1)
+            outputs.append(mx.zeros((1, length, 1)))
+            return [replay(outputs)[0][consumer].inputs[0]]
+
+        made = cut_graph(
+            f"{name}.0", {source: shape}, parameters, [target], values, stage, taps.probe
+        )
+        cut.graphs.append(made.graph)
+        return [made.step], BlockType(name, source, output, values, made.parameters, ())
+
+    steps, block_type = end("embed", "e", "x", 1)
+    lookup = Step("embedding", outputs=("e",), matrix=calls[0].name)
+    cut.block_types["embed"] = replace(block_type, input="", steps=(lookup, *steps))
+    steps, block_type = end("head", "x", "h", len(calls) - 1)
+    head = Step("head", inputs=(block_type.output,), matrix=calls[-1].name)
+    cut.block_types["head"] = replace(block_type, steps=(*steps, head))
+    cut.blocks += [Block("", "embed"), Block("", "head")]
+
+
+def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
+    """What is left of a module's parameters once its linears are tapped: norms and the like."""
+    found = {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
+    large = {name: shape for name, shape in found.items() if len(shape) > 1}
+    if large:
+        raise BundleError(f"matrices that are not linear layers: {large}")
+    return found
+
+
+def _set(root: nn.Module, values: dict[str, mx.array]) -> None:
+    if values:
+        root.update(tree_unflatten(list(values.items())))
+
+
+class _Cutter:
+    """Cuts one transformer layer."""
+
+    def __init__(self, taps: Taps, layer: nn.Module, window: int | None) -> None:
+        self.taps, self.layer, self.window = taps, layer, window
+        self.parameters = _parameters(layer)
+
+    def run(self, x: mx.array, outputs: Sequence[mx.array] | None) -> tuple[list[Call], mx.array]:
+        with self.taps.recording(Tape(outputs)) as tape:
+            out = self.layer(x, MASK, None)
+        return tape.calls, out
+
+    def cut(self, name: str) -> tuple[BlockType, list[ElementwiseGraph], str]:
+        width = self._width()
+        x = mx.zeros((1, self.taps.probe, width))
+        calls, out = self.run(x, None)
+        if not calls:
+            raise BundleError("a layer without matrix products")
+        values: dict[str, Shape] = {"x": (1, T, width)}
+        known: dict[int, str] = {}  # arrays that taps consume; q, k and v share theirs
+        outputs: list[str] = []  # names of the taps' outputs, in call order
+        steps: list[Step] = []
+        graphs: list[ElementwiseGraph] = []
+        signatures: list[str] = []
+        needed: dict[str, tuple[int, ...]] = {}
+        attentions = 0
+
+        def reach(targets: list[tuple[str, mx.array]], upto: int) -> list[str]:
+            """Name the arrays a tap consumes, cutting a graph for those not yet known."""
+            fresh = [(key, array) for key, array in targets if id(array) not in known]
+            if fresh:
+                for key, array in fresh:
+                    known[id(array)] = key
+                    values[key] = self._symbolic(array)
+                made = self._stage(
+                    f"{name}.{len(graphs)}", [k for k, _ in fresh], values, outputs[:upto], upto
+                )
+                steps.append(made.step)
+                graphs.append(made.graph)
+                signatures.append(made.signature)
+                needed.update(made.parameters)
+            return [known[id(array)] for _, array in targets]
+
+        for index, call in enumerate(calls):
+            if call.op == "linear":
+                (source,) = reach([(f"{call.name}.in", call.inputs[0])], index)
+                linear = Linear(call.name, f"{call.name}.out", call.bias)
+                target = linear.output
+                last = steps[-1] if steps else None
+                if last is not None and last.op == "linear" and last.inputs == (source,):
+                    steps[-1] = replace(last, linears=(*last.linears, linear))
+                else:
+                    steps.append(Step("linear", inputs=(source,), linears=(linear,)))
+            else:
+                prefix = f"attention{attentions}"
+                attentions += 1
+                keys = [f"{prefix}.{part}" for part in "qkv"]
+                sources = reach(list(zip(keys, call.inputs, strict=True)), index)
+                target = f"{prefix}.out"
+                steps.append(
+                    Step(
+                        "attention",
+                        inputs=tuple(sources),
+                        outputs=(target,),
+                        scale=call.scale,
+                        window=self.window,
+                    )
+                )
+            values[target] = self._symbolic(call.output)
+            outputs.append(target)
+        (end,) = reach([("out", out)], len(calls))
+        block_type = BlockType(name, "x", end, values, needed, tuple(steps))
+        signature = repr(
+            [replace(step, graph="") for step in steps] + signatures + sorted(values.items())
+        )
+        return block_type, graphs, signature
+
+    def _width(self) -> int:
+        embedding = self.taps.inner.embed_tokens
+        return int(embedding.columns)
+
+    def _stage(
+        self,
+        name: str,
+        targets: list[str],
+        values: dict[str, Shape],
+        available: list[str],
+        upto: int,
+    ) -> CutGraph:
+        sources = {"x": values["x"], **{key: values[key] for key in available}}
+        probe_calls, _ = self.run(mx.zeros(shape_at(values["x"], self.taps.probe)), None)
+        shapes = [self._symbolic(call.output) for call in probe_calls]
+
+        def stage(*arrays: mx.array, _keys: tuple[str, ...]) -> list[mx.array]:
+            given = dict(zip(_keys, arrays, strict=True))
+            length = _length(given, sources)
+            x = given.get("x", mx.zeros(shape_at(values["x"], length)))
+            feed = [
+                given[available[i]]
+                if i < len(available) and available[i] in given
+                else mx.zeros(shape_at(shapes[i], length))
+                for i in range(len(shapes))
+            ]
+            _set(self.layer, {k[1:]: v for k, v in given.items() if k.startswith("@")})
+            calls, out = self.run(x, feed)
+            if targets == ["out"]:
+                return [out]
+            return [calls[upto].inputs[_part(target)] for target in targets]
+
+        return cut_graph(name, sources, self.parameters, targets, values, stage, self.taps.probe)
+
+    def _symbolic(self, array: mx.array) -> Shape:
+        return tuple(T if size == self.taps.probe else size for size in array.shape)
+
+
+def _part(target: str) -> int:
+    """Which input of its tap a value is: q, k, v of attention, else the only one."""
+    return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
+
+
+def _length(given: dict[str, mx.array], shapes: dict[str, Shape]) -> int:
+    for key, array in given.items():
+        if key in shapes:
+            return int(array.shape[list(shapes[key]).index(T)])
+    raise BundleError("an elementwise graph that depends on no activation")

@@ -1,0 +1,1 @@
+"""Checkpoints to export: Hugging Face folders, GGUF files, and random weights."""

@@ -1,0 +1,261 @@
+"""A Hugging Face folder as a model source: safetensors, plain or quantized by MLX, or sharded.
+
+Invariant: files are named by plain names inside the folder, and each is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from export.sources.families import expected_shapes, normalise_config
+from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile
+from export.sources.source import F32, U32, Checkpoint, Floats, Prequantized, check_tensors
+from ondevice.errors import BundleError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_INDEX = "model.safetensors.index.json"
+# outer names of multimodal checkpoints, old and new; what has neither is not the language model's
+_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+
+
+class HFCheckpoint(Checkpoint):
+    """A folder with config.json and safetensors files (F32, F16, BF16, or MLX affine 4 and 8 bits).
+
+    Raises BundleError when a file is missing, truncated or inconsistent, or its contents are not
+    what the configuration implies.
+    """
+
+    def __init__(self, folder: Path, provenance: dict[str, Any] | None = None) -> None:
+        self._folder = folder
+        raw = read_json(folder / "config.json")
+        self._files = _open_shards(folder)
+        self._homes = {  # mlx-lm's name -> (file, the file's name for it)
+            _inner_name(stored): (file, stored)
+            for file in self._files
+            for stored in file.entries
+            if _inner_name(stored)
+        }
+        config = normalise_config(raw, f"{folder}/config.json", "lm_head.weight" in self._homes)
+        family = str(config["model_type"])
+        expected = expected_shapes(family, config, f"{folder}/config.json")
+        self._quantized = self._find_quantized(raw)
+        check_tensors(str(folder), expected, self._logical_shapes(expected))
+        for key in ("quantization", "quantization_config"):
+            config.pop(key, None)
+        described = {
+            "kind": "hf",
+            "name": folder.resolve().name,
+            **(provenance or {}),
+            "files": [{"name": f.name, "bytes": f.bytes} for f in self._files],
+            "types": sorted(
+                {f.entries[n].dtype for f, n in map(self._homes.__getitem__, expected)}
+            ),
+        }
+        super().__init__(family, config, described, expected)
+
+    def rows(self, name: str, start: int, stop: int) -> F32:
+        shape = self._check_rows(name, start, stop)
+        layout = self._quantized.get(name)
+        if layout is None:
+            file, stored = self._homes[name]
+            return file.float_rows(stored, start, stop).astype(np.float32, copy=False)
+        packed, scales, biases = self.packed_rows(name, start, stop)
+        groups = unpack(packed, layout.bits).reshape(stop - start, -1, layout.group_size)
+        wide = groups * scales.astype(np.float32)[:, :, None]
+        wide += biases.astype(np.float32)[:, :, None]
+        return wide.reshape(stop - start, shape[1])
+
+    def prequantized(self, name: str) -> Prequantized | None:
+        self.shape(name)
+        return self._quantized.get(name)
+
+    def packed_rows(self, name: str, start: int, stop: int) -> tuple[U32, Floats, Floats]:
+        self._check_rows(name, start, stop)
+        if name not in self._quantized:
+            return super().packed_rows(name, start, stop)
+        file, stored = self._homes[name]
+        weight = file.raw_rows(stored, start, stop).view("<u4").reshape(stop - start, -1)
+        base = name.removesuffix("weight")
+        (s_file, s_name), (b_file, b_name) = (
+            self._homes[base + "scales"],
+            self._homes[base + "biases"],
+        )
+        return (
+            weight,
+            s_file.float_rows(s_name, start, stop),
+            b_file.float_rows(b_name, start, stop),
+        )
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return load_hf_tokenizer_files(self._folder)
+
+    def close(self) -> None:
+        super().close()
+        self._files.clear()
+        self._homes.clear()
+
+    def _find_quantized(self, raw: dict[str, Any]) -> dict[str, Prequantized]:
+        """Layout of each packed matrix, from the configuration and its per-layer overrides."""
+        packed = [name for name in self._homes if name.endswith(".scales")]
+        settings = raw.get("quantization")
+        foreign = raw.get("quantization_config")
+        if settings is None and isinstance(foreign, dict):
+            method = foreign.get("quant_method", foreign.get("mode", "unknown"))
+            raise BundleError(
+                f"{self._folder}: quantized by {method!r}; supported are unquantized checkpoints "
+                "and MLX's affine quantization in 4 or 8 bits"
+            )
+        if settings is None and packed:
+            raise BundleError(f"{self._folder}/config.json: {packed[0]} without a 'quantization'")
+        found: dict[str, Prequantized] = {}
+        for name in packed:
+            base = name.removesuffix(".scales")
+            outer = self._homes[name][1].removesuffix(".scales")
+            own = settings.get(outer, settings.get(base)) if isinstance(settings, dict) else None
+            chosen = {**(settings or {}), **own} if isinstance(own, dict) else settings
+            layout = _layout(f"{self._folder}: {base}", chosen)
+            for part, kinds in (
+                ("weight", ("U32",)),
+                ("scales", FLOAT_TYPES),
+                ("biases", FLOAT_TYPES),
+            ):
+                home = self._homes.get(f"{base}.{part}")
+                if home is None or home[0].entries[home[1]].dtype not in kinds:
+                    raise BundleError(
+                        f"{self._folder}: {base}.{part} must be there as {' or '.join(kinds)}"
+                    )
+            found[f"{base}.weight"] = layout
+        return found
+
+    def _logical_shapes(self, expected: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the language model's own tensors, unpacked; checks their types and groups."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (file, stored) in self._homes.items():
+            entry = file.entries[stored]
+            if name.endswith((".scales", ".biases")) or name.endswith(".rotary_emb.inv_freq"):
+                continue
+            if name == "lm_head.weight" and name not in expected:
+                continue  # a tied model's copy of its embedding
+            layout = self._quantized.get(name)
+            if layout is None and entry.dtype not in FLOAT_TYPES:
+                raise BundleError(
+                    f"{self._folder}: {name} has type {entry.dtype}; supported are "
+                    f"{', '.join(FLOAT_TYPES)} and MLX's affine quantization"
+                )
+            shapes[name] = entry.shape
+            if layout is not None and len(entry.shape) == 2:
+                out, words = entry.shape
+                width = words * 32 // layout.bits
+                shapes[name] = (out, width)
+                for part in ("scales", "biases"):
+                    p_file, p_name = self._homes[name.removesuffix("weight") + part]
+                    got = p_file.entries[p_name].shape
+                    if got != (out, width // layout.group_size) or width % layout.group_size:
+                        raise BundleError(
+                            f"{self._folder}: {name.removesuffix('weight')}{part} is {got}, but "
+                            f"{layout.bits} bits in groups of {layout.group_size} imply "
+                            f"{(out, width // layout.group_size)}"
+                        )
+        return shapes
+
+
+def unpack(packed: U32, bits: int) -> npt.NDArray[np.uint8]:
+    """MLX's packed integers, (n, words) to (n, words * 32 / bits): lowest bits first."""
+    octets = np.ascontiguousarray(packed, dtype="<u4").view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(octets.shape[0], -1)
+
+
+def load_hf_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The tokenizer files that a Hugging Face folder has, by name."""
+    paths = [folder / name for name in TOKENIZER_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises BundleError when there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise BundleError(f"{path}: missing; a checkpoint folder needs it") from None
+    except ValueError as e:
+        raise BundleError(f"{path}: not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise BundleError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _inner_name(stored: str) -> str:
+    """mlx-lm's name of a language model tensor; empty for others, such as a vision tower's."""
+    for outer, inner in _PREFIXES:
+        if stored.startswith(outer):
+            return inner + stored.removeprefix(outer)
+    return stored if stored.startswith(("model.layers.", "model.embed_tokens.", "model.norm.",
+                                        "lm_head.")) else ""  # fmt: skip
+
+
+def _layout(where: str, settings: Any) -> Prequantized:
+    if not isinstance(settings, dict):
+        raise BundleError(f"{where}: 'quantization' must be an object, is {settings!r}")
+    mode = settings.get("mode", "affine")
+    bits, group = settings.get("bits"), settings.get("group_size")
+    if mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
+        raise BundleError(
+            f"{where}: quantized as {mode}, {bits} bits, groups of {group}; supported are affine, "
+            "4 or 8 bits, groups of 32, 64 or 128; start from an unquantized checkpoint instead"
+        )
+    return Prequantized(int(bits), int(group))
+
+
+def _open_shards(folder: Path) -> list[SafetensorsFile]:
+    """Map all weight files, and check that each tensor of the index is where the index says."""
+    index = folder / _INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise BundleError(f"{index}: needs a 'weight_map' of tensor to file")
+        names = sorted({str(value) for value in weight_map.values()})
+    else:
+        weight_map = {}
+        names = sorted(path.name for path in folder.glob("model*.safetensors"))
+        for name in list(names):  # without an index, the shards' names say how many there are
+            if match := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.safetensors", name):
+                stem, total = match[1], int(match[2])
+                whole = {f"{stem}-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)}
+                names = sorted({*names, *whole})
+    if not names:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
+        raise BundleError(
+            f"{folder}: no model*.safetensors"
+            + ("; pickled weights are not read, convert them to safetensors" if pickled else "")
+        )
+    files: dict[str, SafetensorsFile] = {}
+    for name in names:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise BundleError(f"{index}: {name!r} is not a plain file name")
+        if not (folder / name).is_file():
+            raise BundleError(
+                f"{folder}: {name} is missing (one of {len(names)} weight files); download it again"
+            )
+        files[name] = SafetensorsFile(folder / name)
+    for tensor, name in weight_map.items():
+        if tensor not in files[str(name)].entries:
+            raise BundleError(
+                f"{folder}: the index puts {tensor} in {name}, which does not hold it"
+            )
+    return list(files.values())

@@ -1,0 +1,69 @@
+"""Open a model source by what the user wrote: a folder, a GGUF file, a hub id, or random:PRESET.
+
+The modules behind this one are the only place that knows foreign tensor names.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from export.sources.gguf import GGUFCheckpoint
+from export.sources.hf import TOKENIZER_FILES, HFCheckpoint, load_hf_tokenizer_files
+from export.sources.random import PRESETS, RandomCheckpoint
+from export.sources.source import Checkpoint, Prequantized
+from ondevice.errors import UsageError
+from ondevice.paths import text_path
+
+__all__ = [
+    "PRESETS",
+    "Checkpoint",
+    "Prequantized",
+    "load_hf_tokenizer_files",
+    "open_checkpoint",
+]
+
+_RANDOM = "random:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
+
+
+def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:
+    """Open a model source; its names and shapes are checked, its numbers are not yet read.
+
+    source: a Hugging Face folder; a .gguf file; "random:PRESET"; or, where no such path exists, a
+    hub id "org/name".  seed: of the random weights; other sources do not use it.
+    Raises UsageError for a source that is not there, BundleError for one that cannot be used.
+    """
+    if source.startswith(_RANDOM):
+        return RandomCheckpoint(source.removeprefix(_RANDOM), seed)
+    path = text_path(Path(source).expanduser())
+    if path.is_dir():
+        return HFCheckpoint(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UsageError(
+                f"{source}: a file must be a .gguf; for safetensors give the folder that holds "
+                "them and config.json"
+            )
+        return GGUFCheckpoint(path)
+    if not _HUB_ID.fullmatch(source) or path.suffix in (".gguf", ".safetensors"):
+        raise UsageError(
+            f"{source}: no such folder or file; a source is a checkpoint folder, a .gguf file, "
+            f"a hub id org/name, or random:PRESET with PRESET one of {', '.join(PRESETS)}"
+        )
+    return _from_hub(source)
+
+
+def _from_hub(repo: str) -> Checkpoint:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo, allow_patterns=_HUB_FILES))
+    except Exception as e:  # the client's transport errors differ from version to version
+        reason = next(iter(str(e).splitlines()), type(e).__name__)
+        raise UsageError(
+            f"{repo}: there is no such folder here, and as a hub id it cannot be fetched "
+            f"({type(e).__name__}: {reason}); check name and network, or give a local folder"
+        ) from e
+    return HFCheckpoint(folder, {"name": repo, "revision": folder.name})

@@ -1,0 +1,116 @@
+"""Models with published shapes and random weights: for time, memory and tests, not for quality.
+
+Invariant: any slice of a tensor depends only on (seed, name, row), not on how it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
+from export.sources.source import F32, Checkpoint
+from ondevice.errors import UsageError
+
+
+def _qwen(
+    model_type: str, hidden: int, inner: int, layers: int, heads: int, kv: int
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def _gemma(
+    hidden: int, inner: int, layers: int, heads: int, kv: int, window: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "gemma3_text", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "head_dim": 256, "query_pre_attn_scalar": 256, "vocab_size": 262144,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "sliding_window": window, "sliding_window_pattern": 6,
+    }  # fmt: skip
+
+
+_TINY: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 1024}
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _qwen("qwen2", 896, 4864, 24, 14, 2),
+    "qwen2.5-1.5b": _qwen("qwen2", 1536, 8960, 28, 12, 2),
+    "qwen2.5-3b": _qwen("qwen2", 2048, 11008, 36, 16, 2),
+    "gemma3-270m": _gemma(640, 2048, 18, 4, 1, 512),
+    "gemma3-1b": _gemma(1152, 6912, 26, 4, 1, 512),
+    "gemma3-4b": {
+        **_gemma(2560, 10240, 34, 8, 4, 1024),
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "tiny-qwen2": {**_qwen("qwen2", 128, 192, 2, 4, 2), **_TINY},
+    "tiny-qwen3": {**_qwen("qwen3", 128, 192, 2, 4, 2), **_TINY, "head_dim": 64},
+    "tiny-llama": {
+        **_qwen("llama", 128, 192, 2, 4, 2),
+        **_TINY,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    },
+    # sliding, global, sliding; windows narrower than the shortest sequences that tests use
+    "tiny-gemma3": {
+        **_gemma(128, 192, 3, 4, 2, 16),
+        **_TINY,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window_pattern": 2,
+    },
+}
+
+_CHUNK_ROWS = 64
+_NORM_STD, _BIAS_STD = 0.05, 0.02
+
+
+class RandomCheckpoint(Checkpoint):
+    """Random weights: matrices of std 1/sqrt(in), norms near neutral, small biases.
+
+    Raises UsageError for an unknown preset.
+    """
+
+    def __init__(self, preset: str, seed: int) -> None:
+        if preset not in PRESETS:
+            raise UsageError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
+        raw = PRESETS[preset]
+        untied = raw.get("tie_word_embeddings") is False
+        config = normalise_config(raw, preset, has_lm_head=untied)
+        family = str(config["model_type"])
+        provenance = {"kind": "random", "name": preset, "seed": seed}
+        super().__init__(family, config, provenance, expected_shapes(family, config, preset))
+        self._seed = seed
+
+    def rows(self, name: str, start: int, stop: int) -> F32:
+        shape = self._check_rows(name, start, stop)
+        if len(shape) == 1:
+            noise = self._noise(name, 0, shape)[start:stop]
+            if name.endswith(".bias"):
+                return noise * np.float32(_BIAS_STD)
+            return noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL[self.family])
+        out = np.empty((stop - start, shape[1]), np.float32)
+        for first in range(start - start % _CHUNK_ROWS, stop, _CHUNK_ROWS):
+            last = min(first + _CHUNK_ROWS, shape[0])
+            low, high = max(first, start), min(last, stop)
+            noise = self._noise(name, first // _CHUNK_ROWS, (last - first, shape[1]))
+            out[low - start : high - start] = noise[low - first : high - first]
+        out *= np.float32(1 / sqrt(shape[1]))
+        return out
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return {}
+
+    def _noise(self, name: str, chunk: int, shape: tuple[int, ...]) -> F32:
+        key = hashlib.blake2b(f"{self._seed}/{name}/{chunk}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.SFC64(int.from_bytes(key, "little")))
+        return generator.standard_normal(shape, dtype=np.float32)

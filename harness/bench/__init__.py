@@ -1,0 +1,1 @@
+"""Benchmarks: the papers' tables, and this project's own."""

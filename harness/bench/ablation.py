@@ -1,0 +1,133 @@
+"""MeZO with one feature taken away, in a process of its own: `python -m harness.bench.ablation BUNDLE`.
+
+    prefetch         the next block is not read ahead
+    single-read      each of a step's forwards reads and unpacks a block for itself
+    deferred-update  the update is applied after the step, to all blocks at once
+    buffer-reuse     freed memory goes back to the system at once
+
+With `--cold` the file's pages are dropped from the system's cache before each step. Invariant: no
+feature changes what is computed, so the losses that are printed are the same without any of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runtime.system.backend import prepare
+
+# freed memory goes back at once, or to a heap that is kept; decided before MLX is loaded
+prepare(keep_heap="buffer-reuse" not in sys.argv)
+
+
+from harness.measure.page_cache import cached_share, drop  # noqa: E402
+from ondevice.config.base import PlanConfig  # noqa: E402
+from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
+from runtime.data.rows import RandomRows, row_index  # noqa: E402
+from runtime.methods.adapters import Adapters  # noqa: E402
+from runtime.methods.mezo import MeZO  # noqa: E402
+from runtime.methods.noise import Noise  # noqa: E402
+from runtime.methods.protocol import Row  # noqa: E402
+from runtime.run.evaluate import RANDOM_ROWS, check_budget  # noqa: E402
+from runtime.run.open import open_checked, open_session, plan_of  # noqa: E402
+from runtime.storage.activations import Activations  # noqa: E402
+from runtime.system.footprint import Meter  # noqa: E402
+
+FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse")
+RATE, EPSILON = 1e-4, 1e-3
+LEFT_CACHED = 0.05  # of a file that counts as dropped
+
+
+def ablate(
+    config: PlanConfig, without: str, cold: bool, steps: int, seed: int, scratch: Path
+) -> dict[str, Any]:
+    """Train for `steps`; what every step took, the peaks, the losses, and what was cached."""
+    with Meter(budget_bytes=config.budget_bytes) as meter:
+        bundle = open_checked(config.bundle)
+        plan = plan_of(config, bundle)
+        session = open_session(bundle, replace(plan, prefetch=without != "prefetch"))
+        manifest = bundle.manifest
+        method = MeZO(
+            session.program,
+            Adapters.initial(manifest, seed),
+            Activations(scratch, 1, 2, (1, plan.bucket, manifest.hidden_size)),
+            Noise(seed),
+            EPSILON,
+            lanes=1 if without == "single-read" else plan.lanes,
+            defer=without != "deferred-update",
+        )
+        rows = RandomRows(seed, manifest.vocab_size, config.max_seq_length, RANDOM_ROWS)
+        step_s, losses, cached = [], [], []
+        for step in range(steps):
+            if cold:
+                for block in manifest.blocks:  # pages that we map would stay
+                    session.weights.release(block)
+                _drop(bundle.weights_path)
+            if cold or step == 0:
+                cached.append(cached_share(bundle.weights_path))
+            start = time.perf_counter()
+            row = Row(*rows.row(row_index(seed, step, len(rows))))
+            loss = method.step(step, RATE, [[row]]).loss
+            step_s.append(time.perf_counter() - start)
+            losses.append(loss.loss_sum / loss.tokens)
+            check_budget(meter, plan, "an ablation saves nothing")
+    return {
+        "step_s": step_s[1:],
+        "losses": losses,
+        "cached_share": cached,
+        "peak_footprint_bytes": meter.peak_bytes,
+        "peak_rss_bytes": meter.peak_rss_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+    }
+
+
+def _drop(path: Path) -> None:
+    drop(path)
+    if (left := cached_share(path)) > LEFT_CACHED:
+        raise OnDeviceError(
+            f"this system keeps {left:.0%} of the file cached when asked to drop it"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print one process's figures as JSON; errors as the command line does."""
+    parser = argparse.ArgumentParser(prog="python -m harness.bench.ablation", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("bundle")
+    parser.add_argument("--without", choices=("nothing", *FEATURES), default="nothing")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", default="1GB")
+    parser.add_argument("--max-seq-length", type=int, default=256)
+    parser.add_argument("--scratch", type=Path, default=Path())
+    given = parser.parse_args(argv)
+    try:
+        if given.steps < 2:
+            raise UsageError(f"--steps {given.steps}: the first is not timed; give 2 or more")
+        config = PlanConfig(
+            bundle=given.bundle,
+            budget=given.budget,
+            max_seq_length=given.max_seq_length,
+            method="mezo",
+        )
+        with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
+            found = ablate(
+                config, given.without, given.cold, given.steps, given.seed, Path(scratch)
+            )
+    except OnDeviceError as problem:
+        print(f"ondevice: {problem}", file=sys.stderr)
+        return problem.exit_code
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""`ondevice bench`: measurements on this machine, the published ones shown beside the papers'.
+
+Every figure comes from fresh processes, repeated in turn. Invariant: the JSON is whole after each
+row, with the machine, the versions, the commit and the command; `complete` says whether it is all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from harness.bench.benchmark import Bench, Benchmark, failures, machine_bytes, remarks
+from harness.bench.block_profiles import FIGURE2, TABLE3
+from harness.bench.budget_curve import CURVE
+from harness.bench.footprint import FOOTPRINT
+from harness.bench.prediction import PREDICTION
+from harness.bench.step_profile import PROFILE
+from harness.bench.tables import TABLE2, TABLE4
+from harness.bench.zo2_ablation import ZO2_ABLATION
+from harness.measure.process import provenance
+from harness.measure.repeats import Note
+from harness.measure.shapes import check_models
+from harness.peers.bench import PEER_BENCH
+from ondevice.bundle.store import storage_errors, write_atomic
+from ondevice.config.bench import BenchConfig
+from ondevice.errors import InterruptedRunError, UsageError
+from ondevice.units import format_bytes
+from runtime.system.backend import describe
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "mebp-table2": TABLE2,
+    "mebp-table3": TABLE3,
+    "mebp-table4": TABLE4,
+    "mebp-figure2": FIGURE2,
+    "zo2-ablation": ZO2_ABLATION,
+    "footprint": FOOTPRINT,
+    "prediction": PREDICTION,
+    "curve": CURVE,
+    "profile": PROFILE,
+    "peers": PEER_BENCH,
+}
+LOCAL = ("bundles", "output", "python")  # paths of one machine
+
+
+def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
+    """Run a benchmark and write its JSON and pictures; returns the JSON.
+
+    Raises:
+        UsageError: no such benchmark or model, or the output has no folder.
+        InterruptedRunError: what was measured until then is in the JSON.
+    """
+    benchmark = find(config.name)
+    models = config.model_names or benchmark.models
+    check_models(models)
+    output = Path(config.output or f"{config.name}.json")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.parent}; make it first")
+    report = {
+        "benchmark": config.name,
+        "text": benchmark.text,
+        "command": command(config),
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
+        "machine": machine(),
+        "settings": {key: value for key, value in vars(config).items() if key not in LOCAL},
+        "paper": None if benchmark.source is None else asdict(benchmark.source),
+        "notes": list(benchmark.notes),
+        "complete": False,
+        "rows": [],
+    }
+    try:
+        _measure(config, benchmark, models, output, report, note)
+    except InterruptedRunError as stop:
+        raise InterruptedRunError(
+            f"interrupted; {len(report['rows'])} finished rows are in {output}"
+            if report["rows"]
+            else "interrupted before the first row was finished"
+        ) from stop
+    return report
+
+
+def _measure(
+    config: BenchConfig,
+    benchmark: Benchmark,
+    models: Sequence[str],
+    output: Path,
+    report: dict[str, Any],
+    note: Note,
+) -> None:
+    bundles = Path(config.bundles)
+    with storage_errors(bundles):
+        bundles.mkdir(parents=True, exist_ok=True)
+        # not in the system's temporary folder: where that is memory, scratch files would count
+        runs = tempfile.TemporaryDirectory(dir=bundles, prefix=".runs-")
+    with runs as scratch:
+        budgets = config.budgets or benchmark.budgets
+        cases = {
+            model: config.lengths or benchmark.own_lengths.get(model, benchmark.lengths)
+            for model in models
+        }
+        for row in benchmark.rows(Bench(config, cases, budgets, Path(scratch), note)):
+            report["rows"].append(row)
+            _write(report, output)
+    report["complete"] = True
+    _write(report, output)
+    for name, png in benchmark.pictures(report["rows"]).items():
+        write_atomic(output.with_name(f"{output.stem}-{name}.png"), png)
+
+
+def _write(report: Mapping[str, Any], output: Path) -> None:
+    write_atomic(output, (json.dumps(report, allow_nan=False, indent=1) + "\n").encode())
+
+
+def find(name: str) -> Benchmark:
+    """The benchmark of a name.
+
+    Raises:
+        UsageError: there is none; the message lists them.
+    """
+    if name not in BENCHMARKS:
+        known = [f"{key}: {one.text}" for key, one in BENCHMARKS.items()]
+        what = f"no benchmark {name!r}; there are" if name else "name a benchmark:"
+        raise UsageError("\n  ".join([what, *known]))
+    return BENCHMARKS[name]
+
+
+def to_text(report: Mapping[str, Any]) -> str:
+    """What was measured, as tables."""
+    here, paper = report["machine"], report["paper"]
+    lines = [
+        f"{report['benchmark']}: {report['text']}",
+        f"ours: {here['cpu']}, {here['cores']} cores, {format_bytes(here['memory_bytes'])}, "
+        f"{here['platform']}; ondevice {report['version']}, commit {report['commit'] or 'unknown'}",
+    ]
+    if paper:
+        lines.append(
+            f"paper: {paper['device']}; {paper['paper']}, {paper['place']} ({paper['setting']})"
+        )
+    rows = report["rows"]
+    tables = find(report["benchmark"]).tables(rows)
+    notes = [*failures(rows), *remarks(rows), *report["notes"]]
+    ending = "\n".join(f"- {note}" for note in notes)
+    return "\n\n".join(["\n".join(lines), *(table.text() for table in tables), ending])
+
+
+def command(config: BenchConfig) -> str:
+    """The command line of a configuration, without defaults and this machine's paths."""
+    words = ["ondevice", "bench", config.name]
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if one.name not in (*LOCAL, config.positional) and value != one.default:
+            words.append(f"--{one.name.replace('_', '-')}={value}")
+    return shlex.join(words)
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions, and how busy it is as we begin."""
+    return {
+        **describe(),
+        "cpu": _cpu(),
+        "memory_bytes": machine_bytes(),
+        "load": os.getloadavg()[0],
+        "numpy": metadata.version("numpy"),
+        "threads": os.environ.get("OPENBLAS_NUM_THREADS"),
+    }
+
+
+def _cpu() -> str:
+    if sys.platform == "darwin":
+        words = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(words, capture_output=True, encoding="utf-8").stdout.strip()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,191 @@
+"""`ondevice bench curve`: what a larger budget buys, from the smallest that fits to 4 GB.
+
+Every budget is a fresh process, in turn. Invariant: a rise is said only where every timed step of
+a larger budget took longer than every one of a smaller budget with another plan; the same plan
+under two budgets shows how much is noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from harness.bench.benchmark import (
+    Bench,
+    Benchmark,
+    Row,
+    Variant,
+    around,
+    megabytes,
+    seconds,
+    times,
+)
+from harness.measure.repeats import figures
+from harness.measure.shapes import smallest_megabytes
+from harness.report.plots import draw_budgets
+from harness.report.report import Table
+
+METHODS = ("mebp", "mezo")
+POINTS = 8
+MOST_MB = 4000
+
+
+def ladder(smallest_mb: int, most_mb: int = MOST_MB, points: int = POINTS) -> tuple[str, ...]:
+    """Budgets from the smallest to the most, each the same factor above the one before it."""
+    if smallest_mb >= most_mb:
+        return (f"{smallest_mb}MB",)
+    factor = (most_mb / smallest_mb) ** (1 / (points - 1))
+    rising = [smallest_mb, *(round(smallest_mb * factor**i) for i in range(1, points - 1)), most_mb]
+    return tuple(f"{size}MB" for size in dict.fromkeys(rising))
+
+
+def _rows(bench: Bench) -> Iterator[Row]:
+    def measured(bundle: Path, model: str, length: int) -> Row:
+        bench.note(f"{model} at {length} tokens")
+        variants = [
+            Variant(method, "budget", budget)
+            for method in METHODS
+            for budget in bench.budgets or ladder(smallest_megabytes(bundle, method, length))
+        ]
+        outcomes = bench.in_turn(bundle, length, variants, _choices)
+        found = [
+            {"name": one.name, **asdict(one), **figures(outcome)}
+            for one, outcome in outcomes.items()
+        ]
+        compared = {
+            method: compare([one for one in found if one["method"] == method and one["processes"]])
+            for method in METHODS
+        }
+        notes = [note for method, one in compared.items() for note in _notes(method, one)]
+        return {"variants": found, "compared": compared, "notes": notes}
+
+    return bench.rows(measured)
+
+
+def _choices(summary: dict[str, Any]) -> dict[str, Any]:
+    """What the plan has chosen, but for what follows in bytes."""
+    plan = summary["plan"]
+    return {
+        "choices": {
+            key: value
+            for key, value in plan.items()
+            if key != "blocks" and not key.endswith("_bytes")
+        }
+    }
+
+
+def _budget(one: Mapping[str, Any]) -> int:
+    return int(one["processes"][0]["budget_bytes"])
+
+
+def compare(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One method's budgets: what the largest buys, every rise, and the noise of equal plans."""
+    rising = sorted(measured, key=_budget)
+    rises, noise = [], []
+    for less, more in combinations(rising, 2):
+        ratio = more["step_s"]["median"] / less["step_s"]["median"]
+        if _plan(less) == _plan(more):
+            noise.append(max(ratio, 1 / ratio))
+        elif more["step_s"]["low"] > less["step_s"]["high"]:
+            rises.append({"from_bytes": _budget(less), "to_bytes": _budget(more), "ratio": ratio})
+    return {
+        "budgets": len(rising),
+        "first_over_last": (
+            rising[0]["step_s"]["median"] / rising[-1]["step_s"]["median"] if rising else None
+        ),
+        "rises": rises,
+        "noise": max(noise, default=None),
+    }
+
+
+def _plan(one: Mapping[str, Any]) -> Any:
+    return one["processes"][0]["choices"]
+
+
+def _notes(method: str, found: Mapping[str, Any]) -> Iterator[str]:
+    if found["budgets"] < 2:
+        return
+    yield (
+        f"{method}: a step of the smallest of {found['budgets']} budgets takes "
+        f"{times(found['first_over_last'])} of one of the largest"
+    )
+    if not found["rises"]:
+        yield f"{method}: time never rises beyond the spread"
+    for rise in found["rises"]:
+        yield (
+            f"{method}: TIME RISES beyond the spread from {rise['from_bytes'] / 1e6:.0f} MB to "
+            f"{rise['to_bytes'] / 1e6:.0f} MB, {times(rise['ratio'])}"
+        )
+    if found["noise"] is not None:
+        yield f"{method}: the same plan twice differs by up to {times(found['noise'])}: noise"
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    lines: list[tuple[str, ...]] = [
+        ("model", "tokens", "method", "budget", "s/step", "low-high", "peak MB", "predicted MB",
+         "plan"),
+    ]  # fmt: skip
+    for row in rows:
+        place = (row["model"], str(row["tokens"]))
+        shown = _telling(row.get("variants", ()))
+        for one in row.get("variants", ()):
+            lines.append((*place, one["method"], one["budget"], *_cells(one, shown)))
+        if row["failed"]:
+            lines.append((*place, "", row["failed"], *[""] * 5))
+    return [Table("Seconds of a step against the budget", lines, 4)]
+
+
+def _telling(variants: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The choices that differ between the budgets of a method."""
+    found: set[str] = set()
+    for method in METHODS:
+        plans = [_plan(one) for one in variants if one["method"] == method and one["processes"]]
+        found |= {key for plan in plans for key in plan if plan[key] != plans[0].get(key)}
+    return found
+
+
+def _cells(one: Mapping[str, Any], shown: set[str]) -> tuple[str, ...]:
+    if not one["processes"]:
+        return ("did not run", *[""] * 4)
+    choices = {key: value for key, value in _plan(one).items() if key in shown}
+    return (
+        *around(one["step_s"], seconds),
+        megabytes(one["peak_footprint_bytes"]),
+        megabytes(one["processes"][0]["predicted_peak_bytes"]),
+        ", ".join(f"{key} {value}" for key, value in choices.items()),
+    )
+
+
+def _pictures(rows: Sequence[Row]) -> Mapping[str, bytes]:
+    """Seconds of a step against the budget, a picture for each row."""
+    found = {}
+    for row in rows:
+        curves: dict[str, list[dict[str, float]]] = {}
+        for one in row.get("variants", ()):
+            if one["processes"]:
+                point = {"megabytes": _budget(one) / 1e6, **one["step_s"]}
+                curves.setdefault(one["method"], []).append(point)
+        if curves:
+            _, png = draw_budgets(curves)
+            found[f"{row['model']}-{row['tokens']}"] = png
+    return found
+
+
+CURVE = Benchmark(
+    "seconds of a step against the budget, from the smallest that fits to 4 GB",
+    None,
+    ("qwen2.5-0.5b",),
+    (256,),
+    _rows,
+    _tables,
+    (
+        "low-high: of all timed steps; time rises beyond the spread where every step of a larger "
+        "budget took longer than every step of a smaller one, and their plans differ",
+        f"budgets: {POINTS}, each the same factor above the one before it, or those of --budget",
+    ),
+    _pictures,
+    budgets=(),
+)

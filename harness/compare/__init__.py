@@ -1,0 +1,1 @@
+"""Comparing methods: which reaches a quality first, and at what cost."""

@@ -1,0 +1,1 @@
+"""Measuring fresh processes, repeatedly and in turn."""

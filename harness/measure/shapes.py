@@ -1,0 +1,79 @@
+"""Bundles with the papers' shapes and random weights: exported once, used by every benchmark.
+
+A bundle has its model's name. Invariant: one that is there already is used only where it is what
+`ondevice export random:MODEL` makes; it is made again where lengths are missing or MLX has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from export.sources.random import PRESETS
+from harness.measure.process import ondevice
+from harness.measure.repeats import Note
+from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
+from ondevice.errors import BundleError, UsageError
+
+_FREE = {"source", "output", "seq_lens", "device", "force"}  # settings that change no shape
+_MB = 1_000_000
+
+
+def check_models(models: Sequence[str]) -> None:
+    """Refuse names that there are no shapes for.
+
+    Raises:
+        UsageError: some are unknown.
+    """
+    if unknown := [name for name in models if name not in PRESETS]:
+        raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
+
+
+def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> Path:
+    """The bundle of a model in `folder` with graphs for `lengths`, exported where it has to be.
+
+    Raises:
+        UsageError: something else has its place.
+        OnDeviceError: it cannot be exported.
+    """
+    path = folder / model
+    buckets = set(lengths)
+    force = (path / MANIFEST).is_file()
+    if force:
+        found = open_bundle(path)
+        _check(found, model)
+        if buckets <= {*found.manifest.buckets} and _is_current(found):
+            return path
+        buckets |= {*found.manifest.buckets}
+    note(f"exporting {path} for {', '.join(map(str, sorted(buckets)))} tokens")
+    flags = ["--seq-lens", ",".join(map(str, sorted(buckets))), *(["--force"] if force else [])]
+    ondevice("export", f"random:{model}", "--output", str(path), *flags)
+    return path
+
+
+def smallest_megabytes(bundle: Path, method: str, length: int) -> int:
+    """The smallest budget that holds training by our plan, in whole MB."""
+    flags = [f"--method={method}", f"--max-seq-length={length}", "--budget=1000TB", "--json"]
+    plan: dict[str, int] = json.loads(ondevice("plan", str(bundle), *flags))
+    return math.ceil(plan["minimum_bytes"] / _MB)
+
+
+def _check(bundle: Bundle, model: str) -> None:
+    origin = bundle.manifest.provenance
+    settings = {*origin.get("settings", {})} - _FREE
+    if (origin.get("kind"), origin.get("name")) != ("random", model) or settings:
+        odd = f" with {', '.join(sorted(settings))} set" if settings else ""
+        raise UsageError(
+            f"{bundle.path} holds {origin.get('name')}{odd}, not what `ondevice export "
+            f"random:{model}` makes; move it away or choose other --bundles"
+        )
+
+
+def _is_current(bundle: Bundle) -> bool:
+    try:
+        bundle.check_mlx()
+    except BundleError:
+        return False
+    return True

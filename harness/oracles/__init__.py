@@ -1,0 +1,1 @@
+"""Slow, obvious references that every fast path is compared with."""

@@ -1,0 +1,106 @@
+"""The dense, unbudgeted run: the same rows, optimizer and steps over mlx-lm's own model.
+
+`python -m harness.oracles.dense RUN --steps N` repeats a run's steps with every weight dequantized and
+MLX's autograd over the whole graph, evaluates as the run did, and writes RUN/dense.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.system.backend import prepare
+
+prepare()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import mlx.optimizers as optim  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from harness.oracles.reference import dense_model, gradients  # noqa: E402
+from ondevice.bundle.store import open_bundle  # noqa: E402
+from ondevice.config.base import TrainConfig, load  # noqa: E402
+from ondevice.errors import UsageError  # noqa: E402
+from runtime.data.rows import TokenRows, row_index  # noqa: E402
+from runtime.methods.adapters import Adapters  # noqa: E402
+from runtime.methods.optimizer import learning_rate  # noqa: E402
+from runtime.methods.protocol import Row, StepLoss  # noqa: E402
+from runtime.run.evaluate import summarize  # noqa: E402
+
+
+@dataclass(frozen=True)
+class DenseRun:
+    """Losses of every step, and evaluations before and after."""
+
+    losses: list[float]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> dict[str, Any]:
+    """Loss, perplexity and accuracy of the first `limit` rows (0: all)."""
+    count = min(len(rows), limit) if limit else len(rows)
+    losses = []
+    for index in tqdm(range(count), desc="evaluating", disable=None, leave=False):
+        row = Row(*rows.row(index))
+        logits = model(mx.array(row.tokens[None, :-1].astype(np.int32)))[0][row.scored]
+        targets = mx.array(row.targets.astype(np.int32))
+        loss = nn.losses.cross_entropy(logits, targets).sum().item()
+        correct = int((logits.argmax(-1) == targets).sum().item())
+        losses.append(StepLoss(float(loss), correct, len(row.targets)))
+    return summarize(losses)
+
+
+def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
+    """Train the dense model for `steps` steps of the run's configuration.
+
+    Raises:
+        UsageError: the run rounds its adapters, which the dense model does not.
+    """
+    if config.adapter_dtype != "float32":
+        raise UsageError(f"{run} trains with --adapter-dtype {config.adapter_dtype}, not float32")
+    bundle = open_bundle(config.bundle)
+    manifest = bundle.manifest
+    adapters = Adapters.initial(manifest, config.seed)
+    model = dense_model(bundle, adapters)
+    rule: optim.Optimizer = (
+        optim.AdamW(1e-4, weight_decay=config.weight_decay, bias_correction=True)
+        if config.optimizer == "adamw"
+        else optim.SGD(1e-4, weight_decay=config.weight_decay)
+    )
+    rows = TokenRows(run / "train.tokens", manifest.vocab_size)
+    held_out = TokenRows(run / "valid.tokens", manifest.vocab_size)
+    before = evaluate_dense(model, held_out, config.eval_rows)
+    size = config.batch_size * config.grad_accumulation
+    losses = []
+    for step in tqdm(range(steps), desc="dense", disable=None):
+        batch = [rows.row(row_index(config.seed, step * size + i, len(rows))) for i in range(size)]
+        loss, found = gradients(model, batch)
+        rule.learning_rate = learning_rate(
+            config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, step
+        )
+        rule.update(model, tree_unflatten(list(found.items())))
+        mx.eval(dict(tree_flatten(model.trainable_parameters())), rule.state)
+        losses.append(loss)
+    return DenseRun(losses, before, evaluate_dense(model, held_out, config.eval_rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int)
+    arguments = parser.parse_args()
+    config = load(TrainConfig, arguments.run / "config.toml", {})
+    result = run_dense(config, arguments.run, arguments.steps or config.steps)
+    (arguments.run / "dense.json").write_text(json.dumps(result.__dict__, indent=1))
+    print(json.dumps({"before": result.before, "after": result.after}))
+
+
+if __name__ == "__main__":
+    main()

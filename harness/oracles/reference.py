@@ -1,0 +1,187 @@
+"""Slow, obvious oracles: what every fast path is compared with.
+
+The dense model is mlx-lm's own class holding the bundle's dequantized weights, with LoRA added by
+mlx-lm's own `LoRALinear`; its gradients come from MLX's autograd over the whole graph. The kernels'
+oracles materialize what the kernels avoid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.tuner.lora import LoRALinear
+
+from export.sources.families import build_model
+from ondevice.bundle.manifest import Matrix
+from ondevice.bundle.store import Bundle
+from runtime.engine.program import Program
+from runtime.methods.adapters import Adapters
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import Row as ScoredRow
+from runtime.storage.weights import Weights
+
+Row = tuple[npt.NDArray[Any], int]  # tokens (T+1,) and the first scored target
+
+
+def dequantized(weights: Weights, matrix: Matrix) -> mx.array:
+    """W (R, C) float32, by `mx.dequantize`."""
+    tile = weights.tile(matrix, 0, matrix.rows)
+    return mx.dequantize(
+        tile.words,
+        tile.scales,
+        tile.biases(matrix.bits),
+        group_size=matrix.group_size,
+        bits=matrix.bits,
+    )
+
+
+def dense_model(bundle: Bundle, adapters: Adapters | None = None) -> nn.Module:
+    """mlx-lm's model with the bundle's weights, and adapters where given."""
+    manifest = bundle.manifest
+    model = build_model(manifest.family, manifest.config)
+    weights = Weights(bundle)
+    values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
+    values |= {name: weights.vector(name) for name in manifest.vectors}
+    model.load_weights(list(values.items()), strict=True)
+    if adapters is not None:
+        model.freeze()
+        parents = dict(model.named_modules())
+        for block in manifest.layers:
+            for name in manifest.adapted(block):
+                path = block.tensor(name)
+                lora = LoRALinear.from_base(
+                    parents[path], r=int(manifest.lora["rank"]), scale=adapters.scale
+                )
+                parent, _, attribute = path.rpartition(".")
+                setattr(parents[parent], attribute, lora)
+        model.update(tree_unflatten(list(adapters.tensors.items())))
+    mx.eval(model.parameters())
+    return model
+
+
+def batch_loss(model: nn.Module, rows: Sequence[Row]) -> mx.array:
+    """Mean loss over all scored targets of all rows, each row run by itself.
+
+    From the logits on it is float64 (CPU only): in float32 MLX sums a vocabulary of 262,144 to
+    5e-5, which would be the oracle's error and not ours.
+    """
+    total, count = mx.array(0.0, mx.float64), 0
+    for tokens, first in rows:
+        ids = mx.array(np.asarray(tokens, np.int32))
+        logits = model(ids[None, :-1])[0].astype(mx.float64)[first:]
+        target = mx.take_along_axis(logits, ids[1 + first :, None], axis=1)[:, 0]
+        total = total + (mx.logsumexp(logits, axis=-1) - target).sum()
+        count += len(tokens) - 1 - first
+    return total / count
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """The model with every parameter in float64: the truth that float32 is measured against."""
+    model.update(tree_map(lambda value: value.astype(mx.float64), model.parameters()))
+    return model
+
+
+def gradients(model: nn.Module, rows: Sequence[Row]) -> tuple[float, dict[str, mx.array]]:
+    """The loss and d loss / d adapter, by autograd over the dense model, on the CPU."""
+    with mx.stream(mx.cpu):
+        value, tree = nn.value_and_grad(model, lambda m: batch_loss(m, rows))(model)
+        found: dict[str, mx.array] = dict(tree_flatten(tree))
+        mx.eval(value, found)
+    return float(value), found
+
+
+def plain_loss(program: Program, adapters: Adapters, rows: Sequence[ScoredRow]) -> float:
+    """Mean loss over all scored targets, each row run by itself from end to end."""
+    total, count = 0.0, 0
+    for row in rows:
+        x = program.embed(row.inputs)
+        for block in program.blocks[1:-1]:
+            x = program.forward(block, x, adapters.loras(block))
+        h = program.hidden(x, row.scored)
+        (result,) = program.losses([h], [row.targets], gradient=False)
+        total += float(result.loss.sum().item())  # type: ignore[arg-type]
+        count += len(row.targets)
+    return total / count
+
+
+class MonolithicMeZO:
+    """MeZO's Algorithms 1 and 2 as they are written: all parameters perturbed, whole forwards.
+
+    Two departures, for the sake of exact comparison: theta + eps z and theta - eps z are computed
+    from a kept theta where the paper restores theta by a third perturbation, which rounds; and the
+    loss is that of the bundle's own kernels.
+    """
+
+    def __init__(
+        self, adapters: Adapters, noise: Noise, epsilon: float, queries: int, weight_decay: float
+    ) -> None:
+        self.adapters = adapters
+        self.noise, self.epsilon = noise, epsilon
+        self.queries, self.weight_decay = queries, weight_decay
+
+    def _perturbed(self, step: int, query: int, by: float) -> Adapters:
+        theta = self.adapters.tensors
+        z = {name: self.noise.draw(step, query, name, theta[name].shape) for name in theta}
+        tensors = {name: theta[name] + z[name] * by for name in theta}
+        return Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+
+    def step(
+        self, program: Program, rows: Sequence[ScoredRow], number: int, rate: float
+    ) -> tuple[float, list[float]]:
+        """The mean of all losses and the projected gradients; the adapters are updated."""
+        losses: list[tuple[float, float]] = []
+        for query in range(self.queries):
+            plus = plain_loss(program, self._perturbed(number, query, self.epsilon), rows)
+            minus = plain_loss(program, self._perturbed(number, query, -self.epsilon), rows)
+            losses.append((plus, minus))
+        gradients = [(plus - minus) / (2 * self.epsilon) for plus, minus in losses]
+        for name, theta in self.adapters.tensors.items():
+            update = theta * self.weight_decay
+            for query, gradient in enumerate(gradients):
+                z = self.noise.draw(number, query, name, theta.shape)
+                update = update + z * (gradient / self.queries)
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors)
+        return sum(map(sum, losses)) / (2 * len(losses)), gradients
+
+
+def linear(
+    x: mx.array, w: mx.array, bias: mx.array | None, a: mx.array, b: mx.array, scale: float
+) -> mx.array:
+    """y = x W^T + b + s (x A) B."""
+    y = x @ w.T + scale * ((x @ a) @ b)
+    return y if bias is None else y + bias
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None) -> mx.array:
+    """softmax(q k^T scale + mask) v over all scores at once; (1, H, T, D), (1, K, T, D)."""
+    repeats, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
+    distance = mx.arange(length)[:, None] - mx.arange(length)[None]
+    allowed = (distance >= 0) & (distance < (window or length))
+    scores = mx.where(allowed, (q @ k.swapaxes(-1, -2)) * scale, -mx.inf)
+    return mx.softmax(scores, axis=-1) @ v
+
+
+def head(h: mx.array, w: mx.array, targets: mx.array) -> mx.array:
+    """Losses (N,) of h (N, D) through W (V, D), from all logits."""
+    losses: mx.array = nn.losses.cross_entropy(h @ w.T, targets)
+    return losses
+
+
+def relative_error(found: mx.array, expected: mx.array) -> float:
+    """|found - expected| / |expected| in the Euclidean norm; 0 where both are zero."""
+    a, b = (np.array(x.astype(mx.float32), np.float64) for x in (found, expected))
+    if expected.dtype == mx.float64:
+        b = np.array(expected)
+    difference, size = float(np.linalg.norm(a - b)), float(np.linalg.norm(b))
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / size

@@ -1,0 +1,1 @@
+"""Other trainers, measured beside this one."""

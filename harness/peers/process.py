@@ -1,0 +1,122 @@
+"""A peer's process: what it is told, what it measures while it trains, and the file it leaves.
+
+A peer is measured by the same meter as ours (`runtime.system.footprint`): the peak while it loads, and the
+peak of each step. Invariant: short of being killed, it leaves one JSON file that holds either its
+measurement or the reason why there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.system.footprint import Meter
+
+RANK, ALPHA, LEARNING_RATE = 8, 16.0, 1e-4
+# what libraries read when they are loaded; `runtime.system.backend.prepare` sets some of them
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+PREPARED = ("OPENBLAS_CORETYPE", "MLX_BFS_MAX_WIDTH")
+LIBRARIES = ("OMP_", "OPENBLAS_", "MKL_", "MLX_", "VECLIB_")
+REASON_CHARS = 300
+
+
+class Steps:
+    """What the steps of a process took: seconds, loss and peak footprint of each."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.loading_peak_bytes = 0
+        self.seconds: list[float] = []
+        self.peaks: list[int] = []
+        self.losses: list[float] = []
+
+    def begin(self) -> None:
+        """Loading is over: what comes now is training."""
+        self.loading_peak_bytes = self._meter.peak_bytes
+        self._meter.reset_peak()
+
+    def end(self, seconds: float, loss: float) -> None:
+        """A step is over."""
+        self.seconds.append(seconds)
+        self.losses.append(loss)
+        self.peaks.append(self._meter.peak_bytes)
+        self._meter.reset_peak()
+
+    @contextmanager
+    def step(self) -> Iterator[list[float]]:
+        """Time a step; its body appends the loss to the list."""
+        losses: list[float] = []
+        start = time.perf_counter()
+        yield losses
+        self.end(time.perf_counter() - start, losses[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """The measurement; VmHWM (or its like) is the kernel's peak, with file pages."""
+        return {
+            "step_s": self.seconds,
+            "step_peak_bytes": self.peaks,
+            "peak_footprint_bytes": max(self.loading_peak_bytes, *self.peaks),
+            "peak_rss_bytes": self._meter.peak_rss_bytes,
+            "losses": self.losses,
+        }
+
+
+Train = Callable[[argparse.Namespace, Steps], dict[str, Any]]
+Options = Callable[[argparse.ArgumentParser], object]
+
+
+def main(purpose: str | None, train: Train, options: Options) -> int:
+    """Run a peer as the command line says; `train` runs its steps and returns further facts."""
+    parser = argparse.ArgumentParser(description=purpose)
+    parser.add_argument("result", type=Path, help="JSON file to write")
+    parser.add_argument("--preset", required=True)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    options(parser)
+    arguments = parser.parse_args()
+    try:
+        with Meter() as meter:
+            steps = Steps(meter)
+            facts = train(arguments, steps)
+        found = {**steps.to_json(), **facts, "environment": environment()}
+    except ImportError as problem:
+        name = (problem.name or str(problem)).partition(".")[0]
+        return _failed(arguments.result, f"{name} cannot be imported by {sys.executable}")
+    except Exception as problem:
+        _failed(arguments.result, f"{type(problem).__name__}: {problem}")
+        raise
+    arguments.result.write_text(json.dumps(found))
+    return 0
+
+
+def token_rows(vocabulary: int, steps: int, tokens: int) -> npt.NDArray[np.int64]:
+    """Random tokens (steps, tokens + 1): as many are predicted as go in."""
+    return np.random.default_rng(0).integers(vocabulary, size=(steps, tokens + 1))
+
+
+def environment() -> dict[str, str]:
+    """The variables that decide about threads, BLAS and run-ahead, where they are set."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(LIBRARIES)}
+
+
+def versions(names: Sequence[str]) -> dict[str, str]:
+    """The versions of installed distributions."""
+    return {name: metadata.version(name) for name in names}
+
+
+def _failed(result: Path, reason: str) -> int:
+    text = " ".join(reason.split())
+    result.write_text(json.dumps({"failed": text[:REASON_CHARS]}))
+    return 1

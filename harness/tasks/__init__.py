@@ -1,0 +1,1 @@
+"""Tasks that models are trained on here: function calls and SST-2."""

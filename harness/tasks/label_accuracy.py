@@ -1,0 +1,113 @@
+"""Accuracy of label words: the share of rows whose own word has the higher logit of all words.
+
+Forward only, over the block interface: of the head's rows only those of the words are read, and no
+other logit is made. Invariant: a prompt is tokenized as training tokenizes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.system.backend import prepare
+
+prepare()
+
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+import numpy.typing as npt  # noqa: E402
+
+from harness.tasks.calls import Example  # noqa: E402
+from ondevice.bundle.store import Bundle  # noqa: E402
+from ondevice.errors import DataError  # noqa: E402
+from runtime.data.text_encoder import TextEncoder, load_encoder  # noqa: E402
+from runtime.engine.kernels.unpack import dense  # noqa: E402
+from runtime.engine.program import Program  # noqa: E402
+from runtime.methods.adapters import Adapters  # noqa: E402
+from runtime.run.open import open_checked, open_session, plan_for  # noqa: E402
+
+BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
+TOGETHER = 8  # rows that visit a block together, so that its weights are read less often
+
+Tokens = npt.NDArray[np.int64]
+
+
+def label_accuracy(
+    path: str, adapter: Path | None, rows: Sequence[Example], words: Sequence[str]
+) -> dict[str, Any]:
+    """Accuracy over `rows`, whose completions are among `words`, and each word's share of them.
+
+    Raises:
+        DataError: the bundle has no tokenizer, a word is more than one token, a prompt is too long.
+    """
+    bundle = open_checked(path)
+    encoder = load_encoder(bundle.path)
+    labels = word_tokens(encoder, words)
+    prompts = [prompt_tokens(encoder, row.prompt, bundle) for row in rows]
+    longest = max(map(len, prompts))
+    session = open_session(bundle, plan_for(bundle, BUDGET_BYTES, longest, "auto", method="eval"))
+    if adapter is None:
+        adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
+    else:
+        adapters = Adapters.load(bundle.manifest, adapter)
+    wanted = np.array([words.index(row.completion) for row in rows])
+    found: list[npt.NDArray[np.float32]] = []
+    for some in _groups(prompts):
+        program = session.program(max(map(len, some)))
+        found.append(word_logits(program, adapters, some, labels))
+    chosen = np.concatenate(found).argmax(axis=1)
+    return {
+        "label_accuracy": float((chosen == wanted).mean()),
+        "rows": len(rows),
+        "labels": {word: float((wanted == at).mean()) for at, word in enumerate(words)},
+        "answers": {word: float((chosen == at).mean()) for at, word in enumerate(words)},
+    }
+
+
+def word_tokens(encoder: TextEncoder, words: Sequence[str]) -> Tokens:
+    """The token of each word. Raises DataError where one has several."""
+    tokens = [encoder.encode(word) for word in words]
+    for word, one in zip(words, tokens, strict=True):
+        if len(one) != 1:
+            raise DataError(f"the label word {word!r} has {len(one)} tokens here; it must have one")
+    return np.array([one[0] for one in tokens], np.int64)
+
+
+def prompt_tokens(encoder: TextEncoder, prompt: str, bundle: Bundle) -> Tokens:
+    """A prompt as training sees it, BOS first where the tokenizer has it."""
+    head = [] if encoder.bos is None else [encoder.bos]
+    tokens = head + encoder.encode(prompt)
+    longest = bundle.manifest.buckets[-1]
+    if not 0 < len(tokens) <= longest:
+        raise DataError(
+            f"a prompt has {len(tokens)} tokens, the bundle takes 1 to {longest}: {prompt[:60]!r}; "
+            "export with longer --seq-lens"
+        )
+    return np.array(tokens, np.int64)
+
+
+def word_logits(
+    program: Program, adapters: Adapters, prompts: Sequence[Tokens], labels: Tokens
+) -> npt.NDArray[np.float32]:
+    """The logits (N, L) of the L tokens `labels` after each of N prompts."""
+    hidden = [program.embed(tokens) for tokens in prompts]
+    program.release(program.blocks[0])
+    for block in program.blocks[1:-1]:
+        loras = adapters.loras(block)
+        for index in range(len(hidden)):
+            hidden[index] = program.forward(block, hidden[index], loras)
+        program.release(block)
+    manifest = program.bundle.manifest
+    head = program.blocks[-1]
+    matrix = manifest.matrices[manifest.block_types[head.type].steps[-1].matrix]
+    rows = dense(program.weights.gather(matrix, labels), matrix.bits)
+    ends = [slice(len(tokens) - 1, len(tokens)) for tokens in prompts]
+    last = [program.hidden(x, end) for x, end in zip(hidden, ends, strict=True)]
+    program.release(head)
+    return np.array(mx.concatenate(last) @ rows.T)
+
+
+def _groups(prompts: Sequence[Tokens]) -> Iterator[Sequence[Tokens]]:
+    for start in range(0, len(prompts), TOGETHER):
+        yield prompts[start : start + TOGETHER]

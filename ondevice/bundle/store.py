@@ -1,0 +1,374 @@
+"""The bundle on disk: written whole or not at all, and checked before a byte of it is used.
+
+manifest.json   what `ondevice.bundle.manifest` describes; the last file written
+weights.bin     every tensor at its extent; a block's tensors lie together, page-aligned
+graphs/         serialized glue, one file per graph, direction and bucket
+tokenizer/      the tokenizer's files as Hugging Face knows them
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import ALIGNMENT, FORMAT, PAGE, VERSION, Extent, File, Manifest
+from ondevice.bundle.schema import decode, encode
+from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.paths import partial_folder, text_path
+
+MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
+NEW, OLD = "new", "old"  # of a bundle in the making: itself, and the one that it replaces
+MAX_MANIFEST_BYTES = 256 << 20
+CHUNK_BYTES = 4 << 20
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` so that a reader sees the old bytes or the new, never a mix."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with storage_errors(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_path(path.parent)
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn what the system says (a full disk, a read-only folder) into a `StorageError`."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
+            raise StorageError(
+                f"the disk is full: {problem.strerror} while writing {path} "
+                f"({free / 1e6:.0f} MB free); make room and start again"
+            ) from problem
+        raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
+
+
+@contextmanager
+def reading_errors(path: Path) -> Iterator[None]:
+    """Turn what the system says (no permission, a broken disk) into a `BundleError`."""
+    try:
+        yield
+    except OSError as problem:
+        raise BundleError(f"{path} cannot be read: {problem.strerror}") from problem
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An open bundle: its folder and its checked manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def weights_path(self) -> Path:
+        return self.path / WEIGHTS
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / TOKENIZER
+
+    def verify(self) -> None:
+        """Check every checksum.
+
+        Raises:
+            BundleError: naming the first file that differs or cannot be read.
+        """
+        self.verify_small()
+        with reading_errors(self.weights_path):
+            found = sha256_file(self.weights_path)
+        if found != self.manifest.weights_sha256:
+            raise BundleError(f"{self.weights_path} is altered: its SHA-256 differs; export again")
+
+    def verify_small(self) -> None:
+        """Check the graphs and the tokenizer, all but the weights."""
+        small = {g.file: g.sha256 for g in self.manifest.graphs.values()}
+        small |= {name: file.sha256 for name, file in self.manifest.files.items()}
+        for name, expected in small.items():
+            with reading_errors(self.path / name):
+                found = sha256_file(self.path / name)
+            if found != expected:
+                raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
+
+    def check_mlx(self) -> None:
+        """Refuse graphs that another version of MLX wrote (their format is tied to it)."""
+        here = metadata.version("mlx")
+        if self.manifest.mlx_version != here:
+            raise BundleError(
+                f"{self.path} holds graphs of MLX {self.manifest.mlx_version}, this is MLX "
+                f"{here}; trace them again with: ondevice retrace {self.path}"
+            )
+
+
+def lock_bundle(bundle: Path, alone: bool) -> int:
+    """Keep a bundle's files while they are used, or from being used: a descriptor to close.
+
+    Raises:
+        UsageError: another process is using the bundle, or replacing its graphs.
+    """
+    folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        doing = "using" if alone else "replacing the graphs of"
+        raise UsageError(f"another process is {doing} {bundle}; wait for it") from None
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Open a bundle, checking its manifest and every file's presence and size.
+
+    Raises:
+        BundleError: not a bundle, truncated, inconsistent, or not readable.
+        UsageError: the path is no text.
+    """
+    folder = text_path(path)
+    try:
+        with reading_errors(folder / MANIFEST):
+            manifest = _read_manifest(folder)
+    except (ValueError, RecursionError) as problem:  # of JSON, UTF-8, huge numbers, deep nesting
+        raise BundleError(f"{folder / MANIFEST} is damaged: {problem}") from None
+    bundle = Bundle(folder, manifest)
+    sizes = {WEIGHTS: manifest.weights_nbytes}
+    sizes |= {graph.file: graph.nbytes for graph in manifest.graphs.values()}
+    sizes |= {name: file.nbytes for name, file in manifest.files.items()}
+    root = folder.resolve()
+    for name, expected in sizes.items():
+        file = folder / name
+        with reading_errors(file):
+            if not file.is_file():
+                raise BundleError(f"{folder}: {name} is missing")
+            if not file.resolve().is_relative_to(root):
+                raise BundleError(f"{folder}: {name} leads out of the bundle")
+            if (found := file.stat().st_size) != expected:
+                raise BundleError(f"{file} has {found} bytes, expected {expected}: truncated?")
+    return bundle
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not path.is_file():
+        old = partial_folder(folder) / OLD
+        aside = (
+            f"; a forced export was stopped while it replaced the bundle there, which is whole in "
+            f"{old}: export again, or move it back"
+        )
+        lost = not folder.exists() and (old / MANIFEST).is_file()
+        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}{aside if lost else ''}")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
+    if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path} has {size} bytes: not a manifest")
+    data = json.loads(path.read_bytes())
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise BundleError(f"{path} is no {FORMAT} manifest")
+    version = data.pop("version", None)
+    if version != VERSION or isinstance(version, bool):
+        raise BundleError(f"{folder}: format version {version!r:.20}, this program reads {VERSION}")
+    manifest = decode(Manifest, data, "manifest")
+    check_manifest(manifest)
+    return manifest
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """manifest.json as it is written."""
+    document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **encode(manifest)}
+    return json.dumps(document, indent=1, sort_keys=False).encode()
+
+
+class BundleWriter:
+    """Builds a bundle beside its destination and moves it there in one rename.
+
+    Use as a context manager: leaving it by an exception, Ctrl-C included, removes every trace. All
+    is in a folder `.NAME.partial` that one process at a time has locked: `new` is the bundle in the
+    making. A bundle that is replaced spends the time between two renames as `old`; where a killed
+    process left it so, the next writer puts it back before it clears the folder.
+    """
+
+    def __init__(self, destination: Path, force: bool = False) -> None:
+        self.destination = text_path(destination)
+        self.force = force
+        self.place = partial_folder(destination)
+        self.folder = self.place / NEW
+        self.offset = 0
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> BundleWriter:
+        with storage_errors(self.destination):
+            self._refuse_existing()
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+            try:
+                if self._put_back() and not self.force:
+                    raise UsageError(
+                        f"{self.destination} is back in place, after a forced export was stopped "
+                        "while it replaced it; choose another or pass --force"
+                    )
+                self._check_destination()
+                self._empty()  # of what a killed export left
+                (self.folder / GRAPHS).mkdir(parents=True)
+                self._weights = (self.folder / WEIGHTS).open("wb")
+            except BaseException:
+                self._clear()
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(OSError):  # its buffer, on a full disk; `finish_weights` has reported it
+            self._weights.close()
+        with storage_errors(self.place):
+            self._clear()
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.destination) and not self.force:
+            raise UsageError(f"{self.destination} exists; choose another or pass --force")
+
+    def _check_destination(self) -> None:
+        self._refuse_existing()
+        if not os.path.lexists(self.destination):
+            return
+        ours = self.destination.is_dir() and not self.destination.is_symlink()
+        if not ours or not (
+            (self.destination / MANIFEST).exists() or not any(self.destination.iterdir())
+        ):
+            raise UsageError(f"{self.destination} is not a bundle; it is not replaced")
+
+    def _locked(self) -> int:
+        """Make `.NAME.partial`, or take over what a killed process left, and lock it."""
+        while True:
+            with suppress(FileExistsError):  # not exist_ok, which looks again, and may find nothing
+                self.place.mkdir()
+            with suppress(FileNotFoundError):  # the process that had it has just removed it
+                lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(lock), self.place.lstat()):
+                        return lock
+                except BlockingIOError:
+                    os.close(lock)
+                    raise UsageError(
+                        f"another process is exporting to {self.destination}; wait for it or "
+                        "choose another"
+                    ) from None
+                except BaseException:
+                    os.close(lock)
+                    raise
+                os.close(lock)
+
+    def _put_back(self) -> bool:
+        """Undo a replacement that went half-way; whether there was one."""
+        old = self.place / OLD
+        if os.path.lexists(self.destination) or not (old / MANIFEST).is_file():
+            return False
+        old.rename(self.destination)
+        fsync_path(self.destination.parent)
+        return True
+
+    def _clear(self) -> None:
+        """Remove all but the destination, and unlock."""
+        try:
+            self._put_back()
+            self._empty()
+            self.place.rmdir()
+        finally:
+            os.close(self._lock)
+
+    def _empty(self) -> None:
+        # without its manifest nobody takes for a whole bundle what is being removed
+        (self.place / OLD / MANIFEST).unlink(missing_ok=True)
+        for left in self.place.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+
+    def align(self, alignment: int = ALIGNMENT) -> None:
+        self._write(bytes(-self.offset % alignment))
+
+    def align_block(self) -> None:
+        """Start a block's tensors on a page of their own."""
+        self.align(PAGE)
+
+    def tensor(self, chunks: Iterable[bytes], dtype: str, shape: tuple[int, ...]) -> Extent:
+        """Append a tensor's bytes, little-endian and row-major."""
+        self.align()
+        start = self.offset
+        for chunk in chunks:
+            self._write(chunk)
+        return Extent(start, self.offset - start, dtype, shape)
+
+    def _write(self, data: bytes) -> None:
+        with storage_errors(self.folder / WEIGHTS):
+            self._weights.write(data)
+        self._digest.update(data)
+        self.offset += len(data)
+
+    def finish_weights(self) -> tuple[int, str]:
+        """Flush weights.bin. Returns its size in bytes and its SHA-256."""
+        with storage_errors(self.folder / WEIGHTS):
+            self._weights.flush()
+            os.fsync(self._weights.fileno())
+        return self.offset, self._digest.hexdigest()
+
+    def file(self, name: str, data: bytes) -> File:
+        """Write a small file of the bundle."""
+        path = self.folder / name
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            fsync_path(path)
+        return File(len(data), hashlib.sha256(data).hexdigest())
+
+    def commit(self, manifest: Manifest) -> Bundle:
+        """Write the manifest and move the bundle to its destination."""
+        check_manifest(manifest)
+        self.file(MANIFEST, manifest_bytes(manifest))
+        with storage_errors(self.destination):
+            for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
+                fsync_path(folder)
+            if self.destination.exists():
+                self.destination.rename(self.place / OLD)
+            self.folder.rename(self.destination)
+            fsync_path(self.destination.parent)
+        return Bundle(self.destination, manifest)

@@ -1,0 +1,182 @@
+"""Bundles, plans and summaries as text for people, and as facts for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ondevice.bundle.manifest import BlockType, Matrix
+from ondevice.bundle.store import Bundle
+from ondevice.units import format_bytes
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _error(matrix: Matrix) -> str:
+    return f"{matrix.error['relative_rms']:.4f}" if matrix.error else "as given"
+
+
+def facts_of(bundle: Bundle) -> dict[str, Any]:
+    """What `ondevice inspect --json` prints."""
+    m = bundle.manifest
+    return {
+        "bundle": str(bundle.path),
+        "family": m.family,
+        "mlx_version": m.mlx_version,
+        "device": m.device,
+        "hidden_size": m.hidden_size,
+        "vocab_size": m.vocab_size,
+        "lora": m.lora,
+        "buckets": list(m.buckets),
+        "weights_bytes": m.weights_nbytes,
+        "weights_sha256": m.weights_sha256,
+        "graphs": len(m.graphs),
+        "graphs_bytes": sum(graph.nbytes for graph in m.graphs.values()),
+        "blocks": [
+            {"name": b.name or b.type, "block_type": b.type, "adapted": list(m.adapted(b))}
+            for b in m.blocks
+        ],
+        "matrices": {
+            name: {
+                "rows": x.rows,
+                "columns": x.columns,
+                "bits": x.bits,
+                "group_size": x.group_size,
+                "layout": x.layout,
+                "nbytes": x.nbytes,
+                "error": x.error,
+            }
+            for name, x in m.matrices.items()
+        },
+        "files": sorted(m.files),
+        "provenance": m.provenance,
+    }
+
+
+def describe_bundle(bundle: Bundle) -> str:
+    """What `ondevice inspect` prints."""
+    m = bundle.manifest
+    parameters = sum(x.rows * x.columns for x in m.matrices.values())
+    graphs = sum(graph.nbytes for graph in m.graphs.values())
+    trainable = sum(
+        (m.matrices[b.tensor(n)].rows + m.matrices[b.tensor(n)].columns) * int(m.lora["rank"])
+        for b in m.layers
+        for n in m.adapted(b)
+    )
+    lines = [
+        f"{bundle.path}: {m.family}, {parameters / 1e6:.1f}M parameters in "
+        f"{format_bytes(m.weights_nbytes)}, {len(m.layers)} layers of width {m.hidden_size}, "
+        f"vocabulary {m.vocab_size}",
+        f"LoRA: rank {m.lora['rank']}, alpha {m.lora['alpha']:g}, on {_targets(m.lora)}: "
+        f"{trainable / 1e6:.2f}M trainable",
+        f"graphs: {len(m.graphs)} in {format_bytes(graphs)}, for sequence lengths "
+        f"{', '.join(map(str, m.buckets))} on {m.device}, MLX {m.mlx_version}",
+        f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
+        f"from: {m.provenance.get('name', '?')} ({m.provenance.get('block_type', '?')})",
+        "",
+    ]
+    for name, block_type in m.block_types.items():
+        members = [b.name or b.type for b in m.blocks if b.type == name]
+        shown = members[0] if len(members) == 1 else f"{members[0]} and {len(members) - 1} more"
+        lines += [f"{name} ({shown}):", *_program(block_type), ""]
+    rows = [("matrix", "shape", "bits", "group", "bytes", "relative error")]
+    rows += [
+        (
+            name,
+            f"{x.rows}x{x.columns}",
+            str(x.bits),
+            str(x.group_size),
+            format_bytes(x.nbytes),
+            _error(x),
+        )
+        for name, x in m.matrices.items()
+    ]
+    return "\n".join([*lines, _table(rows)])
+
+
+def _targets(lora: dict[str, Any]) -> str:
+    targets = lora["targets"]
+    return "all linear layers" if targets == "all-linear" else ", ".join(targets)
+
+
+def _program(block_type: BlockType) -> list[str]:
+    lines = []
+    for step in block_type.steps:
+        made = [*step.outputs, *(linear.output for linear in step.linears)]
+        shapes = ", ".join("x".join(map(str, block_type.values[n][1:])) for n in made)
+        what: str = step.op
+        if step.op == "linear":
+            what += " " + ", ".join(linear.name.split(".")[-1] for linear in step.linears)
+        elif step.op == "attention" and step.window is not None:
+            what += f" (window {step.window})"
+        elif step.matrix:
+            what += f" {step.matrix}"
+        lines.append(f"  {what}" + (f" -> {shapes}" if shapes else ""))
+    return lines
+
+
+def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
+    """What `ondevice plan` prints; `train` prints it without the blocks."""
+    rows = [
+        ("process", format_bytes(plan["base_bytes"])),
+        ("adapters in hand", format_bytes(plan["adapter_bytes"])),
+        ("gradients", format_bytes(plan["gradient_bytes"])),
+        ("largest block alive", format_bytes(plan["live_bytes"])),
+        ("allocator", format_bytes(plan["slack_bytes"] + plan["cache_bytes"])),
+        (f"kept, layers: {plan['kept_layers']}", format_bytes(plan["kept_bytes"])),
+        (f"left unpacked, layers: {plan['resident_layers']}", format_bytes(plan["resident_bytes"])),
+        ("predicted peak", format_bytes(plan["predicted_peak_bytes"])),
+        ("budget", format_bytes(plan["budget_bytes"])),
+        ("smallest budget", format_bytes(plan["minimum_bytes"], up=True)),
+        ("scratch on disk", format_bytes(plan["scratch_disk_bytes"])),
+    ]
+    count = "1 row" if plan["rows"] == 1 else f"{plan['rows']} rows"
+    lines = [
+        f"{plan['bucket']} tokens x {count} x {plan['accumulation']} accumulated, "
+        f"{plan['arithmetic']} weights: tiles of {plan['tile_values']} values; at a time, "
+        f"{plan['query_block']} queries of attention, {plan['token_tile']} tokens of an MLP, "
+        f"{plan['chunk_rows']} rows of the vocabulary",
+        _table(rows),
+    ]
+    if per_block:
+        blocks = [("block", "forward", "backward")]
+        blocks += [
+            (b["name"], format_bytes(b["forward_bytes"]), format_bytes(b["backward_bytes"]))
+            for b in plan["blocks"]
+        ]
+        lines += ["", _table(blocks)]
+    return "\n".join(lines)
+
+
+def describe_summary(summary: dict[str, Any]) -> str:
+    """What `ondevice train` ends with."""
+    final = summary["final_train_loss"]
+    loss = "" if final is None else f", final training loss {final:.4f}"
+    speed = "no step was needed"
+    if summary["steps"]:
+        speed = (
+            f"{summary['step_s_median']:.2f} s a step (median), "
+            f"{summary['tokens_per_s']:.0f} tokens/s over all"
+        )
+    lines = [
+        f"{summary['method']}: {summary['steps']} steps, {speed}{loss}",
+        f"peak footprint {format_bytes(summary['peak_footprint_bytes'])} (predicted "
+        f"{format_bytes(summary['predicted_peak_bytes'])}, budget "
+        f"{format_bytes(summary['budget_bytes'])}; with file pages at most "
+        f"{format_bytes(summary['peak_rss_bytes'])})",
+    ]
+    for when, result in summary["eval"].items():
+        lines.append(
+            f"{when}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, "
+            f"next-token accuracy {result['accuracy']:.2%}, rows exactly right "
+            f"{result['exact']:.1%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Settings of every command: frozen dataclasses filled from TOML files and flags."""

@@ -1,0 +1,103 @@
+"""What `ondevice bench` is told to do: a configuration like those of `ondevice.config.base`.
+
+Lists (models, lengths, plans, budgets, peers) are one text with commas, each name once; what is
+left out is the benchmark's own, which is what the paper measured where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ondevice.config.base import (
+    _COUNT,
+    _FILLED,
+    _NOT_NEGATIVE,
+    _Check,
+    _Config,
+    _is_size,
+    _option,
+    _required,
+)
+
+PLANS = ("budget", "paper")
+_SMALLEST = re.compile(r"(?:(?P<times>[0-9]+(?:\.[0-9]+)?)x)?min")
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _once(text: str) -> bool:
+    parts = _parts(text)
+    return all(parts) and len({*parts}) == len(parts)
+
+
+def _are_lengths(text: str) -> bool:
+    parts = _parts(text)
+    return _once(text) and all(p.isascii() and p.isdecimal() and int(p) > 0 for p in parts)
+
+
+def times_smallest(budget: str) -> float | None:
+    """How many times the smallest budget `min` or `2xmin` is; None of a size."""
+    found = _SMALLEST.fullmatch(budget)
+    return float(found["times"] or 1) if found else None
+
+
+_NAMES = _Check(_once, "names, each once")
+_LENGTHS = _Check(_are_lengths, "whole numbers above 0, each once")
+_PLANS = _Check(
+    lambda text: _once(text) and {*_parts(text)} <= {*PLANS}, "budget, paper or budget,paper"
+)
+_BUDGETS = _Check(
+    lambda text: _once(text) and all(times_smallest(p) or _is_size(p) for p in _parts(text)),
+    "sizes such as 300MB, min for the smallest that fits or 2xmin for its double, each once",
+)
+_TIMED = _Check(lambda value: value >= 2, "2 or more: the first step of a process is not timed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(_Config):
+    """`ondevice bench`: a measurement, made on this machine."""
+
+    positional = "name"
+
+    name: str = _required("benchmark, such as mebp-table2; any other name lists them all")
+    bundles: str = _option("bundles", "directory of the bundles, made when first needed", _FILLED)
+    models: str | None = _option(None, "models, as a,b (else its own)", _NAMES)
+    seq_lens: str | None = _option(None, "tokens, as 128,256 (else its own)", _LENGTHS)
+    plans: str = _option("budget,paper", "memory plans: ours, as MeBP's paper, or both", _PLANS)
+    budget: str | None = _option(
+        None, "budgets of our plan, as 1GB,min,2xmin; min: the smallest (else its own)", _BUDGETS
+    )
+    steps: int = _option(3, "steps of each process; the first is not timed", _TIMED)
+    repeats: int = _option(2, "fresh processes of each variant, in turn", _COUNT)
+    seed: int = _option(0, "seed of the random rows", _NOT_NEGATIVE)
+    python: str | None = _option(None, "of peers: interpreter that has torch and peft", _FILLED)
+    peers: str | None = _option(None, "of peers: some of them, as ours,torch-float32", _NAMES)
+    output: str | None = _option(None, "JSON file to write (else NAME.json)", _FILLED)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The models that were asked for; none for its own."""
+        return _parts(self.models) if self.models else ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens per row that were asked for, rising; none for its own."""
+        return tuple(sorted(map(int, _parts(self.seq_lens)))) if self.seq_lens else ()
+
+    @property
+    def plan_names(self) -> tuple[str, ...]:
+        """The memory plans, ours first."""
+        return tuple(name for name in PLANS if name in _parts(self.plans))
+
+    @property
+    def budgets(self) -> tuple[str, ...]:
+        """The budgets of our plan that were asked for, in the order given; none for its own."""
+        return _parts(self.budget) if self.budget else ()
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The peers that were asked for; none for its own."""
+        return _parts(self.peers) if self.peers else ()

@@ -1,0 +1,236 @@
+"""Rows of tokens to train on: read from a mapped token file, or drawn from a seed.
+
+Text becomes tokens in a process of its own (`runtime.data.tokenizing`), so the tokenizer's memory
+is never part of the training footprint; what it leaves is a token file, of which only the row at
+hand is copied. Which row comes when is a function of (seed, position): nothing is shuffled in
+place, so a resumed run sees the rows that an unbroken one would have seen.
+
+Token file, all little-endian: the header (magic `ondvtok\\0`, version and seq_length as uint32,
+then rows that were dropped, rows and tokens as uint64), one index entry per row (start as int64,
+length and loss_start as uint32; rows follow one another), the tokens as int32.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.errors import DataError, StorageError, UsageError
+from ondevice.paths import text_path
+
+MAGIC = b"ondvtok\0"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQQQ")  # magic, version, seq_length, dropped, rows, tokens
+INDEX = np.dtype([("start", "<i8"), ("length", "<u4"), ("loss_start", "<u4")])
+TOKENS = np.dtype("<i4")
+_CHECK_ITEMS = 2**16  # how much of a token file is checked at a time
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Rows(Protocol):
+    """Something with numbered rows."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> tuple[Tokens, int]:
+        """Row `index`: its (T + 1,) tokens, and which of its T targets is the first with a loss.
+
+        Inputs are `tokens[:-1]`, targets `tokens[1:]`; losses count from `targets[loss_start]`.
+        """
+
+
+def random_seed(data: str) -> int | None:
+    """The seed in `random:SEED`; None where `data` names a path. Raises UsageError."""
+    if not data.startswith("random:"):
+        return None
+    digits = data.removeprefix("random:")
+    if not (digits.isascii() and digits.isdecimal()):
+        raise UsageError(f"{data!r} has no seed; write for example random:0")
+    return int(digits)
+
+
+def split_file(data: str | Path, split: str) -> Path | None:
+    """The file that holds `split` (train, valid or test); None where a directory has none.
+
+    A file is itself, whatever the split. Raises DataError where nothing is at `data`, or where
+    a directory has the split twice, UsageError where the path is no text.
+    """
+    path = text_path(data)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise DataError(f"no data at {path}; give a .txt or .jsonl file, a folder, or random:SEED")
+    found = [path / f"{split}{suffix}" for suffix in (".txt", ".jsonl")]
+    found = [file for file in found if file.is_file()]
+    if len(found) > 1:
+        raise DataError(
+            f"{path} has both {split}.txt and {split}.jsonl; keep one, or name the file"
+        )
+    return found[0] if found else None
+
+
+def prepare_tokens(
+    bundle_dir: Path, data: str | Path, split: str, seq_length: int, out_file: Path
+) -> Path:
+    """Tokenize `split` of `data` in another process into `out_file`, and return `out_file`.
+
+    Rows predict at most `seq_length` tokens. Raises DataError for data or a tokenizer that
+    cannot be used, StorageError where the file cannot be written.
+    """
+    file = split_file(data, split)
+    if file is None:
+        raise DataError(f"{data} has neither {split}.txt nor {split}.jsonl; add one or name a file")
+    options = {"bundle": bundle_dir, "input": file, "seq-length": seq_length, "output": out_file}
+    command = [sys.executable, "-P", "-m", "runtime.data.tokenizing"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    # -P keeps modules of the working directory out; the path lets an uninstalled checkout run
+    root = str(Path(__file__).resolve().parents[2])
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    )
+    said = done.stderr.strip()
+    if done.returncode == StorageError.exit_code:
+        raise StorageError(said)
+    if done.returncode == DataError.exit_code:
+        raise DataError(said)
+    if done.returncode:
+        last = said.splitlines()[-1] if said else "it said nothing"
+        raise DataError(f"tokenizing {file} failed with status {done.returncode}: {last}")
+    return out_file
+
+
+class TokenRows:
+    """The rows of a token file, mapped; `vocab_size` is what the model can embed.
+
+    Everything is checked once, in pieces, before a row is lent. Raises DataError.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                head = file.read(HEADER.size)
+                size_bytes = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"cannot read token file {path}: {error.strerror}") from error
+        self._require(len(head) == HEADER.size, f"{size_bytes} bytes are less than a header")
+        magic, version, self.seq_length, self.dropped, rows, tokens = HEADER.unpack(head)
+        self._require(magic == MAGIC, "it is not a token file")
+        self._require(version == VERSION, f"its version is {version}, not {VERSION}")
+        self._require(rows > 0, "it has no rows")
+        tokens_at = HEADER.size + rows * INDEX.itemsize
+        wanted_bytes = tokens_at + tokens * TOKENS.itemsize
+        self._require(size_bytes == wanted_bytes, f"it has {size_bytes} bytes, not {wanted_bytes}")
+        self._require(tokens >= 2 * rows, f"{tokens} tokens are too few for {rows} rows")
+        view = np.memmap(path, mode="r")
+        self._index = view[HEADER.size : tokens_at].view(INDEX)
+        self._tokens = view[tokens_at:].view(TOKENS)
+        self._check_index()
+        self._check_tokens(vocab_size)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def row(self, index: int) -> tuple[Tokens, int]:
+        """Row `index`, see Rows. Raises IndexError where there is no such row."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        start, length, loss_start = self._index[index].item()
+        return np.array(self._tokens[start : start + length], dtype=np.int32), loss_start
+
+    def _check_index(self) -> None:
+        end = 0
+        for at in range(0, len(self._index), _CHECK_ITEMS):
+            part = self._index[at : at + _CHECK_ITEMS]
+            length, loss_start = part["length"].astype(np.int64), part["loss_start"]
+            ends = end + np.cumsum(length)
+            fits = (length >= 2) & (length <= self.seq_length + 1) & (loss_start <= length - 2)
+            self._require(bool(fits.all()), "a row is too short, too long, or has no loss")
+            self._require(bool((part["start"] == ends - length).all()), "its rows do not join")
+            end = int(ends[-1])
+        self._require(end == len(self._tokens), f"its rows end at {end} of {len(self._tokens)}")
+
+    def _check_tokens(self, vocab_size: int) -> None:
+        for at in range(0, len(self._tokens), _CHECK_ITEMS):
+            part = self._tokens[at : at + _CHECK_ITEMS]
+            low, high = int(part.min()), int(part.max())
+            if low < 0 or high >= vocab_size:
+                wrong = low if low < 0 else high
+                self._require(False, f"token {wrong} is outside the vocabulary of {vocab_size}")
+
+    def _require(self, good: bool, complaint: str) -> None:
+        if not good:
+            raise DataError(
+                f"token file {self._path} is damaged or foreign: {complaint}; delete it and it is "
+                "made anew from the data"
+            )
+
+
+class RandomRows:
+    """`count` rows of `seq_length` + 1 random tokens; row i depends on (seed, i) alone."""
+
+    def __init__(self, seed: int, vocab_size: int, seq_length: int, count: int) -> None:
+        self.seq_length = seq_length
+        self._seed, self._vocab_size, self._count = seed, vocab_size, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def row(self, index: int) -> tuple[Tokens, int]:
+        """Row `index`, see Rows. Raises IndexError where there is no such row."""
+        if not 0 <= index < self._count:
+            raise IndexError(f"row {index} of {self._count}")
+        words = _hashed(1, self._seed, index, np.arange(self.seq_length + 1, dtype=np.uint64))
+        return (words % np.uint64(self._vocab_size)).astype(np.int32), 0
+
+
+def order(seed: int, epoch: int, n: int) -> npt.NDArray[np.int32]:
+    """The (n,) order of rows 0..n-1 in `epoch`: their order by a hash of (seed, epoch, row)."""
+    keys = _hashed(2, seed, epoch, np.arange(n, dtype=np.uint64))
+    return np.argsort(keys, kind="stable").astype(np.int32)
+
+
+def row_index(seed: int, position: int, n: int) -> int:
+    """The row that is the `position`-th example (from 0) of training on n rows, over epochs.
+
+    A function of its arguments; the order of the last epochs asked for is kept for speed.
+    """
+    if n < 1 or position < 0:
+        raise ValueError(f"no position {position} in {n} rows")
+    epoch, place = divmod(position, n)
+    return int(_kept_order(seed, epoch, n)[place])
+
+
+_kept_order = lru_cache(maxsize=2)(order)  # training and evaluation
+
+
+def _hashed(*keys: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Keys folded into 64 bits by SplitMix64's finalizer, one result per element of the last.
+
+    Not numpy.random: its module costs megabytes, and it does not promise the same stream in
+    every version.
+    """
+    state = np.zeros(1, dtype=np.uint64)
+    for key in keys:
+        word = np.uint64(key & (2**64 - 1)) if isinstance(key, int) else key
+        state = (state ^ word) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return state

@@ -1,0 +1,44 @@
+"""A run's rows: tokenized once into the run's folder, so that resuming reads the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ondevice.bundle.store import Bundle
+from ondevice.config.base import TrainConfig
+from ondevice.errors import DataError
+from runtime.data.rows import Rows, TokenRows, split_file
+from runtime.run.evaluate import open_rows
+from runtime.run.folder import TOKENS
+
+
+def absolute(data: str) -> str:
+    """A path that holds from any directory; `random:SEED` as it is."""
+    return data if data.startswith("random:") else str(Path(data).resolve())
+
+
+def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Rows, Rows | None]:
+    """Training rows, and evaluation rows where the data have any.
+
+    Raises:
+        DataError: there is nothing to train on.
+    """
+    length = config.max_seq_length
+    found: list[Rows | None] = []
+    sources = [(config.data, "train", TOKENS[0])]
+    folder_data = not config.data.startswith("random:") and Path(config.data).is_dir()
+    held_out = folder_data and split_file(config.data, "valid") is not None
+    eval_data = config.eval_data or (config.data if held_out else None)
+    if eval_data is not None:
+        sources.append((eval_data, "valid", TOKENS[1]))
+    for data, split, name in sources:
+        ready = folder / name
+        if ready.exists():
+            found.append(TokenRows(ready, bundle.manifest.vocab_size))
+        else:
+            found.append(open_rows(bundle, data, split, length, folder, name))
+    rows = found[0]
+    assert rows is not None
+    if len(rows) == 0:
+        raise DataError(f"{config.data} holds no row to train on")
+    return rows, found[1] if len(found) > 1 else None

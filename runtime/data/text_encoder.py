@@ -1,0 +1,89 @@
+"""A bundle's tokenizer, as data and prompts need it. Never loaded by a training process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from ondevice.errors import DataError
+from runtime.data.chat import ChatTemplate
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A bundle's tokenizer: text to ids without special tokens, and the ids of those it adds.
+
+    `decode` leaves `special` tokens out. `ends` are those by which the checkpoint's own generation
+    ends. `chat` reads the chat template, of which only conversations have need.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    bos: int | None
+    eos: int | None
+    ends: frozenset[int]
+    special: frozenset[int]
+    chat: Callable[[], ChatTemplate]
+
+
+def load_encoder(bundle_dir: Path) -> TextEncoder:
+    """The tokenizer of a bundle. Raises DataError where it has none or it cannot be read."""
+    folder = bundle_dir / "tokenizer"
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(
+            f"bundle {bundle_dir} has no tokenizer (tokenizer/tokenizer.json); export from a "
+            "checkpoint that has one (random:SEED is data that needs none)"
+        )
+    try:
+        # not from_file: its error for a file that is not UTF-8 is no OSError
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        config_file = folder / "tokenizer_config.json"
+        ends = _ends(folder)
+        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+        if not isinstance(config, dict):
+            raise ValueError("tokenizer_config.json is not a JSON object")
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"the tokenizer of bundle {bundle_dir} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def special(name: str) -> int | None:
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if content is None:
+            return None
+        number: int | None = tokenizer.token_to_id(str(content))
+        if number is None:
+            raise DataError(f"the tokenizer of bundle {bundle_dir} lacks its {name} {content!r}")
+        return number
+
+    bos = special("bos_token")
+    # without the key, what the tokenizer itself puts before a text decides
+    adds_bos = config.get("add_bos_token")
+    if adds_bos is None:
+        adds_bos = tokenizer.encode("").ids[:1] == [bos]
+    added = tokenizer.get_added_tokens_decoder()
+    return TextEncoder(
+        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        decode=lambda tokens: str(tokenizer.decode(tokens)),
+        bos=bos if adds_bos else None,
+        eos=special("eos_token"),
+        ends=ends,
+        special=frozenset(number for number, token in added.items() if token.special),
+        chat=cache(partial(ChatTemplate, folder)),
+    )
+
+
+def _ends(folder: Path) -> frozenset[int]:
+    """The end tokens of generation_config.json, where there is one: an id, several, or none."""
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    found = config.get("eos_token_id", [])
+    listed = found if isinstance(found, list) else [found]
+    return frozenset(number for number in listed if number is not None)

@@ -1,0 +1,1 @@
+"""Running lowered programs with MLX."""

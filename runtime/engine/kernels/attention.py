@@ -1,0 +1,157 @@
+"""Causal attention by query blocks: sliding window, grouped keys, and its hand-derived backward.
+
+Never more than one block of scores (H, block, keys) exists. The forward keeps the log-sum-exp of
+each row; the backward rebuilds the probabilities from it (as FlashAttention, arXiv 2205.14135):
+
+    P = exp(S - lse)   dV = P^T dO   dS = P * (dO V^T - rowsum(dO * O)) * scale
+    dQ = dS K          dK = dS^T Q
+
+The reference is `harness.oracles.reference.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from runtime.engine.kernels.in_place import add_to, exp_below, put, row_max, weighed
+from runtime.engine.kernels.sums import row_sums
+
+MASKED = -1e30  # added to a score, which vanishes in its rounding
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """How attention runs: `query_block` rows of scores at a time."""
+
+    query_block: int
+
+    def _blocks(self, length: int, window: int | None) -> Iterator[tuple[int, int, int, mx.array]]:
+        for start in range(0, length, self.query_block):
+            stop = min(length, start + self.query_block)
+            first = 0 if window is None else max(0, start - window + 1)
+            yield start, stop, first, _mask(start, stop, first, window)
+
+    def forward(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None
+    ) -> tuple[mx.array, mx.array]:
+        """Attend.
+
+        Args:
+            q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
+        Returns:
+            out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
+        """
+        _, heads, length, width = q.shape
+        groups = k.shape[1]
+        grouped = q.reshape(groups, heads // groups, length, width)
+        joined, sums = _Joined(length), _Joined(length)
+        for start, stop, first, mask in self._blocks(length, window):
+            keys = k[0, :, None, first:stop]
+            s = _scores(grouped[:, :, start:stop], keys, scale, mask)
+            top = row_max(s)
+            p = exp_below(s, top)
+            total = row_sums(p)
+            out = _multiply(p, v[0, :, None, first:stop]) / total
+            lse = top + mx.log(total)
+            del s, p
+            mx.eval(out, lse)
+            joined.put(start, out)
+            sums.put(start, lse)
+            del out, lse
+        return joined.whole.reshape(1, heads, length, v.shape[-1]), sums.whole
+
+    def backward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        out: mx.array,
+        lse: mx.array,
+        d_out: mx.array,
+        scale: float,
+        window: int | None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned."""
+        _, heads, length, width = q.shape
+        groups = k.shape[1]
+        repeats = heads // groups
+        grouped = q.reshape(groups, repeats, length, width)
+        d_grouped = d_out.reshape(groups, repeats, length, -1)
+        outputs = out.reshape(d_grouped.shape)
+        dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
+        mx.eval(dk, dv)
+        joined = _Joined(length)
+        for start, stop, first, mask in self._blocks(length, window):
+            keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
+            rows = grouped[:, :, start:stop]
+            d_rows = d_grouped[:, :, start:stop]
+            inner = row_sums(d_rows * outputs[:, :, start:stop])
+            mx.eval(inner)
+            p = exp_below(_scores(rows, keys, scale, mask), lse[:, :, start:stop])
+            add_to(dv, (slice(None), slice(first, stop)), _outer(p, d_rows))
+            dp = _multiply(d_rows, values.swapaxes(-1, -2))
+            mx.eval(dp)
+            ds = weighed(dp, inner, p, scale)
+            del p, dp
+            dq = _multiply(ds, keys)
+            add_to(dk, (slice(None), slice(first, stop)), _outer(ds, rows))
+            mx.eval(dq)
+            del ds
+            joined.put(start, dq)
+            del dq
+        return joined.whole.reshape(q.shape), dk[None], dv[None]
+
+
+@dataclass
+class _Joined:
+    """Query blocks (K, R, t, n) written where they belong in all `length` queries, each at once.
+
+    Were they kept to be joined, they would lie between the scores that come and go around them.
+    """
+
+    length: int
+    whole: mx.array = field(default_factory=lambda: mx.array(0.0))
+
+    def put(self, start: int, part: mx.array) -> None:
+        groups, repeats, rows, width = part.shape
+        if rows == self.length:
+            self.whole = part
+            return
+        if start == 0:
+            self.whole = mx.zeros((groups, repeats, self.length, width))
+            mx.eval(self.whole)
+        put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
+
+
+def _mask(start: int, stop: int, first: int, window: int | None) -> mx.array:
+    """What is added to the scores of queries start:stop with keys first:stop."""
+    rows, columns = np.arange(start, stop)[:, None], np.arange(first, stop)[None]
+    masked = columns > rows
+    if window is not None:
+        masked |= columns <= rows - window
+    return mx.array(masked * np.float32(MASKED))
+
+
+def _multiply(x: mx.array, y: mx.array) -> mx.array:
+    """x (K, R, t, n) times y (K, 1, n, m), one product per key head: (K, R, t, m)."""
+    groups, repeats, rows, inner = x.shape
+    flat = x.reshape(groups, repeats * rows, inner) @ y[:, 0]
+    return flat.reshape(groups, repeats, rows, -1)
+
+
+def _outer(x: mx.array, y: mx.array) -> mx.array:
+    """Sum over heads of a group and rows of x (K, R, t, n)^T y (K, R, t, m): (K, n, m)."""
+    groups, repeats, rows, _ = x.shape
+    left = x.reshape(groups, repeats * rows, -1)
+    return left.swapaxes(-1, -2) @ y.reshape(groups, repeats * rows, -1)
+
+
+def _scores(q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
+    s = _multiply(q * scale, k.swapaxes(-1, -2))
+    mx.eval(s)
+    add_to(s, ..., mask)
+    return s

@@ -1,0 +1,117 @@
+"""The head kernel: the loss, its gradient and the predictions without ever holding all logits.
+
+One pass over the vocabulary in chunks of rows of W keeps a running maximum m, sum z and, for
+training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttention does over keys):
+
+    loss = m + log z - l_target        d loss / d h = G / z - W_target
+
+Each chunk is read and unpacked once for all lanes; a lane's result does not depend on its
+companions. Positions without a target never get here. The reference is `harness.oracles.reference.head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.bundle.manifest import Matrix
+from runtime.engine.kernels.in_place import exp_below, row_max
+from runtime.engine.kernels.linear import LinearKernel
+from runtime.engine.kernels.product import Input, OpenTile, RowSum
+from runtime.engine.kernels.sums import row_sums
+from runtime.engine.kernels.unpack import dense
+
+Targets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Per position: loss (N,), the most likely token (N,), and dh (N, D) of the summed loss.
+
+    Predictions cost a pass over the logits and are made only where they are asked for.
+    """
+
+    loss: mx.array
+    predicted: mx.array | None
+    dh: mx.array | None
+
+
+@dataclass
+class _Lane:
+    """The running state of one set of positions."""
+
+    given: Input
+    chosen: mx.array  # W_target (N, D)
+    best: mx.array
+    total: mx.array
+    predicted: mx.array | None
+    weighted: RowSum = field(default_factory=RowSum)
+
+    def meet(self, opened: OpenTile, start: int, gradient: bool) -> None:
+        """Take in the logits of the vocabulary from `start` on."""
+        logits = opened.transposed_product(self.given)
+        mx.eval(logits)
+        top = row_max(logits)
+        if self.predicted is not None:
+            place = logits.argmax(axis=-1).astype(mx.int32) + start
+            self.predicted = mx.where(top[:, 0] > self.best[:, 0], place, self.predicted)
+            mx.eval(self.predicted)
+        new = mx.maximum(self.best, top)
+        fade = mx.exp(self.best - new)
+        p = exp_below(logits, new)
+        del logits
+        self.total = self.total * fade + row_sums(p)
+        self.best = new
+        if gradient:
+            self.weighted.add(p, opened, fade)
+        mx.eval(self.best, self.total)
+
+    def result(self, gradient: bool, group_size: int) -> HeadResult:
+        target_logit = row_sums(self.given.x * self.chosen)
+        loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
+        dh = None
+        if gradient:
+            dh = self.weighted.result(group_size) / self.total - self.chosen
+            mx.eval(dh)
+        mx.eval(loss)
+        return HeadResult(loss, self.predicted, dh)
+
+
+@dataclass(frozen=True)
+class HeadKernel:
+    """Streams a head's rows, `chunk_rows` at a time."""
+
+    linear: LinearKernel
+    chunk_rows: int
+
+    def run(
+        self,
+        hs: Sequence[mx.array],
+        targets: Sequence[Targets],
+        matrix: Matrix,
+        gradient: bool,
+        predictions: bool,
+    ) -> list[HeadResult]:
+        """Losses of hidden states h (N, D) against targets (N,), in float32, for every lane."""
+        lanes = [self._lane(h, t, matrix, predictions) for h, t in zip(hs, targets, strict=True)]
+        for start in range(0, matrix.rows, self.chunk_rows):
+            opened = self.linear.opened(matrix, start, min(matrix.rows, start + self.chunk_rows))
+            for lane in lanes:
+                lane.meet(opened, start, gradient)
+            del opened
+        return [lane.result(gradient, matrix.group_size) for lane in lanes]
+
+    def _lane(self, h: mx.array, targets: Targets, matrix: Matrix, predictions: bool) -> _Lane:
+        count = h.shape[0]
+        chosen = dense(self.linear.weights.gather(matrix, targets), matrix.bits)
+        return _Lane(
+            Input.of(h, matrix, self.linear.arithmetic),
+            chosen,
+            mx.full((count, 1), -mx.inf),
+            mx.zeros((count, 1)),
+            mx.zeros((count,), dtype=mx.int32) if predictions else None,
+        )

@@ -1,0 +1,117 @@
+"""Products with one tile of a packed matrix, in either arithmetic, and their sums over tiles.
+
+*packed*: `quantized_matmul` on the words as they lie. *unpacked*: the tile's columns as float32 and
+GEMM; the affine shift of each group folds into a small product of its own. A tile is unpacked once,
+however many inputs it meets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from ondevice.bundle.manifest import Matrix
+from runtime.engine.kernels.unpack import group_sums, join, split, unpack
+from runtime.storage.weights import Tile
+
+
+@dataclass(frozen=True)
+class Input:
+    """x (T, C) and its columns as unpacked tiles want them."""
+
+    x: mx.array
+    parts: tuple[mx.array, ...]
+
+    @classmethod
+    def of(cls, x: mx.array, matrix: Matrix, arithmetic: str) -> Input:
+        return cls(x, () if arithmetic == "packed" else split(x, matrix.bits))
+
+
+@dataclass(frozen=True)
+class OpenTile:
+    """Rows of a matrix ready to be multiplied: either still packed, or their columns and shift."""
+
+    matrix: Matrix
+    packed: Tile | None
+    columns: tuple[mx.array, ...]
+    shift: mx.array | None
+
+    @classmethod
+    def of(cls, tile: Tile, matrix: Matrix, arithmetic: str) -> OpenTile:
+        if arithmetic == "packed":
+            return cls(matrix, tile, (), None)
+        return cls(matrix, None, unpack(tile, matrix.bits), tile.shift)
+
+    def transposed_product(self, given: Input) -> mx.array:
+        """x W^T (T, R') for the tile's rows."""
+        if not self.columns:
+            return self._quantized(given.x, transpose=True)
+        y = given.parts[0] @ self.columns[0].T
+        for part, column in zip(given.parts[1:], self.columns[1:], strict=True):
+            y = mx.addmm(y, part, column.T)
+        if self.shift is not None:
+            y = mx.addmm(y, group_sums(given.x, self.shift.shape[1]), self.shift.T)
+        return y
+
+    def _quantized(self, x: mx.array, transpose: bool) -> mx.array:
+        tile = self.packed
+        assert tile is not None
+        return mx.quantized_matmul(
+            x,
+            tile.words,
+            tile.scales,
+            tile.biases(self.matrix.bits),
+            transpose=transpose,
+            group_size=self.matrix.group_size,
+            bits=self.matrix.bits,
+        )
+
+
+@dataclass
+class RowSum:
+    """The running sum over tiles of p_i W_i, (T, C), each term evaluated as it is added."""
+
+    halves: list[mx.array] = field(default_factory=list)
+    whole: mx.array | None = None  # packed products, or the sums of shifts (T, G)
+
+    def add(self, part: mx.array, opened: OpenTile, fade: mx.array | None = None) -> None:
+        """Add `part` (T, R') times the tile; what was there is first scaled by `fade` (T, 1)."""
+        if not opened.columns:
+            self._add_whole(opened._quantized(part, transpose=False), fade)
+            mx.eval(self.whole)
+            return
+        if self.halves:
+            self._add_to_halves(part, opened.columns, fade)
+        else:
+            self.halves = [part @ column for column in opened.columns]
+        if opened.shift is not None:
+            self._add_whole(part @ opened.shift, fade)
+            mx.eval(self.whole)
+        mx.eval(self.halves)
+
+    def _add_to_halves(
+        self, part: mx.array, columns: tuple[mx.array, ...], fade: mx.array | None
+    ) -> None:
+        for column in columns:
+            half = self.halves.pop(0)  # so that nobody else holds what the product is added to
+            half = half if fade is None else half * fade
+            self.halves.append(mx.addmm(half, part, column))
+            del half
+
+    def _add_whole(self, term: mx.array, fade: mx.array | None) -> None:
+        if self.whole is not None:
+            term = term + (self.whole if fade is None else self.whole * fade)
+        self.whole = term
+
+    def result(self, group_size: int) -> mx.array:
+        """The sum (T, C); the accumulator is spent."""
+        halves, whole = self.halves, self.whole
+        self.halves, self.whole = [], None
+        if not halves:
+            assert whole is not None
+            return whole
+        total = join(tuple(halves))
+        if whole is None:
+            return total
+        return total + mx.repeat(whole, group_size, axis=1)  # the same for a group's columns

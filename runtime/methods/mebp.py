@@ -1,0 +1,186 @@
+"""Memory-efficient backpropagation: Algorithm 1 of the MeBP paper.
+
+Forward block by block, keeping only each block's input; then the blocks in reverse, each
+recomputing what its backward needs. All rows of a micro-batch visit a block together, so a block's
+gradients are complete, handed on and dropped before the next block's begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ondevice.bundle.manifest import Block
+from runtime.engine.executor import Gradients, Loras, Values, accumulate
+from runtime.engine.program import Program
+from runtime.methods.adapters import Adapters
+from runtime.methods.optimizer import Optimizer
+from runtime.methods.protocol import Programs, Row, StepLoss, StepResult, Update
+from runtime.storage.activations import Activations
+
+Kept = dict[tuple[int, int], Values]  # by block and row
+
+
+@dataclass(frozen=True)
+class Backprop:
+    """Exact gradients over a program.
+
+    `activations` holds a slot per block for each row; `lanes` rows travel side by side through the
+    forward pass. The last `kept_layers` layers keep what their backward needs; the others recompute
+    it.
+    """
+
+    program: Program
+    adapters: Adapters
+    activations: Activations
+    lanes: int = 1
+    kept_layers: int = 0
+
+    def gradients(self, rows: Sequence[Row], tokens: int, update: Update) -> StepLoss:
+        """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
+        kept = self._forward(rows)
+        result = self._head(rows, tokens)
+        blocks = self.program.blocks
+        for index in range(len(blocks) - 2, 0, -1):
+            block = blocks[index]
+            if index > 1:  # of the embedding a few rows are read, not all
+                self.program.read_ahead(blocks[index - 1])
+            with self.program.profile.block(block.name, "backward"):
+                total = self._block(index, len(rows), kept)
+                self.program.release(block)
+                with self.program.profile.span("optimizer"):
+                    update(block, total)
+                del total
+        return result
+
+    def _block(self, index: int, rows: int, kept: Kept) -> Gradients:
+        block = self.program.blocks[index]
+        loras = self.adapters.loras(block)
+        total: Gradients = {}
+        for row in range(rows):
+            dx, gradients = self.program.backward(
+                block,
+                self.activations.get(index, row),
+                self.activations.get(index + 1, row),
+                loras,
+                input_too=index > 1,
+                kept=kept.pop((index, row), None),
+            )
+            if dx is not None:
+                self.activations.put(index, row, dx)
+            accumulate(total, gradients)
+            del dx, gradients
+        return total
+
+    def _forward(self, rows: Sequence[Row]) -> Kept:
+        kept: Kept = {}
+        blocks = self.program.blocks
+        with self.program.profile.block(blocks[0].name or blocks[0].type, "forward"):
+            for row, item in enumerate(rows):
+                self.activations.put(1, row, self.program.embed(item.inputs))
+            self.program.release(blocks[0])
+        for index, block in enumerate(blocks[1:-1], start=1):
+            self.program.read_ahead(blocks[index + 1])
+            loras = self.adapters.loras(block)
+            with self.program.profile.block(block.name, "forward"):
+                if index >= len(blocks) - 1 - self.kept_layers:
+                    self._forward_keeping(index, len(rows), loras, kept)
+                else:
+                    self._forward_lanes(index, len(rows), loras)
+            self.program.release(block)
+        return kept
+
+    def _forward_keeping(self, index: int, rows: int, loras: Loras, kept: Kept) -> None:
+        for row in range(rows):
+            x = self.activations.get(index, row)
+            block = self.program.blocks[index]
+            y, kept[index, row] = self.program.forward_keeping(block, x, loras, index > 1)
+            self.activations.put(index + 1, row, y)
+            del x, y
+
+    def _forward_lanes(self, index: int, rows: int, loras: Loras) -> None:
+        for first in range(0, rows, self.lanes):
+            group = range(first, min(first + self.lanes, rows))
+            xs = [self.activations.get(index, row) for row in group]
+            ys = self.program.forward_lanes(self.program.blocks[index], xs, [loras] * len(group))
+            for row in group:
+                self.activations.put(index + 1, row, ys.pop(0))
+
+    def _head(self, rows: Sequence[Row], tokens: int) -> StepLoss:
+        """Losses, and their gradients in place of the head's inputs."""
+        head = len(self.program.blocks) - 1
+        block = self.program.blocks[head]
+        result = StepLoss(0.0, 0, 0)
+        with self.program.profile.block(block.name or block.type, "forward"):
+            for group in _groups(rows, self.program.bucket):
+                hs = [
+                    self.program.hidden(self.activations.get(head, row), rows[row].scored)
+                    for row in group
+                ]
+                scored = self.program.losses(hs, [rows[row].targets for row in group], True)
+                hs.clear()
+                for row in group:
+                    one = scored.pop(0)
+                    loss = float(one.loss.sum().item())  # type: ignore[arg-type]
+                    result += StepLoss(loss, 0, len(rows[row].targets))
+                    assert one.dh is not None
+                    x = self.activations.get(head, row)
+                    dx = self.program.head_backward(x, one.dh * (1.0 / tokens), rows[row].scored)
+                    self.activations.put(head, row, dx)
+                    del x, dx, one
+        self.program.release(block)
+        return result
+
+
+def _groups(rows: Sequence[Row], most: int) -> list[list[int]]:
+    """Rows that share a pass over the vocabulary: together at most `most` scored positions."""
+    groups: list[list[int]] = []
+    room = 0
+    for index, row in enumerate(rows):
+        if not groups or len(row.targets) > room:
+            groups.append([])
+            room = most
+        groups[-1].append(index)
+        room -= len(row.targets)
+    return groups
+
+
+@dataclass(frozen=True)
+class MeBP:
+    """The method `mebp`: exact gradients, and the optimizer's update of each block."""
+
+    programs: Programs
+    adapters: Adapters
+    activations: Activations
+    optimizer: Optimizer
+    lanes: int = 1
+    kept_layers: int = 0
+
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
+        """See `Method.step`; gradients of several parts are held until the last."""
+        self.optimizer.begin(number, rate)
+        tokens = sum(len(row.targets) for part in parts for row in part)
+        held: dict[Block, Gradients] = {}
+
+        def hold(block: Block, gradients: Gradients) -> None:
+            accumulate(held.setdefault(block, {}), gradients)
+
+        loss = StepLoss(0.0, 0, 0)
+        for rows in parts:
+            program = self.programs(max(len(row.inputs) for row in rows))
+            pass_ = Backprop(program, self.adapters, self.activations, self.lanes, self.kept_layers)
+            update = self.optimizer.apply if len(parts) == 1 else hold
+            loss += pass_.gradients(rows, tokens, update)
+        for block, gradients in held.items():
+            self.optimizer.apply(block, gradients)
+        return StepResult(loss, sum(map(len, parts)))
+
+    def settle(self) -> None:
+        """Updates are applied as they are found: nothing is pending."""
+
+    def write(self, path: Path) -> None:
+        self.optimizer.write(path)
+
+    def read(self, path: Path) -> None:
+        self.optimizer.read(path)

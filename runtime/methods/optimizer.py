@@ -1,0 +1,151 @@
+"""The optimizer, applied to a few tensors at a time; its state lives in a mapped scratch file.
+
+The rules are mlx.optimizers' own (AdamW with bias correction, as PyTorch's; SGD). They treat every
+value alike, so that tensors are joined before them: a dozen small operations cost the same for many
+values as for few. Only what is being updated has its moments in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+
+from ondevice.bundle.manifest import Block
+from ondevice.bundle.store import storage_errors
+from ondevice.errors import BundleError
+from runtime.engine.executor import Gradients
+from runtime.methods.adapters import Adapters
+from runtime.storage.scratch import MappedTensors
+
+MOMENTS = ("m", "v")
+GROUP_VALUES = 1 << 16  # of a save's layout, too: see `runtime.run.folder.VERSION`
+
+
+def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, step: int) -> float:
+    """The rate of step `step` (0-based): a linear warm-up to `peak`, then the schedule to 0."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    if schedule == "linear":
+        return peak * (1 - done)
+    if schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one block that are updated together: names and shapes, in order."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each tensor's values end when they are joined."""
+        return list(accumulate(map(math.prod, self.shapes)))
+
+    def moment(self, which: str) -> str:
+        """What its moments are called."""
+        return f"{self.names[0]}.{which}"
+
+
+def groups(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[Group]:
+    """Adjacent tensors of at most `most` values together; a larger one is alone."""
+    found: list[dict[str, tuple[int, ...]]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if size > room:
+            found.append({})
+            room = most
+        found[-1][name] = shape
+        room -= size
+    return [Group(tuple(one), tuple(one.values())) for one in found]
+
+
+class Optimizer:
+    """Updates adapters in place, and keeps their moments in a file that vanishes."""
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        name: str,
+        weight_decay: float,
+        folder: Path,
+        most: int = GROUP_VALUES,
+    ) -> None:
+        self.adapters = adapters
+        self.rule: optim.Optimizer
+        if name == "adamw":
+            self.rule = optim.AdamW(1e-4, weight_decay=weight_decay, bias_correction=True)
+        else:
+            self.rule = optim.SGD(1e-4, weight_decay=weight_decay)
+        self.moments = MOMENTS if name == "adamw" else ()
+        manifest = adapters.manifest
+        self._groups = {
+            block.name: groups(Adapters.shapes_of(manifest, block), most)
+            for block in manifest.layers
+        }
+        state = {
+            group.moment(which): (group.ends[-1],)
+            for of_block in self._groups.values()
+            for group in of_block
+            for which in self.moments
+        }
+        self._state = MappedTensors(folder, "optimizer", state)
+
+    def begin(self, step: int, rate: float) -> None:
+        """Set the step (0-based) and learning rate of the updates that follow."""
+        self.rule.state["step"] = mx.array(step + 1, mx.uint64)
+        self.rule.learning_rate = rate
+
+    def apply(self, block: Block, gradients: Gradients) -> None:
+        """Update the block's adapters with (dA, dB) by relative name."""
+        found = {
+            f"{block.tensor(name)}.{suffix}": gradient
+            for name, pair in gradients.items()
+            for suffix, gradient in zip(("lora_a", "lora_b"), pair, strict=True)
+        }
+        for group in self._groups[block.name]:
+            self._apply(group, found)
+
+    def _apply(self, group: Group, gradients: dict[str, mx.array]) -> None:
+        state = {which: self._state[group.moment(which)] for which in self.moments}
+        tensors = self.adapters.tensors
+        gradient = mx.concatenate([gradients[name].reshape(-1) for name in group.names])
+        value = mx.concatenate([tensors[name].reshape(-1) for name in group.names])
+        value = self.rule.apply_single(gradient, value, state)
+        mx.eval(value, state)
+        for which in self.moments:
+            self._state[group.moment(which)] = state[which]
+        parts = mx.split(value, group.ends[:-1])
+        mx.eval(parts)
+        for name, shape, part in zip(group.names, group.shapes, parts, strict=True):
+            tensors[name] = part.reshape(shape)
+
+    def write(self, path: Path) -> None:
+        """Write the moments to a file, group by group in the order of `Adapters.shapes`."""
+        with storage_errors(path), path.open("wb") as file:
+            self._state.write(file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, path: Path) -> None:
+        """Read what `write` wrote.
+
+        Raises:
+            BundleError: the file has another size.
+        """
+        size, expected = path.stat().st_size, self._state.nbytes
+        if size != expected:
+            raise BundleError(f"{path} has {size} bytes, expected {expected}")
+        with path.open("rb") as file:
+            self._state.read(file)

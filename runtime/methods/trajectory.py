@@ -1,0 +1,140 @@
+"""The log from which a MeZO run can be rebuilt: a few bytes a step.
+
+`trajectory.jsonl` begins with a header (seed, noise, weight decay, what it starts from); then one
+line a step: `[rate, [projected gradient of each query]]`, or `[rate, null]` for a step that was
+skipped because a loss was not finite. Floats are written so that they read back to the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ondevice.bundle.store import storage_errors, write_atomic
+from ondevice.errors import BundleError
+from runtime.methods.adapters import Adapters
+from runtime.methods.mezo import Update
+from runtime.methods.noise import KINDS, Noise
+
+FORMAT = "ondevice-trajectory-1"
+
+
+def digest(adapters: Adapters) -> str:
+    """SHA-256 over the adapters' names and float32 values, in program order."""
+    found = hashlib.sha256()
+    for name in Adapters.shapes(adapters.manifest):
+        found.update(name.encode())
+        found.update(np.array(adapters.tensors[name], copy=False).tobytes())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a log belongs to and how its noise is drawn."""
+
+    seed: int
+    noise: str
+    weight_decay: float
+    weights_sha256: str
+    initial_sha256: str
+    format: str = FORMAT
+
+    def check(self) -> None:
+        """Raise ValueError where a field is not what it must be: the file may be anybody's."""
+        if self.format != FORMAT:
+            raise ValueError(f"its format is {self.format!r}, not {FORMAT!r}")
+        if self.noise not in KINDS:
+            raise ValueError(f"its noise is {self.noise!r}; it must be one of {', '.join(KINDS)}")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"its seed is {self.seed!r}")
+        decay = self.weight_decay
+        if type(decay) not in (int, float) or not 0 <= decay < math.inf:
+            raise ValueError(f"its weight decay is {decay!r}")
+        if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
+            raise ValueError("its checksums are not text")
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+def start_log(path: Path, header: Header) -> None:
+    """Begin a log."""
+    write_atomic(path, header.line().encode())
+
+
+def truncate_log(path: Path, steps: int) -> None:
+    """Keep the header and the first `steps` lines.
+
+    Raises:
+        BundleError: there are fewer.
+    """
+    with storage_errors(path):
+        lines = path.read_text().splitlines(keepends=True)
+    if len(lines) < steps + 1:
+        raise BundleError(f"{path} has {len(lines) - 1} lines for {steps} steps")
+    write_atomic(path, "".join(lines[: steps + 1]).encode())
+
+
+def read_log(path: Path) -> tuple[Header, list[Update | None]]:
+    """The header, and every step's update (None where it was skipped).
+
+    Raises:
+        BundleError: the file is not a log, or is damaged.
+    """
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+        if not lines[-1].endswith("\n"):
+            lines.pop()  # the process died while it wrote this step's line
+        facts = json.loads(lines[0])
+        header = Header(**facts)
+        header.check()
+        return header, list(_updates(header, lines[1:]))
+    except (OSError, ValueError, TypeError, IndexError, OverflowError, RecursionError) as problem:
+        raise BundleError(f"{path} is not a trajectory that can be replayed: {problem}") from None
+
+
+def _updates(header: Header, lines: list[str]) -> Iterator[Update | None]:
+    for step, line in enumerate(lines):
+        rate, gradients = json.loads(line)
+        if gradients is None:
+            yield None
+            continue
+        values: list[Any] = [rate, *gradients]
+        if not gradients or not all(
+            isinstance(v, float | int) and math.isfinite(v) for v in values
+        ):
+            raise ValueError(f"line {step + 2} holds no finite projected gradients")
+        yield Update(step, float(rate), tuple(map(float, gradients)), header.weight_decay)
+
+
+def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> Adapters:
+    """The adapters after the updates, tensor by tensor: the bits that training left.
+
+    Raises:
+        BundleError: the log does not belong to the bundle or to the initial adapters.
+    """
+    manifest = initial.manifest
+    if header.weights_sha256 != manifest.weights_sha256:
+        raise BundleError(
+            f"the trajectory was logged on other weights (SHA-256 {header.weights_sha256[:12]}), "
+            f"the bundle's are {manifest.weights_sha256[:12]}"
+        )
+    if (found := digest(initial)) != header.initial_sha256:
+        raise BundleError(
+            f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
+            f"than these ({found[:12]}); name the ones it started from with --initial"
+        )
+    noise = Noise(header.seed, header.noise)
+    tensors = dict(initial.tensors)
+    for name in tensors:
+        for update in updates:
+            if update is not None:
+                tensors[name] = update.apply(noise, name, tensors[name])
+    return Adapters(manifest, tensors)

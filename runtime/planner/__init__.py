@@ -1,0 +1,1 @@
+"""What a memory budget buys: pure arithmetic over lowered programs."""

@@ -1,0 +1,1 @@
+"""Models of what a memory allocator holds beyond what is alive."""

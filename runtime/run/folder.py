@@ -1,0 +1,228 @@
+"""A run's directory: what it holds, and how a save becomes visible all at once.
+
+    config.toml   plan.json   metrics.jsonl   trajectory.jsonl (mezo)   summary.json
+    adapters.safetensors, adapter_config.json   those of the last save, for mlx-lm
+    saves/step-N/   adapters, method.bin, state.json: all that resuming needs
+
+A save is written beside its place, flushed, and renamed; the one before it is removed after that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.store import fsync_path, storage_errors, write_atomic
+from ondevice.errors import BundleError, UsageError
+from ondevice.paths import text_path
+from runtime.methods import adapters as adapter_files
+from runtime.methods.adapters import Adapters, Tensors
+from runtime.methods.protocol import Method
+
+CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
+TRAJECTORY = "trajectory.jsonl"
+TOKENS = ("train.tokens", "valid.tokens")
+LOCK = ".lock"
+STATE, STATE_OF_METHOD = "state.json", "method.bin"
+VERSION = 2  # of a save; since 2 AdamW's moments lie group by group
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The output directory of one training."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        text_path(self.path)  # config.toml holds it
+
+    @property
+    def saves(self) -> Path:
+        return self.path / "saves"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def trajectory(self) -> Path:
+        return self.path / TRAJECTORY
+
+    @contextmanager
+    def created(self) -> Iterator[None]:
+        """Make the directory, and keep a second process from it.
+
+        Raises:
+            UsageError: a run is there already, or another process has begun one.
+        """
+        self._check_free()
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            self._check_free()  # another process may have been faster
+            for path in self.path.iterdir():
+                if path.name != LOCK:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with storage_errors(self.path):
+                self.saves.mkdir()
+            yield
+
+    def _check_free(self) -> None:
+        if (self.path / CONFIG).exists():
+            raise UsageError(
+                f"{self.path} holds a run already; go on with it (ondevice train --resume "
+                f"{self.path}) or choose another --output"
+            )
+        if self.path.exists():
+            if not self.path.is_dir():
+                raise UsageError(f"{self.path} is a file; choose another --output")
+            if others := sorted(p.name for p in self.path.iterdir() if not _leftover(p)):
+                raise UsageError(
+                    f"{self.path} holds other files ({', '.join(others[:3])}); choose another "
+                    "--output, or an empty folder"
+                )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second process from the same run.
+
+        Raises:
+            UsageError: another process is training it.
+        """
+        with storage_errors(self.path / LOCK):
+            file = (self.path / LOCK).open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another process is training {self.path}") from None
+            yield
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def save(self, step: int, adapters: Adapters, method: Method) -> None:
+        """Make the state after `step` steps the one that resuming finds.
+
+        Raises:
+            StorageError: the disk is full; the save before this one is intact.
+        """
+        method.settle()
+        adapters.check_finite()
+        place = self.saves / f"step-{step:08d}"
+        if not place.exists():  # else what it holds is this state
+            self._write(place, step, adapters, method)
+        adapters.save(self.path)
+
+    def _write(self, place: Path, step: int, adapters: Adapters, method: Method) -> None:
+        """Write a save beside its place, rename it, and remove what was before it."""
+        partial = self.saves / f".{place.name}.partial"
+        with storage_errors(place):
+            try:
+                if partial.exists():
+                    shutil.rmtree(partial)
+                partial.mkdir(parents=True)
+                adapters.save(partial)
+                method.write(partial / STATE_OF_METHOD)
+                names = (adapter_files.WEIGHTS, STATE_OF_METHOD)
+                sums = {name: _sha256(partial / name) for name in names}
+                state = {"version": VERSION, "step": step, "sha256": sums}
+                write_atomic(partial / STATE, json.dumps(state).encode())
+                fsync_path(partial)
+                for log in (self.metrics, self.trajectory):
+                    if log.exists():  # its lines are never fewer than the steps saved
+                        fsync_path(log)
+                partial.rename(place)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            fsync_path(self.saves)
+            for old in [*self.saves.glob("step-*"), *self.saves.glob(".step-*.partial")]:
+                if old.name != place.name:
+                    shutil.rmtree(old)
+
+    def latest(self) -> Path | None:
+        """The newest whole save; partial ones were never renamed into place."""
+        found = sorted(self.saves.glob("step-*")) if self.saves.exists() else []
+        return found[-1] if found else None
+
+    def restore(
+        self, manifest: Manifest, place: Path, into: Tensors | None = None
+    ) -> tuple[int, Adapters]:
+        """The step and adapters of a save, checked; `into` is what holds the adapters.
+
+        Raises:
+            BundleError: the save is damaged, belongs to another bundle or is of another version.
+        """
+        try:
+            state = dict(json.loads((place / STATE).read_bytes()))
+            if (version := state.get("version", 1)) != VERSION:
+                raise BundleError(
+                    f"{place} is a save of version {version}, not {VERSION}: another version of "
+                    f"ondevice wrote it; go on with that one, or train anew from its adapter "
+                    f"(--adapter {self.path})"
+                )
+            step, sums = int(state["step"]), dict(state["sha256"])
+            for name in (adapter_files.WEIGHTS, STATE_OF_METHOD):
+                if _sha256(place / name) != sums[name]:
+                    raise BundleError(f"{place / name} is altered: its SHA-256 differs")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+            raise BundleError(f"{place} is damaged: {problem!r}") from None
+        return step, Adapters.load(manifest, place, into)
+
+    def truncate_metrics(self, step: int) -> list[dict[str, Any]]:
+        """Drop the lines of steps after `step`, and a half-written last line; returns the rest."""
+        if not self.metrics.exists():
+            return []
+        kept, entries = [], []
+        for line in self.metrics.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                break  # the process died while it wrote this line; its step is run again
+            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+                raise BundleError(f"{self.metrics} is damaged: a line holds no step")
+            if entry["step"] <= step:
+                kept.append(line)
+                entries.append(entry)
+        write_atomic(self.metrics, "".join(f"{line}\n" for line in kept).encode())
+        return entries
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of the run that holds one JSON object.
+
+    Raises:
+        BundleError: it is damaged.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as problem:
+        raise BundleError(f"{path} is damaged: {problem!r}") from None
+    if not isinstance(found, dict):
+        raise BundleError(f"{path} is damaged: it holds no object")
+    return found
+
+
+def _leftover(path: Path) -> bool:
+    """Whether a file is of a run of ours that was killed before it began."""
+    if path.name == "saves":
+        return path.is_dir() and not any(path.iterdir())
+    ours = (*TOKENS, PLAN, LOCK, TRAJECTORY)
+    return path.name in ours or (path.name.startswith(".") and path.name.endswith(".partial"))
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,59 @@
+"""`ondevice replay`: a MeZO run's adapter from its trajectory and its initial adapter alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ondevice.config.base import TrainConfig, load
+from ondevice.errors import UsageError
+from ondevice.paths import text_path
+from runtime.methods.adapters import Adapters
+from runtime.methods.trajectory import digest, read_log, rebuild
+from runtime.run.folder import CONFIG, TRAJECTORY, RunFolder
+from runtime.run.open import open_checked
+from runtime.system.backend import use_device
+
+
+def replay(
+    run: Path, output: Path, bundle: str | None = None, initial: Path | None = None
+) -> dict[str, Any]:
+    """Rebuild the adapter of `run` into the folder `output`, and compare it with the run's own.
+
+    `initial` are the adapters that the run started from; without it they are drawn again from the
+    run's seed, or read from where its configuration says.
+
+    Raises:
+        UsageError: `run` has no trajectory (it is not a MeZO run).
+        BundleError: the trajectory does not belong to the bundle or to the initial adapters.
+    """
+    text_path(output)
+    if output.resolve() == run.resolve():
+        raise UsageError(f"{output} is the run itself: its adapters would be overwritten")
+    if not (run / TRAJECTORY).exists():
+        raise UsageError(f"{run} has no {TRAJECTORY}: only runs of --method mezo can be replayed")
+    config = load(TrainConfig, run / CONFIG, {})
+    opened = open_checked(bundle or config.bundle)
+    use_device(opened.manifest.device, opened.path)
+    header, updates = read_log(run / TRAJECTORY)
+    source = initial if initial is not None else config.adapter
+    if source is None:
+        start = Adapters.initial(opened.manifest, header.seed)
+    else:
+        start = Adapters.load(opened.manifest, Path(source))
+    identical, saved = None, RunFolder(run).latest()
+    if saved is not None:  # the log of a killed run is longer than what it has saved
+        step, own = RunFolder(run).restore(opened.manifest, saved)
+        identical = digest(own) == digest(rebuild(header, updates[:step], start))
+    rebuilt = rebuild(header, updates, start)
+    rebuilt.check_finite()
+    output.mkdir(parents=True, exist_ok=True)
+    rebuilt.save(output)
+    return {
+        "steps": len(updates),
+        "skipped_steps": updates.count(None),
+        "log_bytes": (run / TRAJECTORY).stat().st_size,
+        "output": str(output),
+        "saved_steps": None if saved is None else step,
+        "identical": identical,
+    }

@@ -1,0 +1,247 @@
+"""The training loop: steps, evaluations, saves, and the budget's promise.
+
+Invariant: whatever ends a run (its last step, a signal, its budget), the state that is left is a
+whole number of steps, and going on from it gives the bits that an uninterrupted run would have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from ondevice.bundle.store import storage_errors
+from ondevice.config.base import TrainConfig
+from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
+from runtime.data.rows import Rows, row_index
+from runtime.methods.adapters import Adapters
+from runtime.methods.optimizer import learning_rate
+from runtime.methods.protocol import Method, Row
+from runtime.run.evaluate import Events, check_budget, evaluate_rows
+from runtime.run.folder import SUMMARY, RunFolder
+from runtime.run.open import Session
+from runtime.run.signals import Stop, catching_signals
+from runtime.system.backend import describe
+from runtime.system.footprint import Meter
+
+SKIPS = 10  # steps in a row without a finite loss that end a run
+
+
+@dataclass
+class Training:
+    """One run in progress."""
+
+    config: TrainConfig
+    folder: RunFolder
+    session: Session
+    adapters: Adapters
+    method: Method
+    rows: Rows
+    eval_rows: Rows | None
+    events: Events
+    meter: Meter
+    done: int = 0
+    first: int = 0  # the steps that were done before this process
+    seconds: float = 0.0  # of training, in all processes that this run has had
+    skipped: int = 0  # steps in a row whose loss was not finite
+    evaluations: dict[str, Any] = field(default_factory=dict)
+    stop: Stop = field(default_factory=Stop)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end; returns the summary."""
+        with catching_signals() as self.stop:
+            self.session.profile.on = self.config.profile
+            if self.config.adapter is not None and self.done == 0:
+                self._save()  # what the path holds may change before the run is resumed
+            if self.eval_rows is not None and "before" not in self.evaluations:
+                self._evaluate("before")
+            self._evaluate_if_due()
+            self._train()
+            if self.ended in ("loss", "rise"):  # found by an evaluation, which comes after a save
+                self._save()
+            if self.eval_rows is not None and "after" not in self.evaluations:
+                self._evaluate("after")
+        return self._finish()
+
+    def _train(self) -> None:
+        with storage_errors(self.folder.metrics):
+            metrics = self.folder.metrics.open("a")
+            trajectory = self.folder.trajectory.open("a") if self._logged else None
+        with metrics, trajectory or nullcontext():
+            while not self.ended:
+                entry, record = self._step()
+                with storage_errors(self.folder.metrics):
+                    metrics.write(json.dumps(entry) + "\n")
+                    metrics.flush()
+                    if trajectory is not None:
+                        trajectory.write(json.dumps(record) + "\n")
+                        trajectory.flush()
+                self.events.step(entry, self.config.steps)
+                self._after_step()
+
+    def _save(self) -> None:
+        self.folder.save(self.done, self.adapters, self.method)
+
+    @property
+    def _saved(self) -> str:
+        """What a message says of a run that has just been saved."""
+        path = self.folder.path
+        return (
+            f"its state after step {self.done} is saved; go on with: ondevice train --resume {path}"
+        )
+
+    @property
+    def _logged(self) -> bool:
+        return self.config.method == "mezo"
+
+    @property
+    def ended(self) -> str:
+        """Why the run is over: "steps", "seconds", "loss", "rise"; empty while it is not."""
+        config = self.config
+        if self.done >= config.steps:
+            return "steps"
+        if config.stop_seconds and self.seconds >= config.stop_seconds:
+            return "seconds"
+        latest = self.evaluations.get(str(self.done) if self.done else "before")
+        if config.stop_loss and latest is not None and latest["loss"] <= config.stop_loss:
+            return "loss"
+        first = self.evaluations.get("before")
+        if config.stop_rise and latest and first:
+            risen = not latest["loss"] <= config.stop_rise * first["loss"]  # nor where it is nan
+            return "rise" if risen else ""
+        return ""
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate where `eval_every` says so, unless it was done before the run was resumed."""
+        due = self.config.eval_every and self.done % self.config.eval_every == 0
+        inside = self.done > 0 and not self.ended
+        if due and inside and self.eval_rows and str(self.done) not in self.evaluations:
+            self._evaluate(str(self.done))
+
+    def _after_step(self) -> None:
+        every = self.config.save_every
+        due = self.ended or (every and self.done % every == 0)
+        lost = self.skipped >= SKIPS
+        number, over = self.stop.signal, self.meter.over_budget  # once: both may change meanwhile
+        if due or lost or number is not None or over:
+            self._save()
+        if lost:
+            raise DivergedError(
+                f"the loss was not finite {self.skipped} steps in a row; the state after step "
+                f"{self.done} is saved in {self.folder.path}; lower --epsilon or --learning-rate"
+            )
+        if over:
+            check_budget(self.meter, self.session.plan, f"{self._saved} --budget MORE")
+        if number is not None and not self.ended:
+            raise InterruptedRunError(f"{signal.Signals(number).name}: {self._saved}")
+        self._evaluate_if_due()
+
+    def _step(self) -> tuple[dict[str, Any], list[Any] | None]:
+        """One step: its line of metrics.jsonl, and what the trajectory keeps of it."""
+        start = time.perf_counter()
+        config = self.config
+        size, count = config.batch_size, config.grad_accumulation
+        first = self.done * size * count
+        parts = [
+            [self._row(first + part * size + index) for index in range(size)]
+            for part in range(count)
+        ]
+        rate = learning_rate(
+            config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, self.done
+        )
+        result = self.method.step(self.done, rate, parts)
+        loss = result.loss.loss_sum / result.loss.tokens
+        self.skipped = result.skipped
+        if not math.isfinite(loss) and not result.skipped:
+            raise DivergedError(
+                f"the loss of step {self.done + 1} is {loss}; the last save is intact; "
+                "lower --learning-rate"
+            )
+        self.done += 1
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        entry: dict[str, Any] = {
+            "step": self.done,
+            "loss": loss if math.isfinite(loss) else None,
+            "learning_rate": rate,
+            "tokens": result.loss.tokens,
+            "forward_passes": result.forward_passes,
+            "seconds": seconds,
+            "footprint_bytes": self.meter.now_bytes,
+            "peak_footprint_bytes": self.meter.peak_bytes,
+            "peak_rss_bytes": self.meter.peak_rss_bytes,
+        }
+        if result.skipped:
+            entry["skipped"] = True
+        return entry, result.record
+
+    def _row(self, position: int) -> Row:
+        return Row(*self.rows.row(row_index(self.config.seed, position, len(self.rows))))
+
+    def _evaluate(self, when: str) -> None:
+        assert self.eval_rows is not None
+        self.method.settle()
+        same = str(self.done) if self.done else "before"
+        known = self.evaluations.get(same) if when == "after" else None
+        self.session.profile.on = False
+        try:
+            result = known or evaluate_rows(
+                self.session,
+                self.adapters,
+                self.eval_rows,
+                self.config.eval_rows,
+                self.events,
+                f"evaluating ({when})",
+                self.meter,
+                self.stop,
+            )
+        except (BudgetError, InterruptedRunError) as problem:
+            self._save()
+            more = " --budget MORE" if isinstance(problem, BudgetError) else ""
+            raise type(problem)(f"{problem}; {self._saved}{more}") from None
+        self.session.profile.on = self.config.profile
+        self.evaluations[when] = result
+        self.folder.write_json("evaluations.json", self.evaluations)
+
+    def _finish(self) -> dict[str, Any]:
+        entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+        if len(entries) != self.done:
+            raise BundleError(
+                f"{self.folder.metrics} has {len(entries)} lines for {self.done} steps; the "
+                f"adapters in {self.folder.path} are whole, their summary cannot be"
+            )
+        seconds = [entry["seconds"] for entry in entries]
+        plan = self.session.plan
+        losses = [entry["loss"] for entry in entries if entry["loss"] is not None]
+        summary = {
+            "method": self.config.method,
+            "steps": self.done,
+            "stopped": self.ended,
+            "skipped_steps": len(entries) - len(losses),
+            "forward_passes": sum(entry["forward_passes"] for entry in entries),
+            "seconds": sum(seconds),
+            "budget_bytes": self.config.budget_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            # of all processes that this run has had
+            "peak_footprint_bytes": max(
+                [self.meter.peak_bytes, *(e["peak_footprint_bytes"] for e in entries)]
+            ),
+            "peak_rss_bytes": max(
+                [self.meter.peak_rss_bytes, *(e["peak_rss_bytes"] for e in entries)]
+            ),
+            "step_s_median": statistics.median(seconds) if seconds else None,
+            "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds) if seconds else None,
+            "final_train_loss": losses[-1] if losses else None,
+            "trainable_parameters": self.adapters.size,
+            "eval": self.evaluations,
+            "machine": describe(),
+        }
+        if self.config.profile:
+            summary |= self.session.profile.to_json(max(1, self.done - self.first))
+        self.folder.write_json(SUMMARY, summary)
+        return summary

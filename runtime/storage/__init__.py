@@ -1,0 +1,1 @@
+"""Memory-mapped files: weights, activation checkpoints, adapters and moments."""

@@ -1,0 +1,138 @@
+"""Frozen weights, memory-mapped: lent tile by tile, released block by block.
+
+Nothing of weights.bin stays in memory: a tile is copied from the map into a fresh array when a
+kernel asks for it, and `release` drops a block's pages from the process once it is done.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.bundle.manifest import Block, Extent, Matrix
+from ondevice.bundle.store import Bundle, reading_errors
+from ondevice.errors import BundleError
+from runtime.storage.read_ahead import ReadAhead
+
+NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a packed matrix: words (R, C*bits/32) uint32, scales (R, G) float32, and `shift`.
+
+    value = scale * (q - 2**(bits-1)) + shift; `shift` (R, G) is None for symmetric groups.
+    """
+
+    words: mx.array
+    scales: mx.array
+    shift: mx.array | None
+
+    def biases(self, bits: int) -> mx.array:
+        """MLX's affine biases: value = scale * q + bias."""
+        zero = self.scales * -(2.0 ** (bits - 1))
+        return zero if self.shift is None else zero + self.shift
+
+
+def _floats(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
+    """A copy as float32; NumPy holds bfloat16 as uint16."""
+    array = mx.array(values)
+    if dtype == "bfloat16":
+        array = array.view(mx.bfloat16)
+    return array.astype(mx.float32)
+
+
+class Weights:
+    """The map of a bundle's weights.bin; `prefetch` starts a thread that reads blocks ahead."""
+
+    def __init__(self, bundle: Bundle, prefetch: bool = False) -> None:
+        self.manifest = bundle.manifest
+        size = bundle.manifest.weights_nbytes
+        with reading_errors(bundle.weights_path):
+            with bundle.weights_path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size != size:
+                    raise BundleError(f"{bundle.weights_path} changed its size while it was opened")
+                self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+            self._ahead = ReadAhead(bundle.weights_path) if prefetch else None
+        self._ranges = {block: self._range(block) for block in bundle.manifest.blocks}
+
+    def _range(self, block: Block) -> tuple[int, int]:
+        block_type = self.manifest.block_types[block.type]
+        vectors = [block.tensor(name) for name in block_type.parameters]
+        matrices: list[str] = []
+        for step in block_type.steps:
+            if step.matrix:
+                matrices.append(step.matrix)
+            for linear in step.linears:
+                matrices.append(block.tensor(linear.name))
+                if linear.bias:
+                    vectors.append(block.tensor(linear.name) + ".bias")
+        extents = [self.manifest.vectors[name] for name in vectors]
+        for name in matrices:
+            matrix = self.manifest.matrices[name]
+            parts = (matrix.packed, matrix.scales, matrix.biases)
+            extents += [part for part in parts if part is not None]
+        return (
+            min(extent.offset for extent in extents),
+            max(extent.offset + extent.nbytes for extent in extents),
+        )
+
+    def _view(self, extent: Extent, start: int, stop: int) -> npt.NDArray[np.generic]:
+        item = NUMPY[extent.dtype]
+        row = int(np.prod(extent.shape[1:], dtype=np.int64))
+        offset = extent.offset + start * row * np.dtype(item).itemsize
+        flat = np.frombuffer(self._map, item, (stop - start) * row, offset)
+        return flat.reshape(stop - start, *extent.shape[1:])
+
+    def _floats(self, extent: Extent, start: int, stop: int) -> mx.array:
+        return _floats(self._view(extent, start, stop), extent.dtype)
+
+    def _chosen(self, extent: Extent, rows: npt.NDArray[np.int64]) -> mx.array:
+        return _floats(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
+
+    def vector(self, name: str) -> mx.array:
+        """A norm weight or bias, float32."""
+        extent = self.manifest.vectors[name]
+        return self._floats(extent, 0, extent.shape[0])
+
+    def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
+        """Rows start:stop of a matrix, copied out of the map."""
+        words = mx.array(self._view(matrix.packed, start, stop))
+        row = matrix.packed.nbytes // matrix.rows
+        first = matrix.packed.offset + start * row
+        self._drop(first, first + (stop - start) * row)
+        scales = self._floats(matrix.scales, start, stop)
+        if matrix.biases is None:
+            return Tile(words, scales, None)
+        biases = self._floats(matrix.biases, start, stop)
+        return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+
+    def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:
+        """Chosen rows of a matrix, in the given order (an embedding lookup)."""
+        words = mx.array(self._view(matrix.packed, 0, matrix.rows)[rows])
+        scales = self._chosen(matrix.scales, rows)
+        if matrix.biases is None:
+            return Tile(words, scales, None)
+        biases = self._chosen(matrix.biases, rows)
+        return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+
+    def read_ahead(self, block: Block) -> None:
+        """Begin to bring a block into the system's file cache; nothing without `prefetch`."""
+        if self._ahead is not None:
+            self._ahead.request(*self._ranges[block])
+
+    def release(self, block: Block) -> None:
+        """Drop the block's pages from this process; they stay in the system's file cache."""
+        self._drop(*self._ranges[block])
+
+    def _drop(self, start: int, stop: int) -> None:
+        if sys.platform == "darwin" or not hasattr(mmap, "MADV_DONTNEED"):
+            return  # clean file pages are not part of a Mac's footprint
+        start -= start % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)

@@ -1,0 +1,135 @@
+"""Setting up the process and the device: BLAS, allocator, run-ahead, arithmetic.
+
+`prepare` must run before MLX is first imported. On Linux it interposes an optimized BLAS for the
+reference one that MLX's wheel links, and has freed memory kept in one heap or given back; on macOS
+there is nothing to do (Accelerate). Not run on a Mac so far.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ondevice.errors import UsageError
+from runtime.system.heap import tune_heap
+
+AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
+
+Arithmetic = Literal["packed", "unpacked"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` found: the BLAS in use, and a warning for the user where it is slow."""
+
+    blas: str
+    warning: str = ""
+
+
+def prepare(keep_heap: bool = True) -> Prepared:
+    """Set up BLAS and allocator. Call before anything imports `mlx.core`.
+
+    `keep_heap` is for work that uses the same sizes again and again, as training does; without it
+    freed memory goes back at once, which keeps the peak of an export low.
+    """
+    os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1")
+    if sys.platform == "darwin":
+        return Prepared("Accelerate")
+    tune_heap(keep_heap)
+    if platform.machine() == "x86_64" and _cpu_flags() >= AVX512:
+        os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
+    loaded = _load_wheel_blas() or _load_system_blas()
+    if loaded:
+        return Prepared(loaded)
+    return Prepared(
+        "reference",
+        "no optimized BLAS could be loaded, matrix products run about 100 times slower; install "
+        "libgfortran5 (Debian, Ubuntu: apt install libgfortran5) or libopenblas0-pthread",
+    )
+
+
+def _cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _load_wheel_blas() -> str:
+    """OpenBLAS from the ngsolve-openblas wheel, found without importing it (it prints)."""
+    for entry in sys.path:
+        for library in Path(entry, "ngsolve_openblas").glob("libopenblas*.so*"):
+            if _dlopen(str(library)):
+                return f"OpenBLAS ({library.name})"
+    return ""
+
+
+def _load_system_blas() -> str:
+    name = ctypes.util.find_library("openblas")
+    return f"OpenBLAS ({name})" if name and _dlopen(name) else ""
+
+
+def _dlopen(path: str) -> bool:
+    try:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False  # `prepare` reports the slow BLAS that is left
+    return True
+
+
+def blas_threads() -> int:
+    """How many threads the interposed OpenBLAS computes with; 1 where it is another BLAS."""
+    libraries = ctypes.CDLL(None)
+    if not hasattr(libraries, "openblas_get_num_threads"):
+        return 1
+    return max(1, int(libraries.openblas_get_num_threads()))
+
+
+def choose_arithmetic(requested: str, device: str) -> Arithmetic:
+    """Which linear kernel runs: packed on GPU, unpacked on CPU, unless one is asked for."""
+    if requested == "packed" or (requested == "auto" and device == "gpu"):
+        return "packed"
+    return "unpacked"
+
+
+def use_device(device: str, bundle: Path) -> None:
+    """Make the device that the graphs of `bundle` were traced for MLX's default.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    import mlx.core as mx
+
+    if device == "gpu" and not mx.is_available(mx.gpu):
+        raise UsageError(
+            f"the graphs of {bundle} were traced for a GPU and there is none here; trace them for "
+            f"the CPU with: ondevice retrace {bundle} --device cpu"
+        )
+    mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+
+
+def limit_memory(live_bytes: int, cache_bytes: int) -> None:
+    """Bound MLX's allocator: `cache_bytes` of freed buffers kept, run-ahead stopped above both."""
+    import mlx.core as mx
+
+    mx.set_cache_limit(cache_bytes)
+    mx.set_memory_limit(live_bytes + cache_bytes)
+
+
+def describe() -> dict[str, Any]:
+    """The machine and the versions a measurement was made with."""
+    from importlib import metadata
+
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "mlx": metadata.version("mlx"),
+    }
