@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from ondevice.bundle.schema import encode
 
 from export.cut.graphs import ElementwiseGraph
 from export.cut.model import Cut, cut_model
@@ -21,17 +22,7 @@ from export.quantize.search import quantize_rows
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from ondevice import __version__
-from ondevice.bundle.manifest import (
-    Block,
-    Extent,
-    Graph,
-    Manifest,
-    Matrix,
-    graph_key,
-    graph_length,
-    shape_at,
-)
-from ondevice.bundle.schema import encode
+from ondevice.bundle.manifest import Manifest, graph_length
 from ondevice.bundle.store import (
     GRAPHS,
     TOKENIZER,
@@ -43,6 +34,10 @@ from ondevice.bundle.store import (
 )
 from ondevice.config.base import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.operations.elementwise import graph_key
+from ondevice.operations.program import Block
+from ondevice.operations.tensors import Extent, Graph, Matrix
+from ondevice.operations.values import shape_at
 
 SLICE_VALUES = 4 << 20  # values of a tensor in memory at a time
 Progress = Callable[[str, int, int], None]  # what, done, total

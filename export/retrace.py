@@ -12,7 +12,6 @@ from pathlib import Path
 from export.cut.model import cut_model
 from export.pack import Progress, no_progress, set_device, write_graphs
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import BlockType
 from ondevice.bundle.store import (
     GRAPHS,
     MANIFEST,
@@ -23,6 +22,7 @@ from ondevice.bundle.store import (
     write_atomic,
 )
 from ondevice.errors import BundleError
+from ondevice.operations.program import BlockType
 
 
 def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:

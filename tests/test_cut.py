@@ -15,9 +15,9 @@ from mlx_lm.models import gemma3_text, llama
 from export.cut.model import cut_model
 from export.cut.trace import trace
 from export.sources.random import PRESETS
-from ondevice.bundle.manifest import T, shape_at
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.operations.values import T, shape_at
 from runtime.storage.weights import Weights
 
 Tiny = Callable[..., Bundle]

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from export.cut.trace import Function
-from ondevice.bundle.manifest import Activation
+from ondevice.operations.elementwise import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,

@@ -11,7 +11,8 @@ import mlx.core as mx
 from export.cut.gated import gated_activation
 from export.cut.tokenwise import treats_tokens_alike
 from export.cut.trace import Function, Trace, trace
-from ondevice.bundle.manifest import Shape, Step, T, may_be_gated, shape_at
+from ondevice.bundle.manifest import Step, may_be_gated
+from ondevice.operations.values import Shape, T, shape_at
 
 F32 = 4
 TILING_PAYS = 0.5  # times the hidden state: glue that holds less than that inside runs whole

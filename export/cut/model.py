@@ -22,8 +22,10 @@ from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
 from export.cut.taps import MASK, Call, Tape, Taps, attention_windows, probe_length
 from export.cut.trace import trace
 from export.sources.families import build_model
-from ondevice.bundle.manifest import Block, BlockType, Linear, Shape, Step, T, shape_at
+from ondevice.bundle.manifest import Linear, Step
 from ondevice.errors import BundleError
+from ondevice.operations.program import Block, BlockType
+from ondevice.operations.values import Shape, T, shape_at
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from export.cut.trace import Function
-from ondevice.bundle.manifest import Shape, T, shape_at, token_axis
+from ondevice.operations.values import Shape, T, shape_at, token_axis
 
 TRIAL_TOKENS = 8
 

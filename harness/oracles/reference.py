@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
+from runtime.engine.program import Program
 
 from export.sources.families import build_model
-from ondevice.bundle.manifest import Matrix
 from ondevice.bundle.store import Bundle
-from runtime.engine.program import Program
+from ondevice.operations.tensors import Matrix
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row as ScoredRow

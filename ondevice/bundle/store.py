@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -19,12 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import ALIGNMENT, FORMAT, PAGE, VERSION, Extent, File, Manifest
-from ondevice.bundle.schema import decode, encode
+from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
 from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
@@ -164,11 +162,8 @@ def open_bundle(path: str | Path) -> Bundle:
         UsageError: the path is no text.
     """
     folder = text_path(path)
-    try:
-        with reading_errors(folder / MANIFEST):
-            manifest = _read_manifest(folder)
-    except (ValueError, RecursionError) as problem:  # of JSON, UTF-8, huge numbers, deep nesting
-        raise BundleError(f"{folder / MANIFEST} is damaged: {problem}") from None
+    with reading_errors(folder / MANIFEST):
+        manifest = _read_manifest(folder)
     bundle = Bundle(folder, manifest)
     sizes = {WEIGHTS: manifest.weights_nbytes}
     sizes |= {graph.file: graph.nbytes for graph in manifest.graphs.values()}
@@ -200,21 +195,9 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
         raise BundleError(f"{path} has {size} bytes: not a manifest")
-    data = json.loads(path.read_bytes())
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise BundleError(f"{path} is no {FORMAT} manifest")
-    version = data.pop("version", None)
-    if version != VERSION or isinstance(version, bool):
-        raise BundleError(f"{folder}: format version {version!r:.20}, this program reads {VERSION}")
-    manifest = decode(Manifest, data, "manifest")
+    manifest = read_manifest(path.read_bytes(), str(path))
     check_manifest(manifest)
     return manifest
-
-
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """manifest.json as it is written."""
-    document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **encode(manifest)}
-    return json.dumps(document, indent=1, sort_keys=False).encode()
 
 
 class BundleWriter:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ondevice.bundle.manifest import BlockType, Matrix
 from ondevice.bundle.store import Bundle
+from ondevice.operations.program import BlockType
+from ondevice.operations.tensors import Matrix
 from ondevice.units import format_bytes
 
 

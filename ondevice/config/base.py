@@ -164,6 +164,7 @@ class TrainConfig(PlanConfig):
     stop_rise: float = _option(
         0.0, "end where the held-out loss is above this many times its first (0: never)", _RISE
     )
+    heap_relief: bool = _option(True, "give free heap memory back near the predicted peak")
     profile: bool = _option(False, "tell where time and memory go, in the summary")
 
     def __post_init__(self) -> None:
