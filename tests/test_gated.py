@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import FAMILIES
 
-from export.cut.gated import ACTIVATIONS, gated_activation
+from export.cut.properties import ACTIVATIONS, gated_activation
 from harness.oracles.reference import relative_error
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Activation, BlockType, Step, graph_key

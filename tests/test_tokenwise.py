@@ -12,7 +12,7 @@ import pytest
 from conftest import FAMILIES, program_of
 from test_programs import CLOSE, adapters_of, agree, mebp, rows_of
 
-from export.cut.tokenwise import treats_tokens_alike
+from export.cut.properties import treats_tokens_alike
 from harness.oracles import reference
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Shape, Step, T, graph_key, graph_length, shape_at
@@ -144,6 +144,8 @@ def test_a_lie_about_tokens_is_refused(tiny: Tiny) -> None:
         replace(step, tokenwise=not step.tokenwise) if step.op == "elementwise" else step
         for step in kind.steps
     )
-    lie = replace(manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)})
+    lie = replace(
+        manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)}
+    )
     with pytest.raises(BundleError, match="graph"):
         check_manifest(lie)
