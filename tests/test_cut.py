@@ -274,7 +274,7 @@ def test_a_skip_past_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         return self.norm(h + first)
 
     monkeypatch.setattr(llama.LlamaModel, "__call__", skipping)
-    with pytest.raises(BundleError, match="past its neighbour"):
+    with pytest.raises(BundleError, match="skip past a layer"):
         cut_of("llama")
 
 
@@ -357,7 +357,7 @@ def test_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(llama.LlamaModel, "__init__", with_positions)
     monkeypatch.setattr(llama.LlamaModel, "__call__", positioned)
-    with pytest.raises(BundleError, match="embedding"):
+    with pytest.raises(BundleError, match="2 x Embedding"):
         cut_of("llama")
 
 

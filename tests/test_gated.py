@@ -12,7 +12,7 @@ import pytest
 from conftest import FAMILIES
 from runtime.planner.workspace import F32, Sizes, Work, Workspace
 
-from export.cut.gated import ACTIVATIONS, gated_activation
+from export.cut.properties import ACTIVATIONS, gated_activation
 from harness.oracles.reference import relative_error
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Step

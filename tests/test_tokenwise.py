@@ -13,7 +13,7 @@ from conftest import FAMILIES, program_of
 from runtime.planner.workspace import Sizes, Work
 from test_programs import CLOSE, adapters_of, agree, mebp, rows_of
 
-from export.cut.tokenwise import treats_tokens_alike
+from export.cut.properties import treats_tokens_alike
 from harness.oracles import reference
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Step, graph_length

@@ -1,4 +1,8 @@
-"""ElementwiseGraph: what lies between a model's products, as graphs of what it depends on and of its vjp."""
+"""Elementwise graphs: what a model computes between two products, and its vjp, as functions.
+
+Both are reduced to the inputs that they depend on, so that what a backward pass does not need is
+not kept for it.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,20 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from export.cut.gated import gated_activation
-from export.cut.tokenwise import treats_tokens_alike
+from export.cut.properties import gated_activation, treats_tokens_alike
 from export.cut.trace import Function, Trace, trace
 from ondevice.bundle.manifest import Step, may_be_gated
 from ondevice.operations.values import Shape, T, shape_at
 
 F32 = 4
-TILING_PAYS = 0.5  # times the hidden state: glue that holds less than that inside runs whole
+# a graph is tried for running by tiles of tokens where it allocates more than this many times the
+# hidden state
+TILING_PAYS = 0.5
 
 
 @dataclass(frozen=True)
 class ElementwiseGraph:
-    """A glue step's graphs to serialize: the same functions at every bucket."""
+    """An operation's functions to serialize, and their inputs' shapes; the same at any bucket."""
 
     step: Step
     forward: Function
@@ -31,7 +36,11 @@ class ElementwiseGraph:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """A glue step, its graphs, the shapes of its parameters, and what tells equal ones."""
+    """What `cut_graph` returns.
+
+    parameters: shapes of the small tensors that the graph takes, by name.  signature: equal for
+    equal computations.
+    """
 
     step: Step
     graph: ElementwiseGraph
@@ -48,9 +57,16 @@ def cut_graph(
     stage: Callable[..., list[mx.array]],
     tokens: int,
 ) -> CutGraph:
-    """Reduce a stage to the inputs it depends on, and derive its vjp, reduced likewise.
+    """Make the elementwise graph that computes `targets`.
 
-    Both are traced at `tokens` tokens, to hold at any number of them.
+    Args:
+        name: of the graph, as in the bundle.
+        sources: shapes of the activations that it may read.
+        parameters: shapes of the small tensors that it may read.
+        targets: names of what it computes.
+        values: shapes of all named values, the targets among them; "x" is the hidden state.
+        stage: called with arrays and, as `_keys`, their names; what it lacks it takes for zeros.
+        tokens: the length to trace at. The functions hold at any length.
     """
     shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
 
@@ -79,7 +95,7 @@ def cut_graph(
             bucket = next(a for k, a in given.items() if k.startswith("~")).shape
             length = bucket[list(shapes[next(k for k in keys if k.startswith("~"))]).index(T)]
             for key in vjp_candidates:
-                if key not in given:  # traced but unused: falls out of the graph
+                if key not in given:  # the vjp does not depend on it
                     given[key] = mx.zeros(shape_at(shapes[key], length))
             rest = [given[key] for key in constants]
             _, gradients = mx.vjp(
@@ -135,7 +151,7 @@ def cut_graph(
 
 
 def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
-    """For each gradient the cotangent that it is, or the first gradient that it equals, or ""."""
+    """For each gradient the cotangent or the earlier gradient whose array it is, or ""."""
     found = []
     for passed, first in zip(vjp.passes, vjp.same, strict=True):
         if passed is not None and inputs[passed].startswith("~"):
