@@ -32,17 +32,10 @@ from ondevice.bundle.manifest import (
     shape_at,
 )
 from ondevice.bundle.schema import encode
-from ondevice.bundle.store import (
-    GRAPHS,
-    TOKENIZER,
-    Bundle,
-    BundleWriter,
-    fsync_path,
-    sha256_file,
-    storage_errors,
-)
+from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from ondevice.config.base import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.files import fsync_path, sha256_file, storage_errors
 
 SLICE_VALUES = 4 << 20  # values of a tensor in memory at a time
 Progress = Callable[[str, int, int], None]  # what, done, total

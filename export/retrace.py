@@ -13,16 +13,9 @@ from export.cut.model import cut_model
 from export.pack import Progress, no_progress, set_device, write_graphs
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import BlockType
-from ondevice.bundle.store import (
-    GRAPHS,
-    MANIFEST,
-    Bundle,
-    lock_bundle,
-    manifest_bytes,
-    open_bundle,
-    write_atomic,
-)
+from ondevice.bundle.store import GRAPHS, MANIFEST, Bundle, lock_bundle, manifest_bytes, open_bundle
 from ondevice.errors import BundleError
+from ondevice.files import write_atomic
 
 
 def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:

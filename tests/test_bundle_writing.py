@@ -16,8 +16,9 @@ from bundles import Rng, copied, settings
 from conftest import listing
 
 from export.pack import export_bundle
-from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle, write_atomic
+from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
 from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.files import write_atomic
 
 
 @pytest.mark.parametrize("problem", [ValueError, KeyboardInterrupt, SystemExit, BundleError])

@@ -20,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.manifest import Block, Manifest
-from ondevice.bundle.store import fsync_path, storage_errors, write_atomic
 from ondevice.errors import BundleError, DivergedError
+from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.paths import text_path
 from runtime.engine.kernels.linear import Lora
 from runtime.methods.noise import key_of

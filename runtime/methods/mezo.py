@@ -22,8 +22,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ondevice.bundle.manifest import Block
-from ondevice.bundle.store import write_atomic
 from ondevice.errors import BundleError
+from ondevice.files import write_atomic
 from runtime.engine.executor import Loras
 from runtime.engine.program import Program
 from runtime.methods.adapters import Adapters

@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 
 from ondevice.bundle.manifest import Block
-from ondevice.bundle.store import storage_errors
 from ondevice.errors import BundleError
+from ondevice.files import storage_errors
 from runtime.engine.executor import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.storage.scratch import MappedTensors

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import fsync_path, storage_errors, write_atomic
 from ondevice.errors import BundleError, UsageError
+from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.paths import text_path
 from runtime.methods import adapters as adapter_files
 from runtime.methods.adapters import Adapters, Tensors

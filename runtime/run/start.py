@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.store import Bundle, write_atomic
+from ondevice.bundle.store import Bundle
 from ondevice.config.base import TrainConfig, load, to_toml
 from ondevice.errors import UsageError
+from ondevice.files import write_atomic
 from runtime.data.rows import Rows
 from runtime.data.run_rows import absolute, open_run_rows
 from runtime.methods.adapters import Adapters

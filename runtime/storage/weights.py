@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.bundle.manifest import Block, Extent, Matrix
-from ondevice.bundle.store import Bundle, reading_errors
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.files import reading_errors
 from runtime.storage.read_ahead import ReadAhead
 
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
