@@ -33,7 +33,7 @@ from ondevice.bundle.manifest import (
 )
 from ondevice.bundle.schema import encode
 from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
-from ondevice.config.base import ExportConfig
+from ondevice.config.export import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import fsync_path, sha256_file, storage_errors
 

@@ -16,6 +16,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal; reads it in chunks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -50,7 +51,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says (a full disk, a read-only folder) into a `StorageError`."""
+    """Turn an `OSError` (a full disk, a read-only folder) into a `StorageError`."""
     try:
         yield
     except OSError as problem:
@@ -65,7 +66,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says (no permission, a broken disk) into a `BundleError`."""
+    """Turn an `OSError` (no permission, a broken disk) into a `BundleError`."""
     try:
         yield
     except OSError as problem:

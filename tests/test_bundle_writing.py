@@ -137,7 +137,7 @@ import os, resource, sys
 from runtime.system.backend import prepare
 prepare()
 import export.pack as pack
-from ondevice.config.base import ExportConfig
+from ondevice.config.export import ExportConfig
 from ondevice.errors import StorageError
 
 where, output = sys.argv[1:]
@@ -239,7 +239,7 @@ from pathlib import Path
 from runtime.system.backend import prepare
 prepare()
 from export.pack import export_bundle
-from ondevice.config.base import ExportConfig
+from ondevice.config.export import ExportConfig
 
 rename = Path.rename
 def killed(self, target):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.config.base import TrainConfig
+from ondevice.config.train import TrainConfig
 from runtime.methods.adapters import Adapters, Tensors
 from runtime.methods.mebp import MeBP
 from runtime.methods.mezo import MeZO

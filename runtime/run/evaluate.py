@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import EvalConfig
+from ondevice.config.evaluate import EvalConfig
 from ondevice.errors import BudgetError, InterruptedRunError
 from ondevice.units import format_bytes
 from runtime.data.rows import RandomRows, Rows, TokenRows, prepare_tokens, random_seed

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ondevice.bundle.store import Bundle, lock_bundle, open_bundle
-from ondevice.config.base import PlanConfig
+from ondevice.config.shared import StepConfig
 from runtime.engine.graphs import Graphs
 from runtime.engine.kernels.attention import AttentionKernel
 from runtime.engine.kernels.head import HeadKernel
@@ -126,7 +126,7 @@ def plan_for(
     return make_plan(bundle.manifest, work, budget_bytes)
 
 
-def plan_of(config: PlanConfig, bundle: Bundle) -> Plan:
+def plan_of(config: StepConfig, bundle: Bundle) -> Plan:
     """The plan for training as configured; raises as `plan_for`."""
     return plan_for(
         bundle,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import TrainConfig, load, to_toml
+from ondevice.config.base import load, to_toml
+from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
 from ondevice.files import write_atomic
 from runtime.data.rows import Rows
