@@ -284,6 +284,8 @@ def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
     everything = run("--help")
     assert everything.returncode == 0
     for command in COMMANDS:
+        names = {one.name for one in fields(command.config)}
+        assert not names & {"config", "json", "resume", "handler", "parser"}  # the parser's own
         assert f"  {command.name} " in everything.stdout
         assert len(command.summary) <= 64  # one line of 80 columns
         shown = run(command.name, "--help")
@@ -309,6 +311,8 @@ def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
             "argument --steps: expected one argument; see: ondevice train",
         ),
         (["train"], "\n  bundle is missing"),
+        (["--"], "unrecognized arguments: --; see: ondevice --help"),
+        (["-x"], "unrecognized arguments: -x; see: ondevice --help"),
         (
             ["generate", "b", "--prompt", "x", "--max-tokens", "0"],
             "max_tokens is 0; it must be 1 or",

@@ -162,7 +162,7 @@ def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> N
 def _eval(arguments: argparse.Namespace) -> None:
     config = _load(EvalConfig, arguments)
     _prepare()
-    from ondevice.cli.describe import describe_evaluation
+    from ondevice.cli.describe import counted, describe_evaluation
     from runtime.run.evaluate import Events, run_eval
 
     with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
@@ -171,7 +171,8 @@ def _eval(arguments: argparse.Namespace) -> None:
         print(json.dumps(result))
         return
     print(
-        f"{describe_evaluation(result)}, over {result['tokens']} tokens in {result['rows']} rows\n"
+        f"{describe_evaluation(result)}, over {counted(result['tokens'], 'token')} in "
+        f"{counted(result['rows'], 'row')}\n"
         f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
         f"{format_bytes(result['budget_bytes'])}"
     )

@@ -26,6 +26,11 @@ def _error(matrix: Matrix) -> str:
     return f"{matrix.error['relative_rms']:.4f}" if matrix.error else "as given"
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: "1 row", "2 rows", "2 batches"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def facts_of(bundle: Bundle) -> dict[str, Any]:
     """What `ondevice inspect --json` prints."""
     m = bundle.manifest
@@ -133,9 +138,12 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("gradients", plan["gradient_bytes"]),
         ("values of the largest block", plan["live_bytes"]),
         ("free memory that the allocator keeps", plan["slack_bytes"] + plan["cache_bytes"]),
-        (f"activations kept, of {_layers(plan['kept_layers'])}", plan["kept_bytes"]),
         (
-            f"weights kept dequantized, of {_layers(plan['resident_layers'])}",
+            f"activations not recomputed: {counted(plan['kept_layers'], 'layer')}",
+            plan["kept_bytes"],
+        ),
+        (
+            f"weights that stay dequantized: {counted(plan['resident_layers'], 'layer')}",
             plan["resident_bytes"],
         ),
         ("predicted peak", plan["predicted_peak_bytes"]),
@@ -147,8 +155,8 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
     lines = [
-        f"sequence bucket of {plan['bucket']} tokens, {_count(plan['rows'], 'row')} per batch, "
-        f"{_count(plan['accumulation'], 'batch', 'batches')} per step",
+        f"sequence bucket of {plan['bucket']} tokens, {counted(plan['rows'], 'row')} per batch, "
+        f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
         f"tiles: {_tiles(plan)}",
         _table(table),
     ]
@@ -160,14 +168,6 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ]
         lines += ["", _table(blocks)]
     return "\n".join(lines)
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _layers(number: int) -> str:
-    return "no layer" if number == 0 else _count(number, "layer")
 
 
 def _tiles(plan: dict[str, Any]) -> str:
@@ -190,7 +190,7 @@ def _tiles(plan: dict[str, Any]) -> str:
 
 
 def describe_evaluation(result: dict[str, Any]) -> str:
-    """Loss, perplexity and accuracy in one line."""
+    """Loss, perplexity and accuracy of held-out rows, in one line."""
     return (
         f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, next-token accuracy "
         f"{result['accuracy']:.2%}, rows exactly right {result['exact']:.1%}"

@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_command(words[0])
         arguments, unknown = parser.parse_known_args(words)
-        if unknown:
-            raise UsageError(_not_known(unknown, arguments.parser))
-        arguments.run(arguments)
+        if unknown or "handler" not in arguments:  # there is none beside options alone
+            raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
+        arguments.handler(arguments)
     except OnDeviceError as problem:
         print(f"ondevice: {problem}", file=sys.stderr)
         return problem.exit_code
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     commands = parser.add_subparsers(
-        title="commands", prog="ondevice", metavar="COMMAND", required=True, parser_class=_Parser
+        title="commands", prog="ondevice", metavar="COMMAND", parser_class=_Parser
     )
     for command in COMMANDS:
         _add_command(commands, command)
@@ -116,7 +116,7 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
             help="go on with an interrupted run, with its own settings; only --budget may be "
             "given beside it",
         )
-    parser.set_defaults(run=command.run, parser=parser)
+    parser.set_defaults(handler=command.run, parser=parser)
 
 
 def _check_command(word: str) -> None:

@@ -290,7 +290,7 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
     for one in fields(cls):
         value, check = values.get(one.name, one.default), one.metadata["check"]
         if value is MISSING:
-            found.append(f"{one.name} is missing: {one.metadata['help']}")
+            found.append(f"{one.name} is missing ({one.metadata['help']})")
         elif not _type_of(one).fits(value):
             found.append(f"{one.name} is {value!r}; it must be {_type_of(one).words}")
         elif check and value is not None and not check.allows(value):
