@@ -9,6 +9,7 @@ import errno
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from ondevice.bundle.schema import encode
 
 from export.cut.graphs import ElementwiseGraph
 from export.cut.model import Cut, cut_model
@@ -25,20 +25,12 @@ from export.quantize.search import quantize_rows
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from ondevice import __version__
-from ondevice.bundle.manifest import Manifest, graph_length
-from ondevice.bundle.store import (
-    GRAPHS,
-    TOKENIZER,
-    Bundle,
-    BundleWriter,
-    fsync_path,
-    sha256_file,
-    storage_errors,
-)
-from ondevice.config.base import ExportConfig
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
+from ondevice.config.export import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.files import fsync_path, sha256_file, storage_errors
 from ondevice.operations.elementwise import graph_key
-from ondevice.operations.program import Block
 from ondevice.operations.tensors import Extent, Graph, Matrix
 from ondevice.operations.values import shape_at
 
@@ -82,7 +74,9 @@ def _export(
         f"{TOKENIZER}/{name}": writer.file(f"{TOKENIZER}/{name}", data)
         for name, data in sorted(checkpoint.tokenizer_files().items())
     }
-    embedding = tensors.matrices[cut.block_types["embed"].steps[0].matrix]
+    first = cut.blocks[0]
+    (lookup,) = cut.block_types[first.type].operations[0].matrices(first.tensor)
+    embedding = tensors.matrices[lookup]
     manifest = Manifest(
         mlx_version=metadata.version("mlx"),
         device=device,
@@ -104,7 +98,7 @@ def _export(
             **checkpoint.provenance,
             "exporter": f"ondevice {__version__}",
             "mlx_lm": metadata.version("mlx-lm"),
-            "settings": encode(config),
+            "settings": _settings(config),
         },
     )
     return writer.commit(manifest)
@@ -115,7 +109,8 @@ def _lora_targets(config: ExportConfig, cut: Cut) -> Any:
     names = config.lora_target_names
     if names is None:
         return "all-linear"
-    known = {linear.name.split(".")[-1] for _, linear in _linears(cut)}
+    operations = (one for block_type in cut.block_types.values() for one in block_type.operations)
+    known = {name.split(".")[-1] for one in operations for name in one.adaptable}
     if unknown := sorted(set(names) - known):
         raise UsageError(
             f"--lora-targets {','.join(unknown)}: the model has no such linear layer; it has "
@@ -139,11 +134,14 @@ def set_device(name: str) -> str:
     return "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
 
 
-def _linears(cut: Cut) -> Iterator[tuple[Block, Any]]:
-    for block in cut.blocks:
-        for step in cut.block_types[block.type].steps:
-            for linear in step.linears:
-                yield block, linear
+def _settings(config: ExportConfig) -> dict[str, Any]:
+    """The settings that are not at their default, as the manifest records them."""
+    values = {one.name: (getattr(config, one.name), one.default) for one in fields(config)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, (value, default) in values.items()
+        if value != default
+    }
 
 
 class _Tensors:
@@ -180,14 +178,13 @@ class _Tensors:
             block_type = cut.block_types[block.type]
             for name, shape in block_type.parameters.items():
                 self._vector(block.tensor(name), shape)
-            for step in block_type.steps:
-                if step.op in ("embedding", "head"):
-                    self._matrix(step.matrix, self.config.embedding_bits)
-                for linear in step.linears:
-                    name = block.tensor(linear.name)
-                    self._matrix(name, self.config.bits)
-                    if linear.bias:
-                        self._vector(f"{name}.bias", self.matrices[name].packed.shape[:1])
+            for operation in block_type.operations:
+                bits = self.config.bits if operation.adaptable else self.config.embedding_bits
+                vectors = operation.vectors(block.tensor)
+                for name in operation.matrices(block.tensor):
+                    self._matrix(name, bits)
+                    if (bias := f"{name}.bias") in vectors:
+                        self._vector(bias, self.matrices[name].packed.shape[:1])
         self.writer.align_block()
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> None:
@@ -304,9 +301,9 @@ def write_graphs(
     """Serialize every elementwise graph, for every bucket, into `folder / subfolder`."""
     graphs: dict[str, Graph] = {}
     for index, graph in enumerate(cut.graphs):
-        for length in sorted({graph_length(graph.step, bucket) for bucket in buckets}):
+        for length in sorted({graph.operation.graph_tokens(bucket) for bucket in buckets}):
             for direction in ("forward", "vjp"):
-                key = graph_key(graph.step.graph, direction, length)
+                key = graph_key(graph.operation.graph, direction, length)
                 graphs[key] = _write_graph(graph, direction, length, folder, f"{subfolder}/{key}")
         progress("graphs", index + 1, len(cut.graphs))
     return graphs

@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from export.cut.model import cut_model
 from export.pack import Progress, no_progress, set_device, write_graphs
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.store import (
-    GRAPHS,
-    MANIFEST,
-    Bundle,
-    lock_bundle,
-    manifest_bytes,
-    open_bundle,
-    write_atomic,
-)
+from ondevice.bundle.manifest import manifest_bytes
+from ondevice.bundle.store import GRAPHS, MANIFEST, Bundle, lock_bundle, open_bundle
 from ondevice.errors import BundleError
+from ondevice.files import write_atomic
 from ondevice.operations.program import BlockType
 
 
@@ -85,5 +80,5 @@ def _needs(block_type: BlockType) -> tuple[object, ...]:
     return (
         block_type.values,
         block_type.parameters,
-        [(step.matrix, step.linears) for step in block_type.steps],
+        [(one.label, one.matrices(str), one.vectors(str)) for one in block_type.operations],
     )

@@ -22,7 +22,8 @@ from test_train import COMMAND, adapter, ondevice, train_arguments
 
 from harness.oracles.dense import run_dense
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import TrainConfig, load
+from ondevice.config.base import load
+from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
 from runtime.planner.plan import LEVELS, predict
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from export.cut.properties import gated_activation, treats_tokens_alike
 from export.cut.trace import Function, Trace, trace
-from ondevice.bundle.manifest import Step, may_be_gated
-from ondevice.operations.values import Shape, T, shape_at
+from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.values import F32, Shape, T, shape_at
 
-F32 = 4
 # a graph is tried for running by tiles of tokens where it allocates more than this many times the
 # hidden state
 TILING_PAYS = 0.5
@@ -27,7 +27,7 @@ TILING_PAYS = 0.5
 class ElementwiseGraph:
     """An operation's functions to serialize, and their inputs' shapes; the same at any bucket."""
 
-    step: Step
+    operation: Elementwise
     forward: Function
     forward_shapes: tuple[Shape, ...]
     vjp: Function
@@ -42,7 +42,7 @@ class CutGraph:
     equal computations.
     """
 
-    step: Step
+    operation: Elementwise
     graph: ElementwiseGraph
     parameters: dict[str, tuple[int, ...]]
     signature: str
@@ -114,8 +114,7 @@ def cut_graph(
         for position, key in enumerate(vjp_candidates)
         if position in used or key in cotangents[:1]
     )
-    step = Step(
-        "elementwise",
+    operation = Elementwise(
         inputs=inputs,
         outputs=tuple(targets),
         graph=name,
@@ -126,20 +125,20 @@ def cut_graph(
         trace(forward, probe(inputs)),
         trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
     ]
-    step = replace(step, vjp_same=_same(reduced[1], vjp_inputs, primals))
+    operation = replace(operation, vjp_same=_same(reduced[1], vjp_inputs, primals))
     most = max(part.workspace_bytes for part in reduced)
     if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
         known = {**values, **shapes}
-        forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
+        forward_alike = treats_tokens_alike(forward, inputs, operation.outputs, known)
         vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
-        step = replace(step, tokenwise=forward_alike and vjp_alike)
-    if may_be_gated(step, values):
+        operation = replace(operation, tokenwise=forward_alike and vjp_alike)
+    if operation.may_be_gated(values):
         shape = shape_at(values[targets[0]], tokens)
-        step = replace(step, gated=gated_activation(forward, pull(vjp_inputs), shape))
+        operation = replace(operation, gated=gated_activation(forward, pull(vjp_inputs), shape))
     return CutGraph(
-        step,
+        operation,
         ElementwiseGraph(
-            step,
+            operation,
             forward,
             tuple(shapes[key] for key in inputs),
             pull(vjp_inputs),

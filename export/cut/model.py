@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from msgspec.structs import replace
 
 from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
 from export.cut.taps import (
@@ -34,9 +35,14 @@ from export.cut.taps import (
 )
 from export.cut.trace import trace
 from export.sources.families import build_model
-from ondevice.bundle.manifest import Linear, Step
 from ondevice.errors import BundleError
+from ondevice.operations.attention import Attention
+from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.embedding import Embedding
+from ondevice.operations.head import Head
+from ondevice.operations.linear import Linear, Product
 from ondevice.operations.program import Block, BlockType
+from ondevice.operations.table import Stored
 from ondevice.operations.values import Shape, T, shape_at
 
 
@@ -137,7 +143,7 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
     parameters = _parameters(taps.model)
     shape: Shape = (1, T, width)
 
-    def end(name: str, source: str, target: str, consumer: int) -> tuple[list[Step], BlockType]:
+    def end(name: str, source: str, target: str, consumer: int) -> tuple[list[Stored], BlockType]:
         alias = passes[consumer - 1] == consumer - 1
         output = source if alias else target
         values = {source: shape, output: shape}
@@ -156,14 +162,14 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
             f"{name}.0", {source: shape}, parameters, [target], values, stage, taps.probe
         )
         cut.graphs.append(made.graph)
-        return [made.step], BlockType(name, source, output, values, made.parameters, ())
+        return [made.operation], BlockType(name, source, output, values, made.parameters, ())
 
-    steps, block_type = end("embed", "e", "x", 1)
-    lookup = Step("embedding", outputs=("e",), matrix=calls[0].name)
-    cut.block_types["embed"] = replace(block_type, input="", steps=(lookup, *steps))
-    steps, block_type = end("head", "x", "h", len(calls) - 1)
-    head = Step("head", inputs=(block_type.output,), matrix=calls[-1].name)
-    cut.block_types["head"] = replace(block_type, steps=(*steps, head))
+    operations, block_type = end("embed", "e", "x", 1)
+    lookup = Embedding(("e",), calls[0].name)
+    cut.block_types["embed"] = replace(block_type, input="", operations=(lookup, *operations))
+    operations, block_type = end("head", "x", "h", len(calls) - 1)
+    head = Head((block_type.output,), calls[-1].name)
+    cut.block_types["head"] = replace(block_type, operations=(*operations, head))
     cut.blocks += [Block("", "embed"), Block("", "head")]
 
 
@@ -210,7 +216,7 @@ class _Cutter:
         values: dict[str, Shape] = {"x": (1, T, width)}
         known: dict[int, str] = {}  # names by id of the arrays that taps read; q, k, v share one
         outputs: list[str] = []  # names of the taps' outputs, in call order
-        steps: list[Step] = []
+        operations: list[Stored] = []
         graphs: list[ElementwiseGraph] = []
         signatures: list[str] = []
         needed: dict[str, tuple[int, ...]] = {}
@@ -226,7 +232,7 @@ class _Cutter:
                 made = self._stage(
                     f"{name}.{len(graphs)}", [k for k, _ in fresh], values, outputs[:upto], upto
                 )
-                steps.append(made.step)
+                operations.append(made.operation)
                 graphs.append(made.graph)
                 signatures.append(made.signature)
                 needed.update(made.parameters)
@@ -235,28 +241,20 @@ class _Cutter:
         for index, call in enumerate(calls):
             if isinstance(call, LinearCall):
                 (source,) = reach([(f"{call.name}.in", call.inputs[0])], index)
-                linear = Linear(call.name, f"{call.name}.out", call.bias)
-                target = linear.output
-                last = steps[-1] if steps else None
-                if last is not None and last.op == "linear" and last.inputs == (source,):
-                    steps[-1] = replace(last, linears=(*last.linears, linear))
+                product = Product(call.name, f"{call.name}.out", call.bias)
+                target = product.output
+                last = operations[-1] if operations else None
+                if isinstance(last, Linear) and last.inputs == (source,):
+                    operations[-1] = replace(last, linears=(*last.linears, product))
                 else:
-                    steps.append(Step("linear", inputs=(source,), linears=(linear,)))
+                    operations.append(Linear((source,), (product,)))
             elif isinstance(call, AttentionCall):
                 prefix = f"attention{attentions}"
                 attentions += 1
                 keys = [f"{prefix}.{part}" for part in "qkv"]
-                sources = reach(list(zip(keys, call.inputs, strict=True)), index)
+                q, k, v = reach(list(zip(keys, call.inputs, strict=True)), index)
                 target = f"{prefix}.out"
-                steps.append(
-                    Step(
-                        "attention",
-                        inputs=tuple(sources),
-                        outputs=(target,),
-                        scale=call.scale,
-                        window=self.window,
-                    )
-                )
+                operations.append(Attention((q, k, v), (target,), call.scale, self.window))
             else:
                 raise BundleError(
                     f"a layer holds an embedding, {call.name}; such models are not supported"
@@ -264,10 +262,11 @@ class _Cutter:
             values[target] = self._symbolic(call.output)
             outputs.append(target)
         (end,) = reach([("out", out)], len(calls))
-        block_type = BlockType(name, "x", end, values, needed, tuple(steps))
-        signature = repr(
-            [replace(step, graph="") for step in steps] + signatures + sorted(values.items())
-        )
+        block_type = BlockType(name, "x", end, values, needed, tuple(operations))
+        unnamed = [
+            replace(one, graph="") if isinstance(one, Elementwise) else one for one in operations
+        ]
+        signature = repr([*unnamed, *signatures, *sorted(values.items())])
         return block_type, graphs, signature
 
     def _width(self) -> int:

@@ -27,7 +27,7 @@ prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
-from ondevice.config.base import PlanConfig  # noqa: E402
+from ondevice.config.plan import PlanConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
 from runtime.data.rows import RandomRows, row_index  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402

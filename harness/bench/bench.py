@@ -32,9 +32,9 @@ from harness.measure.process import provenance
 from harness.measure.repeats import Note
 from harness.measure.shapes import check_models
 from harness.peers.bench import PEER_BENCH
-from ondevice.bundle.store import storage_errors, write_atomic
 from ondevice.config.bench import BenchConfig
 from ondevice.errors import InterruptedRunError, UsageError
+from ondevice.files import storage_errors, write_atomic
 from ondevice.units import format_bytes
 from runtime.system.backend import describe
 

@@ -25,7 +25,6 @@ from harness.compare.findings import Finding, Trial, Tried, findings
 from harness.compare.quality import read_curve
 from harness.measure.process import measure
 from harness.report.report import write_report
-from ondevice.bundle.store import storage_errors, write_atomic
 from ondevice.config.base import load, to_toml
 from ondevice.config.compare import CompareConfig, by_method
 from ondevice.errors import (
@@ -35,6 +34,7 @@ from ondevice.errors import (
     OnDeviceError,
     UsageError,
 )
+from ondevice.files import storage_errors, write_atomic
 from runtime.data.rows import split_file
 
 CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"

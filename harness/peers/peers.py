@@ -30,8 +30,9 @@ from harness.measure.paired import Sample, summarize
 from harness.measure.process import ROOT, ondevice, provenance
 from harness.peers.process import ALPHA, LEARNING_RATE, PREPARED, RANK, THREADS
 from harness.peers.table import to_text
-from ondevice.bundle.store import open_bundle, storage_errors, write_atomic
+from ondevice.bundle.store import open_bundle
 from ondevice.errors import InterruptedRunError, OnDeviceError, UsageError
+from ondevice.files import storage_errors, write_atomic
 from runtime.system.backend import describe
 
 OURS = "ours"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.report.plots import draw
-from ondevice.bundle.store import write_atomic
+from ondevice.files import write_atomic
 
 STYLE = """
 body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif;

@@ -2,90 +2,32 @@
 
 manifest.json   what `ondevice.bundle.manifest` describes; the last file written
 weights.bin     every tensor at its extent; a block's tensors lie together, page-aligned
-graphs/         serialized glue, one file per graph, direction and bucket
+graphs/         serialized elementwise graphs, one file per graph, direction and bucket
 tokenizer/      the tokenizer's files as Hugging Face knows them
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
-from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.errors import BundleError, UsageError
+from ondevice.files import fsync_path, reading_errors, sha256_file, storage_errors
 from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
 NEW, OLD = "new", "old"  # of a bundle in the making: itself, and the one that it replaces
 MAX_MANIFEST_BYTES = 256 << 20
-CHUNK_BYTES = 4 << 20
-
-
-def sha256_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader sees the old bytes or the new, never a mix."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with storage_errors(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync_path(path.parent)
-
-
-@contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says (a full disk, a read-only folder) into a `StorageError`."""
-    try:
-        yield
-    except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
-            raise StorageError(
-                f"the disk is full: {problem.strerror} while writing {path} "
-                f"({free / 1e6:.0f} MB free); make room and start again"
-            ) from problem
-        raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
-
-
-@contextmanager
-def reading_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says (no permission, a broken disk) into a `BundleError`."""
-    try:
-        yield
-    except OSError as problem:
-        raise BundleError(f"{path} cannot be read: {problem.strerror}") from problem
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,15 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ondevice.config.base import (
-    _COUNT,
-    _FILLED,
-    _NOT_NEGATIVE,
-    _BundleConfig,
-    _Check,
-    _choice,
-    _option,
-    _refuse,
-    _required,
-)
+from ondevice.config.base import COUNT as _COUNT
+from ondevice.config.base import FILLED as _FILLED
+from ondevice.config.base import NOT_NEGATIVE as _NOT_NEGATIVE
+from ondevice.config.base import Check as _Check
+from ondevice.config.base import choice as _choice
+from ondevice.config.base import option as _option
+from ondevice.config.base import refuse as _refuse
+from ondevice.config.base import required as _required
+from ondevice.config.shared import BundleConfig as _BundleConfig
 
 METHODS = ("mebp", "mezo")
 
@@ -60,7 +58,7 @@ class CompareConfig(_BundleConfig):
 
     data: str = _required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
     eval_data: str | None = _option(None, "held-out data (else valid of --data)", _FILLED)
-    output: str = _option("compare", "directory of the comparison", _FILLED)
+    output: str = _option("compare", "directory of the comparison", _FILLED, aliases=("-o",))
     methods: str = _option("mebp,mezo", "methods to compare", _NAMES)
     steps: str | None = _option(
         None, "steps of each method, at most: 500, or mebp=500,mezo=4000", _BY_METHOD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import TrainConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import DataError
 from runtime.data.rows import Rows, TokenRows, open_rows, split_file
 

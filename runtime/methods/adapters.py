@@ -20,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import fsync_path, storage_errors, write_atomic
 from ondevice.errors import BundleError, DivergedError
+from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.operations.program import Block
 from ondevice.paths import text_path
 from runtime.engine.values import Lora

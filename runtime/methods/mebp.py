@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ondevice.config.base import PlanConfig, TrainConfig
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Gradients, Loras, Values, accumulate
@@ -192,7 +193,7 @@ class MeBP:
         raise AssertionError("nothing is logged: the saves hold all there is")
 
 
-def demand(config: PlanConfig) -> Demand:
+def demand(config: StepConfig) -> Demand:
     """A checkpoint of every block boundary for each row, and the gradients of one layer."""
     return Demand(
         rows=config.batch_size,

@@ -21,9 +21,10 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from ondevice.bundle.store import write_atomic
-from ondevice.config.base import PlanConfig, TrainConfig
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError
+from ondevice.files import write_atomic
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Loras
@@ -225,12 +226,12 @@ class MeZO:
         return Header(noise.seed, noise.kind, self.weight_decay, weights, initial).line()
 
 
-def _hidden_states(config: PlanConfig) -> int:
+def _hidden_states(config: StepConfig) -> int:
     """Two for each row and query: at theta + eps z and at theta - eps z."""
     return 2 * config.queries * config.batch_size * config.grad_accumulation
 
 
-def demand(config: PlanConfig) -> Demand:
+def demand(config: StepConfig) -> Demand:
     """One checkpoint for each hidden state, and two perturbed copies of a block's adapters a query.
 
     Queries whose hidden states are done give theirs up; so many are alive at once at most.

@@ -17,8 +17,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.optimizers as optim
 
-from ondevice.bundle.store import storage_errors
 from ondevice.errors import BundleError
+from ondevice.files import storage_errors
 from ondevice.operations.program import Block
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.config.base import PlanConfig, TrainConfig
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Gradients
@@ -134,7 +135,7 @@ class Start:
 class Implementation(Protocol):
     """The module of a method."""
 
-    def demand(self, config: PlanConfig) -> Demand:
+    def demand(self, config: StepConfig) -> Demand:
         """What training as configured needs, for the planner."""
         ...
 

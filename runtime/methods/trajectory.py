@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.bundle.store import storage_errors, write_atomic
 from ondevice.errors import BundleError
+from ondevice.files import storage_errors, write_atomic
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update

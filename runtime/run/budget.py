@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import EvalConfig, PlanConfig
+from ondevice.config.evaluate import EvalConfig
+from ondevice.config.shared import StepConfig
 from ondevice.errors import BudgetError
 from ondevice.units import format_bytes
 from runtime.methods.registry import method
@@ -28,7 +29,7 @@ class Wanted(NamedTuple):
     budget_bytes: int
 
 
-def training(config: PlanConfig, manifest: Manifest) -> Wanted:
+def training(config: StepConfig, manifest: Manifest) -> Wanted:
     """What training as configured needs.
 
     Raises:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import EvalConfig
+from ondevice.config.evaluate import EvalConfig
 from ondevice.errors import InterruptedRunError
 from runtime.data.rows import RandomRows, Rows, open_rows
 from runtime.engine.kernels.head import HeadResult

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import fsync_path, storage_errors, write_atomic
 from ondevice.errors import BundleError, UsageError
+from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.paths import text_path
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import WEIGHTS, Adapters, Tensors

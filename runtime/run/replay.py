@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ondevice.config.base import TrainConfig, load
+from ondevice.config.base import load
+from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
 from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters

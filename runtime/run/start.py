@@ -9,9 +9,12 @@ from typing import Any
 
 import msgspec
 
-from ondevice.bundle.store import Bundle, write_atomic
-from ondevice.config.base import PlanConfig, TrainConfig, load, to_toml
+from ondevice.bundle.store import Bundle
+from ondevice.config.base import load, to_toml
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
+from ondevice.files import write_atomic
 from runtime.data.run_rows import absolute, open_run_rows
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start
@@ -29,7 +32,7 @@ from runtime.system.heap import trim_heap
 from runtime.system.machine import Machine, read_machine
 
 
-def plan(config: PlanConfig, bundle: Bundle, machine: Machine | None = None) -> Plan:
+def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = None) -> Plan:
     """The plan for training as configured, on a machine (default: this one, with this process).
 
     Raises:
@@ -53,7 +56,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     """
     with _meter(config) as meter:
         bundle = open_checked(config.bundle)
-        chosen = plan(config, bundle)
+        chosen = plan_training(config, bundle)
         meter.aim(chosen.predicted_peak_bytes)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()

@@ -15,9 +15,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ondevice.bundle.store import storage_errors
-from ondevice.config.base import TrainConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
+from ondevice.files import storage_errors
 from runtime.data.rows import Rows, row_index
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate

@@ -15,8 +15,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.store import Bundle, reading_errors
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.files import reading_errors
 from ondevice.operations.program import Block
 from ondevice.operations.tensors import Extent, Matrix
 from runtime.storage.read_ahead import ReadAhead
