@@ -346,7 +346,7 @@ def _eval(arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     config = load(CompareConfig, arguments.config, given(arguments, CompareConfig))
     from harness.compare.compare import compare
-    from harness.report.report import to_text
+    from harness.compare.report import to_text
 
     report = compare(config, _say)
     if arguments.json:
