@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 from test_quality import curve_of, entry, evaluation
 
-from harness.compare.compare import compare, grid, step_limit
-from harness.compare.findings import Finding, Trial, Tried, notes
-from harness.compare.quality import read_curve
+from harness.compare.compare import compare, step_limit
+from harness.compare.curve import read_curve
+from harness.compare.finding import Finding
+from harness.compare.notes import notes
+from harness.compare.report import to_text
+from harness.compare.tables import tables
+from harness.compare.trials import Trial, Tried, grid
 from harness.measure import process as measuring
-from harness.report.report import tables, to_text
 from ondevice.config import base as config
 from ondevice.config.compare import CompareConfig, by_method
 from ondevice.errors import (
@@ -34,6 +37,7 @@ from ondevice.errors import (
     OnDeviceError,
     UsageError,
 )
+from ondevice.methods import SEARCHES
 
 COMMAND = [sys.executable, "-m", "ondevice"]
 
@@ -55,11 +59,11 @@ def settings(tmp_path: Path, **more: Any) -> CompareConfig:
 
 
 def test_numbers_by_method() -> None:
-    assert by_method("5") == {"mebp": 5, "mezo": 5}
-    assert by_method("mebp=5, mezo=40") == {"mebp": 5, "mezo": 40}
+    assert by_method("5", int) == {"mebp": 5, "mezo": 5}
+    assert by_method("mebp=5, mezo=40", int) == {"mebp": 5, "mezo": 40}
     for wrong in ("", "mebp", "mebp=x", "mebp=1,mebp=2", "adam=3", "5,6"):
         with pytest.raises(ValueError):
-            by_method(wrong)
+            by_method(wrong, int)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +74,8 @@ def test_numbers_by_method() -> None:
         ({"steps": "0"}, "1 or more for each method"),
         ({"methods": "mebp,adam"}, "each once"),
         ({"methods": "mezo,mezo"}, "each once"),
-        ({"mezo_learning_rates": (1e-3, 1e-4)}, "larger than the one before"),
-        ({"mezo_epsilons": (0.0,)}, "above 0"),
+        ({"learning_rates": "mezo=1e-3:1e-4"}, "larger than the one before"),
+        ({"epsilons": "0"}, "above 0"),
     ],
 )
 def test_settings_are_checked(tmp_path: Path, more: dict[str, Any], said: str) -> None:
@@ -86,11 +90,15 @@ def test_flags_and_files_hold_every_setting(tmp_path: Path) -> None:
         "b",
         "--data=d",
         "--steps=mebp=5,mezo=9",
-        "--mezo-epsilons=1e-3,0.01",
-        "--mezo-queries=2",
+        "--epsilons=1e-3:0.01",
+        "--learning-rates=mebp=2e-4",
+        "--queries=2",
     ]
     made = config.load(CompareConfig, None, config.given(parser.parse_args(typed), CompareConfig))
-    assert made.mezo_epsilons == (0.001, 0.01) and made.method_names == ("mebp", "mezo")
+    assert made.method_names == ("mebp", "mezo")
+    assert made.searched("mebp") == {"learning_rate": (2e-4,)}  # it has no epsilon
+    rates = SEARCHES["mezo"].values["learning_rate"]  # not named, so as they are by default
+    assert made.searched("mezo") == {"learning_rate": rates, "epsilon": (0.001, 0.01)}
     (tmp_path / "c.toml").write_text(config.to_toml(made))
     assert config.load(CompareConfig, tmp_path / "c.toml", {}) == made
     for one in fields(CompareConfig):
@@ -101,7 +109,7 @@ def test_bounds(tmp_path: Path) -> None:
     assert step_limit(settings(tmp_path, steps="mebp=4,mezo=9"), "mezo") == 9
     assert step_limit(settings(tmp_path, steps=None, max_seconds=9.0), "mebp") == 1_000_000
     assert step_limit(settings(tmp_path, steps=None, target_loss=3.0), "mezo") == 100_000
-    pairs = grid(settings(tmp_path, mezo_epsilons=(1e-3, 1e-2)), "mezo")
+    pairs = grid(settings(tmp_path, epsilons="1e-3:1e-2"), "mezo")
     assert len(pairs) == 6 == len({trial.name for trial in pairs})
 
 
@@ -149,7 +157,7 @@ def by_rate(method: str, rate: float) -> Any:
 
 def test_all_that_was_tried_is_kept(tmp_path: Path) -> None:
     runs, notes = Runs(by_rate), list[str]()
-    given = settings(tmp_path, mezo_learning_rates=(1e-5,), target_loss=1.5)
+    given = settings(tmp_path, learning_rates="mezo=1e-5", target_loss=1.5)
     report = compare(given, notes.append, runs)
     out = tmp_path / "out"
     assert report == json.loads((out / "compare.json").read_text())
@@ -157,7 +165,7 @@ def test_all_that_was_tried_is_kept(tmp_path: Path) -> None:
     assert [one["outcome"] for one in tried] == ["finished", "finished", "diverged"]
     assert "step 2 is nan" in tried[2]["reason"]
     assert report["sweep"]["mebp"]["chosen"] == 1
-    assert report["methods"]["mebp"]["trial"]["learning_rate"] == 3e-4
+    assert report["methods"]["mebp"]["trial"]["values"] == {"learning_rate": 3e-4}
     assert "mezo" not in report["sweep"]
     assert report["levels"][-1]["reached"] == {"mebp": None, "mezo": None}
     text = to_text(report)
@@ -165,7 +173,7 @@ def test_all_that_was_tried_is_kept(tmp_path: Path) -> None:
     assert "not reached" in text and "the target" in text
     assert report["verdict"] in text and "No method reached a loss of 1.5" in report["verdict"]
     assert escape(report["verdict"]) in (out / "compare.html").read_text()
-    assert "a wider grid" not in text  # what is beyond the best rate has diverged
+    assert "is the largest that was" not in text  # what is beyond the best rate has diverged
     assert str(tmp_path) not in json.dumps(report)
     assert "sweep 3 of 3 of mebp: learning rate 0.001, 20 steps" in notes
     for name in ("loss", "accuracy", "footprint", "blocks"):
@@ -205,7 +213,7 @@ def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) 
     def mebp_fails(method: str, rate: float) -> Any:
         return BudgetError("budget 300 MB < 400 MB") if method == "mebp" else 4.0
 
-    report = compare(settings(tmp_path, mezo_learning_rates=(1e-4,)), id, Runs(mebp_fails))
+    report = compare(settings(tmp_path, learning_rates="mezo=1e-4"), id, Runs(mebp_fails))
     assert report["methods"]["mebp"]["outcome"] == "over budget"
     assert len(report["sweep"]["mebp"]["tried"]) == 1  # the others would not fit either
     assert "mebp is over budget: budget 300 MB < 400 MB" in to_text(report)
@@ -215,7 +223,7 @@ def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) 
     def late(method: str, rate: float) -> Any:
         return DivergedError("the loss of step 3 is inf")
 
-    one = {"mezo_learning_rates": (1e-4,), "methods": "mezo"}
+    one = {"learning_rates": "mezo=1e-4", "methods": "mezo"}
     report = compare(settings(tmp_path, output=str(tmp_path / "late"), **one), id, Runs(late))
     assert report["methods"]["mezo"]["outcome"] == "diverged"
     assert report["methods"]["mezo"]["last"]["step"] == 2
@@ -227,7 +235,7 @@ def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) 
 @pytest.mark.parametrize(("last", "rises"), [(3.05, False), (4.0, True)])
 def test_a_loss_that_rises_again_is_said(tmp_path: Path, last: float, rises: bool) -> None:
     curve = curve_of({"before": 5.0, "2": 3.0, "after": last}, 4)
-    trial = Trial("mezo", 1e-4, 1e-3)
+    trial = Trial("mezo", {"learning_rate": 1e-4, "epsilon": 1e-3})
     found = Finding(trial, (), None, "finished", "", curve, None, None)
     said = " ".join(notes(settings(tmp_path), {"mezo": found}))
     assert ("mezo's loss rose again after step 2: its rate may be" in said) == rises
@@ -239,7 +247,7 @@ def test_a_loss_that_rises_again_is_said(tmp_path: Path, last: float, rises: boo
 def test_a_target_that_is_reached_before_training(tmp_path: Path) -> None:
     report = compare(settings(tmp_path, target_loss=6.0), id, Runs(by_rate))
     assert report["levels"] == [] and report["methods"]["mebp"]["steps"] == 0
-    assert "at the target already" in to_text(report)
+    assert "already at the target" in to_text(report)
 
 
 def test_refusals_leave_nothing(tmp_path: Path) -> None:
@@ -334,7 +342,7 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     command = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
     command += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
     command += ["--steps=mebp=40,mezo=10", "--eval-every=mebp=20,mezo=5", "--sweep-steps=3"]
-    command += ["--mebp-learning-rates=1e-4,1e-2", "--mezo-learning-rates=1e-3", "-o", str(out)]
+    command += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     metrics = out / "runs" / "mebp" / "metrics.jsonl"
     while not metrics.exists() or not metrics.read_text():

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.compare.compare import choose
-from harness.compare.findings import Trial, Tried
-from harness.compare.quality import Curve, ladder, make_curve
+from harness.compare.curve import Curve, make_curve
+from harness.compare.levels import levels
+from harness.compare.trials import Trial, Tried, choose
 
 
 def entry(step: int, seconds: float = 2.0, passes: int = 1, peak: int = 100) -> dict[str, Any]:
@@ -54,26 +54,26 @@ def test_peaks_of_resumed_runs_and_what_is_not_finite() -> None:
     assert curve.dropped == 1 and curve.peak_bytes == 300
 
 
-def test_the_ladder_leads_from_the_baseline_to_the_best() -> None:
+def test_levels_lead_from_the_baseline_to_the_best() -> None:
     curves = {
         "mebp": curve_of({"before": 5.0, "after": 3.0}, 4),
         "mezo": curve_of({"before": 5.0, "2": 4.0, "after": 4.4}, 4),
     }
-    levels = ladder(5.0, curves)
-    assert [level.loss for level in levels] == pytest.approx([4.5, 4.0, 3.5, 3.2, 3.0])
-    assert levels[1].meaning == "50% of the way, best of mezo"
-    assert levels[-1].meaning == "100% of the way, best of mebp"
-    aimed = ladder(5.0, curves, target=1.0)
+    found = levels(5.0, curves)
+    assert [level.loss for level in found] == pytest.approx([4.5, 4.0, 3.5, 3.2, 3.0])
+    assert found[1].meaning == "50% of the way, best of mezo"
+    assert found[-1].meaning == "100% of the way, best of mebp"
+    aimed = levels(5.0, curves, target=1.0)
     assert [level.loss for level in aimed] == pytest.approx([4, 3, 2, 1.4, 1])
     assert aimed[-1].meaning == "the target"
     worse = {"mebp": curve_of({"before": 5.0, "after": 5.5}, 4)}
-    assert ladder(5.0, worse) == [] == ladder(5.0, worse, target=6.0)
+    assert levels(5.0, worse) == [] == levels(5.0, worse, target=6.0)
 
 
 def test_the_lowest_finite_loss_is_chosen() -> None:
     def tried(rate: float, loss: float | None) -> Tried:
         outcome = "finished" if loss is not None else "diverged"
-        return Tried(Trial("mebp", rate), outcome, "", 5.0, loss, 1.0)
+        return Tried(Trial("mebp", {"learning_rate": rate}), outcome, "", 5.0, loss, 1.0)
 
     assert choose([tried(1, 4.0), tried(2, 3.0), tried(3, None)]) == 1
     assert choose([tried(1, 3.0), tried(2, 3.0)]) == 0

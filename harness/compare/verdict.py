@@ -32,7 +32,7 @@ def verdict(levels: Sequence[Mapping[str, Any]]) -> str:
 
 def _alone(name: str, levels: Sequence[Mapping[str, Any]]) -> str:
     reached = [level for level in levels if level["reached"][name]]
-    said = [f"{name} came to {_called(at)}: {_spent(at, name)}." for at in reached[-1:]]
+    said = [f"{name} came to {_called(at)}: {_cost_at(at, name)}." for at in reached[-1:]]
     if levels[-1] not in reached:
         said.append(f"It did not reach {_called(levels[-1])}.")
     return " ".join(said)
@@ -52,9 +52,9 @@ def _cost(level: Mapping[str, Any]) -> str:
     reached: Reached = level["reached"]
     quick, *others = _by_time(reached)
     said = f"The lowest level that all reached, {_called(level)}, took {quick} "
-    said += _spent(level, quick)
+    said += _cost_at(level, quick)
     for name in others:
-        said += f"; {name} {_spent(level, name)}"
+        said += f"; {name} {_cost_at(level, name)}"
         if _seconds(reached, quick) > 0:  # what an evaluation before training shows took none
             more = _seconds(reached, name) / _seconds(reached, quick)
             said += f", {more:.{1 if more < 10 else 0}f} times as long"
@@ -64,16 +64,16 @@ def _cost(level: Mapping[str, Any]) -> str:
 def _further(level: Mapping[str, Any], shared: bool) -> str:
     reached: Reached = level["reached"]
     names = _by_time(reached)
-    spent = "; ".join(_spent(level, name) for name in names)
+    costs = "; ".join(_cost_at(level, name) for name in names)
     went = "went on, to" if shared else "came to"
-    return f"Only {' and '.join(names)} {went} {_called(level)}: {spent}."
+    return f"Only {' and '.join(names)} {went} {_called(level)}: {costs}."
 
 
 def _called(level: Mapping[str, Any]) -> str:
     return f"a loss of {level['loss']:.4f} ({level['meaning']})"
 
 
-def _spent(level: Mapping[str, Any], name: str) -> str:
+def _cost_at(level: Mapping[str, Any], name: str) -> str:
     point = level["reached"][name]
     return f"{point['seconds']:,.1f} s and {point['peak_bytes'] / 1e6:.1f} MB"
 

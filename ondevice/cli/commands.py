@@ -196,7 +196,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     config = _load(CompareConfig, arguments)
     from harness.compare.compare import compare
-    from harness.report.report import to_text
+    from harness.compare.report import to_text
 
     report = compare(config, _say)
     if arguments.json:

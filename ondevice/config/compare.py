@@ -1,14 +1,16 @@
 """What `ondevice compare` is told to do: a configuration like those of `ondevice.config.base`.
 
-Numbers that methods may have apart (steps, evaluations) are one text, "500" or
-"mebp=500,mezo=4000"; every method that is compared has its number.
+Some options can differ between methods. They are one text: "500" gives every method the same,
+"mebp=500,mezo=4000" gives each its own; values to try are separated by colons, "mebp=1e-4:3e-4".
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from ondevice.config.base import COUNT as _COUNT
 from ondevice.config.base import FILLED as _FILLED
@@ -19,37 +21,66 @@ from ondevice.config.base import option as _option
 from ondevice.config.base import refuse as _refuse
 from ondevice.config.base import required as _required
 from ondevice.config.shared import BundleConfig as _BundleConfig
+from ondevice.methods import METHODS, SEARCHES, Search
 
-METHODS = ("mebp", "mezo")
+T = TypeVar("T")
+SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
+_NO_SEARCH = Search()
 
 
-def by_method(text: str) -> dict[str, int]:
-    """The number that "500" or "mebp=500,mezo=4000" has for each method. Raises ValueError."""
-    if text.isdecimal():
-        return dict.fromkeys(METHODS, int(text))
+def by_method(text: str, read: Callable[[str], T]) -> dict[str, T]:
+    """What `read` makes of each method's part of "500" or "mebp=500,mezo=4000".
+
+    Raises:
+        ValueError: a part cannot be read, a method comes twice, or there is no such method.
+    """
+    if "=" not in text:
+        return dict.fromkeys(METHODS, read(text))
     pairs = [part.partition("=")[::2] for part in text.replace(" ", "").split(",")]
-    found = {name: int(number) for name, number in pairs}
+    found = {name: read(value) for name, value in pairs}
     if len(found) < len(pairs) or not set(found) <= set(METHODS):
-        raise ValueError(f"{text!r} names a method twice, or one of none of {METHODS}")
+        raise ValueError(f"{text!r} names a method twice, or none of {', '.join(METHODS)}")
     return found
 
 
-def _all_positive(text: str) -> bool:
+def _values(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(":")))
+
+
+def _all_fit(text: str, read: Callable[[str], Any], fits: Callable[[Any], bool]) -> bool:
     try:
-        return min(by_method(text).values()) >= 1
+        return all(map(fits, by_method(text, read).values()))
     except ValueError:
         return False
 
 
-_BY_METHOD = _Check(_all_positive, "1 or more for each method, such as 500 or mebp=500,mezo=4000")
-_GRID = _Check(
-    lambda values: bool(values) and all(a < b for a, b in pairwise((0, *values, math.inf))),
-    "numbers above 0, each larger than the one before it",
+_COUNTS = _Check(
+    lambda text: _all_fit(text, int, lambda count: count >= 1),
+    "1 or more for each method, such as 500 or mebp=500,mezo=4000",
+)
+_GRIDS = _Check(
+    lambda text: _all_fit(
+        text, _values, lambda values: all(a < b for a, b in pairwise((0, *values, math.inf)))
+    ),
+    "numbers above 0 for each method, each larger than the one before it, such as 1e-4:3e-4 or "
+    "mebp=1e-4:3e-4,mezo=1e-5",
 )
 _NAMES = _Check(
     lambda text: len({*text.split(",")} & {*METHODS}) == len(text.split(",")),
     f"some of {','.join(METHODS)}, each once",
 )
+
+
+def _searched(option: str) -> str:
+    """The values of SEARCHES for a training option, as they are typed."""
+    return ",".join(
+        f"{name}={':'.join(f'{value:g}' for value in search.values[option])}"
+        for name, search in SEARCHES.items()
+        if option in search.values
+    )
+
+
+_SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARCHES.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,41 +90,48 @@ class CompareConfig(_BundleConfig):
     data: str = _required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
     eval_data: str | None = _option(None, "held-out data (else valid of --data)", _FILLED)
     output: str = _option("compare", "directory of the comparison", _FILLED, aliases=("-o",))
-    methods: str = _option("mebp,mezo", "methods to compare", _NAMES)
+    methods: str = _option(",".join(METHODS), "methods to compare", _NAMES)
     steps: str | None = _option(
-        None, "steps of each method, at most: 500, or mebp=500,mezo=4000", _BY_METHOD
+        None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS
     )
     max_seconds: float = _option(
-        0.0, "training seconds of each method, at most (0: any)", _NOT_NEGATIVE
+        0.0, "most training seconds of each method (0: no limit)", _NOT_NEGATIVE
     )
     target_loss: float = _option(
         0.0, "held-out loss at which a method is done (0: none)", _NOT_NEGATIVE
     )
     batch_size: int = _option(1, "rows per step", _COUNT)
-    optimizer: str = _choice("adamw", "optimizer of mebp", "adamw", "sgd")
-    eval_every: str = _option("50", "steps between evaluations, as --steps", _BY_METHOD)
+    optimizer: str = _choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
+    queries: int = _option(1, "directions per step, of methods that perturb", _COUNT)
+    eval_every: str = _option("50", "steps between evaluations, written as --steps", _COUNTS)
     eval_rows: int = _option(0, "rows per evaluation (0: all; one if random)", _NOT_NEGATIVE)
     seed: int = _option(0, "seed of the order of rows and of the noise", _NOT_NEGATIVE)
-    mebp_learning_rates: tuple[float, ...] = _option(
-        (1e-4, 3e-4, 1e-3), "rates to try before mebp runs; one is taken as it is", _GRID
+    learning_rates: str = _option(
+        _searched("learning_rate"),
+        "rates that a sweep tries before a method runs; a single one is taken without a sweep; "
+        "methods that are not named keep their default",
+        _GRIDS,
     )
-    mezo_learning_rates: tuple[float, ...] = _option(
-        (1e-5, 3e-5, 1e-4), "rates to try before mezo runs; one is taken as it is", _GRID
+    epsilons: str = _option(
+        _searched("epsilon"), "sizes of a perturbation, each tried with each rate", _GRIDS
     )
-    mezo_epsilons: tuple[float, ...] = _option(
-        (1e-3,), "sizes of mezo's perturbation to try with each rate", _GRID
+    sweep_steps: str = _option(_SWEEP_STEPS, "steps of each trial, written as --steps", _COUNTS)
+    sweep_rows: int = _option(
+        0, "rows per evaluation of a trial (0: as --eval-rows)", _NOT_NEGATIVE
     )
-    mezo_queries: int = _option(1, "perturbations per step of mezo", _COUNT)
-    sweep_steps: str = _option("mebp=20,mezo=100", "steps of each try, as --steps", _BY_METHOD)
-    sweep_rows: int = _option(0, "rows per evaluation of a try (0: as --eval-rows)", _NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = [
             f"{name} is {text!r}; it must have a number for {method}"
-            for name in ("steps", "eval_every", "sweep_steps")
+            for name in ("steps", "eval_every")
             for method in self.method_names
-            if (text := getattr(self, name)) and method not in by_method(text)
+            if (text := getattr(self, name)) and method not in by_method(text, int)
+        ]
+        problems += [
+            f"learning_rates is {self.learning_rates!r}; it must have values for {method}"
+            for method in self.method_names
+            if "learning_rate" not in self.searched(method)
         ]
         if not (self.steps or self.max_seconds or self.target_loss):
             problems.append("nothing ends it: give steps, max_seconds or target_loss")
@@ -103,3 +141,28 @@ class CompareConfig(_BundleConfig):
     def method_names(self) -> tuple[str, ...]:
         """The methods to compare, in the order given."""
         return tuple(self.methods.split(","))
+
+    def searched(self, method: str) -> dict[str, tuple[float, ...]]:
+        """The values that the sweep of a method tries, by training option.
+
+        Values that name no method are for those that have the option in SEARCHES.
+        """
+        default = SEARCHES.get(method, _NO_SEARCH).values
+        found = {}
+        for option, field_name in SEARCHED.items():
+            text = getattr(self, field_name)
+            given = by_method(text, _values)
+            if option in default or (method in given and "=" in text):
+                found[option] = given.get(method, default.get(option, ()))
+        return found
+
+    def steps_of_trial(self, method: str) -> int:
+        """How many steps each trial of a method's sweep takes."""
+        default = SEARCHES.get(method, _NO_SEARCH).sweep_steps
+        return by_method(self.sweep_steps, int).get(method, default)
+
+    def most_steps(self, method: str) -> int | None:
+        """How many steps a method may take; None where only time ends its run."""
+        if self.steps is not None:
+            return by_method(self.steps, int)[method]
+        return None if self.max_seconds else SEARCHES.get(method, _NO_SEARCH).most_steps

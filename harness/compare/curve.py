@@ -1,8 +1,8 @@
-"""Steps to quality: what each method had spent when its held-out loss first reached a level.
+"""The learning curve of a run: each evaluation, with what training had cost until then.
 
-Invariant: nothing is interpolated. A level counts as reached at the first evaluation at or below
-it, with the steps, passes, seconds and peak that were spent by then; what no evaluation of a
-method shows is not reached.
+Invariant: nothing is interpolated. A loss counts as reached at the first evaluation at or below
+it, with the steps, passes, seconds and peak memory until then; a loss that no evaluation shows is
+not reached.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the way from the baseline to the goal
 COLUMNS = ("step", "loss", "seconds", "footprint_bytes")
 
 
 @dataclass(frozen=True)
 class Point:
-    """An evaluation, and all that training had spent by then."""
+    """An evaluation, and what training had cost until then."""
 
     step: int
     loss: float
@@ -33,16 +32,8 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Level:
-    """A held-out loss, and what it stands for."""
-
-    loss: float
-    meaning: str
-
-
-@dataclass(frozen=True)
 class Curve:
-    """A method's evaluations by step, and what each of its steps measured, as columns."""
+    """A run's evaluations in the order of steps, and what each step measured, as columns."""
 
     points: tuple[Point, ...]
     columns: Mapping[str, Sequence[float]]
@@ -59,7 +50,7 @@ class Curve:
         return next((point for point in self.points if point.loss <= level), None)
 
     def to_json(self) -> dict[str, Any]:
-        """What `compare.json` keeps of it."""
+        """The curve as `compare.json` holds it."""
         return {
             "points": [asdict(point) for point in self.points],
             "steps": dict(self.columns),
@@ -79,10 +70,13 @@ def read_curve(run: Path) -> Curve:
 def make_curve(
     entries: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Mapping[str, Any]]
 ) -> Curve:
-    """The curve of a run's steps and its evaluations ("before", "after", or after which step)."""
+    """The curve of a run.
+
+    entries: the lines of metrics.jsonl.  evaluations: by "before", "after" or the step's number.
+    """
     seconds = [0.0, *accumulate(entry["seconds"] for entry in entries)]
     passes = [0, *accumulate(entry["forward_passes"] for entry in entries)]
-    # a resumed run is another process; its peak starts anew
+    # a resumed run is another process, whose peak starts at zero
     peaks = [0, *accumulate((entry["peak_footprint_bytes"] for entry in entries), max)]
     points: dict[int, Point] = {}
     dropped = 0
@@ -90,7 +84,7 @@ def make_curve(
         step = {"before": 0, "after": len(entries)}.get(when)
         step = int(when) if step is None else step
         if step > len(entries):
-            continue  # of a step that is lost, and was to be run again
+            continue  # the run was interrupted before this step was saved
         if not math.isfinite(found["loss"]):
             dropped += 1
             continue
@@ -109,23 +103,3 @@ def make_curve(
         peak_bytes=peaks[-1],
         dropped=dropped,
     )
-
-
-def ladder(baseline: float, curves: Mapping[str, Curve], target: float = 0.0) -> list[Level]:
-    """Levels between the loss before training and the goal, and each method's best, downwards.
-
-    The goal is `target` where it is given and lies below the baseline, else the best loss that
-    any method reached; there are no levels where nothing fell below the baseline.
-    """
-    bests = {name: curve.best.loss for name, curve in curves.items() if curve.points}
-    goal = target or min(bests.values(), default=baseline)
-    meanings: dict[float, list[str]] = {}
-    if goal < baseline:
-        for share in SHARES:
-            loss = goal if share == 1 else baseline - share * (baseline - goal)
-            name = "the target" if target and share == 1 else f"{share:.0%} of the way"
-            meanings.setdefault(loss, []).append(name)
-    for name, best in bests.items():
-        if best < baseline:
-            meanings.setdefault(best, []).append(f"best of {name}")
-    return [Level(loss, ", ".join(meanings[loss])) for loss in sorted(meanings, reverse=True)]

@@ -1,0 +1,83 @@
+"""A comparison's report: as text, as one page of HTML, and the files of both with the plots.
+
+Invariant: the text and the page show the same cells, all drawn from `compare.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.compare.plots import draw
+from harness.compare.tables import tables
+from harness.report.figure import Picture
+from harness.report.page import bullets, page, paragraph, picture
+from harness.report.table import Table
+from ondevice.files import write_atomic
+
+
+def write_report(report: Mapping[str, Any], place: Path) -> None:
+    """Write `compare.json`, `compare.txt`, `compare.html` and the plots."""
+    pictures = draw(report)
+    for name, (_, png) in pictures.items():
+        write_atomic(place / name, png)
+    write_atomic(place / "compare.txt", (to_text(report) + "\n").encode())
+    write_atomic(place / "compare.html", to_html(report, pictures).encode())
+    write_atomic(place / "compare.json", (json.dumps(report, allow_nan=False) + "\n").encode())
+
+
+def to_text(report: Mapping[str, Any]) -> str:
+    """The verdict, all tables and notes."""
+    parts = [_heading(report), report["verdict"], *(table.text() for table in tables(report))]
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in report["notes"])])
+
+
+def to_html(report: Mapping[str, Any], pictures: Mapping[str, Picture]) -> str:
+    """The page; `pictures` are captions and PNG bytes by file name."""
+    levels, *others = (table.html() for table in tables(report))
+    facts = [("setting", "value"), *((key, _shown(value)) for key, value in _facts(report).items())]
+    parts = [
+        paragraph(_heading(report)),
+        paragraph(report["verdict"]),
+        levels,
+        bullets("Notes", report["notes"]),
+        *(picture(caption, png) for caption, png in pictures.values()),
+        *others,
+        Table("Settings", facts, left=2).html(),
+    ]
+    return page(_title(report), parts)
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    settings = report["settings"]
+    methods = " and ".join(report["methods"])
+    return f"{methods} on {settings['bundle']}, budget {settings['budget']}"
+
+
+def _heading(report: Mapping[str, Any]) -> str:
+    settings, machine = report["settings"], report["machine"]
+    held_out = settings["eval_data"] or f"valid of {settings['data']}"
+    rows = f"{settings['batch_size']} row{'s' * (settings['batch_size'] != 1)}"
+    return (
+        f"{_title(report)}: {settings['data']}, {rows} of up to {settings['max_seq_length']} "
+        f"tokens a step, held out {held_out}; before training loss "
+        f"{report['baseline']['loss']:.4f}, accuracy {report['baseline']['accuracy']:.2%}; "
+        f"{machine['machine']}, {machine['cores']} cores, MLX {machine['mlx']}"
+    )
+
+
+def _facts(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **report["settings"],
+        **report["machine"],
+        "ondevice": report["version"],
+        "commit": report["commit"],
+    }
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,48 @@
+"""A page of HTML that needs no other file: pictures are inside it, every text is escaped."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+
+STYLE = """
+body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif;
+       color: #1b1b1b; background: #fff; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.92rem; }
+th, td { padding: 0.25rem 0.9rem 0.25rem 0; text-align: right; border-bottom: 1px solid #ddd; }
+th { border-bottom: 1px solid #888; font-weight: 600; vertical-align: bottom; }
+th.left, td.left { text-align: left; }
+img { max-width: 100%; height: auto; }
+li { margin: 0.3rem 0; }
+"""
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A page of `parts`, which are HTML, below its title, which is text."""
+    name = escape(title)
+    body = "\n".join(parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{name}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{name}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def bullets(title: str, texts: Sequence[str]) -> str:
+    """A list under a heading."""
+    items = "\n".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f"<h2>{escape(title)}</h2>\n<ul>\n{items}\n</ul>"
+
+
+def picture(caption: str, png: bytes) -> str:
+    """A picture under its caption."""
+    name, data = escape(caption), base64.b64encode(png).decode()
+    return f'<h2>{name}</h2>\n<img alt="{name}" src="data:image/png;base64,{data}">'
