@@ -16,9 +16,10 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from runtime.system.backend import prepare
 
@@ -29,13 +30,14 @@ prepare(keep_heap="buffer-reuse" not in sys.argv)
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
 from ondevice.config.plan import PlanConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
-from runtime.data.rows import RandomRows, row_index  # noqa: E402
+from runtime.data.rows import RANDOM_ROWS, RandomRows, row_index  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.mezo import MeZO  # noqa: E402
 from runtime.methods.noise import Noise  # noqa: E402
 from runtime.methods.protocol import Row  # noqa: E402
-from runtime.run.evaluate import RANDOM_ROWS, check_budget  # noqa: E402
-from runtime.run.open import open_checked, open_session, plan_of  # noqa: E402
+from runtime.run.budget import check_budget  # noqa: E402
+from runtime.run.open import open_checked, open_session  # noqa: E402
+from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.activations import Activations  # noqa: E402
 from runtime.system.footprint import Meter  # noqa: E402
 
@@ -50,11 +52,11 @@ def ablate(
     """Train for `steps`; what every step took, the peaks, the losses, and what was cached."""
     with Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle)
-        plan = plan_of(config, bundle)
+        plan = plan_training(config, bundle)
         session = open_session(bundle, replace(plan, prefetch=without != "prefetch"))
         manifest = bundle.manifest
         method = MeZO(
-            session.program,
+            session.model,
             Adapters.initial(manifest, seed),
             Activations(scratch, 1, 2, (1, plan.bucket, manifest.hidden_size)),
             Noise(seed),

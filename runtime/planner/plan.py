@@ -139,11 +139,14 @@ def choose_bucket(manifest: Manifest, length: int) -> int:
 
 
 class Planner:
-    """Plans for one manifest and machine; lowered models are made once for each bucket and size."""
+    """Plans for one manifest and machine.
+
+    The last lowered model is kept, and only that: the planner's own memory counts, too.
+    """
 
     def __init__(self, manifest: Manifest, machine: Machine) -> None:
         self.manifest, self.machine = manifest, machine
-        self._lowered: dict[tuple[int, Sizes], LoweredModel] = {}
+        self._lowered: tuple[tuple[int, Sizes], LoweredModel] | None = None
 
     def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
         """The most generous plan that fits.
@@ -235,9 +238,10 @@ class Planner:
     def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
         """What is alive under some sizes."""
         key = (request.bucket, sizes)
-        if key not in self._lowered:
-            self._lowered[key] = lower(self.manifest, *key, self.machine.packed)
-        return PeakModel(self.manifest, self._lowered[key], demand, request.adapter_dtype)
+        if self._lowered is None or self._lowered[0] != key:
+            self._lowered = None
+            self._lowered = (key, lower(self.manifest, *key, self.machine.packed))
+        return PeakModel(self.manifest, self._lowered[1], demand, request.adapter_dtype)
 
     def _process_bytes(self, request: Request, model: PeakModel) -> int:
         """The process with its BLAS, the graphs that it opens and the prefetch thread."""

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
-from ondevice.config.evaluate import EvalConfig
 from ondevice.config.shared import StepConfig
 from ondevice.errors import BudgetError
 from ondevice.units import format_bytes
@@ -46,11 +45,23 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
     return Wanted(request, method(config.method).demand(config), config.budget_bytes)
 
 
-def evaluation(config: EvalConfig, manifest: Manifest) -> Wanted:
-    """What evaluating as configured needs; raises as `training`."""
-    bucket = choose_bucket(manifest, config.max_seq_length)
-    request = Request(bucket, adapter_dtype=config.adapter_dtype)
-    return Wanted(request, EVALUATION, config.budget_bytes)
+def plan_evaluation(
+    bundle: Bundle,
+    budget_bytes: int,
+    length: int,
+    arithmetic: str = "auto",
+    adapter_dtype: str = "float32",
+) -> Plan:
+    """The plan for forward passes over rows of `length` tokens on this machine.
+
+    Raises:
+        BudgetError: nothing fits.
+        UsageError: rows are longer than the bundle has graphs for.
+    """
+    manifest = bundle.manifest
+    request = Request(choose_bucket(manifest, length), adapter_dtype=adapter_dtype)
+    wanted = Wanted(request, EVALUATION, budget_bytes)
+    return make_plan(manifest, machine_for(bundle, arithmetic), wanted)
 
 
 def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:

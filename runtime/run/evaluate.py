@@ -19,7 +19,7 @@ from runtime.engine.kernels.head import HeadResult
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row, StepLoss
-from runtime.run.budget import check_budget, evaluation, machine_for, make_plan
+from runtime.run.budget import check_budget, plan_evaluation
 from runtime.run.events import Events
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.signals import Stop
@@ -113,13 +113,14 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
         manifest = bundle.manifest
-        machine = machine_for(bundle, config.arithmetic)
-        plan = make_plan(manifest, machine, evaluation(config, manifest))
+        length = config.max_seq_length
+        plan = plan_evaluation(
+            bundle, config.budget_bytes, length, config.arithmetic, config.adapter_dtype
+        )
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
         file = scratch / "eval.tokens"
-        length, vocab_size = config.max_seq_length, manifest.vocab_size
-        rows = open_rows(bundle.path, vocab_size, config.data, "valid", length, file)
+        rows = open_rows(bundle.path, manifest.vocab_size, config.data, "valid", length, file)
         session = open_session(bundle, plan)
         adapters = _adapters_for_eval(bundle, config.adapter).in_dtype(config.adapter_dtype)
         result = evaluate_rows(

@@ -14,8 +14,7 @@ import numpy as np
 from ondevice.errors import UsageError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
-from runtime.planner.plan import Request, choose_bucket
-from runtime.run.budget import EVALUATION, Wanted, machine_for, make_plan
+from runtime.run.budget import plan_evaluation
 from runtime.run.open import open_checked, open_session
 
 BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
@@ -77,9 +76,7 @@ def generate(
     if len(tokens) >= longest:
         raise UsageError(f"the prompt has {len(tokens)} tokens; the bundle's longest is {longest}")
     length = min(longest, len(tokens) + max_tokens)
-    manifest = bundle.manifest
-    wanted = Wanted(Request(choose_bucket(manifest, length)), EVALUATION, BUDGET_BYTES)
-    plan = make_plan(manifest, machine_for(bundle, "auto"), wanted)
+    plan = plan_evaluation(bundle, BUDGET_BYTES, length)
     session = open_session(bundle, plan)
     if adapter is None:
         adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
