@@ -34,7 +34,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     Raises:
         OnDeviceError: of the kind that says what is wrong; a refused run leaves nothing behind.
     """
-    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with _meter(config) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         meter.aim(plan.predicted_peak_bytes)
@@ -80,7 +80,7 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
     given = {} if budget is None else {"budget": budget}
     config = replace(load(TrainConfig, path / CONFIG, given), output=str(path))
-    with folder.locked(), Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with folder.locked(), _meter(config) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_of(config, bundle)
         events.plan(plan)
@@ -151,6 +151,12 @@ def _assemble(
         meter,
         done=step,
         first=step,
+    )
+
+
+def _meter(config: TrainConfig) -> Meter:
+    return Meter(
+        budget_bytes=config.budget_bytes, relieve=trim_heap if config.heap_relief else None
     )
 
 
