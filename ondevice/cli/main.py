@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_command(words[0])
         arguments, unknown = parser.parse_known_args(words)
-        if unknown or "handler" not in arguments:  # there is none beside options alone
+        if unknown or "handler" not in arguments:  # options without a command have none
             raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
         arguments.handler(arguments)
     except OnDeviceError as problem:

@@ -70,7 +70,7 @@ class StepConfig(BundleConfig):
 
     method: str = choice(
         "mebp",
-        "exact gradients (mebp), or estimates from forward passes alone (mezo)",
+        "exact gradients (mebp), or estimates from forward passes only (mezo)",
         *METHODS,
         group=Group.TRAINING,
     )

@@ -87,7 +87,7 @@ class TrainConfig(StepConfig):
     )
     save_every: int = option(
         50,
-        "steps between saved states, from which --resume goes on; 0 for the last alone",
+        "steps between saved states, from which --resume goes on; 0 to save only at the end",
         NOT_NEGATIVE,
         Group.STOPPING,
     )
