@@ -72,7 +72,7 @@ class HFCheckpoint(Checkpoint):
         layout = self._quantized.get(name)
         if layout is None:
             file, stored = self._homes[name]
-            return file.float_rows(stored, start, stop).astype(np.float32, copy=False)
+            return file.rows(stored, start, stop).astype(np.float32, copy=False)
         packed, scales, biases = self.packed_rows(name, start, stop)
         groups = unpack(packed, layout.bits).reshape(stop - start, -1, layout.group_size)
         wide = groups * scales.astype(np.float32)[:, :, None]
@@ -87,18 +87,14 @@ class HFCheckpoint(Checkpoint):
         self._check_rows(name, start, stop)
         if name not in self._quantized:
             return super().packed_rows(name, start, stop)
-        file, stored = self._homes[name]
-        weight = file.raw_rows(stored, start, stop).view("<u4").reshape(stop - start, -1)
-        base = name.removesuffix("weight")
-        (s_file, s_name), (b_file, b_name) = (
-            self._homes[base + "scales"],
-            self._homes[base + "biases"],
+        weight, scales, biases = (
+            file.rows(stored, start, stop)
+            for file, stored in (
+                self._homes[name.removesuffix("weight") + part]
+                for part in ("weight", "scales", "biases")
+            )
         )
-        return (
-            weight,
-            s_file.float_rows(s_name, start, stop),
-            b_file.float_rows(b_name, start, stop),
-        )
+        return weight, scales, biases
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return load_hf_tokenizer_files(self._folder)
