@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from export.sources.families import build_model
-from export.sources.gguf import ARCHITECTURES, llama3_factors
-from export.sources.open import PRESETS, Checkpoint, open_checkpoint
+from export.sources.gguf_config import ARCHITECTURES, llama3_factors
+from export.sources.open import open_checkpoint
+from export.sources.random import PRESETS
+from export.sources.source import Checkpoint
 from ondevice.errors import BundleError
 
 Arrays = dict[str, np.ndarray]
