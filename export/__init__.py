@@ -1,1 +1,1 @@
-"""Checkpoint to bundle: the only package that knows foreign formats and model classes."""
+"""From a checkpoint to a bundle: the only package that knows foreign formats and models."""

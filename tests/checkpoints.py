@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from export.sources.open import Checkpoint, open_checkpoint
+from export.sources.open import open_checkpoint
+from export.sources.source import Checkpoint
 
 Arrays = dict[str, np.ndarray]
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from export.sources.families import build_model
-from export.sources.gguf import ARCHITECTURES, llama3_factors
-from export.sources.open import PRESETS, Checkpoint, open_checkpoint
+from export.sources.gguf_config import ARCHITECTURES, llama3_factors
+from export.sources.open import open_checkpoint
+from export.sources.random import PRESETS
+from export.sources.source import Checkpoint
 from ondevice.errors import BundleError
 
 Arrays = dict[str, np.ndarray]
@@ -165,6 +167,11 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content[:size])
         with pytest.raises(BundleError, match=message):
             open_checkpoint(str(path))
+    norm = b"output_norm.weight"  # its name, dimensions, their sizes, type, and offset
+    start = content.index(norm) + len(norm) + 4 + 8 + 4
+    path.write_bytes(content[:start] + bytes(8) + content[start + 8 :])
+    with pytest.raises(BundleError, match=r"starts at byte \d+, inside .*, which ends at \d+"):
+        open_checkpoint(str(path))
     path.write_bytes(b"GGUX" + content[4:])
     with pytest.raises(BundleError, match="not a little-endian GGUF"):
         open_checkpoint(str(path))

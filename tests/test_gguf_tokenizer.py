@@ -184,12 +184,15 @@ def test_byte_level_texts_come_back(pre: str) -> None:
         ({"tokenizer.ggml.scores": None}, "score for each"),
         ({"tokenizer.ggml.token_type": [1]}, "275 tokens with 1 token types"),
         ({"tokenizer.ggml.tokens": []}, "0 tokens"),
-        ({"tokenizer.ggml.bos_token_id": 10**6}, "bos token is 1000000"),
+        (
+            {"tokenizer.ggml.bos_token_id": 10**6},
+            "bos token is number 1000000, but there are only 275",
+        ),
         ({"tokenizer.ggml.bos_token_id": "two"}, "cannot be converted"),
         ({"tokenizer.ggml.tokens": [1] * 275}, "cannot be converted"),
         ({"tokenizer.ggml.model": "gpt2"}, "needs tokenizer.ggml.merges"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "odd"}, "'odd' is not supported"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["x y"]}, "'x y' is not"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["x y"]}, "'x y' has parts"),
     ],
 )
 def test_bad_vocabularies_are_refused(change: dict[str, Any], message: str) -> None:

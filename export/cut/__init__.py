@@ -1,1 +1,1 @@
-"""Cutting mlx-lm's models into programs of operations and elementwise graphs."""
+"""Cutting a model of mlx-lm into programs of operations and elementwise graphs."""

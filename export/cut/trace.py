@@ -1,7 +1,7 @@
-"""Tracing functions into graphs: what they depend on, what they need, and their serialized form.
+"""Tracing a function with MLX: what its results depend on, and its graph as a file.
 
-Every function here is a plain positional function over float32 arrays. Graphs are traced with
-compilation disabled, so that helpers which mlx-lm compiles are inlined as primitives.
+A function takes float32 arrays by position and returns a list of them. It is traced with
+compilation disabled, so that helpers that mlx-lm compiles become primitives of the graph.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from typing import Any
 
 import mlx.core as mx
 
+from export.cut.workspace import workspace_bytes
+
 Function = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced graph: per output the positions of the inputs it depends on, and a signature.
+    """What a trace tells about a function, of each output in order.
 
-    `passes[i]` is the input that output i is, untouched, or None; `same[i]` the first output that
-    is the same array as output i, or None. `signature` is equal for equal computations (primitives,
-    arguments, shapes, constants), whatever names the tracer gave.
-    `workspace_bytes` is the peak of what is alive when MLX evaluates the graph, less its outputs.
+    Attributes:
+        depends: the positions of the inputs that the output depends on.
+        passes: the position of the input that the output is, untouched; or None.
+        same: the position of the first output that is the same array; None where it is the first.
+        output_shapes: the output's shape.
+        signature: equal for equal computations: primitives, arguments, shapes and constants.
+        workspace_bytes: the peak of what MLX allocates to evaluate the graph, less its outputs.
     """
 
     depends: tuple[frozenset[int], ...]
@@ -39,12 +44,12 @@ class Trace:
 
 @contextmanager
 def _tracing(differentiated: bool) -> Iterator[None]:
-    """Inline what mlx-lm compiles, and on a CPU keep sigmoid and tanh off MLX's scalar path.
+    """Turn off compilation and, for a CPU, replace MLX's sigmoid and tanh by faster ones.
 
     MLX's CPU backend computes exp, sigmoid and tanh one value at a time; its `power` is three to
-    four times as fast, but not its vjp, which takes the logarithm of every base. Where the function
-    is differentiated the derivative is spelled out: s + (x - stop(x)) s' has the value s and the
-    gradient s'.
+    four times as fast, but its vjp is not: it takes the logarithm of every base. So where the
+    function is differentiated, the derivative s' is written out: s + (x - stop(x)) s' has the value
+    s and the gradient s'.
     """
     replaced: dict[str, Callable[[mx.array], mx.array]] = {}
     if mx.default_device() != mx.Device(mx.gpu):
@@ -94,9 +99,9 @@ def _record(
 
 
 def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool = False) -> Trace:
-    """Trace `function` at the shapes of `inputs` without evaluating it.
+    """Trace `function` at the shapes of `inputs`, without evaluating it.
 
-    `differentiated` says that it calls `mx.vjp` itself.
+    `differentiated` says whether the function calls `mx.vjp`.
     """
     number: dict[str, int] = {}
     arguments: set[str] = set()
@@ -139,7 +144,7 @@ def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool =
         same=tuple(_first_same([name for name, _, _ in outputs])),
         output_shapes=tuple(tuple(shape) for _, shape, _ in outputs),
         signature=digest.hexdigest(),
-        workspace_bytes=_workspace(primitives, [name for name, _, _ in outputs]),
+        workspace_bytes=workspace_bytes(primitives, [name for name, _, _ in outputs]),
     )
 
 
@@ -149,102 +154,9 @@ def _first_same(names: list[str]) -> Iterator[int | None]:
         yield first if first < index else None
 
 
-VIEWS = {
-    "StopGradient",
-    "Broadcast",
-    "Reshape",
-    "Transpose",
-    "Squeeze",
-    "ExpandDims",
-    "Flatten",
-    "Unflatten",
-}
-
-
-# whose result takes the place of an operand of its size that nothing else reads
-ELEMENTWISE = {
-    "Abs",
-    "Add",
-    "Cos",
-    "Divide",
-    "Exp",
-    "Log",
-    "Maximum",
-    "Minimum",
-    "Multiply",
-    "Negative",
-    "Power",
-    "Rsqrt",
-    "Select",
-    "Sigmoid",
-    "Sin",
-    "Sqrt",
-    "Square",
-    "Subtract",
-    "Tanh",
-}
-
-
-RUN_AHEAD = 2  # operations that MLX has allocated for before it gives back what one was done with
-
-
-def _as_evaluated(primitives: list[dict[str, Any]], outputs: list[str]) -> list[dict[str, Any]]:
-    """In MLX's order: depth first from the outputs, an operation's operands from the first."""
-    maker = {name: index for index, one in enumerate(primitives) for name, _, _ in one["outputs"]}
-    order: dict[int, None] = {}
-    stack = [(maker[name], False) for name in reversed(outputs) if name in maker]
-    while stack:
-        index, ready = stack.pop()
-        if ready:
-            order[index] = None
-        elif index not in order:
-            stack.append((index, True))
-            sources = reversed([name for name, _, _ in primitives[index]["inputs"]])
-            stack += [(maker[name], False) for name in sources if name in maker]
-    return [primitives[index] for index in order]
-
-
-def _workspace(primitives: list[dict[str, Any]], outputs: list[str]) -> int:
-    """Peak bytes beside the outputs; what primitives make dies at its last use.
-
-    MLX gives the place of an operand that dies to the result of its size.
-    """
-    primitives = _as_evaluated(primitives, outputs)
-    owner: dict[str, str] = {}
-    last: dict[str, int] = {}
-    for index, primitive in enumerate(primitives):
-        sources = [owner.get(name, name) for name, _, _ in primitive["inputs"]]
-        last.update(dict.fromkeys(sources, index))
-        if primitive["name"] in VIEWS:
-            owner.update((name, sources[0]) for name, _, _ in primitive["outputs"])
-    last.update((owner.get(name, name), len(primitives)) for name in outputs)
-    alive: dict[str, int] = {}
-    going: list[list[str]] = [[] for _ in range(RUN_AHEAD)]
-    peak = 0
-    for index, primitive in enumerate(primitives):
-        read = {owner.get(name, name) for name, _, _ in primitive["inputs"]} & set(alive)
-        dying = [name for name in sorted(read) if last[name] == index]
-        made = {name: math.prod(shape) * dtype.size for name, shape, dtype in primitive["outputs"]}
-        if primitive["name"] in VIEWS:
-            made = {}
-        if primitive["name"] in ELEMENTWISE:
-            (size,) = made.values()
-            taken = next((name for name in dying if alive[name] == size), None)
-            if taken is not None:
-                dying.remove(taken)
-                del alive[taken]
-        alive.update(made)
-        peak = max(peak, sum(alive.values()))
-        going.append([*dying, *(name for name in made if name not in last)])
-        for name in going.pop(0):
-            del alive[name]
-    rest = {name for names in going for name in names}
-    return max(0, peak - sum(size for name, size in alive.items() if name not in rest))
-
-
 def serialize(
     path: Path, function: Function, inputs: Sequence[mx.array], differentiated: bool = False
 ) -> None:
-    """Write `function` at the shapes of `inputs` as an MLX exported function."""
+    """Write `function`, at the shapes of `inputs`, to a file that `mx.import_function` reads."""
     with _tracing(differentiated):
         mx.export_function(str(path), function, *inputs)

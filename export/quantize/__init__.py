@@ -1,1 +1,1 @@
-"""Quantizing frozen weights."""
+"""Quantizing the weights that training does not change."""

@@ -1,9 +1,10 @@
-"""Symmetric integer quantization per group, with the scale searched for least squared error.
+"""Symmetric integer quantization by groups, with a search for the scale of least squared error.
 
-For a group w the best scale for given integers q is s = <w, q> / <q, q>, and leaves the error
-|w|^2 - <w, q>^2 / <q, q>; so each candidate scale is judged by <w, q>^2 / <q, q> alone. Candidates
-map the largest magnitude near the negative end of the integers, which reach one further
-(-8..7): s may be negative. Two rounds of least squares follow the search.
+For a group w and given integers q the best scale is s = <w, q> / <q, q>; it leaves the error
+|w|^2 - <w, q>^2 / <q, q>, so the scale to choose is the one whose q has the largest gain
+<w, q>^2 / <q, q>. Each candidate scale maps the value of largest magnitude near the negative end of
+the integers, which reach one further there (-8..7); s may be negative. Two rounds of least squares,
+from s to q and back, follow the search.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
-CHUNK_VALUES = 1 << 16  # the search's working set stays in a core's cache
+CHUNK_VALUES = 1 << 16  # searched at once: so many fit a core's cache
+# candidates, by bits: by how much the largest value lies beyond the integers' negative end
 STRETCH = {4: np.linspace(-0.15, 0.45, 19), 8: np.linspace(-0.01, 0.03, 5)}
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Rows of a packed matrix: packed (R, C*bits/32), scales (R, C/group), float32 sums of the
-    squared values, of the squared errors, and the largest error."""
+    """Quantized rows, and what quantizing did to them.
+
+    packed: (R, C * bits / 32).  scales: (R, C / group_size).  square_sum, error_sum: of the squares
+    of the values and of the errors.  error_max: the largest error's magnitude.
+    """
 
     packed: npt.NDArray[np.uint32]
     scales: npt.NDArray[np.float16]
@@ -32,9 +37,10 @@ class Quantized:
 
 
 def quantize_rows(w: F32, bits: int, group_size: int, threads: int = 2) -> Quantized:
-    """Quantize rows (R, C) of finite float32 values; C must be a multiple of `group_size`.
+    """Quantize rows (R, C) of finite values; `group_size` must divide C.
 
-    Returns values in MLX's layout: w ~ scale * (q - 2**(bits-1)), q unsigned.
+    Returns MLX's layout: w is about scale * (q - 2**(bits - 1)), with q unsigned. A scale that is
+    too large for float16 is infinite.
     """
     rows, columns = w.shape
     groups = np.ascontiguousarray(w).reshape(-1, group_size)
@@ -44,7 +50,7 @@ def quantize_rows(w: F32, bits: int, group_size: int, threads: int = 2) -> Quant
     scales = np.empty(len(groups), np.float16)
 
     def work(start: int) -> tuple[float, float, float]:
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for infinite scales
+        with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
             return quantize(start)
 
     def quantize(start: int) -> tuple[float, float, float]:
@@ -69,7 +75,7 @@ def quantize_rows(w: F32, bits: int, group_size: int, threads: int = 2) -> Quant
 
 
 def _search(w: F32, bits: int) -> tuple[F32, npt.NDArray[np.float16]]:
-    """Integers (G, group) as float32 and scales (G,) of least squared error."""
+    """The integers (G, group_size), as float32, and scales (G,) of least squared error."""
     low, high = -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1
     peak = np.take_along_axis(w, np.abs(w).argmax(axis=1)[:, None], axis=1)[:, 0]
     safe = np.where(peak == 0, np.float32(1), peak)
@@ -77,7 +83,7 @@ def _search(w: F32, bits: int) -> tuple[F32, npt.NDArray[np.float16]]:
     best_scale = np.zeros(len(w), np.float32)
     q = np.empty_like(w)
 
-    def judge(inverse: F32) -> None:
+    def try_scales(inverse: F32) -> None:
         np.multiply(w, inverse[:, None], out=q)
         np.rint(q, out=q)
         np.clip(q, low, high, out=q)
@@ -89,10 +95,10 @@ def _search(w: F32, bits: int) -> tuple[F32, npt.NDArray[np.float16]]:
         best_scale[better] = (along / square)[better]
 
     for stretch in STRETCH[bits]:
-        judge((np.float32(low * (1 + stretch)) / safe).astype(np.float32))
+        try_scales((np.float32(low * (1 + stretch)) / safe).astype(np.float32))
     for _ in range(2):
-        judge(np.divide(1, best_scale, out=np.zeros_like(best_scale), where=best_scale != 0))
-    best_scale[best_gain < 0] = np.inf  # too large to be judged
+        try_scales(np.divide(1, best_scale, out=np.zeros_like(best_scale), where=best_scale != 0))
+    best_scale[best_gain < 0] = np.inf  # the gain is not a number: too large
     scales = best_scale.astype(np.float16)
     exact = scales.astype(np.float32)
     inverse = np.divide(1, exact, out=np.zeros_like(exact), where=exact != 0)
@@ -103,7 +109,7 @@ def _search(w: F32, bits: int) -> tuple[F32, npt.NDArray[np.float16]]:
 
 
 def _pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
-    """Unsigned codes (R, C) to words (R, C*bits/32), lowest bits first, little-endian."""
+    """Unsigned integers (R, C) in words (R, C * bits / 32), the first in the lowest bits."""
     if bits == 4:
         codes = (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
     return np.ascontiguousarray(codes).view("<u4")

@@ -1,7 +1,7 @@
-"""Families as data: which architectures are supported and how their configurations are spelled.
+"""The architectures that can be exported, and their configurations as mlx-lm spells them.
 
-Invariant: a configuration that leaves here is one that mlx-lm's ModelArgs reads as the original
-library would; a setting that mlx-lm would silently ignore is refused by name.
+Invariant: mlx-lm understands a configuration that leaves here as the original library understands
+the one that came in; a setting that mlx-lm would silently ignore is refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODEL_TYPES = {
     "gemma3_text": "gemma3_text",
 }
 
-# the weight at which a norm does nothing: Gemma multiplies by 1 + w
+# the weight with which a norm scales by 1: Gemma multiplies by 1 + w
 NORM_NEUTRAL = {"qwen2": 1.0, "qwen3": 1.0, "llama": 1.0, "gemma3_text": 0.0}
 
 # settings for which the model classes know only these values (None: absent)
@@ -41,19 +41,20 @@ _MAX_LAYERS = 1024
 
 
 def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
-    """The configuration of the language model in the spelling of mlx-lm's ModelArgs.
+    """The language model's configuration, as mlx-lm's ModelArgs spells it.
 
-    raw: a Hugging Face config.json, of any age.  has_lm_head: whether the source holds an output
-    matrix; it decides about tying for Gemma, and where the configuration does not say.
-    The result's "model_type" is the family. Raises BundleError for what is not supported.
+    Args:
+        raw: what a Hugging Face config.json holds, of any version of transformers.
+        where: the file, for messages.
+        has_lm_head: whether the source holds an output matrix. It says whether Gemma's embedding is
+            tied, and that of other families where the configuration does not.
+
+    Returns the configuration; its "model_type" is the family. Raises BundleError for an
+    architecture or a setting that is not supported.
     """
     try:
         return _normalise(raw, where, has_lm_head)
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as e:  # a value of another type than it has to be
+    except (TypeError, ValueError, AttributeError) as e:  # a value of an unexpected type
         raise BundleError(f"{where}: the configuration cannot be understood: {e}") from e
 
 
@@ -69,13 +70,19 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
     config["model_type"] = family
     for key, allowed in _FIXED[family].items():
         if config.get(key) not in allowed:
-            raise BundleError(f"{where}: {key} = {config[key]!r} is not supported for {family}")
+            raise BundleError(
+                f"{where}: {key} = {config[key]!r} is not supported for {family}; supported is "
+                f"{' or '.join(repr(value) for value in allowed if value is not None) or 'none'}"
+            )
     for key in _SIZES:
         value = config.get(key)
         if not isinstance(value, int) or value < 1:
             raise BundleError(f"{where}: {key} must be a positive integer, is {value!r}")
     if config["num_hidden_layers"] > _MAX_LAYERS:
-        raise BundleError(f"{where}: num_hidden_layers {config['num_hidden_layers']} is absurd")
+        raise BundleError(
+            f"{where}: num_hidden_layers is {config['num_hidden_layers']}; at most {_MAX_LAYERS} "
+            "are supported"
+        )
     if family == "gemma3_text":
         _gemma_windows(config, where)
         config["tie_word_embeddings"] = not has_lm_head
@@ -88,20 +95,20 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
-    """mlx-lm's own model for a normalised configuration, with lazy random parameters.
+    """mlx-lm's own model for a normalised configuration, with random parameters.
 
-    Nothing is evaluated, so it costs no memory until a parameter is used. Raises BundleError when
-    the model class cannot be built from the configuration.
+    They are lazy: one takes memory only when it is evaluated. Raises BundleError where the model
+    class cannot be built from the configuration.
     """
     try:
         module = importlib.import_module(f"mlx_lm.models.{family}")
-    except ImportError:
-        raise BundleError(f"{where}: mlx-lm knows no architecture {family!r:.40}") from None
+    except ImportError as e:  # there is none of this name, or a package that it needs is missing
+        raise BundleError(f"{where}: mlx-lm cannot load architecture {family!r:.40}: {e}") from e
     try:
         model = module.Model(module.ModelArgs.from_dict(config))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
         raise BundleError(f"{where}: {family} cannot be built from this configuration: {e}") from e
-    # sanitize is where mlx-lm drops the output matrix of tied models
+    # mlx-lm drops the output matrix of tied models in sanitize
     model.sanitize({} if config.get("tie_word_embeddings", True) else {"lm_head.weight": None})
     return model
 
@@ -109,7 +116,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
 def expected_shapes(
     family: str, config: dict[str, Any], where: str = "config"
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all parameters that the model class has; nothing is evaluated."""
+    """Shapes of all parameters of the model class, by name; nothing is evaluated."""
     from mlx.utils import tree_flatten
 
     parameters = tree_flatten(build_model(family, config, where).parameters())
@@ -128,21 +135,21 @@ def _text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _gemma_windows(config: dict[str, Any], where: str) -> None:
-    """Put the period of the global layers under the one key that mlx-lm reads."""
-    kinds = config.get("layer_types")
+    """Set "sliding_window_pattern", mlx-lm's key: one layer in so many has global attention."""
+    layer_types = config.get("layer_types")
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     if pattern is None:
-        full = [i for i, kind in enumerate(kinds or ()) if kind == "full_attention"]
-        # without a global layer, any period longer than the model says the same
-        pattern = 6 if not kinds else (full[0] + 1 if full else len(kinds) + 1)
+        full = [i for i, name in enumerate(layer_types or ()) if name == "full_attention"]
+        # without a global layer, any period longer than the model means the same
+        pattern = 6 if not layer_types else (full[0] + 1 if full else len(layer_types) + 1)
     if not isinstance(pattern, int) or pattern < 1:
         raise BundleError(f"{where}: sliding_window_pattern must be positive, is {pattern!r}")
-    if kinds:
+    if layer_types:
         regular = [
             "sliding_attention" if (i + 1) % pattern else "full_attention"
             for i in range(config["num_hidden_layers"])
         ]
-        if list(kinds) != regular:
+        if list(layer_types) != regular:
             raise BundleError(
                 f"{where}: layer_types is not one full_attention in every {pattern} layers; "
                 "irregular patterns are not supported"
@@ -151,7 +158,10 @@ def _gemma_windows(config: dict[str, Any], where: str) -> None:
 
 
 def _flatten_rope(config: dict[str, Any]) -> None:
-    """transformers 5 nests what was rope_theta and rope_scaling, for Gemma by kind of layer."""
+    """Set "rope_theta" and "rope_scaling", which transformers 5 nests in "rope_parameters".
+
+    For Gemma they are nested once more, by type of layer.
+    """
     nested = config.pop("rope_parameters", None) or {}
     local = nested.get("sliding_attention") or {}
     scope = nested.get("full_attention") or nested
@@ -160,8 +170,8 @@ def _flatten_rope(config: dict[str, Any]) -> None:
     if config.get("rope_theta") is None and scope.get("rope_theta") is not None:
         config["rope_theta"] = scope["rope_theta"]
     scaling = config.get("rope_scaling") or scope
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    if rope_type == "default":
         config.pop("rope_scaling", None)
     else:
         config["rope_scaling"] = {k: v for k, v in scaling.items() if k != "rope_theta"}

@@ -1,8 +1,9 @@
-"""One GGUF file, mapped: metadata as Python values, tensors dequantized by rows.
+"""One GGUF file, mapped: its metadata as Python values, its tensors dequantized by rows.
 
-The header is read here rather than by gguf's own reader, which keeps an array object per token of
-the vocabulary: ten seconds and 700 MB for 262 thousand tokens, against a fraction of a second.
-Invariant: every tensor that `tensors` lists lies inside the file.
+The gguf library dequantizes, but does not read the header: its reader keeps an array object for
+each token of the vocabulary. For Gemma 3's 262 thousand tokens it took 27 s and 715 MB, where this
+one took 0.4 s and 28 MB.
+Invariant: every tensor in `tensors` lies inside the file and overlaps no other.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of the file: shape with rows first, ggml type, bytes of a row, first byte."""
+    """A tensor of the file; its shape has the rows first."""
 
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    type: GGMLQuantizationType
     row_bytes: int
     start_byte: int
 
@@ -73,10 +74,11 @@ class GGUFFile:
             raise BundleError(f"{path}: general.alignment {alignment!r} is not a power of two")
         data_start = -(-self._at // alignment) * alignment
         self.tensors: dict[str, GGUFTensor] = {}
-        for name, shape, kind, offset in infos:
+        for name, shape, type_, offset in infos:
             if name in self.tensors:
                 raise BundleError(f"{path}: tensor {name!r} occurs twice")
-            self.tensors[name] = self._tensor(name, shape, kind, data_start + offset)
+            self.tensors[name] = self._tensor(name, shape, type_, data_start + offset)
+        self._check_overlaps()
 
     def rows(self, name: str, index: npt.NDArray[np.intp] | slice) -> F32:
         """Dequantized rows of a tensor, (n, in) or, for a vector, (n,); a fresh array."""
@@ -88,15 +90,15 @@ class GGUFFile:
         chosen = np.array(table[index])  # contiguous and aligned, whatever the file does
         if chosen.shape[0] == 0:
             return np.empty((0, *tensor.shape[1:]), np.float32)
-        numbers: F32 = np.asarray(dequantize(chosen, tensor.kind), np.float32)
+        numbers: F32 = np.asarray(dequantize(chosen, tensor.type), np.float32)
         return numbers.reshape(chosen.shape[0], *tensor.shape[1:])
 
-    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GGUFTensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], type_: int, start: int) -> GGUFTensor:
         where = f"{self._path}: {name}"
         try:
-            known = GGMLQuantizationType(kind)
+            known = GGMLQuantizationType(type_)
         except ValueError:
-            raise BundleError(f"{where} has the unknown ggml type {kind}") from None
+            raise BundleError(f"{where} has the unknown ggml type {type_}") from None
         block, block_bytes = GGML_QUANT_SIZES[known]
         width = prod(shape[1:])
         if width % block or min(shape) < 1:
@@ -112,29 +114,41 @@ class GGUFFile:
             )
         return tensor
 
+    def _check_overlaps(self) -> None:
+        end, before = 0, ""
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].start_byte):
+            if tensor.start_byte < end:
+                raise BundleError(
+                    f"{self._path}: {name} starts at byte {tensor.start_byte}, inside {before}, "
+                    f"which ends at {end}: damaged; download it again"
+                )
+            end, before = tensor.start_byte + tensor.shape[0] * tensor.row_bytes, name
+
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         (count,) = self._unpack("<I")
         if not 1 <= count <= _MAX_DIMENSIONS:
-            raise BundleError(f"{self._path}: {name} has {count} dimensions")
+            raise BundleError(
+                f"{self._path}: {name} has {count} dimensions, 1 to {_MAX_DIMENSIONS} are possible"
+            )
         dims = self._unpack(f"<{count}Q")  # fastest first
-        kind, offset = self._unpack("<IQ")
-        return name, tuple(reversed(dims)), kind, offset
+        type_, offset = self._unpack("<IQ")
+        return name, tuple(reversed(dims)), type_, offset
 
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
+    def _value(self, type_: int) -> Any:
+        if type_ == _STRING:
             return self._string()
-        if kind == _ARRAY:
+        if type_ == _ARRAY:
             item, count = self._unpack("<IQ")
             if item == _STRING:
                 return [self._string() for _ in range(count)]
             if item in _SCALARS:
                 dtype = np.dtype(_SCALARS[item]).newbyteorder("<")
                 return np.frombuffer(self._take(count * dtype.itemsize), dtype)
-            kind = item
-        if kind not in _SCALARS:
-            raise BundleError(f"{self._path}: metadata of the unknown type {kind}")
-        return self._unpack("<" + _SCALARS[kind])[0]
+            type_ = item
+        if type_ not in _SCALARS:
+            raise BundleError(f"{self._path}: metadata of the unknown type {type_}")
+        return self._unpack("<" + _SCALARS[type_])[0]
 
     def _string(self) -> str:
         # tokens of byte-level vocabularies are stored as text, so damage is what fails to decode

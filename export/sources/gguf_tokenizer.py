@@ -1,6 +1,6 @@
-"""The vocabulary of a GGUF file as Hugging Face tokenizer files.
+"""The vocabulary in a GGUF file's metadata as Hugging Face tokenizer files.
 
-Two kinds: SentencePiece ("llama"), whose merges follow from the vocabulary and its scores, and
+There are two sorts: SentencePiece ("llama"), whose merges follow from the scores of its tokens, and
 byte-level BPE ("gpt2"), whose merges are stored. Invariant: a token keeps its id.
 """
 
@@ -31,13 +31,13 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class _Split:
-    """How a byte-level vocabulary cuts text before merging; no regex means GPT-2's own."""
+    """How a byte-level tokenizer splits text before merging; without a regex, by GPT-2's."""
 
     regex: str | None = None
-    digits: bool = False  # each digit alone, first
+    digits: bool = False  # split off each digit first
     nfc: bool = False
-    ignore_merges: bool = False  # a whole word of the vocabulary is taken as it is
-    add_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a word that is in the vocabulary is one token, without merging
+    add_bos: bool = False  # the default of tokenizer.ggml.add_bos_token
 
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -53,9 +53,13 @@ _SPLITS = {
 
 
 def convert_tokenizer(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json from GGUF metadata; {} where there is no vocabulary.
+    """Contents of tokenizer.json and tokenizer_config.json, by name; {} without a vocabulary.
 
-    Raises BundleError for a kind of vocabulary that is not known, or an inconsistent one.
+    Args:
+        metadata: of the GGUF file, by key.
+        where: the model's name, for messages.
+
+    Raises BundleError for a vocabulary of another sort, or an inconsistent one.
     """
     try:
         return _convert(metadata, where)
@@ -66,14 +70,14 @@ def convert_tokenizer(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
 
 
 def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind is None:
+    model = metadata.get("tokenizer.ggml.model")
+    if model is None:
         return {}
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
     if not tokens or len(types) != len(tokens):
         raise BundleError(f"{where}: {len(tokens)} tokens with {len(types)} token types")
-    if kind == "llama":
+    if model == "llama":
         scores = metadata.get("tokenizer.ggml.scores")
         if scores is None or len(scores) != len(tokens):
             raise BundleError(f"{where}: the vocabulary needs a score for each token")
@@ -81,7 +85,7 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
         tokenizer = _sentencepiece(tokens, types, [float(s) for s in scores], unk, prefix)
         default_bos = True
-    elif kind == "gpt2":
+    elif model == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
         if pre not in _SPLITS:
             raise BundleError(
@@ -92,7 +96,7 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         default_bos = _SPLITS[pre].add_bos
     else:
         raise BundleError(
-            f"{where}: vocabularies of the kind {kind!r} are not supported; "
+            f"{where}: vocabularies of model {model!r} are not supported; "
             "supported are llama (SentencePiece) and gpt2 (byte-level BPE)"
         )
     special = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
@@ -111,7 +115,7 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         "bos": bool(metadata.get("tokenizer.ggml.add_bos_token", default_bos)),
         "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
     }
-    _add_ends(tokenizer, named, adds, tokens)
+    _add_bos_and_eos(tokenizer, named, adds, tokens)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -132,12 +136,14 @@ def _token(metadata: dict[str, Any], key: str, tokens: Sequence[str], where: str
     if index is None:
         return None
     if not 0 <= index < len(tokens):
-        raise BundleError(f"{where}: the {key} token is {index} of {len(tokens)} tokens")
+        raise BundleError(
+            f"{where}: the {key} token is number {index}, but there are only {len(tokens)} tokens"
+        )
     return tokens[index]
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """Token -> id; where two tokens are spelled alike, the first one counts."""
+    """Token -> id; of two tokens that are spelled alike, the first one's."""
     vocabulary: dict[str, int] = {}
     for index, token in enumerate(tokens):
         vocabulary.setdefault(token, index)
@@ -151,7 +157,7 @@ def _sentencepiece(
     unk: str | None,
     prefix: bool,
 ) -> Tokenizer:
-    """BPE with byte fallback. Spaces become "▁", with one in front of the text where `prefix`."""
+    """BPE with byte fallback. Spaces become "▁"; `prefix` puts one before the text."""
     vocabulary = _vocabulary(tokens)
     merges = derive_merges(
         [t for t, type_ in zip(tokens, types, strict=True) if type_ == _NORMAL],
@@ -175,10 +181,11 @@ def _sentencepiece(
 
 
 def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All splits of each piece into two pieces, best piece first, in its order of ids among equals.
+    """The merges that make BPE split text as SentencePiece does, in order of rank.
 
-    SentencePiece joins the adjacent pair whose union scores highest; ranks in this order make a
-    merge-list BPE do the same.
+    SentencePiece joins the two neighbours whose union scores highest. So the merges are all ways to
+    make a piece of two others: of the piece that scores highest first, and for one piece in the
+    order of their ids.
     """
     rank = {piece: index for index, piece in enumerate(pieces)}
     merges: list[tuple[str, str]] = []
@@ -193,7 +200,7 @@ def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[
 def _byte_level(
     tokens: Sequence[str], stored: Sequence[str] | None, split: _Split, where: str
 ) -> Tokenizer:
-    """Byte-level BPE with the merges of the file."""
+    """Byte-level BPE with the merges that the file stores."""
     if stored is None:
         raise BundleError(f"{where}: a gpt2 vocabulary needs tokenizer.ggml.merges")
     vocabulary = _vocabulary(tokens)
@@ -201,7 +208,7 @@ def _byte_level(
     for line in stored:
         left, _, right = line.partition(" ")
         if not {left, right, left + right} <= vocabulary.keys():
-            raise BundleError(f"{where}: the merge {line!r} is not of tokens of the vocabulary")
+            raise BundleError(f"{where}: the merge {line!r} has parts that are no tokens")
         merges.append((left, right))
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges)
@@ -217,10 +224,10 @@ def _byte_level(
     return tokenizer
 
 
-def _add_ends(
+def _add_bos_and_eos(
     tokenizer: Tokenizer, named: dict[str, str | None], adds: dict[str, bool], tokens: Sequence[str]
 ) -> None:
-    """Begin and end each encoded text as the file asks."""
+    """Make the tokenizer put these tokens before and after each text."""
     ends = {end: named[f"{end}_token"] for end in ("bos", "eos")}
     used = {end: token for end, token in ends.items() if adds[end] and token is not None}
     if used:

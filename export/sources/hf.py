@@ -1,6 +1,7 @@
-"""A Hugging Face folder as a model source: safetensors, plain or quantized by MLX, or sharded.
+"""A Hugging Face folder as a model source: config.json and one or more safetensors files.
 
-Invariant: files are named by plain names inside the folder, and each is whole.
+Its weights may be floats or quantized by MLX. Invariant: every file that is read lies directly in
+the folder, and is whole.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from export.sources.families import expected_shapes, normalise_config
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile
@@ -27,8 +28,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-_INDEX = "model.safetensors.index.json"
-# outer names of multimodal checkpoints, old and new; what has neither is not the language model's
+INDEX = "model.safetensors.index.json"
+# of the language model in multimodal checkpoints, of new and old ones -> of the text model's own
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 
 
@@ -68,16 +69,21 @@ class HFCheckpoint(Checkpoint):
         super().__init__(family, config, described, expected)
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        shape = self._check_rows(name, start, stop)
+        self._check_rows(name, start, stop)
         layout = self._quantized.get(name)
         if layout is None:
             file, stored = self._homes[name]
-            return file.float_rows(stored, start, stop).astype(np.float32, copy=False)
-        packed, scales, biases = self.packed_rows(name, start, stop)
-        groups = unpack(packed, layout.bits).reshape(stop - start, -1, layout.group_size)
-        wide = groups * scales.astype(np.float32)[:, :, None]
-        wide += biases.astype(np.float32)[:, :, None]
-        return wide.reshape(stop - start, shape[1])
+            return file.rows(stored, start, stop).astype(np.float32, copy=False)
+        packed, scales, biases = (mx.array(a) for a in self.packed_rows(name, start, stop))
+        return np.array(
+            mx.dequantize(
+                packed,
+                scales.astype(mx.float32),
+                biases.astype(mx.float32),
+                group_size=layout.group_size,
+                bits=layout.bits,
+            )
+        )
 
     def prequantized(self, name: str) -> Prequantized | None:
         self.shape(name)
@@ -87,21 +93,18 @@ class HFCheckpoint(Checkpoint):
         self._check_rows(name, start, stop)
         if name not in self._quantized:
             return super().packed_rows(name, start, stop)
-        file, stored = self._homes[name]
-        weight = file.raw_rows(stored, start, stop).view("<u4").reshape(stop - start, -1)
-        base = name.removesuffix("weight")
-        (s_file, s_name), (b_file, b_name) = (
-            self._homes[base + "scales"],
-            self._homes[base + "biases"],
+        weight, scales, biases = (
+            file.rows(stored, start, stop)
+            for file, stored in (
+                self._homes[name.removesuffix("weight") + part]
+                for part in ("weight", "scales", "biases")
+            )
         )
-        return (
-            weight,
-            s_file.float_rows(s_name, start, stop),
-            b_file.float_rows(b_name, start, stop),
-        )
+        return weight, scales, biases
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        return load_hf_tokenizer_files(self._folder)
+        paths = [self._folder / name for name in TOKENIZER_FILES]
+        return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
     def close(self) -> None:
         super().close()
@@ -109,7 +112,7 @@ class HFCheckpoint(Checkpoint):
         self._homes.clear()
 
     def _find_quantized(self, raw: dict[str, Any]) -> dict[str, Prequantized]:
-        """Layout of each packed matrix, from the configuration and its per-layer overrides."""
+        """Each quantized matrix's layout, from the configuration and its settings by layer."""
         packed = [name for name in self._homes if name.endswith(".scales")]
         settings = raw.get("quantization")
         foreign = raw.get("quantization_config")
@@ -120,7 +123,10 @@ class HFCheckpoint(Checkpoint):
                 "and MLX's affine quantization in 4 or 8 bits"
             )
         if settings is None and packed:
-            raise BundleError(f"{self._folder}/config.json: {packed[0]} without a 'quantization'")
+            raise BundleError(
+                f"{self._folder}/config.json: without a 'quantization', though the weights hold "
+                f"{packed[0]}; download it again"
+            )
         found: dict[str, Prequantized] = {}
         for name in packed:
             base = name.removesuffix(".scales")
@@ -128,21 +134,25 @@ class HFCheckpoint(Checkpoint):
             own = settings.get(outer, settings.get(base)) if isinstance(settings, dict) else None
             chosen = {**(settings or {}), **own} if isinstance(own, dict) else settings
             layout = _layout(f"{self._folder}: {base}", chosen)
-            for part, kinds in (
+            for part, types in (
                 ("weight", ("U32",)),
                 ("scales", FLOAT_TYPES),
                 ("biases", FLOAT_TYPES),
             ):
                 home = self._homes.get(f"{base}.{part}")
-                if home is None or home[0].entries[home[1]].dtype not in kinds:
+                if home is None or home[0].entries[home[1]].dtype not in types:
                     raise BundleError(
-                        f"{self._folder}: {base}.{part} must be there as {' or '.join(kinds)}"
+                        f"{self._folder}: {base}.{part} is missing or of another type than "
+                        f"{' or '.join(types)}; download it again"
                     )
             found[f"{base}.weight"] = layout
         return found
 
     def _logical_shapes(self, expected: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the language model's own tensors, unpacked; checks their types and groups."""
+        """Shapes of the language model's tensors, those of packed ones as if unpacked.
+
+        Raises BundleError for a type that is not supported, or scales that do not fit.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (file, stored) in self._homes.items():
             entry = file.entries[stored]
@@ -173,22 +183,8 @@ class HFCheckpoint(Checkpoint):
         return shapes
 
 
-def unpack(packed: U32, bits: int) -> npt.NDArray[np.uint8]:
-    """MLX's packed integers, (n, words) to (n, words * 32 / bits): lowest bits first."""
-    octets = np.ascontiguousarray(packed, dtype="<u4").view(np.uint8)
-    if bits == 8:
-        return octets
-    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(octets.shape[0], -1)
-
-
-def load_hf_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The tokenizer files that a Hugging Face folder has, by name."""
-    paths = [folder / name for name in TOKENIZER_FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises BundleError when there is none."""
+    """The JSON object that a file holds. Raises BundleError where it is missing or no object."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -201,7 +197,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _inner_name(stored: str) -> str:
-    """mlx-lm's name of a language model tensor; empty for others, such as a vision tower's."""
+    """mlx-lm's name of a language model's tensor; "" for others, such as a vision tower's."""
     for outer, inner in _PREFIXES:
         if stored.startswith(outer):
             return inner + stored.removeprefix(outer)
@@ -223,8 +219,8 @@ def _layout(where: str, settings: Any) -> Prequantized:
 
 
 def _open_shards(folder: Path) -> list[SafetensorsFile]:
-    """Map all weight files, and check that each tensor of the index is where the index says."""
-    index = folder / _INDEX
+    """Open all weight files, and check that each holds the tensors that the index puts there."""
+    index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -233,7 +229,7 @@ def _open_shards(folder: Path) -> list[SafetensorsFile]:
     else:
         weight_map = {}
         names = sorted(path.name for path in folder.glob("model*.safetensors"))
-        for name in list(names):  # without an index, the shards' names say how many there are
+        for name in list(names):  # without an index, the files' names say how many there are
             if match := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.safetensors", name):
                 stem, total = match[1], int(match[2])
                 whole = {f"{stem}-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)}

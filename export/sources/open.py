@@ -1,7 +1,4 @@
-"""Open a model source by what the user wrote: a folder, a GGUF file, a hub id, or random:PRESET.
-
-The modules behind this one are the only place that knows foreign tensor names.
-"""
+"""Opening a model source by what the user wrote: a folder, a GGUF file, a hub id, random:PRESET."""
 
 from __future__ import annotations
 
@@ -9,31 +6,28 @@ import re
 from pathlib import Path
 
 from export.sources.gguf import GGUFCheckpoint
-from export.sources.hf import TOKENIZER_FILES, HFCheckpoint, load_hf_tokenizer_files
+from export.sources.hf import INDEX, TOKENIZER_FILES, HFCheckpoint
 from export.sources.random import PRESETS, RandomCheckpoint
-from export.sources.source import Checkpoint, Prequantized
+from export.sources.source import Checkpoint
 from ondevice.errors import UsageError
 from ondevice.paths import text_path
 
-__all__ = [
-    "PRESETS",
-    "Checkpoint",
-    "Prequantized",
-    "load_hf_tokenizer_files",
-    "open_checkpoint",
-]
-
 _RANDOM = "random:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
+_HUB_FILES = ["config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES]
 
 
 def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:
-    """Open a model source; its names and shapes are checked, its numbers are not yet read.
+    """Open a model source. Names and shapes are checked; no weights are read yet.
 
-    source: a Hugging Face folder; a .gguf file; "random:PRESET"; or, where no such path exists, a
-    hub id "org/name".  seed: of the random weights; other sources do not use it.
-    Raises UsageError for a source that is not there, BundleError for one that cannot be used.
+    Args:
+        source: a Hugging Face folder; a .gguf file; "random:PRESET"; or, where there is no such
+            path, a hub id "org/name".
+        seed: of random weights; other sources do not use it.
+
+    Raises:
+        UsageError: there is no such source.
+        BundleError: the source is damaged or not supported.
     """
     if source.startswith(_RANDOM):
         return RandomCheckpoint(source.removeprefix(_RANDOM), seed)

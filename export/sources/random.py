@@ -1,6 +1,7 @@
-"""Models with published shapes and random weights: for time, memory and tests, not for quality.
+"""Models with random weights in the shapes of published ones: for time, memory and tests.
 
-Invariant: any slice of a tensor depends only on (seed, name, row), not on how it is read.
+Invariant: a row depends on the seed, the tensor's name and the row's number, not on which rows are
+read with it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _qwen("qwen2", 896, 4864, 24, 14, 2),
     "qwen2.5-1.5b": _qwen("qwen2", 1536, 8960, 28, 12, 2),
     "qwen2.5-3b": _qwen("qwen2", 2048, 11008, 36, 16, 2),
+    "qwen3-0.6b": {
+        **_qwen("qwen3", 1024, 3072, 28, 16, 8),
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    # SmolLM2-135M's shape
+    "llama-135m": {
+        **_qwen("llama", 576, 1536, 30, 9, 3),
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e5,
+    },
     "gemma3-270m": _gemma(640, 2048, 18, 4, 1, 512),
     "gemma3-1b": _gemma(1152, 6912, 26, 4, 1, 512),
     "gemma3-4b": {
@@ -70,19 +85,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-_CHUNK_ROWS = 64
+_CHUNK_ROWS = 64  # how many rows share a random generator
 _NORM_STD, _BIAS_STD = 0.05, 0.02
 
 
 class RandomCheckpoint(Checkpoint):
-    """Random weights: matrices of std 1/sqrt(in), norms near neutral, small biases.
+    """Normal weights: matrices of std 1/sqrt(in), norms near scaling by 1, small biases.
 
     Raises UsageError for an unknown preset.
     """
 
     def __init__(self, preset: str, seed: int) -> None:
         if preset not in PRESETS:
-            raise UsageError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
+            raise UsageError(f"there is no preset {preset!r}; choose from {', '.join(PRESETS)}")
         raw = PRESETS[preset]
         untied = raw.get("tie_word_embeddings") is False
         config = normalise_config(raw, preset, has_lm_head=untied)

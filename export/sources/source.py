@@ -1,7 +1,7 @@
-"""What a model source offers, wherever its weights come from: named tensors, read by rows.
+"""What every model source offers: a configuration, named tensors to be read by rows, a tokenizer.
 
-Invariant: a source that opened has exactly the parameters that its family's model class needs, in
-the shapes that its configuration implies; and reading rows never holds more than those rows.
+Invariant: a source that is open has exactly the parameters that its family's model class needs, in
+the shapes that its configuration implies; reading rows takes no more memory than those rows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Prequantized:
 
 
 class Checkpoint(ABC):
-    """A model source. Names are mlx-lm's, without an outer "language_model." prefix.
+    """A model source. Tensors are named as in mlx-lm, without an outer "language_model." prefix.
 
-    family: module under mlx_lm.models.  config: what its ModelArgs.from_dict takes, always with an
-    explicit "tie_word_embeddings".  provenance: where the weights are from, JSON-able.
+    Attributes:
+        family: the name of a module under mlx_lm.models.
+        config: what its ModelArgs.from_dict takes, always with "tie_word_embeddings".
+        provenance: where the weights are from, as JSON values.
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class Checkpoint(ABC):
         self.close()
 
     def names(self) -> list[str]:
-        """All parameters, in the order of the model's tree; "lm_head.weight" only when untied."""
+        """All parameters in the model's order; "lm_head.weight" only where it is not tied."""
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Logical shape, (out, in) or (dim,); unpacked where the file holds packed integers."""
+        """(out, in) or (dim,), also where the file holds packed integers."""
         if name not in self._shapes:
-            raise BundleError(f"{self.provenance['name']}: no tensor {name!r}")
+            raise BundleError(f"{self.provenance['name']}: there is no tensor {name!r}")
         return self._shapes[name]
 
     @abstractmethod
@@ -88,7 +90,7 @@ class Checkpoint(ABC):
         """
 
     def close(self) -> None:
-        """Let go of mapped files; there are no tensors to read afterwards."""
+        """Release mapped files; no tensor can be read afterwards."""
         self._shapes = {}
 
     def _check_rows(self, name: str, start: int, stop: int) -> tuple[int, ...]:
@@ -101,14 +103,15 @@ class Checkpoint(ABC):
 def check_tensors(
     where: str, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
 ) -> None:
-    """Compare names and logical shapes; `found` holds only what belongs to the language model.
+    """Compare the names and shapes that a source has with those that its model needs.
 
-    Raises BundleError naming the first tensors that are missing, of another shape, or unknown.
+    Raises BundleError that names the first tensors that are missing, of another shape, or unknown.
+    `found` is without tensors that are not the language model's, such as a vision tower's.
     """
     missing = [name for name in expected if name not in found]
     if missing:
         raise BundleError(
-            f"{where}: {len(missing)} of {len(expected)} tensors missing: {_some(missing)}; "
+            f"{where}: {len(missing)} of {len(expected)} tensors are missing: {_some(missing)}; "
             "the download may be incomplete, or the configuration belongs to another model"
         )
     wrong = [
@@ -117,11 +120,14 @@ def check_tensors(
         if found[name] != shape
     ]
     if wrong:
-        raise BundleError(f"{where}: {len(wrong)} tensors of the wrong shape: {_some(wrong)}")
+        raise BundleError(
+            f"{where}: {len(wrong)} tensors have the wrong shape: {_some(wrong)}; the "
+            "configuration may belong to another model"
+        )
     unknown = [name for name in found if name not in expected]
     if unknown:
         raise BundleError(
-            f"{where}: {len(unknown)} tensors that this architecture does not use: "
+            f"{where}: there are {len(unknown)} tensors that this architecture does not use: "
             f"{_some(unknown)}; results would differ from the original model's"
         )
 
