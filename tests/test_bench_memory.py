@@ -24,7 +24,7 @@ from harness.bench.step_profile import PROFILE, REST, order, owners
 from harness.bench.targets import PEAK_MB
 from harness.measure.bundles import bundle_of
 from ondevice.config.bench import BenchConfig, times_smallest
-from ondevice.errors import OnDeviceError, UsageError
+from ondevice.errors import BudgetError, OnDeviceError, UsageError
 from runtime.planner.plan import Plan
 
 MODEL = "tiny-qwen2"
@@ -176,6 +176,27 @@ def test_heap_relief_is_counted_and_unknown_where_a_summary_does_not_say() -> No
     _, relief, worst = PREDICTION.tables(old)
     assert relief.rows[1] == ("all", "1", "unknown", "unknown", "+1.0", "-", "-")
     assert worst.rows[1][4] == "unknown"
+
+
+def test_without_relief_every_combination_is_also_trained_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def refuses(settings: Any, run: Path) -> dict[str, Any]:
+        seen.append(settings.get("heap_relief", True))
+        raise BudgetError(f"no room in {run}; give more")
+
+    monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path / "b" / MODEL)
+    monkeypatch.setattr(benchmark, "measure_training", refuses)
+    output = tmp_path / "found.json"
+    given = {"models": MODEL, "seq_lens": "16", "budget": "1GB", "bundles": str(tmp_path / "b")}
+    config = BenchConfig(name="prediction", without_relief=True, output=str(output), **given)
+    report = bench(config, lambda text: None)
+    names = [one["name"] for one in report["rows"][0]["variants"]]
+    assert names[:2] == ["mebp, our plan, 1GB", "mebp, our plan, 1GB, no heap relief"]
+    assert sorted(seen) == [False] * 2 + [True] * 2 and len(set(names)) == 4
+    assert str(tmp_path) not in output.read_text() and "no room in RUNS" in output.read_text()
 
 
 # --- budgets ----------------------------------------------------------------------------------

@@ -112,9 +112,9 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load(TrainConfig, arguments.run / "config.toml", {})
     result = run_dense(config, arguments.run, arguments.steps or config.steps)
-    told = differences(result, arguments.run)
-    (arguments.run / "dense.json").write_text(json.dumps({**vars(result), **told}, indent=1))
-    print(json.dumps({"before": result.before, "after": result.after, **told}))
+    compared = differences(result, arguments.run)
+    (arguments.run / "dense.json").write_text(json.dumps({**vars(result), **compared}, indent=1))
+    print(json.dumps({"before": result.before, "after": result.after, **compared}))
 
 
 if __name__ == "__main__":

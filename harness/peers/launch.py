@@ -1,4 +1,4 @@
-"""Running one program of `harness.peers.programs` in a fresh process, and what it measured.
+"""One program of `harness.peers.programs`, run in a fresh process and measured.
 
 Every program trains the same shapes with random weights on the same number of random tokens: batch
 1, LoRA on every linear layer of the blocks, AdamW, and the same number of threads.

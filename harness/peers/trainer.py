@@ -1,7 +1,7 @@
-"""The frame of a peer's process: its command line, its measurements, and the file it leaves.
+"""What every peer's process shares: its options, its measurements, and the file that it writes.
 
 A peer is measured by the same meter as ours (`runtime.system.footprint`): the peak while it loads,
-and the peak of each step. Invariant: unless it is killed, it leaves one JSON file that holds either
+and the peak of each step. Invariant: unless it is killed, it writes one JSON file that holds either
 its measurements or the reason why there are none.
 """
 

@@ -1,4 +1,4 @@
-"""Accuracy of label words: the share of rows whose right word has the highest logit of all words.
+"""Accuracy of label words: how often the right word has the highest logit of all label words.
 
 It runs the blocks forward and computes the logits of the label words only, from their rows of the
 LM head. Invariant: a prompt is tokenized as in training.

@@ -110,12 +110,12 @@ class CompareConfig(_BundleConfig):
     seed: int = _option(0, "seed of the order of rows and of the noise", _NOT_NEGATIVE)
     learning_rates: str = _option(
         _searched("learning_rate"),
-        "rates that a sweep tries before a method runs; a single one is taken without a sweep; "
-        "methods that are not named keep their default",
+        "rates that a sweep tries before a method runs, as 1e-4:3e-4 for all or mezo=1e-6:1e-5; a "
+        "single rate needs no sweep; methods that are not named keep their default",
         _GRIDS,
     )
     epsilons: str = _option(
-        _searched("epsilon"), "sizes of a perturbation, each tried with each rate", _GRIDS
+        _searched("epsilon"), "sizes of a perturbation that a sweep tries with each rate", _GRIDS
     )
     sweep_steps: str = _option(_SWEEP_STEPS, "steps of each trial, written as --steps", _COUNTS)
     sweep_rows: int = _option(
