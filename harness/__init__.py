@@ -1,1 +1,1 @@
-"""Measuring and comparing: oracles, demos and reports."""
+"""Measuring and comparing: reference implementations, benchmarks, comparisons, and the demo."""

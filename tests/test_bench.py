@@ -15,8 +15,9 @@ from harness.bench import bench as benches
 from harness.bench import benchmark, published
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.block_profiles import _shares, together
-from harness.bench.tables import TABLE2
-from harness.measure import shapes
+from harness.bench.mebp_tables import TABLE2
+from harness.measure import bundles as exported
+from harness.measure.bundles import bundle_of
 from harness.measure.page_cache import cached_share, drop
 from harness.measure.repeats import (
     Outcome,
@@ -27,7 +28,6 @@ from harness.measure.repeats import (
     spread,
     time_ratio,
 )
-from harness.measure.shapes import bundle_of
 from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.config.bench import BenchConfig
 from ondevice.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
@@ -165,7 +165,7 @@ def made_up_row(model: str) -> dict[str, Any]:
         "ratios": [
             {
                 "what": "mebp / mezo, our plan, min",
-                "methods": True,
+                "methods": ["mebp", "mezo"],
                 "step_s": {"median": 1.4, "low": 1.38, "high": 1.444},
                 "peak_footprint": 1.02,
             }
@@ -182,13 +182,13 @@ def test_ours_stands_beside_the_papers() -> None:
     )
     assert steps.rows[3][3:5] == ("paper's plan", "did not run")
     assert steps.rows[3][-2:] == ("3.85", "320.17")
-    assert ratios.rows[1][3:] == ("x1.40", "x1.38-x1.44", "x1.02", "yes", "x1.44", "x1.00")
+    assert ratios.rows[1][3:] == ("x1.40", "x1.38-x1.44", "x1.02", "mezo", "x1.44", "x1.00")
     assert len({len(row) for row in steps.rows}) == len({len(row) for row in ratios.rows}) == 1
     steps, ratios = TABLE2.tables([made_up_row(MODEL)])
     assert steps.rows[1][-2:] == ratios.rows[1][-2:] == ("not in the paper", "")
     row = made_up_row(MODEL)
     row["ratios"][0]["peak_footprint"] = 0.99
-    assert "NO" in TABLE2.tables([row])[1].rows[1]
+    assert TABLE2.tables([row])[1].rows[1][6] == "mebp"
     assert benchmark.failures([row]) == [
         f"{MODEL} at 256 tokens, mebp, paper's plan: budget 1 GB < 3 GB"
     ]
@@ -238,6 +238,9 @@ def test_settings_as_the_benchmarks_take_them() -> None:
     assert (config.budgets, config.model_names) == (("min", "2GB"), ())
     config = BenchConfig(name="x", bundles="/far/away", budget="min", output="o.json", repeats=5)
     assert command(config) == "ondevice bench x --budget=min --repeats=5"
+    assert (
+        command(BenchConfig(name="x", without_relief=True)) == "ondevice bench x --without-relief"
+    )
 
 
 # --- bundles and the page cache ---------------------------------------------------------------
@@ -264,8 +267,8 @@ def test_bundles_are_used_again_and_others_are_not(
     with pytest.raises(UsageError, match="not what `ondevice export random:tiny-qwen2` makes"):
         bundle_of(tmp_path, MODEL, (16,), print)
     ran: list[tuple[str, ...]] = []
-    monkeypatch.setattr(shapes, "ondevice", lambda *arguments: ran.append(arguments))
-    monkeypatch.setattr(shapes, "_is_current", lambda bundle: False)  # MLX has changed
+    monkeypatch.setattr(exported, "ondevice", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(exported, "_is_current", lambda bundle: False)  # MLX has changed
     bundle_of(bundles, MODEL, (16,), notes.append)
     assert ran[0][:2] == ("export", f"random:{MODEL}")
     assert ran[0][-3:] == ("--seq-lens", "16,32", "--force")
@@ -307,8 +310,8 @@ def test_table2(bundles: Path, tmp_path: Path) -> None:
     report = run(bundles, tmp_path, "mebp-table2", repeats=2, plans="paper")
     (row,) = report["rows"]
     assert [(one["method"], one["plan"]) for one in row["variants"]] == [
-        ("mezo", "paper"),
         ("mebp", "paper"),
+        ("mezo", "paper"),
     ]
     for one in row["variants"]:
         assert one["failed"] is None and len(one["processes"]) == 2
@@ -323,7 +326,7 @@ def test_table4(bundles: Path, tmp_path: Path) -> None:
     report = run(bundles, tmp_path, "mebp-table4", seq_lens="16,32", plans="budget")
     assert [row["tokens"] for row in report["rows"]] == [16, 32]
     for row in report["rows"]:
-        assert [one["method"] for one in row["variants"]] == ["mezo", "mebp"]
+        assert [one["method"] for one in row["variants"]] == ["mebp", "mezo"]
         assert all(one["processes"][0]["budget_bytes"] == 10**9 for one in row["variants"])
 
 
@@ -336,7 +339,10 @@ def test_table3_and_what_does_not_fit(bundles: Path, tmp_path: Path) -> None:
     shares = least["shares"]["unpack"]
     assert all(0 < shares[part]["median"] < 1 for part in ("forward", "backward", "head", "step"))
     text = to_text(report)
-    assert "did not run" in text and f"- {MODEL} at 16 tokens, our plan, 1MB: budget 1 MB" in text
+    assert (
+        "did not run" in text
+        and f"- {MODEL} at 16 tokens, mebp, our plan, 1MB: budget 1 MB" in text
+    )
 
 
 def test_figure2(bundles: Path, tmp_path: Path) -> None:
@@ -386,7 +392,7 @@ def test_an_interrupted_benchmark_keeps_its_rows(
         raise InterruptedRunError("SIGTERM")
 
     output = tmp_path / "found.json"
-    monkeypatch.setattr(benchmark, "measure", stops)
+    monkeypatch.setattr(benchmark, "measure_training", stops)
     given = {"bundles": str(bundles), "models": MODEL, "seq_lens": "16", "output": str(output)}
     with pytest.raises(InterruptedRunError, match="before the first row"):
         bench(BenchConfig(name="mebp-table2", **given), lambda text: None)

@@ -12,20 +12,19 @@ import pytest
 
 from harness.bench import bench as benches
 from harness.bench import benchmark
+from harness.bench import peers as peer_bench
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.benchmark import Bench, Row
 from harness.bench.breakdown import OTHERS, OWNERS, breakdown
-from harness.bench.budget_curve import CURVE, compare, ladder
+from harness.bench.budget_curve import CURVE, compare, spaced_budgets
 from harness.bench.footprint import FOOTPRINT, LENGTHS
-from harness.bench.prediction import PREDICTION, distribution, is_within
+from harness.bench.prediction import PREDICTION, RELIEFS, distribution, is_within
 from harness.bench.published import MESP_PEAK_MB, MODELS
 from harness.bench.step_profile import PROFILE, REST, order, owners
 from harness.bench.targets import PEAK_MB
-from harness.measure.shapes import bundle_of
-from harness.peers import bench as peer_bench
-from harness.peers import peers as one_bench
+from harness.measure.bundles import bundle_of
 from ondevice.config.bench import BenchConfig, times_smallest
-from ondevice.errors import InterruptedRunError, UsageError
+from ondevice.errors import BudgetError, OnDeviceError, UsageError
 from runtime.planner.plan import Plan
 
 MODEL = "tiny-qwen2"
@@ -66,8 +65,10 @@ def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
         "peak_rss_bytes": peak and peak + 6e7,
         "processes": [process] if peak else [],
         "target_mb": 128 if method == "mebp" else None,
-        "met": None if peak is None or method == "mezo" else peak <= 128e6,
-        "published": {"mebp": None, "mesp": None},
+        "reached": None if peak is None or method == "mezo" else peak <= 128e6,
+        "published": {"mebp_table2": None, "mesp": None},
+        "heap_relief": True,
+        RELIEFS: None,
         "breakdown": breakdown(PLAN, 104) if peak else None,
         **more,
     }
@@ -79,7 +80,7 @@ def row(tokens: int, *variants: dict[str, Any], model: str = "qwen2.5-0.5b") -> 
 
 def test_footprints_stand_beside_target_and_published_figures() -> None:
     known = {
-        "mebp": {"seconds": 3.85, "peak_mb": 320.17, "device": "iPhone"},
+        "mebp_table2": {"seconds": 3.85, "peak_mb": 320.17, "device": "iPhone"},
         "mesp": {"peak_mb": 136.2, "device": "iPhone"},
     }
     rows = [
@@ -103,7 +104,7 @@ def test_footprints_stand_beside_target_and_published_figures() -> None:
 def test_every_target_is_measured_by_default() -> None:
     lengths = {model: FOOTPRINT.own_lengths.get(model, FOOTPRINT.lengths) for model in MODELS}
     measured = {(model, length) for model in MODELS for length in lengths[model]}
-    assert set(PEAK_MB) | set(MESP_PEAK_MB) <= measured
+    assert {key[:2] for key in PEAK_MB} | set(MESP_PEAK_MB) <= measured
     assert len(LENGTHS) == 6 and len(measured) == 10
 
 
@@ -140,21 +141,62 @@ def test_predictions_are_shown_by_group_and_their_extremes() -> None:
         row(64, one("mebp", 0.07), one("mezo", None), model=MODEL),
         {"model": "gemma3-4b", "tokens": 64, "failed": "no bundle: no space"},
     ]
-    errors, worst = PREDICTION.tables(rows)
+    errors, _, worst = PREDICTION.tables(rows)
     assert errors.rows[1] == ("all", "3", "+4.0", "-2.3", "+6.7", "-3.0", "+7.0", "1", "NO")
     assert [line[:2] for line in errors.rows[2:]] == [
-        *(("the papers' shapes", "2"), ("others", "1"), ("mebp", "2"), ("mezo", "1")),
+        *(("the papers' models", "2"), ("other models", "1"), ("mebp", "2"), ("mezo", "1")),
         *(("qwen2.5-0.5b", "2"), (MODEL, "1")),  # budgets and lengths do not differ
     ]
     assert [line[-1] for line in worst.rows[1:]] == ["-3.0", "+4.0", "+7.0", ""]
     assert worst.rows[-1][3] == "no bundle: no space"
     many = [row(length, one("mebp", length / 1000)) for length in range(20)]
-    worst = PREDICTION.tables(many)[1]
+    worst = PREDICTION.tables(many)[-1]
     assert [line[1] for line in worst.rows[1:]] == list(map(str, (*range(5), *range(15, 20))))
     few = PREDICTION.tables(rows[2:])
     assert len(few[0].rows) == 1 and all(table.text() for table in few)
     cases = len(PREDICTION.models) * len(PREDICTION.lengths) * 2 * len(PREDICTION.budgets)
-    assert cases >= 60 and len(set(PREDICTION.models) - set(MODELS)) == 5
+    assert cases >= 60 and len(set(PREDICTION.models) - set(MODELS)) == 7
+    assert set(PREDICTION.own_lengths) <= set(PREDICTION.models)
+
+
+def test_heap_relief_is_counted_and_unknown_where_a_summary_does_not_say() -> None:
+    def one(error: float | None, relief: bool, reliefs: int | None = None) -> dict[str, Any]:
+        peak = None if error is None else 1e8
+        return variant("mebp", peak, error=error, heap_relief=relief) | {RELIEFS: reliefs}
+
+    rows = [
+        row(64, one(0.01, True, 3), one(-0.04, False, 0)),
+        row(256, one(0.02, True, 0), one(None, False)),
+    ]
+    with_it, without, relief, worst = PREDICTION.tables(rows)
+    assert with_it.rows[1][1:3] == ("2", "+1.5") and without.rows[1][1:3] == ("1", "-4.0")
+    assert relief.rows[1] == ("all", "2", "1", "3", "+1.0", "-4.0", "1")
+    assert [line[4] for line in worst.rows[1:]] == ["off", "3 times", "0 times"]
+    old = [row(64, one(0.01, True))]
+    _, relief, worst = PREDICTION.tables(old)
+    assert relief.rows[1] == ("all", "1", "unknown", "unknown", "+1.0", "-", "-")
+    assert worst.rows[1][4] == "unknown"
+
+
+def test_without_relief_every_combination_is_also_trained_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def refuses(settings: Any, run: Path) -> dict[str, Any]:
+        seen.append(settings.get("heap_relief", True))
+        raise BudgetError(f"no room in {run}; give more")
+
+    monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path / "b" / MODEL)
+    monkeypatch.setattr(benchmark, "measure_training", refuses)
+    output = tmp_path / "found.json"
+    given = {"models": MODEL, "seq_lens": "16", "budget": "1GB", "bundles": str(tmp_path / "b")}
+    config = BenchConfig(name="prediction", without_relief=True, output=str(output), **given)
+    report = bench(config, lambda text: None)
+    names = [one["name"] for one in report["rows"][0]["variants"]]
+    assert names[:2] == ["mebp, our plan, 1GB", "mebp, our plan, 1GB, no heap relief"]
+    assert sorted(seen) == [False] * 2 + [True] * 2 and len(set(names)) == 4
+    assert str(tmp_path) not in output.read_text() and "no room in RUNS" in output.read_text()
 
 
 # --- budgets ----------------------------------------------------------------------------------
@@ -172,12 +214,12 @@ def test_budgets_in_terms_of_the_smallest() -> None:
 
 
 def test_budgets_rise_by_the_same_factor() -> None:
-    assert ladder(100, 6400, 7) == tuple(f"{100 * 2**i}MB" for i in range(7))
-    assert ladder(5000) == ("5000MB",)
+    assert spaced_budgets(100, 6400, 7) == tuple(f"{100 * 2**i}MB" for i in range(7))
+    assert spaced_budgets(5000) == ("5000MB",)
     for smallest in (36, 114, 3999):
-        sizes = [int(one.removesuffix("MB")) for one in ladder(smallest)]
+        sizes = [int(one.removesuffix("MB")) for one in spaced_budgets(smallest)]
         assert sizes == sorted(set(sizes)) and (sizes[0], sizes[-1]) == (smallest, 4000)
-    assert len(ladder(114)) == 8
+    assert len(spaced_budgets(114)) == 8
 
 
 def budgeted(megabytes: int, low: float, high: float, tile: int) -> dict[str, Any]:
@@ -236,33 +278,24 @@ def test_owners_and_the_rest_sum_to_the_step() -> None:
 # --- peers ------------------------------------------------------------------------------------
 
 
-def report_of(reason: str) -> dict[str, Any]:
-    found = {"what": "PyTorch", "reason": reason, "outcome": "could not run"}
-    return {"inherited": {}, "peers": {"torch-float32": found}}
-
-
-def test_interrupted_rounds_are_kept_and_interpreters_have_no_path(
+def test_a_program_that_cannot_run_has_its_reason_without_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = str(tmp_path / "python")
     Path(python).touch()
 
-    def stops(output: Path, **given: Any) -> dict[str, Any]:
-        assert given["budget"] == "400MB" and given["names"] == ("torch-float32",)
-        made = report_of(f"torch cannot be imported by {python}, {sys.executable}")
-        (output / one_bench.REPORT).write_text(json.dumps(made))
-        raise KeyboardInterrupt
+    def fails(setup: Any, name: str) -> dict[str, Any]:
+        assert setup.budget == "400MB" and name == "torch-float32"
+        raise OnDeviceError(f"torch cannot be imported by {python}, {sys.executable}, {tmp_path}/b")
 
-    monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path)
-    monkeypatch.setattr(one_bench, "peers", stops)
+    monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path / "b" / MODEL)
+    monkeypatch.setattr(peer_bench.Setup, "measure", fails)
     given = {"name": "peers", "models": MODEL, "peers": "torch-float32", "python": python}
     output = tmp_path / "peers.json"
     config = BenchConfig(bundles=str(tmp_path / "b"), output=str(output), **given)
-    with pytest.raises(InterruptedRunError, match="1 finished rows are in"):
-        bench(config, lambda text: None)
-    found = json.loads(output.read_text())
-    assert not found["complete"] and str(tmp_path) not in output.read_text()
-    assert "torch cannot be imported by --python, python" in to_text(found)
+    found = bench(config, lambda text: None)
+    assert found == json.loads(output.read_text()) and str(tmp_path) not in output.read_text()
+    assert "torch cannot be imported by --python, python, BUNDLES" in to_text(found)
     assert found["command"] == command(config) and "--python" not in found["command"]
 
 
@@ -362,12 +395,13 @@ def test_profile(bundles: Path, tmp_path: Path) -> None:
         assert one["owners_s"][REST] > 0 and one["slowdown"]["median"] > 0
         assert {"read", "unpack", "linear forward", "head"} <= set(one["owners_s"])
     assert "optimizer" in mebp["owners_s"] and "noise" in mezo["owners_s"]
-    assert "profiled / not" in text and "which makes a step slower" in text
+    assert "profiled / not" in text and "which slows a step down" in text
 
 
 def test_peers(bundles: Path, tmp_path: Path) -> None:
     found, text = run(bundles, tmp_path, "peers", peers="ours,paper", budget="1GB")
-    assert found["report"]["peers"]["paper"]["time_ratio"]["count"] == 1
-    assert found["report"]["peers"]["ours"]["command"].startswith(f"ondevice train {MODEL} ")
-    assert "time, ours/peer" in text and "ondevice train --plan paper" in text
+    ours, paper = found["variants"]
+    assert paper["time_ratio"]["median"] > 0 and ours["time_ratio"] is None
+    assert ours["processes"][0]["command"].startswith(f"ondevice train {MODEL} ")
+    assert "time: ours/it" in text and "ondevice train --plan paper" in text
     assert peer_bench.OPTION in text

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.tasks import calls
-from harness.tasks.calls import ACTIONS, SLOTS, SPLITS, Example, generate, is_correct, parse_call
+from harness.tasks.calls import ACTIONS, SLOTS, SPLITS, generate
+from harness.tasks.examples import Example, write_jsonl
 
 EXAMPLES = [one for split in SPLITS for one in generate(0, 600, split)]
 
@@ -21,7 +22,7 @@ def sentence(example: Example) -> str:
 
 def test_every_value_stands_in_its_sentence() -> None:
     for example in EXAMPLES:
-        call = parse_call(example.completion)
+        call = json.loads(example.completion)
         assert call is not None
         action = next(one for one in ACTIONS if one.name == call["name"])
         assert list(call) == ["name", "arguments"]
@@ -94,24 +95,9 @@ PINNED = Example(
 )
 
 
-def test_answers_are_judged_by_what_they_mean() -> None:
-    assert is_correct(PINNED.completion + "\nUser: and", PINNED)
-    assert is_correct('{"arguments": {"minutes": 27}, "name": "start_timer"}', PINNED)
-    for wrong in (
-        "",
-        "I do not know",
-        "[]",
-        '{"name":"start_timer","arguments":{"minutes":"27"}}',
-        '{"name":"start_timer","arguments":{"minutes":28}}',
-        '{"name":"start_timer","arguments":{"minutes":27},"more":1}',
-        '{"name":"start_timer","arguments":{"minutes":27}',
-    ):
-        assert not is_correct(wrong, PINNED)
-
-
 def test_written_lines_read_back(tmp_path: Path) -> None:
     examples = generate(2, 50, "valid")
-    file = calls.write_jsonl(tmp_path / "valid.jsonl", examples)
+    file = write_jsonl(tmp_path / "valid.jsonl", examples)
     read = [Example(**json.loads(line)) for line in file.read_text().splitlines()]
     assert read == examples
     assert [path.name for path in tmp_path.iterdir()] == ["valid.jsonl"]

@@ -26,7 +26,8 @@ from harness.compare.notes import notes
 from harness.compare.report import to_text
 from harness.compare.tables import tables
 from harness.compare.trials import Trial, Tried, grid
-from harness.measure import process as measuring
+from harness.measure import command, process
+from harness.measure.training import measure_training
 from ondevice.config import base as config
 from ondevice.config.compare import CompareConfig, by_method
 from ondevice.errors import (
@@ -311,52 +312,52 @@ def test_the_page_needs_nothing_and_escapes_everything(tmp_path: Path) -> None:
 
 def test_the_last_words_of_a_process() -> None:
     said = "ondevice: warning: slow\nplan\r\nrow: 3\rondevice: budget 1 MB < 2 MB;\n  or more\r\n"
-    assert measuring._message(said) == "budget 1 MB < 2 MB;\n  or more"
-    assert measuring._message("ondevice: warning: slow\nTraceback\nKeyError: 3") == ""
+    assert command._message(said) == "budget 1 MB < 2 MB;\n  or more"
+    assert command._message("ondevice: warning: slow\nTraceback\nKeyError: 3") == ""
 
 
 def test_errors_of_a_process_are_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BundleError, match="no bundle"):
-        measuring.measure({"bundle": str(tmp_path / "none"), "data": "random:1"}, tmp_path / "run")
+        measure_training({"bundle": str(tmp_path / "none"), "data": "random:1"}, tmp_path / "run")
     assert "no bundle" in capfd.readouterr().err
     for code, kind in (("raise SystemExit(9)", "code 9"), ("import os; os.abort()", "SIGABRT")):
         (tmp_path / "ondevice.py").write_text(f"import sys; sys.stderr.write('oh'); {code}\n")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measuring, "ROOT", tmp_path)
+            patch.setattr(process, "ROOT", tmp_path)
             with pytest.raises(OnDeviceError, match=kind) as raised:
-                measuring.ondevice("train")
+                command.ondevice("train")
         assert type(raised.value) is OnDeviceError
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bundles") / "tiny"
-    command = [*COMMAND, "export", "random:tiny-gemma3", "-o", str(path), "--seq-lens", "16,32"]
-    subprocess.run(command, check=True, capture_output=True)
+    arguments = [*COMMAND, "export", "random:tiny-gemma3", "-o", str(path), "--seq-lens", "16,32"]
+    subprocess.run(arguments, check=True, capture_output=True)
     return path
 
 
 def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     """Interrupted in the middle of a run, gone on with, refused with other settings."""
     out = tmp_path / "out"
-    command = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
-    command += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
-    command += ["--steps=mebp=40,mezo=10", "--eval-every=mebp=20,mezo=5", "--sweep-steps=3"]
-    command += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
+    arguments += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
+    arguments += ["--steps=mebp=40,mezo=10", "--eval-every=mebp=20,mezo=5", "--sweep-steps=3"]
+    arguments += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
+    started = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     metrics = out / "runs" / "mebp" / "metrics.jsonl"
     while not metrics.exists() or not metrics.read_text():
-        assert process.poll() is None
+        assert started.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate()
-    assert process.returncode == 130 and "same command again" in said, said
+    started.send_signal(signal.SIGTERM)
+    _, said = started.communicate()
+    assert started.returncode == 130 and "same command again" in said, said
     assert "Traceback" not in said
     saved = list((out / "runs" / "mebp" / "saves").glob("step-*"))
     assert len(saved) == 1 and not (out / "runs" / "mebp" / "summary.json").exists()
     swept = {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
     assert len(swept) == 2
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    done = subprocess.run([*arguments, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "resuming after step" in done.stderr
     assert swept == {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
@@ -378,15 +379,15 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
             [x for x in p.read_text().splitlines() if x.startswith(key)] for p in tokens
         )
         assert first == second
-    other = subprocess.run([*command, "--budget=100MB"], capture_output=True, text=True)
+    other = subprocess.run([*arguments, "--budget=100MB"], capture_output=True, text=True)
     assert other.returncode == 2 and "budget '200MB' (now '100MB')" in other.stderr
     assert read_curve(out / "runs" / "mezo").to_json() == mezo["curve"]
 
 
 def test_a_budget_too_small_for_all_is_refused(bundle: Path, tmp_path: Path) -> None:
-    command = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
-    command += ["--steps=3", "--max-seq-length=24", "--budget=20MB", "-o", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
+    arguments += ["--steps=3", "--max-seq-length=24", "--budget=20MB", "-o", str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "no method could run" in done.stderr and "smallest that fits" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -1,9 +1,8 @@
-"""Peers: paired statistics, the table, peers that cannot run, and one benchmark for real."""
+"""Peers: the notes and the table, programs that cannot run, and some of them for real."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import subprocess
@@ -14,118 +13,88 @@ from typing import Any
 
 import pytest
 
+from harness.bench.peers import PEERS, _figures, _without_paths, notes
+from harness.measure.bundles import bundle_of
 from harness.measure.other_load import STAT, busy_ticks, other_load
-from harness.measure.paired import Sample, Spread, summarize
-from harness.peers import peers as bench
-from harness.peers.peers import PEERS, environment, finding, peers, run_process
-from harness.peers.process import PREPARED, THREADS
-from harness.peers.table import to_text
+from harness.measure.repeats import Outcome
+from harness.peers.launch import Setup, environment, inherited, run_peer
+from harness.peers.programs import PROGRAMS
 from harness.peers.torch_trainer import blas
-from ondevice.errors import UsageError
+from harness.peers.trainer import PREPARED, THREADS
+from ondevice.errors import OnDeviceError
 
 
-def sample(*seconds: float, peaks: tuple[int, ...] | None = None, peak: int = 90) -> dict[str, Any]:
+def process(*seconds: float, peak: int = 90, **more: Any) -> dict[str, Any]:
     return {
         "step_s": list(seconds),
-        "step_peak_bytes": peaks and list(peaks),
-        "peak_footprint_bytes": peak,
+        "warm_up_steps": 1,
+        "training_peak_bytes": peak,
+        "peak_footprint_bytes": peak + 5,
         "peak_rss_bytes": 100,
         "trainable_parameters": 7,
         "threads": 2,
         "blas": "some",
-        "versions": {"torch": "2.13.0"},
         "other_cores": 0.05,
+        **more,
     }
 
 
-def report(found: dict[str, Any], failures: dict[str, str] | None = None) -> dict[str, Any]:
-    names = ("ours", "torch-float32", "mlx-lm")
-    made = bench._Bench(Path("b"), "tiny-qwen2", 16, 3, "1GB", "python", 2, print)
-    made.found, made.failures = found, failures or {}
-    return made.report([name for name in names if name in {**found, **made.failures}], 2)
+def found_of(**outcomes: Outcome) -> list[dict[str, Any]]:
+    named = {name.replace("_", "-"): one for name, one in outcomes.items()}
+    return [_figures(name, named) for name in named]
 
 
-# --- statistics -------------------------------------------------------------------------------
+# --- figures and notes ------------------------------------------------------------------------
 
 
-def test_the_first_step_is_warm_up_unless_it_is_alone() -> None:
-    assert Sample.of(sample(9.0, 1.0, 2.0)).timed == (1.0, 2.0)
-    assert Sample.of(sample(9.0)).timed == (9.0,)
+def test_ratios_are_within_a_turn() -> None:
+    """A machine that slows down by half changes both of a turn, and no ratio."""
+    ours = Outcome([process(1.0), process(2.0), process(3.0)])
+    theirs = Outcome([process(2.0), process(4.0)], failed="it broke")
+    one, other = found_of(ours=ours, torch_float32=theirs)
+    assert other["time_ratio"] == {"median": 0.5, "low": 0.5, "high": 0.5}
+    assert other["peak_ratio"]["median"] == 1.0 and one["time_ratio"] is None
+    assert other["failed"] == "it broke" and other["step_s"]["median"] == 3.0
+    (alone,) = found_of(torch_float32=theirs)
+    assert alone["time_ratio"] is None
 
 
-def test_the_training_peak_leaves_loading_out_where_steps_are_known() -> None:
-    assert Sample.of(sample(1.0, 1.0, peaks=(40, 30))).training_peak_bytes == 40
-    assert Sample.of(sample(1.0, 1.0)).training_peak_bytes == 90
+def test_the_table_has_every_program() -> None:
+    ours = Outcome([process(1.0), process(1.5)])
+    theirs = Outcome([process(2.0, peak=30), process(2.0, peak=30)])
+    found = found_of(ours=ours, torch_float32=theirs, mlx_lm=Outcome(failed="none"))
+    row = {"model": "tiny-qwen2", "tokens": 16, "failed": None, "variants": found}
+    (table,) = PEERS.tables([row])
+    assert table.rows[2][-4:] == ("0.625", "0.500-0.750", "3.000", "3.000-3.000")
+    assert table.rows[3][2:4] == ("mlx-lm", "did not run")
+    assert len({len(line) for line in table.rows}) == 1
 
 
-def test_ratios_are_of_the_same_round() -> None:
-    """A machine that slows down by half changes both of a round, and no ratio."""
-    ours = {n: Sample.of(sample(9.0, s)) for n, s in ((1, 1.0), (2, 2.0), (3, 3.0))}
-    theirs = {n: Sample.of(sample(9.0, 2 * s)) for n, s in ((1, 1.0), (2, 2.0), (4, 50.0))}
-    found = summarize(theirs, ours)
-    assert found["time_ratio"] == {"median": 0.5, "low": 0.5, "high": 0.5, "count": 2}
-    assert found["step_s"] == {"median": 4.0, "low": 2.0, "high": 100.0, "count": 3}
-    assert found["peak_ratio"]["median"] == 1.0
+def test_other_adapters_single_steps_and_busy_neighbours_are_reported() -> None:
+    busy = process(1.0, other_cores=0.5)
+    odd = process(5.0, trainable_parameters=8, warm_up_steps=0)
+    said = notes(found_of(ours=Outcome([process(1.0), busy]), mlx_lm=Outcome([odd])), {})
+    assert "mlx-lm ran a single step, whose time includes the warm-up" in said
+    assert "NOT THE SAME LORA, numbers of trainable parameters differ: ours 7, mlx-lm 8" in said
+    (alone,) = [text for text in said if "NOT ALONE" in text]
+    assert "0.50 cores busy while ours ran in turn 2" in alone
+    assert len(notes(found_of(ours=Outcome([process(1.0)])), {})) == 1
 
 
-def test_the_median_ratio_is_not_the_ratio_of_medians() -> None:
-    ours = {n: Sample.of(sample(0.0, s)) for n, s in ((1, 1.0), (2, 4.0), (3, 3.0))}
-    theirs = {n: Sample.of(sample(0.0, s)) for n, s in ((1, 10.0), (2, 5.0), (3, 2.0))}
-    found = summarize(theirs, ours)["time_ratio"]
-    assert found == {"median": 0.8, "low": 0.1, "high": 1.5, "count": 3}
-
-
-def test_without_ours_there_is_no_ratio() -> None:
-    assert summarize({1: Sample.of(sample(1.0))}, {})["time_ratio"] is None
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 1)
-
-
-# --- report and table -------------------------------------------------------------------------
-
-
-def test_the_table_has_every_peer_and_says_what_must_be_said() -> None:
-    ours = {1: sample(9.0, 1.0), 2: sample(9.0, 1.5)}
-    theirs = {1: sample(9.0, 2.0, peaks=(20, 30)), 2: sample(9.0, 2.0, peaks=(30, 20))}
-    found = {"ours": ours, "torch-float32": theirs}
-    made = report(found, {"mlx-lm": "mlx_lm cannot be imported"})
-    assert json.loads(json.dumps(made)) == made
-    assert made["peers"]["mlx-lm"]["outcome"] == "could not run"
-    text = to_text(made)
-    assert "| 0.625 (0.500 to 0.750) | 3.000 " in text
-    assert "mlx-lm could not run: mlx_lm cannot be imported" in text
-    assert "NOT THE SAME LORA" not in text and "single step" not in text
-    lengths = {len(line) for line in text.splitlines() if line.startswith("|")}
-    assert len(lengths) == 1
-
-
-def test_a_peer_that_fails_later_keeps_its_rounds() -> None:
-    made = report({"ours": {1: sample(9.0, 1.0)}}, {"ours": "it broke"})
-    assert made["peers"]["ours"]["outcome"] == "failed later"
-    assert made["peers"]["ours"]["step_s"]["median"] == 1.0
-    assert "ours failed later: it broke" in to_text(made)
-
-
-def test_other_adapters_and_single_steps_are_said() -> None:
-    odd = {**sample(5.0, peaks=(1,)), "trainable_parameters": 8}
-    text = to_text(report({"ours": {1: sample(9.0, 1.0)}, "mlx-lm": {1: odd}}))
-    assert "mlx-lm ran a single step" in text
-    assert "NOT THE SAME LORA, numbers of trainable parameters differ: ours 7, mlx-lm 8" in text
-
-
-def test_settings_from_outside_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in PREPARED:
         monkeypatch.delenv(name, raising=False)
-    assert "NOT OUR CHOICE" not in to_text(report({"ours": {1: sample(9.0, 1.0)}}))
+    assert inherited() == {}
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
-    assert "NOT OUR CHOICE: OPENBLAS_CORETYPE=Zen" in to_text(report({"ours": {1: sample(9.0)}}))
-    kept = [name for name, peer in PEERS.items() if not peer.as_it_comes]
+    assert "NOT OUR CHOICE: OPENBLAS_CORETYPE=Zen" in notes([], inherited())[0]
+    kept = [name for name, program in PROGRAMS.items() if not program.as_it_comes]
     assert kept == ["ours", "mlx-lm-blas", "paper", "mlx-lm-4bit"]
 
 
-def test_a_busy_neighbour_is_said() -> None:
-    busy = {**sample(9.0, 1.0), "other_cores": 0.5}
-    text = to_text(report({"ours": {1: sample(9.0, 1.0), 2: busy}}))
-    assert text.count("NOT ALONE") == 1 and "0.50 cores busy while ours ran in round 2" in text
+def test_reasons_name_no_interpreter() -> None:
+    text = f"torch cannot be imported by /venv/python, {sys.executable}"
+    said = _without_paths(text, "/venv/python")
+    assert said == "torch cannot be imported by --python, python"
 
 
 def test_our_own_processes_are_no_neighbours() -> None:
@@ -143,10 +112,6 @@ def test_our_own_processes_are_no_neighbours() -> None:
     assert busy_ticks("cpu  1 2 4 8 16 32 64 128 256 512\ncpu0 1") == 1 + 2 + 4 + 32 + 64 + 128
 
 
-def test_nothing_is_found_of_a_peer_without_rounds() -> None:
-    assert finding("paper", {}, {"paper": "why"})["reason"] == "why"
-
-
 def test_blas_of_pytorch() -> None:
     settings = "  - Intel(R) MKL-DNN v3.12.0 (Git)\n  - CPU capability usage: AVX2\n BLAS_INFO=mkl,"
     assert blas(settings) == "mkl, oneDNN 3.12.0, AVX2"
@@ -157,14 +122,17 @@ def test_blas_of_pytorch() -> None:
 
 
 def test_why_a_process_left_nothing(tmp_path: Path) -> None:
-    def reason(script: str) -> str:
-        found = run_process([sys.executable, "-c", script], tmp_path / "result.json")
-        return str(found["failed"])
+    def reason(*command: str) -> str:
+        with pytest.raises(OnDeviceError) as raised:
+            run_peer(command, tmp_path / "result.json")
+        return str(raised.value)
 
-    assert "SIGKILL; out of memory" in reason("import os; os.kill(os.getpid(), 9)")
-    assert reason("raise SystemExit('no luck')").endswith("ended with code 1: no luck")
-    missing = str(tmp_path / "python")
-    assert "cannot be started" in run_process([missing], tmp_path / "result.json")["failed"]
+    def script(text: str) -> str:
+        return reason(sys.executable, "-c", text)
+
+    assert "ended by SIGKILL; free memory" in script("import os; os.kill(os.getpid(), 9)")
+    assert script("raise SystemExit('no luck')").endswith("ended with code 1: no luck")
+    assert "cannot be started" in reason(str(tmp_path / "python"))
 
 
 def test_the_environment_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,59 +147,30 @@ def test_the_environment_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ[PREPARED[0]] == "Zen"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"preset": "gpt"}, "no preset 'gpt'; there are"),
-        ({"names": ("ours", "jax")}, "peers jax: choose some of"),
-        ({"names": ("ours", "ours")}, "each once"),
-        ({"names": ()}, "peers none"),
-        ({"steps": 0}, "steps 0 is less than 1"),
-        ({"python": "/no/python"}, "is no interpreter"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        peers(output=tmp_path / "out", **wrong)
-    assert not (tmp_path / "out").exists()
+def setup(bundle: Path, scratch: Path) -> Setup:
+    return Setup(bundle, "tiny-qwen2", 32, 2, "1GB", sys.executable, 1, scratch)
 
 
 def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "raise ModuleNotFoundError('none', name='torch')"
     (tmp_path / "torch.py").write_text(missing)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = ("torch-float32",)
-    made = peers(output=tmp_path / "out", preset="tiny-qwen2", names=names, repeats=2)
-    found = made["peers"]["torch-float32"]
-    assert found["outcome"] == "could not run"
-    assert found["reason"] == f"torch cannot be imported by {sys.executable}"
-    assert "--dtype float32" in found["command"]
-    assert json.loads((tmp_path / "out" / "peers.json").read_text()) == made
+    with pytest.raises(OnDeviceError, match="torch cannot be imported by"):
+        setup(tmp_path, tmp_path).measure("torch-float32")
 
 
 def test_ours_the_papers_plan_and_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # the first kernels take a C++ compiler 17 s
-    names = ("ours", "mlx-lm-blas", "paper")
-    made = peers(
-        output=tmp_path, preset="tiny-qwen2", tokens=32, steps=2, repeats=1, names=names, threads=1
-    )
-    found = made["peers"]
-    assert [found[name]["reason"] for name in names] == ["", "", ""]
-    for name in names:
-        one = found[name]["rounds"]["1"]
-        assert len(one["step_s"]) == 2 and found[name]["step_s"]["count"] == 1
-        assert 10e6 < found[name]["training_peak_bytes"]["median"] <= one["peak_rss_bytes"]
+    bundle = bundle_of(tmp_path, "tiny-qwen2", (32,), lambda text: None)
+    trained = set()
+    for name in ("ours", "mlx-lm-blas", "paper"):
+        one = setup(bundle, tmp_path).measure(name)
+        assert len(one["step_s"]) == 1 and one["warm_up_steps"] == 1 and one["threads"] == 1
+        assert 10e6 < one["training_peak_bytes"] <= one["peak_rss_bytes"]
         assert one["losses"][0] == pytest.approx(math.log(320), rel=0.5)
-        assert one["trainable_parameters"] == found["ours"]["rounds"]["1"]["trainable_parameters"]
         assert one["environment"]["OPENBLAS_NUM_THREADS"] == "1"
-    assert found["paper"]["time_ratio"]["median"] > 0
-    assert found["ours"]["time_ratio"] is None
-    assert f"{PEERS['paper'].what}, threads 1" in to_text(made)
-    other = {"output": tmp_path, "bundle": tmp_path / "tiny-qwen2-32", "names": ("ours",)}
-    with pytest.raises(UsageError, match="has graphs for 32 tokens, not 64"):
-        peers(**other, preset="tiny-qwen2", tokens=64)
-    with pytest.raises(UsageError, match="is of tiny-qwen2 with LoRA"):
-        peers(**other, preset="tiny-qwen3", tokens=32)
+        trained.add(one["trainable_parameters"])
+    assert len(trained) == 1
 
 
 @pytest.mark.skipif(
@@ -239,10 +178,7 @@ def test_ours_the_papers_plan_and_mlx_lm(tmp_path: Path, monkeypatch: pytest.Mon
     reason="PyTorch and PEFT are in the bench extra, not in the development environment",
 )
 def test_pytorch(tmp_path: Path) -> None:
-    names = ("torch-float32", "torch-bfloat16")
-    options = {"preset": "tiny-qwen2", "tokens": 32, "steps": 2, "repeats": 1}
-    made = peers(output=tmp_path, names=names, **options)
-    for name in names:
-        one = made["peers"][name]["rounds"]["1"]
+    for name in ("torch-float32", "torch-bfloat16"):
+        one = setup(tmp_path, tmp_path).measure(name)
         assert one["losses"][0] == pytest.approx(math.log(320), rel=0.1)
         assert one["trainable_parameters"] == 29_696

@@ -49,7 +49,7 @@ def test_rows_are_disjoint_and_drawn_from_the_seed(
         assert row.completion == (" great" if number % 2 else " terrible")
     assert "25 rows" in capsys.readouterr().out
     assert sst2.main([str(train), str(dev), "-o", str(tmp_path / "d"), "--dev-rows=21"]) == 4
-    assert "21 rows are wanted of 20" in capsys.readouterr().err
+    assert "there are 20 different sentences, not 21" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["no label", "words\t2", "\t1", "words 1", ""])

@@ -1,1 +1,1 @@
-"""Benchmarks: the papers' tables, and this project's own."""
+"""Benchmarks: the tables of papers, and measurements of our own."""

@@ -1,42 +1,38 @@
-"""`ondevice bench`: measurements on this machine, the published ones shown beside the papers'.
+"""`ondevice bench`: the benchmarks by name, and running one of them.
 
-Every figure comes from fresh processes, repeated in turn. Invariant: the JSON is whole after each
-row, with the machine, the versions, the commit and the command; `complete` says whether it is all.
+Every figure comes from fresh processes, repeated in turn. Invariant: the JSON holds complete rows
+only and is rewritten after each; `complete` says whether it has all of them. It names the machine,
+the versions, the commit and the command, and no path of this machine.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness.bench.benchmark import Bench, Benchmark, failures, machine_bytes, remarks
+from harness.bench.benchmark import Bench, Benchmark, failures, remarks
 from harness.bench.block_profiles import FIGURE2, TABLE3
 from harness.bench.budget_curve import CURVE
 from harness.bench.footprint import FOOTPRINT
+from harness.bench.mebp_tables import TABLE2, TABLE4
+from harness.bench.peers import PEERS
 from harness.bench.prediction import PREDICTION
 from harness.bench.step_profile import PROFILE
-from harness.bench.tables import TABLE2, TABLE4
 from harness.bench.zo2_ablation import ZO2_ABLATION
-from harness.measure.process import provenance
+from harness.measure.bundles import check_models
+from harness.measure.command import flag
+from harness.measure.provenance import machine, provenance
 from harness.measure.repeats import Note
-from harness.measure.shapes import check_models
-from harness.peers.bench import PEER_BENCH
 from ondevice.config.bench import BenchConfig
 from ondevice.errors import InterruptedRunError, UsageError
 from ondevice.files import storage_errors, write_atomic
 from ondevice.units import format_bytes
-from runtime.system.backend import describe
 
 BENCHMARKS: dict[str, Benchmark] = {
     "mebp-table2": TABLE2,
@@ -48,17 +44,17 @@ BENCHMARKS: dict[str, Benchmark] = {
     "prediction": PREDICTION,
     "curve": CURVE,
     "profile": PROFILE,
-    "peers": PEER_BENCH,
+    "peers": PEERS,
 }
 LOCAL = ("bundles", "output", "python")  # paths of one machine
 
 
 def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
-    """Run a benchmark and write its JSON and pictures; returns the JSON.
+    """Run a benchmark and write its JSON and pictures; returns the content of the JSON.
 
     Raises:
         UsageError: no such benchmark or model, or the output has no folder.
-        InterruptedRunError: what was measured until then is in the JSON.
+        InterruptedRunError: a signal arrived; the JSON holds the finished rows.
     """
     benchmark = find(config.name)
     models = config.model_names or benchmark.models
@@ -74,20 +70,27 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         **provenance(),
         "machine": machine(),
         "settings": {key: value for key, value in vars(config).items() if key not in LOCAL},
-        "paper": None if benchmark.source is None else asdict(benchmark.source),
+        "paper": _paper(benchmark),
         "notes": list(benchmark.notes),
         "complete": False,
         "rows": [],
     }
     try:
         _measure(config, benchmark, models, output, report, note)
-    except InterruptedRunError as stop:
+    except (InterruptedRunError, KeyboardInterrupt) as stop:
         raise InterruptedRunError(
             f"interrupted; {len(report['rows'])} finished rows are in {output}"
             if report["rows"]
             else "interrupted before the first row was finished"
         ) from stop
     return report
+
+
+def _paper(benchmark: Benchmark) -> dict[str, Any] | None:
+    """Where the published figures come from, as JSON."""
+    if benchmark.source is None:
+        return None
+    return asdict(benchmark.source) | {"methods": list(benchmark.source.methods)}
 
 
 def _measure(
@@ -101,7 +104,7 @@ def _measure(
     bundles = Path(config.bundles)
     with storage_errors(bundles):
         bundles.mkdir(parents=True, exist_ok=True)
-        # not in the system's temporary folder: where that is memory, scratch files would count
+        # not in the system's temporary folder, which may be memory: scratch files would count
         runs = tempfile.TemporaryDirectory(dir=bundles, prefix=".runs-")
     with runs as scratch:
         budgets = config.budgets or benchmark.budgets
@@ -136,7 +139,7 @@ def find(name: str) -> Benchmark:
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-    """What was measured, as tables."""
+    """The report as tables."""
     here, paper = report["machine"], report["paper"]
     lines = [
         f"{report['benchmark']}: {report['text']}",
@@ -155,32 +158,10 @@ def to_text(report: Mapping[str, Any]) -> str:
 
 
 def command(config: BenchConfig) -> str:
-    """The command line of a configuration, without defaults and this machine's paths."""
+    """The command line of a configuration, without defaults and without paths of this machine."""
     words = ["ondevice", "bench", config.name]
     for one in fields(config):
         value = getattr(config, one.name)
         if one.name not in (*LOCAL, config.positional) and value != one.default:
-            words.append(f"--{one.name.replace('_', '-')}={value}")
+            words.append(flag(one.name, value))
     return shlex.join(words)
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions, and how busy it is as we begin."""
-    return {
-        **describe(),
-        "cpu": _cpu(),
-        "memory_bytes": machine_bytes(),
-        "load": os.getloadavg()[0],
-        "numpy": metadata.version("numpy"),
-        "threads": os.environ.get("OPENBLAS_NUM_THREADS"),
-    }
-
-
-def _cpu() -> str:
-    if sys.platform == "darwin":
-        words = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(words, capture_output=True, encoding="utf-8").stdout.strip()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

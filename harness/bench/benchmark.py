@@ -1,4 +1,4 @@
-"""What a benchmark is, and what it is given to measure with.
+"""The parts of every benchmark: what it measures, how its processes train, how rows are shown.
 
 A benchmark makes rows, one for each model and length, and tables of those rows. Invariant: tables
 and pictures are drawn from the rows alone, which are the JSON that is written.
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.bench.published import Source
-from harness.measure.process import measure
-from harness.measure.repeats import Note, Outcome, Process, in_turn, reason
-from harness.measure.shapes import bundle_of, smallest_megabytes
-from harness.report.report import Table
+from harness.measure.bundles import bundle_of, smallest_megabytes
+from harness.measure.provenance import memory_bytes
+from harness.measure.repeats import Note, Outcome, Process, figures, in_turn, reason
+from harness.measure.training import measure_training
+from harness.report.table import Table
 from ondevice.config.bench import BenchConfig, times_smallest
 from ondevice.errors import OnDeviceError
 
@@ -30,11 +30,15 @@ NOT_PUBLISHED = "not in the paper"
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: a method under a plan; `budget` is empty where the plan is the paper's."""
+    """One way to train: a method under a plan; `budget` is empty where the plan is the paper's.
+
+    `heap_relief` is whether training may give free heap memory back near its predicted peak.
+    """
 
     method: str
     plan: str
     budget: str
+    heap_relief: bool = True
 
     @property
     def label(self) -> str:
@@ -42,7 +46,8 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return f"{self.method}, {self.label}"
+        without = "" if self.heap_relief else ", no heap relief"
+        return f"{self.method}, {self.label}{without}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Bench:
     note: Note
 
     def rows(self, measured: Callable[[Path, str, int], Row]) -> Iterator[Row]:
-        """A row of every model and length: what `measured` finds, or why there is nothing."""
+        """A row for each model and length: what `measured` returns, or why there is nothing."""
+        private = {str(self.runs): "RUNS", str(Path(self.config.bundles).resolve()): "BUNDLES"}
         for model, lengths in self.cases.items():
             bundle, failed = None, None
             try:
@@ -66,25 +72,28 @@ class Bench:
                 self.note(f"{model}: {failed}")
             for length in lengths:
                 row: Row = {"model": model, "tokens": length, "failed": failed}
-                yield row if bundle is None else row | measured(bundle, model, length)
+                if bundle is not None:
+                    self.note(f"{model} at {length} tokens")
+                    row |= measured(bundle, model, length)
+                yield _without(private, row)
 
     def variants(self, *methods: str) -> list[Variant]:
-        """The methods under every plan that was asked for; methods change fastest."""
+        """Every method under every plan of `--plans`, plan by plan."""
         paper = [Variant(method, "paper", "") for method in methods]
         plans = {"budget": self.ours(*methods), "paper": paper}
         return [one for plan in self.config.plan_names for one in plans[plan]]
 
     def ours(self, *methods: str) -> list[Variant]:
-        """The methods under our plan with every budget; methods change fastest."""
+        """Every method under our plan, budget by budget."""
         return [Variant(method, "budget", one) for one in self.budgets for method in methods]
 
     def budget(self, bundle: Path, length: int, variant: Variant) -> str:
-        """The size that a variant trains under.
+        """The budget that a variant trains under, as a size.
 
-        The paper's plan has nothing to choose: it is refused only where the machine cannot hold it.
+        The paper's plan has nothing to choose, so its budget is the machine's memory.
         """
         if variant.plan == "paper":
-            return str(machine_bytes())
+            return str(memory_bytes())
         times = times_smallest(variant.budget)
         if times is None:
             return variant.budget
@@ -96,11 +105,12 @@ class Bench:
         length: int,
         variants: Sequence[Variant],
         kept: Callable[[dict[str, Any]], Process],
+        profile: bool = False,
     ) -> dict[Variant, Outcome]:
         """Train every variant `--repeats` times; `kept` is what to keep of each summary."""
 
         def run(variant: Variant) -> Process:
-            process, summary = self.train(bundle, length, variant)
+            process, summary = self.train(bundle, length, variant, profile)
             return process | kept(summary)
 
         runs = {one.name: partial(run, one) for one in variants}
@@ -110,8 +120,8 @@ class Bench:
     def train(
         self, bundle: Path, length: int, variant: Variant, profile: bool = False
     ) -> tuple[Process, dict[str, Any]]:
-        """Train for `--steps` in a fresh process: what it measured; its summary, with its plan."""
-        settings = {
+        """Train for `--steps` in a fresh process: measurements, and the summary with its plan."""
+        settings: dict[str, object] = {
             "bundle": str(bundle),
             "data": f"random:{self.config.seed}",
             "method": variant.method,
@@ -122,14 +132,33 @@ class Bench:
             "save_every": 0,
             "profile": profile,
         }
+        if not variant.heap_relief:
+            settings["heap_relief"] = False
         with tempfile.TemporaryDirectory(dir=self.runs) as place:
             run = Path(place) / "run"
-            summary = measure(settings, run)
+            summary = measure_training(settings, run)
             summary["plan"] = json.loads((run / "plan.json").read_text())
             lines = (run / "metrics.jsonl").read_text().splitlines()
         seconds = [json.loads(line)["seconds"] for line in lines]
         keys = ("peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes", "budget_bytes")
         return {"step_s": seconds[1:], **{key: summary[key] for key in keys}}, summary
+
+
+def _without(private: Mapping[str, str], value: Any) -> Any:
+    """JSON in which the paths of this machine are replaced by words."""
+    if isinstance(value, str):
+        for path, word in private.items():
+            value = value.replace(path, word)
+    elif isinstance(value, dict):
+        value = {key: _without(private, one) for key, one in value.items()}
+    elif isinstance(value, list):
+        value = [_without(private, one) for one in value]
+    return value
+
+
+def measured_variant(variant: Variant, outcome: Outcome) -> dict[str, Any]:
+    """A variant and its figures, as JSON."""
+    return {"name": variant.name, **asdict(variant), **figures(outcome)}
 
 
 def _no_pictures(rows: Sequence[Row]) -> dict[str, bytes]:
@@ -140,8 +169,8 @@ def _no_pictures(rows: Sequence[Row]) -> dict[str, bytes]:
 class Benchmark:
     """One entry of `ondevice bench`.
 
-    `models`, `lengths` (`own_lengths` of some models) and `budgets` are what is measured where
-    nothing else is asked for; `pictures` gives PNG bytes by the end of a file's name.
+    `models`, `lengths` (for some models `own_lengths`) and `budgets` are measured where the command
+    line names no others; `pictures` returns PNG bytes by the end of a file's name.
     """
 
     text: str
@@ -156,9 +185,17 @@ class Benchmark:
     own_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-def machine_bytes() -> int:
-    """The machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def place(row: Row) -> tuple[str, str]:
+    """The first cells of a line: model and tokens."""
+    return row["model"], str(row["tokens"])
+
+
+def failed_line(row: Row, head: Sequence[str], at: int = 3) -> list[tuple[str, ...]]:
+    """The line of a row without measurements, its reason in cell number `at`; else none."""
+    if not row["failed"]:
+        return []
+    blank = [""] * (len(head) - at - 1)
+    return [(*place(row), *[""] * (at - 2), row["failed"], *blank)]
 
 
 def megabytes(size: float | None) -> str:
@@ -166,12 +203,12 @@ def megabytes(size: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits or more: 12.34, 1.23, 0.123, 0.0123."""
+    """Seconds with three significant digits or two decimals: 12.34, 1.23, 0.123."""
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def around(found: Mapping[str, float] | None, shown: Callable[[float], str]) -> tuple[str, str]:
-    """A spread as two cells: the median, and least-most."""
+    """A spread as two cells: the median, and the range."""
     if found is None:
         return "-", "-"
     return shown(found["median"]), f"{shown(found['low'])}-{shown(found['high'])}"
@@ -182,20 +219,20 @@ def times(value: float | None) -> str:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """One line for whatever has no figure, or fewer than were asked for."""
+    """A note for each row and each variant that failed."""
     found: list[str] = []
     for row in rows:
-        place = f"{row['model']} at {row['tokens']} tokens"
+        where = f"{row['model']} at {row['tokens']} tokens"
         if row["failed"]:
-            found.append(f"{place}: {row['failed']}")
+            found.append(f"{where}: {row['failed']}")
         for variant in row.get("variants", ()):
             if variant["failed"]:
-                found.append(f"{place}, {variant['name']}: {variant['failed']}")
+                found.append(f"{where}, {variant['name']}: {variant['failed']}")
     return found
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the rows themselves have to say (`notes`), and where."""
+    """The rows' own notes, each with its model and length."""
     return [
         f"{row['model']} at {row['tokens']} tokens: {note}"
         for row in rows

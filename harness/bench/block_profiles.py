@@ -1,7 +1,7 @@
 """The MeBP paper's Table 3 and Figure 2: where a step's time and memory go, block by block.
 
-Both come from profiled MeBP runs under our plan and the paper's. A profile evaluates between the
-parts that it tells apart: it explains a step and does not time one, and it counts the first step.
+Both come from profiled runs under our plan and the paper's. Profiling evaluates the graph at every
+boundary between parts: it explains a step and does not time one, and it counts the first step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ from harness.bench.benchmark import (
     Row,
     Variant,
     around,
+    failed_line,
+    measured_variant,
     megabytes,
+    place,
     seconds,
     times,
 )
@@ -31,42 +33,29 @@ from harness.bench.published import (
     MEBP_TABLE3,
     MODELS,
 )
-from harness.measure.repeats import Outcome, Process, figures, in_turn, spread
-from harness.report.plots import draw_blocks
-from harness.report.report import Table
+from harness.measure.repeats import Outcome, Process, spread
+from harness.report.blocks import draw_blocks
+from harness.report.table import Table
 
 OWNERS = ("unpack", "read")
 PARTS = ("forward", "backward", "head", "step")
+PROFILED = (
+    "the figures are of a profile, which counts every step and evaluates the graph at every "
+    "boundary between parts"
+)
 Block = dict[str, Any]
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        def run(variant: Variant) -> Process:
-            process, summary = bench.train(bundle, length, variant, profile=True)
-            keys = ("blocks", "seconds_per_step")
-            return (
-                process
-                | {"steps": summary["steps"], "seconds": summary["seconds"]}
-                | {key: summary[key] for key in keys}
-            )
-
-        variants = {one.label: one for one in bench.variants("mebp")}
-        bench.note(f"{model} at {length} tokens, profiled")
-        outcomes = in_turn(
-            {name: partial(run, variant) for name, variant in variants.items()},
-            bench.config.repeats,
-            bench.note,
-        )
+        variants = bench.variants(*MEBP_TABLE3.methods)
+        outcomes = bench.in_turn(bundle, length, variants, _kept, profile=True)
         share, backward = (
             DECOMPRESSION.get((model, length)),
             BACKWARD_OVER_FORWARD.get((model, length)),
         )
         return {
-            "variants": [
-                {"name": name, **asdict(variant), **_figures(outcomes[name])}
-                for name, variant in variants.items()
-            ],
+            "variants": [_figures(*one) for one in outcomes.items()],
             "published_percent": None if share is None else asdict(share),
             "published_backward_over_forward": backward,
         }
@@ -74,11 +63,15 @@ def _rows(bench: Bench) -> Iterator[Row]:
     return bench.rows(measured)
 
 
-def _figures(outcome: Outcome) -> dict[str, Any]:
+def _kept(summary: dict[str, Any]) -> dict[str, Any]:
+    return {key: summary[key] for key in ("steps", "seconds", "blocks", "seconds_per_step")}
+
+
+def _figures(variant: Variant, outcome: Outcome) -> dict[str, Any]:
     shares = [_shares(process) for process in outcome.processes]
     blocks = together([process.pop("blocks") for process in outcome.processes])
     return {
-        **figures(outcome),
+        **measured_variant(variant, outcome),
         "shares": {
             owner: {part: spread([one[owner][part] for one in shares]) for part in PARTS}
             for owner in OWNERS
@@ -91,7 +84,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
 def _shares(process: Process) -> dict[str, dict[str, float]]:
     """Of each owner, the share of a pass over the layers, of the head, and of the whole step.
 
-    The head runs forward and backward in one pass over the vocabulary: it has a share of its own.
+    The head runs forward and backward in one pass over the vocabulary, so it has its own share.
     """
     layers, head = layers_and_head(process["blocks"])
 
@@ -114,7 +107,7 @@ def _shares(process: Process) -> dict[str, dict[str, float]]:
 
 
 def layers_and_head(blocks: Sequence[Block]) -> tuple[Sequence[Block], Block]:
-    """The layers, which alone run backward as blocks, and the head; without the embedding."""
+    """The layers, the only blocks with a backward pass of their own, and the head."""
     return [one for one in blocks if "backward_s" in one], blocks[-1]
 
 
@@ -157,16 +150,17 @@ def _percent(value: float) -> str:
 
 
 def _lines(
-    rows: Sequence[Row], width: int, cells: Callable[[Row, dict[str, Any]], tuple[str, ...]]
+    rows: Sequence[Row],
+    head: tuple[str, ...],
+    cells: Callable[[Row, dict[str, Any]], tuple[str, ...]],
 ) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = []
+    found = [head]
     for row in rows:
-        place = (row["model"], str(row["tokens"]))
         for one in row.get("variants", ()):
-            measured = cells(row, one) if one["blocks"] else ("did not run", *[""] * (width - 1))
-            found.append((*place, one["name"], *measured))
-        if row["failed"]:
-            found.append((*place, row["failed"], *[""] * width))
+            no_cells = ("did not run", *[""] * (len(head) - 4))
+            measured = cells(row, one) if one["blocks"] else no_cells
+            found.append((*place(row), one["name"], *measured))
+        found += failed_line(row, head, at=2)
     return found
 
 
@@ -186,11 +180,11 @@ def _decompression(rows: Sequence[Row]) -> list[Table]:
         )
 
     head = (
-        "model", "tokens", "plan", "forward %", "low-high", "backward %", "low-high", "head %",
+        "model", "tokens", "variant", "forward %", "low-high", "backward %", "low-high", "head %",
         "step %", "reading: step %", "paper: forward %", "backward %",
     )  # fmt: skip
-    title = "Share of time that goes into unpacking weights, in the layers, the head, and the step"
-    return [Table(title, [head, *_lines(rows, 9, cells)], 3)]
+    title = "Share of time that dequantizing weights takes, in the layers, the head, and the step"
+    return [Table(title, _lines(rows, head, cells), 3)]
 
 
 def _blockwise(rows: Sequence[Row]) -> list[Table]:
@@ -213,10 +207,10 @@ def _blockwise(rows: Sequence[Row]) -> list[Table]:
         )
 
     head = (
-        "model", "tokens", "plan", "layer forward MB", "backward MB", "head MB",
+        "model", "tokens", "variant", "layer forward MB", "backward MB", "head MB",
         "layer forward s", "backward s", "head s", "backward / forward: MB", "s", "paper: MB", "s",
     )  # fmt: skip
-    return [Table("Memory and time of a block", [head, *_lines(rows, 10, cells)], 3)]
+    return [Table("Memory and time of a block", _lines(rows, head, cells), 3)]
 
 
 def pictures(rows: Sequence[Row]) -> Mapping[str, bytes]:
@@ -231,16 +225,16 @@ def pictures(rows: Sequence[Row]) -> Mapping[str, bytes]:
 
 
 TABLE3 = Benchmark(
-    "MeBP's Table 3: the share of time that goes into unpacking weights",
+    "MeBP's Table 3: the share of time that dequantizing weights takes",
     MEBP_TABLE3,
     MODELS,
     (256,),
     _rows,
     _decompression,
     (
-        "forward and backward: over the layers; the head computes loss and gradient in one pass, "
-        "and its share is told apart; low-high: of processes",
-        "of a profile, which counts every step and evaluates between the parts it tells apart",
+        "forward and backward: of the layers; the head computes loss and gradient in one pass and "
+        "has its own column; low-high: the range of the processes",
+        PROFILED,
     ),
 )
 FIGURE2 = Benchmark(
@@ -251,11 +245,10 @@ FIGURE2 = Benchmark(
     _rows,
     _blockwise,
     (
-        "MB: what MLX's allocator had lent at most while the block ran, adapters and all; the "
-        "largest layer's, seconds the median layer's; the head computes loss and gradient in one "
-        "pass; the embedding, a lookup of rows, is a block of the picture; ratios are the median "
-        "layer's",
-        "of a profile, which counts every step and evaluates between the parts it tells apart",
+        "MB: the most memory that MLX's allocator held while the block ran, adapters included, of "
+        "the largest layer; seconds and ratios: of the median layer; the head computes loss and "
+        "gradient in one pass; the picture also shows the embedding, a lookup of rows",
+        PROFILED,
     ),
     pictures,
 )

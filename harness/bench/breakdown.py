@@ -1,7 +1,7 @@
-"""What holds the memory of a run: the owners of its plan, and what they leave to the measured peak.
+"""A breakdown of a run's memory: the bytes that its plan counts for each owner, and the remainder.
 
 Invariant: the owners and the remainder sum to the measured peak. The remainder is below zero where
-the plan has counted more than was ever in use at once.
+the plan counts more than was in use at once.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 
 from harness.bench.targets import SHARE_NOT_ACCOUNTED
 
-OWNERS = {  # by the plan's word for it
+OWNERS = {  # field of the plan: name in the table
     "base_bytes": "process",
     "adapter_bytes": "adapters",
     "gradient_bytes": "gradients",
-    "live_bytes": "alive values",
+    "live_bytes": "live values",
     "slack_bytes": "heap slack",
     "cache_bytes": "allocator cache",
     "kept_bytes": "kept values",
-    "resident_bytes": "unpacked weights",
+    "resident_bytes": "dequantized weights",
 }
 OTHERS = "other planned"
 
 
 def breakdown(plan: Mapping[str, Any], peak_bytes: int) -> dict[str, Any]:
-    """The bytes of each owner, and what is not accounted for with its share of the peak."""
+    """The bytes of each owner, and of what is not accounted for, with its share of the peak."""
     owners = {name: int(plan.get(key, 0)) for key, name in OWNERS.items()}
     owners[OTHERS] = plan["predicted_peak_bytes"] - sum(owners.values())
     remainder = peak_bytes - sum(owners.values())
@@ -41,7 +41,7 @@ def breakdown(plan: Mapping[str, Any], peak_bytes: int) -> dict[str, Any]:
 
 
 def largest(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The block and direction that the plan has most bytes alive in; the first of equals."""
+    """The block and direction in which the plan counts the most live bytes; the first of equals."""
     passes = [
         {"block": block["name"], "direction": direction, "bytes": block[f"{direction}_bytes"]}
         for block in plan["blocks"]

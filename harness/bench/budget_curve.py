@@ -1,14 +1,13 @@
-"""`ondevice bench curve`: what a larger budget buys, from the smallest that fits to 4 GB.
+"""`ondevice bench curve`: the time of a step against the budget, from the smallest to 4 GB.
 
-Every budget is a fresh process, in turn. Invariant: a rise is said only where every timed step of
-a larger budget took longer than every one of a smaller budget with another plan; the same plan
-under two budgets shows how much is noise.
+Every budget is a fresh process, in turn. Invariant: a rise is reported only where every timed step
+of a larger budget took longer than every one of a smaller budget with another plan. Two budgets
+with the same plan show how much of a difference is noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,25 @@ from harness.bench.benchmark import (
     Row,
     Variant,
     around,
+    failed_line,
+    measured_variant,
     megabytes,
+    place,
     seconds,
     times,
 )
-from harness.measure.repeats import figures
-from harness.measure.shapes import smallest_megabytes
-from harness.report.plots import draw_budgets
-from harness.report.report import Table
+from harness.measure.bundles import smallest_megabytes
+from harness.report.figure import log_scale, new_figure, png, style
+from harness.report.table import Table
+from ondevice.methods import METHODS
 
-METHODS = ("mebp", "mezo")
 POINTS = 8
 MOST_MB = 4000
 
 
-def ladder(smallest_mb: int, most_mb: int = MOST_MB, points: int = POINTS) -> tuple[str, ...]:
+def spaced_budgets(
+    smallest_mb: int, most_mb: int = MOST_MB, points: int = POINTS
+) -> tuple[str, ...]:
     """Budgets from the smallest to the most, each the same factor above the one before it."""
     if smallest_mb >= most_mb:
         return (f"{smallest_mb}MB",)
@@ -44,17 +47,14 @@ def ladder(smallest_mb: int, most_mb: int = MOST_MB, points: int = POINTS) -> tu
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        bench.note(f"{model} at {length} tokens")
         variants = [
             Variant(method, "budget", budget)
             for method in METHODS
-            for budget in bench.budgets or ladder(smallest_megabytes(bundle, method, length))
+            for budget in bench.budgets
+            or spaced_budgets(smallest_megabytes(bundle, method, length))
         ]
         outcomes = bench.in_turn(bundle, length, variants, _choices)
-        found = [
-            {"name": one.name, **asdict(one), **figures(outcome)}
-            for one, outcome in outcomes.items()
-        ]
+        found = [measured_variant(*one) for one in outcomes.items()]
         compared = {
             method: compare([one for one in found if one["method"] == method and one["processes"]])
             for method in METHODS
@@ -66,7 +66,7 @@ def _rows(bench: Bench) -> Iterator[Row]:
 
 
 def _choices(summary: dict[str, Any]) -> dict[str, Any]:
-    """What the plan has chosen, but for what follows in bytes."""
+    """The plan's choices, without the bytes that follow from them."""
     plan = summary["plan"]
     return {
         "choices": {
@@ -82,7 +82,7 @@ def _budget(one: Mapping[str, Any]) -> int:
 
 
 def compare(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One method's budgets: what the largest buys, every rise, and the noise of equal plans."""
+    """One method's budgets: the gain of the largest, every rise, and the noise of equal plans."""
     rising = sorted(measured, key=_budget)
     rises, noise = [], []
     for less, more in combinations(rising, 2):
@@ -129,19 +129,17 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
          "plan"),
     ]  # fmt: skip
     for row in rows:
-        place = (row["model"], str(row["tokens"]))
-        shown = _telling(row.get("variants", ()))
+        shown = _differing(row.get("variants", ()))
         for one in row.get("variants", ()):
-            lines.append((*place, one["method"], one["budget"], *_cells(one, shown)))
-        if row["failed"]:
-            lines.append((*place, "", row["failed"], *[""] * 5))
+            lines.append((*place(row), one["method"], one["budget"], *_cells(one, shown)))
+        lines += failed_line(row, lines[0])
     return [Table("Seconds of a step against the budget", lines, 4)]
 
 
-def _telling(variants: Sequence[Mapping[str, Any]]) -> set[str]:
+def _differing(variants: Sequence[Mapping[str, Any]]) -> set[str]:
     """The choices that differ between the budgets of a method."""
     found: set[str] = set()
-    for method in METHODS:
+    for method in {one["method"] for one in variants}:
         plans = [_plan(one) for one in variants if one["method"] == method and one["processes"]]
         found |= {key for plan in plans for key in plan if plan[key] != plans[0].get(key)}
     return found
@@ -169,9 +167,30 @@ def _pictures(rows: Sequence[Row]) -> Mapping[str, bytes]:
                 point = {"megabytes": _budget(one) / 1e6, **one["step_s"]}
                 curves.setdefault(one["method"], []).append(point)
         if curves:
-            _, png = draw_budgets(curves)
-            found[f"{row['model']}-{row['tokens']}"] = png
+            found[f"{row['model']}-{row['tokens']}"] = draw(curves)
     return found
+
+
+def draw(curves: Mapping[str, list[dict[str, float]]]) -> bytes:
+    """The picture, as PNG bytes: medians, with bars from the least to the most.
+
+    curves: points of each method, with `megabytes`, `median`, `low` and `high` (seconds).
+    """
+    figure, (axes,) = new_figure(1, 1, 3.9)
+    for index, (name, points) in enumerate(curves.items()):
+        rising = sorted(points, key=lambda point: point["megabytes"])
+        places, values = ([point[key] for point in rising] for key in ("megabytes", "median"))
+        bars = [
+            [point["median"] - point["low"] for point in rising],
+            [point["high"] - point["median"] for point in rising],
+        ]
+        axes.errorbar(places, values, bars, label=name, linewidth=1.6, capsize=3, **style(index))
+    log_scale(axes)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("budget (MB)")
+    axes.set_ylabel("time per step (s)")
+    axes.legend(frameon=False)
+    return png(figure)
 
 
 CURVE = Benchmark(
@@ -182,8 +201,8 @@ CURVE = Benchmark(
     _rows,
     _tables,
     (
-        "low-high: of all timed steps; time rises beyond the spread where every step of a larger "
-        "budget took longer than every step of a smaller one, and their plans differ",
+        "low-high: the range of all timed steps; time rises beyond the spread where every step of "
+        "a larger budget took longer than every step of a smaller one, and their plans differ",
         f"budgets: {POINTS}, each the same factor above the one before it, or those of --budget",
     ),
     _pictures,

@@ -1,4 +1,4 @@
-"""`ondevice bench footprint`: the smallest footprint of each shape and length, and what holds it.
+"""`ondevice bench footprint`: the smallest footprint of each model and length, and what holds it.
 
 Each method trains under its smallest budget in fresh processes. Invariant: the peak is the largest
 of the processes, and the breakdown is of the process that had it.
@@ -19,29 +19,29 @@ from harness.bench.benchmark import (
     Row,
     Variant,
     around,
+    failed_line,
+    measured_variant,
     megabytes,
+    place,
     seconds,
 )
 from harness.bench.breakdown import OTHERS, OWNERS, breakdown
 from harness.bench.published import MEBP_TABLE2, MESP, MESP_PEAK_MB, MODELS, STEPS
 from harness.bench.targets import PEAK_MB
-from harness.measure.repeats import Outcome, figures
-from harness.report.report import Table
+from harness.measure.repeats import Outcome, most
+from harness.report.table import Table
+from ondevice.methods import METHODS
 
-METHODS = ("mebp", "mezo")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        bench.note(f"{model} at {length} tokens")
         outcomes = bench.in_turn(bundle, length, bench.ours(*METHODS), _plan)
         return {
             "variants": [
                 {
-                    "name": variant.name,
-                    **asdict(variant),
-                    **_found(outcome),
+                    **_found(variant, outcome),
                     **_goals(variant, model, length, outcome),
                 }
                 for variant, outcome in outcomes.items()
@@ -55,31 +55,30 @@ def _plan(summary: dict[str, Any]) -> dict[str, Any]:
     return {"plan": summary["plan"]}
 
 
-def _found(outcome: Outcome) -> dict[str, Any]:
-    """Figures and breakdown; of the plans only the one of the largest peak is kept."""
+def _found(variant: Variant, outcome: Outcome) -> dict[str, Any]:
+    """Figures and breakdown; only the plan of the process with the largest peak is kept."""
     plans = [
         (process["peak_footprint_bytes"], process.pop("plan")) for process in outcome.processes
     ]
     peak, plan = max(plans, key=lambda one: one[0], default=(0, None))
     return {
-        **figures(outcome),
+        **measured_variant(variant, outcome),
         "plan": plan,
         "breakdown": None if plan is None else breakdown(plan, peak),
     }
 
 
 def _goals(variant: Variant, model: str, length: int, outcome: Outcome) -> dict[str, Any]:
-    """The target and whether it is met, and what was published; of MeZO there is no target."""
-    mebp = variant.method == "mebp"
-    target = PEAK_MB.get((model, length)) if mebp else None
-    peak = figures(outcome)["peak_footprint_bytes"]
+    """The target, whether it is reached, and the papers' figures for the same combination."""
+    target = PEAK_MB.get((model, length, variant.method))
+    peak = most(outcome, "peak_footprint_bytes")
     step = STEPS.get((model, length, variant.method))
-    mesp = MESP_PEAK_MB.get((model, length)) if mebp else None
+    mesp = MESP_PEAK_MB.get((model, length)) if variant.method in MESP.methods else None
     return {
         "target_mb": target,
-        "met": None if target is None or peak is None else peak <= target * 1e6,
+        "reached": None if target is None or peak is None else peak <= target * 1e6,
         "published": {
-            "mebp": None if step is None else {**asdict(step), "device": MEBP_TABLE2.device},
+            "mebp_table2": None if step is None else {**asdict(step), "device": MEBP_TABLE2.device},
             "mesp": None if mesp is None else {"peak_mb": mesp, "device": MESP.device},
         },
     }
@@ -89,7 +88,8 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
     phone, newer = (source.device.partition(",")[0] for source in (MEBP_TABLE2, MESP))
     head = (
         "model", "tokens", "method", "budget", "peak MB", "predicted MB", "kernel peak MB",
-        "s/step", "low-high", "target MB", "met", f"MeBP, {phone}: MB", "s", f"MeSP, {newer}: MB",
+        "s/step", "low-high", "target MB", "reached", f"MeBP, {phone}: MB", "s",
+        f"MeSP, {newer}: MB",
     )  # fmt: skip
     lines: list[tuple[str, ...]] = [head]
     parts: list[tuple[str, ...]] = [
@@ -97,13 +97,11 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
          "not accounted for", "its share", "sums within 5 %", "most alive in"),
     ]  # fmt: skip
     for row in rows:
-        place = (row["model"], str(row["tokens"]))
         for one in row.get("variants", ()):
-            lines.append((*place, one["method"], *_cells(one)))
+            lines.append((*place(row), one["method"], *_cells(one)))
             if one["breakdown"]:
-                parts.append((*place, one["method"], one["budget"], *_parts(one["breakdown"])))
-        if row["failed"]:
-            lines.append((*place, "", row["failed"], *[""] * (len(head) - 4)))
+                parts.append((*place(row), one["method"], one["budget"], *_parts(one["breakdown"])))
+        lines += failed_line(row, head)
     found = [Table("Peak footprint and seconds of a step", lines, 4)]
     if len(parts) > 1:
         found.append(Table("What holds the peak, MB", parts, 4))
@@ -111,12 +109,13 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:
-    target, met = one["target_mb"], {None: "", True: "yes", False: "NO"}[one["met"]]
-    mebp, mesp = one["published"]["mebp"], one["published"]["mesp"]
+    target, reached = one["target_mb"], {None: "", True: "yes", False: "NO"}[one["reached"]]
+    mebp, mesp = one["published"]["mebp_table2"], one["published"]["mesp"]
+    no_mesp = NOT_PUBLISHED if one["method"] in MESP.methods else ""
     goals = (
-        *("" if target is None else f"{target:.0f}", met),
+        *("" if target is None else f"{target:.0f}", reached),
         *((f"{mebp['peak_mb']:.2f}", f"{mebp['seconds']:.2f}") if mebp else (NOT_PUBLISHED, "")),
-        f"{mesp['peak_mb']:.1f}" if mesp else "" if one["method"] == "mezo" else NOT_PUBLISHED,
+        f"{mesp['peak_mb']:.1f}" if mesp else no_mesp,
     )
     if not one["processes"]:
         return (one["budget"], "did not run", *[""] * 4, *goals)
@@ -144,7 +143,7 @@ def _parts(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _growth(rows: Sequence[Row]) -> list[Table]:
-    """What a thousand tokens more cost, from each length of a model to the next."""
+    """The growth of the peak per 1000 tokens, from each length of a model to the next."""
     lines: list[tuple[str, ...]] = [("model", "method", "budget", "from", "to", "MB per 1000")]
     peaks: dict[tuple[str, str, str], dict[int, int]] = {}
     for row in rows:
@@ -164,7 +163,7 @@ def _where(name: str, source: Any) -> str:
 
 
 FOOTPRINT = Benchmark(
-    "the smallest peak footprint of five shapes, and of 0.5B by length, with what holds it",
+    "the smallest peak footprint of five models, and of 0.5B by length, with what holds it",
     None,
     MODELS,
     (256,),
@@ -172,11 +171,11 @@ FOOTPRINT = Benchmark(
     _tables,
     (
         "peak: the footprint of the whole process, the largest of its repeats; kernel peak: VmHWM "
-        "on Linux, with file pages, an upper bound; low-high: of all timed steps; targets are "
-        "MeBP's",
-        "what holds the peak is what the plan counts; not accounted for: the measured peak less "
-        "all of it, below zero where less was in use at once than is planned for; most alive in: "
-        "the block and the direction whose values set what is alive",
+        "on Linux, which counts file pages too and so is an upper bound; low-high: the range of "
+        "all timed steps",
+        "what holds the peak: the plan's own figures; not accounted for: the measured peak minus "
+        "their sum, below zero where the plan counts more than was in use at once; most alive in: "
+        "the block and direction with the largest live values",
         _where("MeBP", MEBP_TABLE2),
         _where("MeSP", MESP),
     ),

@@ -1,8 +1,8 @@
-"""`ondevice bench profile`: where a step's time goes, MeBP and MeZO beside each other.
+"""`ondevice bench profile`: where a step's time goes, the methods side by side.
 
-Every process runs with the profile and without it, in turn: a profile evaluates between the parts
-that it tells apart, and what that costs is measured too. Invariant: the owners and the rest, which
-is Python and whatever has no owner, sum to the profiled step.
+Every variant runs with and without profiling, in turn: profiling evaluates the graph at every
+boundary between parts, and what that costs is measured too. Invariant: the owners and the rest
+(Python, and whatever has no owner) sum to the profiled step.
 """
 
 from __future__ import annotations
@@ -14,20 +14,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench.benchmark import Bench, Benchmark, Row, Variant, around, seconds, times
+from harness.bench.benchmark import (
+    Bench,
+    Benchmark,
+    Row,
+    Variant,
+    around,
+    failed_line,
+    measured_variant,
+    place,
+    seconds,
+    times,
+)
 from harness.measure.repeats import Outcome, Process, figures, in_turn, time_ratio
-from harness.report.report import Table
+from harness.report.table import Table
+from ondevice.methods import METHODS
 
-METHODS = ("mebp", "mezo")
-OWNERS = (  # in the order of a table; others of a profile come after them
+OWNERS = (  # in the order of the table; a profile may have others, which come after them
     "read",
     "unpack",
     "linear forward",
     "linear backward",
     "attention forward",
     "attention backward",
-    "glue forward",
-    "glue backward",
+    "elementwise forward",
+    "elementwise backward",
     "head",
     "embedding forward",
     "optimizer",
@@ -45,7 +56,6 @@ def _rows(bench: Bench) -> Iterator[Row]:
             return process | (owners(summary) if profile else {})
 
         variants = bench.ours(*METHODS)
-        bench.note(f"{model} at {length} tokens")
         outcomes = in_turn(
             {
                 f"{one.name}, {how}": partial(run, one, how == PROFILED)
@@ -57,11 +67,8 @@ def _rows(bench: Bench) -> Iterator[Row]:
         )
         return {
             "variants": [
-                {
-                    "name": f"{one.name}, {how}",
-                    **asdict(one),
-                    **figures(outcomes[f"{one.name}, {how}"]),
-                }
+                measured_variant(one, outcomes[f"{one.name}, {how}"])
+                | {"name": f"{one.name}, {how}"}
                 for one in variants
                 for how in (PROFILED, PLAIN)
             ],
@@ -85,7 +92,7 @@ def owners(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _profile(profiled: Outcome, plain: Outcome) -> dict[str, Any]:
-    """Means over processes, which keep the sum; the profile's own cost turn by turn."""
+    """Means over processes, so that owners still sum to the step; and what profiling costs."""
     processes = profiled.processes
     names = dict.fromkeys(name for one in processes for name in one["owners_s"])
     return {
@@ -102,35 +109,35 @@ def _profile(profiled: Outcome, plain: Outcome) -> dict[str, Any]:
 
 
 def order(profiles: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The owners that any profile has: the known ones in their order, others, then the rest."""
-    there = dict.fromkeys(name for one in profiles for name in one["owners_s"])
-    others = [name for name in there if name not in OWNERS and name != REST]
+    """The owners of any profile: OWNERS first, then others, then the rest."""
+    named = dict.fromkeys(name for one in profiles for name in one["owners_s"])
+    others = [name for name in named if name not in OWNERS and name != REST]
     return [
-        *(name for name in OWNERS if name in there),
+        *(name for name in OWNERS if name in named),
         *others,
-        *([REST] if REST in there else []),
+        *([REST] if REST in named else []),
     ]
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    head = ("model", "tokens", "budget", "owner")
-    lines = [(*head, *(cell for method in METHODS for cell in (f"{method}: s", "%")))]
+    profiled = [one["method"] for row in rows for one in row.get("profiles", ())]
+    methods = list(dict.fromkeys(profiled)) or list(METHODS)
+    columns = [cell for method in methods for cell in (f"{method}: s", "%")]
+    lines = [("model", "tokens", "budget", "owner", *columns)]
     costs = [
         ("model", "tokens", "budget", "method", "not profiled: s/step", "low-high",
          "profiled / not", "low-high"),
     ]  # fmt: skip
     for row in rows:
-        place = (row["model"], str(row["tokens"]))
         profiles = row.get("profiles", ())
         for budget in dict.fromkeys(one["budget"] for one in profiles):
             here = [one for one in profiles if one["budget"] == budget]
-            lines += [(*place, budget, *line) for line in _lines(here)]
-            costs += [(*place, budget, one["method"], *_cost(one)) for one in here]
-        if row["failed"]:
-            lines.append((*place, "", row["failed"], *[""] * (2 * len(METHODS))))
+            lines += [(*place(row), budget, *line) for line in _lines(here)]
+            costs += [(*place(row), budget, one["method"], *_cost(one)) for one in here]
+        lines += failed_line(row, lines[0])
     found = [Table("Where the time of a profiled step goes", lines, 4)]
     if len(costs) > 1:
-        found.append(Table("What the profile itself costs", costs, 4))
+        found.append(Table("What profiling itself costs", costs, 4))
     return found
 
 
@@ -138,11 +145,11 @@ def _lines(profiles: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for name in order(profiles):
         cells: list[str] = []
         for one in profiles:
-            spent = one["owners_s"].get(name)
-            if spent is None:
+            time = one["owners_s"].get(name)
+            if time is None:
                 cells += ["-", "-"]
             else:
-                cells += [seconds(spent), f"{100 * spent / one['profiled_step_s']:.1f}"]
+                cells += [seconds(time), f"{100 * time / one['profiled_step_s']:.1f}"]
         yield (name, *cells)
     whole = [one["profiled_step_s"] for one in profiles]
     shown = [("did not run", "") if one is None else (seconds(one), "100.0") for one in whole]
@@ -154,19 +161,19 @@ def _cost(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 PROFILE = Benchmark(
-    "where the time of a step goes: read, unpack, products, attention, glue, head, update, Python",
+    "where the time of a step goes: reading, dequantizing, products, attention, head, update",
     None,
     ("qwen2.5-0.5b",),
     (256,),
     _rows,
     _tables,
     (
-        "exclusive seconds: what is read and unpacked inside a product or the head counts as read "
-        "and unpack; glue: norms, activations, positions and residuals; head: its products, loss "
-        "and gradient; optimizer (mebp), update and noise (mezo): of the adapters",
-        f"{REST}: a step's seconds less all owners; means over all steps of all processes, the "
-        "first steps among them",
-        "a profile evaluates between the parts that it tells apart, which makes a step slower: by "
-        "how much is in the last columns, of timed steps, turn by turn",
+        "seconds are exclusive: weights that are read or dequantized (unpack) inside a product or "
+        "the head count as read and unpack; elementwise: norms, activations, RoPE and residuals; "
+        "head: its products, loss and gradient; optimizer, update and noise: of the adapters",
+        f"{REST}: a step's seconds minus all owners; all figures are means over all steps of all "
+        "processes, first steps included",
+        "profiling evaluates the graph at every boundary between parts, which slows a step down; "
+        "the last columns show by how much, for timed steps of the same turn",
     ),
 )

@@ -1,8 +1,8 @@
-"""ZO2's Table 3, ours: what each feature of block-wise MeZO buys, by taking it away.
+"""An ablation like ZO2's Table 3: how much slower block-wise MeZO is without each feature.
 
-Every variant is a process of `harness.bench.ablation`, in turn. What reading ahead buys depends on where
-the file is, so it is measured with the file in the system's cache and with its pages dropped before
-each step.
+Every variant is a process of `harness.bench.ablation_process`; the processes run in turn. The gain
+from reading ahead depends on where the weights file is, so it is measured with the file in the
+system's cache, and with its pages dropped before each step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench.benchmark import NOT_PUBLISHED, Bench, Benchmark, Row, Variant, around, megabytes
+from harness.bench.benchmark import (
+    NOT_PUBLISHED,
+    Bench,
+    Benchmark,
+    Row,
+    Variant,
+    around,
+    failed_line,
+    megabytes,
+    place,
+)
 from harness.bench.benchmark import seconds as shown_seconds
 from harness.bench.benchmark import times as shown_times
 from harness.bench.published import ABLATION, ZO2_TABLE3
-from harness.measure.process import ondevice
+from harness.measure.command import flag, ondevice
 from harness.measure.repeats import Outcome, Process, figures, in_turn, spread, time_ratio
-from harness.report.report import Table
+from harness.report.table import Table
 
-VARIANTS = {  # name: what is taken away, whether the file is cold, which variant it is compared to
+VARIANTS = {  # name: the feature that is off, whether the file is cold, the variant to compare to
     "full": ("nothing", False, "full"),
     "without prefetch": ("prefetch", False, "full"),
     "without the single read": ("single-read", False, "full"),
@@ -30,7 +40,7 @@ VARIANTS = {  # name: what is taken away, whether the file is cold, which varian
     "full, cold file": ("nothing", True, "full, cold file"),
     "without prefetch, cold file": ("prefetch", True, "full, cold file"),
 }
-PUBLISHED = {  # of ZO2's columns
+PUBLISHED = {  # feature: field of `published.Throughput`
     "prefetch": "no_scheduler",
     "deferred-update": "no_efficient_update",
     "buffer-reuse": "no_reusable_memory",
@@ -39,10 +49,11 @@ PUBLISHED = {  # of ZO2's columns
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
+        (method,) = ZO2_TABLE3.methods
         found: list[dict[str, Any]] = []
         for budget in bench.budgets:
-            bench.note(f"{model} at {length} tokens, budget {budget}")
-            run = partial(_process, bench, bundle, length, Variant("mezo", "budget", budget))
+            variant = Variant(method, "budget", budget)
+            run = partial(_process, bench, bundle, length, variant)
             outcomes = in_turn(
                 {
                     name: partial(run, without, cold)
@@ -65,13 +76,15 @@ def _process(
         "steps": bench.config.steps,
         "seed": bench.config.seed,
         "budget": bench.budget(bundle, length, variant),
-        "max-seq-length": length,
+        "max_seq_length": length,
         "scratch": bench.runs,
     }
-    flags = [f"--{name}={value}" for name, value in settings.items()]
+    flags = [flag(name, value) for name, value in settings.items()]
     if cold:
         flags.append("--cold")
-    found: Process = json.loads(ondevice(str(bundle), *flags, module="harness.bench.ablation"))
+    found: Process = json.loads(
+        ondevice(str(bundle), *flags, module="harness.bench.ablation_process")
+    )
     return found
 
 
@@ -92,7 +105,7 @@ def _figures(name: str, budget: str, outcomes: dict[str, Outcome]) -> dict[str, 
 
 
 def _published() -> dict[str, Any]:
-    """How many times longer ZO2's step is without a feature: of each model, and over them."""
+    """How many times longer ZO2's step is without a feature: for each model, and over all."""
     columns = {
         column: {model: one.whole / float(getattr(one, column)) for model, one in ABLATION.items()}
         for column in PUBLISHED.values()
@@ -104,17 +117,15 @@ def _published() -> dict[str, Any]:
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    lines = [
+    lines: list[tuple[str, ...]] = [
         ("model", "tokens", "budget", "variant", "s/step", "low-high", "to full", "low-high",
          "peak MB", "same losses", "paper: to full", "low-high"),
     ]  # fmt: skip
     for row in rows:
-        place = (row["model"], str(row["tokens"]))
         for one in row.get("variants", ()):
-            lines.append((*place, one["budget"], one["name"], *_cells(row, one)))
-        if row["failed"]:
-            lines.append((*place, "", row["failed"], *[""] * 8))
-    return [Table("MeZO with one feature taken away", lines, 4)]
+            lines.append((*place(row), one["budget"], one["name"], *_cells(row, one)))
+        lines += failed_line(row, lines[0])
+    return [Table("MeZO without one feature", lines, 4)]
 
 
 def _cells(row: Row, one: dict[str, Any]) -> tuple[str, ...]:
@@ -134,18 +145,19 @@ def _cells(row: Row, one: dict[str, Any]) -> tuple[str, ...]:
 
 
 ZO2_ABLATION = Benchmark(
-    "ZO2's Table 3: what reading ahead, the single read, the deferred update and buffer reuse buy",
+    "ZO2's Table 3: MeZO without prefetch, single read, deferred update, or buffer reuse",
     ZO2_TABLE3,
     ("qwen2.5-0.5b",),
     (256,),
     _rows,
     _tables,
     (
-        "to full: seconds per step over those of the full version, within a turn; low-high: of "
-        "turns; ZO2's: over its seven models, from its tokens per second",
-        "cold file: its pages are dropped from this system's cache before each step, and what is "
-        "left is counted (cached_share in the JSON); a cache below this system is out of reach",
+        "to full: seconds per step divided by those of the full version in the same turn; "
+        "low-high: the range of the turns; ZO2's: of its seven models, from its tokens per second",
+        "cold file: the file's pages are dropped from this system's cache before each step, and "
+        "those that stay are counted (cached_share in the JSON); a hypervisor's cache is out of "
+        "reach",
         "ZO2 moves full parameters between CPU and GPU; here LoRA adapters never leave memory, so "
-        "there is no transfer that deferring the update could save",
+        "deferring the update saves no transfer",
     ),
 )

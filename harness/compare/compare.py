@@ -21,7 +21,7 @@ from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, ope
 from harness.compare.report import write_report
 from harness.compare.result import result
 from harness.compare.trials import Trial, Tried, choose, grid, without
-from harness.measure.process import measure
+from harness.measure.training import measure_training
 from ondevice.config.compare import CompareConfig, by_method
 from ondevice.errors import (
     BudgetError,
@@ -180,7 +180,9 @@ class Comparison:
             ) from None
 
 
-def compare(config: CompareConfig, note: Note, measure: Measure = measure) -> dict[str, Any]:
+def compare(
+    config: CompareConfig, note: Note, measure: Measure = measure_training
+) -> dict[str, Any]:
     """Run or continue a comparison; returns what `compare.json` holds.
 
     `measure` trains with the settings and in the folder that it is given; tests replace it.

@@ -1,4 +1,4 @@
-"""What a comparison knows of one method: its sweep, its run and its profile."""
+"""What a comparison found for one method: its sweep, its run and its profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The held-out losses that a comparison asks about: which method reached them, and at what cost."""
+"""The levels of a comparison: held-out losses for which it asks what each method cost to reach."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from harness.compare.finding import Finding
 from ondevice.config.compare import CompareConfig, by_method
 
-RISE = 0.1  # of the fall of the loss: a later rise that is larger is told
+RISE = 0.1  # share of the loss's fall: a larger rise after the best loss gets a note
 
 
 def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:

@@ -18,7 +18,7 @@ from harness.report.figure import (
     thousands,
 )
 
-BUDGET_SHOWN = 4  # times the largest peak: a line further up would flatten all else
+BUDGET_SHOWN = 4  # times the largest peak: a higher line would flatten all others
 Methods = Mapping[str, Mapping[str, Any]]
 
 
@@ -46,7 +46,7 @@ def _quality(
         values = [factor * point[key] for point in points]
         for axes, against in ((by_step, "step"), (by_second, "seconds")):
             places = [point[against] for point in points]
-            # a logarithmic axis has no place for step 0, which the grey line stands for
+            # a logarithmic axis cannot show step 0; the grey line shows its value
             from_ = 1 if axes is by_step and places[0] == 0 else 0
             axes.plot(
                 places[from_:],

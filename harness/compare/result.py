@@ -15,7 +15,8 @@ from harness.compare.finding import Finding
 from harness.compare.levels import levels
 from harness.compare.notes import notes
 from harness.compare.verdict import verdict
-from harness.measure.process import PATHS, provenance
+from harness.measure.provenance import provenance
+from harness.measure.training import PATHS
 from ondevice.config.compare import CompareConfig
 from runtime.system.backend import describe
 

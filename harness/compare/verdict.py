@@ -1,6 +1,6 @@
-"""Which method got where first, and at what cost: a comparison in a few sentences.
+"""A comparison's result in a few sentences: which method was first at each level, at what cost.
 
-Drawn from the levels alone, so it says nothing that the table below it does not show.
+It is drawn from the levels alone, so it says nothing that the table below it does not show.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _cost(level: Mapping[str, Any]) -> str:
     said += _cost_at(level, quick)
     for name in others:
         said += f"; {name} {_cost_at(level, name)}"
-        if _seconds(reached, quick) > 0:  # what an evaluation before training shows took none
+        if _seconds(reached, quick) > 0:  # the loss before training takes no time
             more = _seconds(reached, name) / _seconds(reached, quick)
             said += f", {more:.{1 if more < 10 else 0}f} times as long"
     return f"{said}."
@@ -79,7 +79,7 @@ def _cost_at(level: Mapping[str, Any], name: str) -> str:
 
 
 def _by_time(reached: Reached) -> list[str]:
-    """The methods that came there, the quickest first."""
+    """The methods that reached a level, the quickest first."""
     return sorted((name for name, at in reached.items() if at), key=lambda n: _seconds(reached, n))
 
 

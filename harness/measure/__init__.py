@@ -1,1 +1,1 @@
-"""Measuring fresh processes, repeatedly and in turn."""
+"""Measurements: commands in fresh processes, repeated in turn, and the machine they ran on."""

@@ -1,8 +1,8 @@
-"""How much of the machine other programs used while ours ran.
+"""The load of other programs while a measurement runs, in cores.
 
-A time measured beside a busy neighbour says little (threads that wait for each other by spinning
-slow down tenfold), so it is told together with the neighbour's share. Invariant: our own time and
-that of our children, ended by then, is never counted as others'.
+A time that is measured on a busy machine says little (threads that wait for each other by spinning
+slow down tenfold), so the load is reported beside it. Invariant: our own time, and that of our
+children that have ended, is not counted.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STAT = Path("/proc/stat")
-NOT_BUSY = (3, 4)  # of the fields of its first line: idle, iowait
-FIELDS = 8  # the guests' time that follows is counted in user time already
+NOT_BUSY = (3, 4)  # indices in its first line: idle, iowait
+FIELDS = 8  # guests' time follows, which is part of user time
 
 
 @dataclass
 class OtherLoad:
-    """Cores that others kept busy on average; None where the system does not tell."""
+    """Cores that other programs kept busy on average; None where the system does not say."""
 
     cores: float | None = None
 
 
 @contextmanager
 def other_load() -> Iterator[OtherLoad]:
-    """Watch others while the body runs children to their end; known when it is left."""
+    """Measure the load while the body runs child processes to their end; known after the body."""
     found = OtherLoad()
     start, busy, own = time.monotonic(), _busy_s(), _own_s()
     try:
@@ -42,7 +42,7 @@ def other_load() -> Iterator[OtherLoad]:
 
 
 def busy_ticks(stat: str) -> int:
-    """The time that all cores were at work or taken away, of the text of /proc/stat."""
+    """The time that all cores were at work, or used by other virtual machines; of /proc/stat."""
     fields = [int(field) for field in stat.partition("\n")[0].split()[1 : 1 + FIELDS]]
     return sum(ticks for index, ticks in enumerate(fields) if index not in NOT_BUSY)
 

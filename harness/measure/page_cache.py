@@ -1,7 +1,7 @@
-"""A file's pages in the system's cache: dropped where the system can, and counted.
+"""The pages of a file in the system's cache: dropping them, and measuring which share is cached.
 
-Dropping is a request (POSIX_FADV_DONTNEED), which pages in use withstand: what is left is counted
-(mincore), never assumed. A hypervisor's cache below this system is out of reach.
+Dropping is a request (POSIX_FADV_DONTNEED) that does not apply to pages in use, so the share that
+stays is measured (mincore). A hypervisor's cache below this system is out of reach.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def drop(path: Path) -> None:
     """Ask the system to forget a file's pages.
 
     Raises:
-        OnDeviceError: this system has no way to.
+        OnDeviceError: the system cannot.
     """
     if not hasattr(os, "posix_fadvise"):
         raise OnDeviceError("this system cannot drop a file from its cache (no posix_fadvise)")

@@ -1,58 +1,64 @@
-"""Repeated measurements: fresh processes, taken in turn, and what their figures have in common.
+"""Repeated measurements in fresh processes, taken in turn, and statistics of them.
 
-Variants run A B A B, so that whatever drifts on the machine meets all of them; ratios are taken
-within a turn. Invariant: a variant that fails keeps its reason and is never dropped.
+Variants run A B A B, so that a drift of the machine affects all of them alike; ratios are between
+processes of the same turn. Invariant: a variant that fails stays, with its reason.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ondevice.errors import InterruptedRunError, OnDeviceError
 
-Process = dict[str, Any]  # of one fresh process: `step_s` (without the first), peaks, and more
+Process = dict[str, Any]  # what a process measured: `step_s` (the timed steps), peaks, and more
 Spread = dict[str, float]  # median, low (the least) and high (the most)
 Note = Callable[[str], None]
 
 
 @dataclass
 class Outcome:
-    """What a variant's processes measured; `failed` says why there are no more of them."""
+    """What a variant's processes measured, turn by turn; `failed` says why there are no more."""
 
     processes: list[Process] = field(default_factory=list)
     failed: str | None = None
 
 
 def in_turn(
-    variants: Mapping[str, Callable[[], Process]], repeats: int, note: Note
+    variants: Mapping[str, Callable[[], Process]],
+    repeats: int,
+    note: Note,
+    once: Collection[str] = (),
 ) -> dict[str, Outcome]:
     """Run every variant `repeats` times, in turn; one that has failed is not tried again.
 
+    once: variants of which a single process is enough, in the first turn.
+
     Raises:
-        InterruptedRunError: we were asked to stop.
+        InterruptedRunError: a signal arrived.
     """
     outcomes = {name: Outcome() for name in variants}
     for turn in range(repeats):
         for name, run in variants.items():
             outcome = outcomes[name]
-            if outcome.failed is None:
-                note(f"{name}: process {turn + 1} of {repeats}")
-                try:
-                    outcome.processes.append(run())
-                except OnDeviceError as problem:
-                    outcome.failed = reason(problem)
-                    note(f"{name}: {outcome.failed}")
+            if outcome.failed is not None or (turn and name in once):
+                continue
+            note(f"{name}: process {turn + 1} of {repeats}")
+            try:
+                outcome.processes.append(run())
+            except OnDeviceError as problem:
+                outcome.failed = reason(problem)
+                note(f"{name}: {outcome.failed}")
     return outcomes
 
 
 def reason(problem: OnDeviceError) -> str:
-    """What is wrong, without the ways out of a run that nobody will go on with.
+    """What is wrong, without the advice on how to continue.
 
     Raises:
-        InterruptedRunError: it is no failure but a wish to stop.
+        InterruptedRunError: the problem is that a signal arrived, which is no failure.
     """
     if isinstance(problem, InterruptedRunError):
         raise problem
@@ -60,7 +66,7 @@ def reason(problem: OnDeviceError) -> str:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """The median, least and most; None of nothing."""
+    """The median, the least and the most; None where there are no values."""
     if not values:
         return None
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
@@ -72,24 +78,29 @@ def figures(outcome: Outcome) -> dict[str, Any]:
     return {
         "failed": outcome.failed,
         "step_s": spread([one for process in processes for one in process["step_s"]]),
-        **{
-            f"peak_{kind}_bytes": max(
-                (process[f"peak_{kind}_bytes"] for process in processes), default=None
-            )
-            for kind in ("footprint", "rss")
-        },
+        "peak_footprint_bytes": most(outcome, "peak_footprint_bytes"),
+        "peak_rss_bytes": most(outcome, "peak_rss_bytes"),
         "processes": processes,
     }
 
 
+def most(outcome: Outcome, key: str) -> int | None:
+    """The largest value of any process; None where none ran."""
+    return max((process[key] for process in outcome.processes), default=None)
+
+
 def time_ratio(over: Outcome, under: Outcome) -> Spread | None:
-    """How many times longer a step of `over` takes, turn by turn; None where one was not run."""
-    pairs = zip(over.processes, under.processes, strict=False)  # the turns that both have
-    medians = statistics.median
-    return spread([medians(a["step_s"]) / medians(b["step_s"]) for a, b in pairs])
+    """How many times longer a step of `over` takes, turn by turn; None where one did not run."""
+    return turn_ratio(over, under, lambda process: statistics.median(process["step_s"]))
+
+
+def turn_ratio(over: Outcome, under: Outcome, value: Callable[[Process], float]) -> Spread | None:
+    """The ratios of `value` within the turns in which both ran; None where there are none."""
+    pairs = zip(over.processes, under.processes, strict=False)
+    return spread([value(a) / value(b) for a, b in pairs])
 
 
 def peak_ratio(over: Outcome, under: Outcome) -> float | None:
-    """The ratio of the largest footprints; None where one was not run."""
-    a, b = (figures(outcome)["peak_footprint_bytes"] for outcome in (over, under))
+    """The ratio of the largest footprints; None where one did not run."""
+    a, b = (most(outcome, "peak_footprint_bytes") for outcome in (over, under))
     return a / b if a and b else None

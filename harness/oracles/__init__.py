@@ -1,1 +1,1 @@
-"""Slow, obvious references that every fast path is compared with."""
+"""Slow, obvious reference implementations, which every fast path is compared with."""

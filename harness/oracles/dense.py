@@ -1,7 +1,8 @@
-"""The dense, unbudgeted run: the same rows, optimizer and steps over mlx-lm's own model.
+"""A run repeated on the dense model: the same rows, optimizer and steps, without a budget.
 
-`python -m harness.oracles.dense RUN --steps N` repeats a run's steps with every weight dequantized and
-MLX's autograd over the whole graph, evaluates as the run did, and writes RUN/dense.json.
+`python -m harness.oracles.dense RUN --steps N` repeats a run's steps on mlx-lm's own model, with
+every weight dequantized and MLX's autograd over the whole graph, evaluates as the run did, and
+writes RUN/dense.json, with the differences to the run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from runtime.run.evaluate import summarize  # noqa: E402
 
 @dataclass(frozen=True)
 class DenseRun:
-    """Losses of every step, and evaluations before and after."""
+    """The loss of every step, and the evaluations before and after."""
 
     losses: list[float]
     before: dict[str, Any]
@@ -62,7 +63,7 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
     """Train the dense model for `steps` steps of the run's configuration.
 
     Raises:
-        UsageError: the run rounds its adapters, which the dense model does not.
+        UsageError: the run rounds its adapters to a narrower type, which the dense model does not.
     """
     if config.adapter_dtype != "float32":
         raise UsageError(f"{run} trains with --adapter-dtype {config.adapter_dtype}, not float32")
@@ -92,6 +93,19 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
     return DenseRun(losses, before, evaluate_dense(model, held_out, config.eval_rows))
 
 
+def differences(found: DenseRun, run: Path) -> dict[str, float]:
+    """The largest difference of a step's loss, and that of the loss after, where it is known."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    steps = zip(losses, found.losses, strict=False)
+    result = {"largest_step_difference": max(abs(a - b) for a, b in steps)}
+    summary = run / "summary.json"
+    if len(losses) == len(found.losses) and summary.exists():
+        after = json.loads(summary.read_text())["eval"]["after"]["loss"]
+        result["after_difference"] = abs(after - found.after["loss"])
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
@@ -99,8 +113,9 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load(TrainConfig, arguments.run / "config.toml", {})
     result = run_dense(config, arguments.run, arguments.steps or config.steps)
-    (arguments.run / "dense.json").write_text(json.dumps(result.__dict__, indent=1))
-    print(json.dumps({"before": result.before, "after": result.after}))
+    compared = differences(result, arguments.run)
+    (arguments.run / "dense.json").write_text(json.dumps({**vars(result), **compared}, indent=1))
+    print(json.dumps({"before": result.before, "after": result.after, **compared}))
 
 
 if __name__ == "__main__":

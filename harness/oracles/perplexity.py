@@ -1,7 +1,7 @@
-"""Perplexity of a checkpoint as it is, before any quantization of ours.
+"""Perplexity of a checkpoint as it is, before our quantization.
 
-`python -m harness.oracles.perplexity SOURCE TOKENS --rows N` loads a checkpoint into mlx-lm's own model in
-float32 and evaluates the first N rows of a token file (a run's `valid.tokens`).
+`python -m harness.oracles.perplexity SOURCE TOKENS --rows N` loads a checkpoint into mlx-lm's own
+model in float32 and evaluates the first N rows of a token file (a run's `valid.tokens`).
 """
 
 from __future__ import annotations

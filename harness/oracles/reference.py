@@ -1,8 +1,8 @@
-"""Slow, obvious oracles: what every fast path is compared with.
+"""The reference implementations: the dense model with autograd, MeZO as published, the kernels.
 
-The dense model is mlx-lm's own class holding the bundle's dequantized weights, with LoRA added by
+The dense model is mlx-lm's own class with the bundle's dequantized weights, and LoRA added by
 mlx-lm's own `LoRALinear`; its gradients come from MLX's autograd over the whole graph. The kernels'
-oracles materialize what the kernels avoid.
+references materialize what the kernels avoid.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def dense_model(bundle: Bundle, adapters: Adapters | None = None) -> nn.Module:
 def batch_loss(model: nn.Module, rows: Sequence[Row]) -> mx.array:
     """Mean loss over all scored targets of all rows, each row run by itself.
 
-    From the logits on it is float64 (CPU only): in float32 MLX sums a vocabulary of 262,144 to
-    5e-5, which would be the oracle's error and not ours.
+    From the logits on it is float64 (CPU only): in float32 MLX sums a vocabulary of 262,144 with
+    an error of 5e-5, which would be the reference's error and not ours.
     """
     total, count = mx.array(0.0, mx.float64), 0
     for tokens, first in rows:
@@ -83,7 +83,7 @@ def batch_loss(model: nn.Module, rows: Sequence[Row]) -> mx.array:
 
 
 def in_double(model: nn.Module) -> nn.Module:
-    """The model with every parameter in float64: the truth that float32 is measured against."""
+    """The model with every parameter in float64, to measure the errors of float32 against."""
     model.update(tree_map(lambda value: value.astype(mx.float64), model.parameters()))
     return model
 
@@ -112,11 +112,11 @@ def plain_loss(model: Model, adapters: Adapters, rows: Sequence[ScoredRow]) -> f
 
 
 class MonolithicMeZO:
-    """MeZO's Algorithms 1 and 2 as they are written: all parameters perturbed, whole forwards.
+    """MeZO's Algorithms 1 and 2 as published: all parameters perturbed, then a whole forward.
 
-    Two departures, for the sake of exact comparison: theta + eps z and theta - eps z are computed
-    from a kept theta where the paper restores theta by a third perturbation, which rounds; and the
-    loss is that of the bundle's own kernels.
+    Two departures make exact comparison possible: theta + eps z and theta - eps z are computed
+    from a copy of theta, where the paper restores theta by a third perturbation, which rounds; and
+    the loss is that of the bundle's own kernels.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MonolithicMeZO:
     def step(
         self, model: Model, rows: Sequence[ScoredRow], number: int, rate: float
     ) -> tuple[float, list[float]]:
-        """The mean of all losses and the projected gradients; the adapters are updated."""
+        """Update the adapters; returns the mean of all losses, and the projected gradients."""
         losses: list[tuple[float, float]] = []
         for query in range(self.queries):
             plus = plain_loss(model, self._perturbed(number, query, self.epsilon), rows)

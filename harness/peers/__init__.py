@@ -1,1 +1,1 @@
-"""Other trainers, measured beside this one."""
+"""Other trainers, and running each of them in a process that is measured like ours."""

@@ -2,10 +2,10 @@
 
     python -m harness.peers.mlx_lm_trainer RESULT --preset qwen2.5-0.5b [--prepare] [--bits 4]
 
-The model has a preset's shapes and random float32 weights, quantized by mlx-lm's means where
-`--bits` says so. As it comes, MLX multiplies by the BLAS that its wheel links (on Linux the
-reference one); `--prepare` gives it our process's BLAS, allocator settings and run-ahead.
-Invariant: the steps are `mlx_lm.tuner.trainer.train`'s, untouched; we only listen to its reports.
+The model has a preset's shapes and random float32 weights, which mlx-lm quantizes where `--bits` is
+given. As it comes, MLX multiplies with the BLAS that its wheel links (on Linux the reference one);
+`--prepare` gives the process our BLAS, allocator settings and run-ahead. Invariant: the steps are
+those of `mlx_lm.tuner.trainer.train`, unchanged; its reports are all that is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from export.sources.families import build_model, normalise_config
 from export.sources.random import PRESETS
-from harness.peers.process import ALPHA, LEARNING_RATE, RANK, Steps, main, token_rows, versions
+from harness.peers.trainer import ALPHA, LEARNING_RATE, RANK, Steps, main, token_rows, versions
 from runtime.system.backend import prepare
 
 GROUP_SIZE = 64
@@ -69,7 +69,7 @@ def train(arguments: argparse.Namespace, steps: Steps) -> dict[str, Any]:
 
 
 def build(preset: str, bits: int) -> Any:
-    """The model with its adapters, its weights made one at a time."""
+    """The model with its adapters; its weights are evaluated one at a time."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten

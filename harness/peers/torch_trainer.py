@@ -5,7 +5,7 @@
 The model has a preset's shapes and transformers' random initialization; attention is PyTorch's
 fused one, LoRA is PEFT's on every linear layer of the blocks (with float32 adapters over a bfloat16
 base, as PEFT makes them), and BLAS is what PyTorch brings. Invariant: as many targets are scored
-per step as in our rows, and nothing of a step outlives it but the adapters and the optimizer's
+per step as in our rows, and a step leaves nothing in memory but the adapters and the optimizer's
 state.
 """
 
@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from export.sources.random import PRESETS
-from harness.peers.process import (
+from harness.peers.trainer import (
     ALPHA,
     LEARNING_RATE,
     RANK,
@@ -76,7 +76,7 @@ def build(preset: str, dtype: str) -> Any:
 
 
 def step(model: Any, optimizer: Any, row: Any) -> float:
-    """One step over tokens (1, T + 1); its loss, from float32 logits as transformers has it."""
+    """One step over tokens (1, T + 1); returns its loss, of float32 logits as in transformers."""
     import torch.nn.functional as functional
 
     logits = model(input_ids=row[:, :-1], use_cache=False).logits  # (1, T, V)
@@ -89,7 +89,7 @@ def step(model: Any, optimizer: Any, row: Any) -> float:
 
 
 def blas(build_settings: str) -> str:
-    """The libraries that multiply matrices, of `torch.__config__.show()`."""
+    """The libraries that multiply matrices, as `torch.__config__.show()` lists them."""
     found = []
     for pattern, name in (
         (r"BLAS_INFO=(\w+)", ""),

@@ -1,1 +1,1 @@
-"""Tables, pictures and pages."""
+"""Tables, figures and pages, whatever they show."""

@@ -1,1 +1,1 @@
-"""Tasks that models are trained on here: function calls and SST-2."""
+"""Tasks to train models on: function calls and SST-2."""

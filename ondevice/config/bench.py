@@ -1,7 +1,7 @@
 """What `ondevice bench` is told to do: a configuration like those of `ondevice.config.base`.
 
-Lists (models, lengths, plans, budgets, peers) are one text with commas, each name once; what is
-left out is the benchmark's own, which is what the paper measured where there is one.
+Lists (models, lengths, plans, budgets, peers) are one text with commas, each name once. A list that
+is left out is the benchmark's own: where it reproduces a paper's table, what the paper measured.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ondevice.config.base import COUNT as _COUNT
-from ondevice.config.base import FILLED as _FILLED
-from ondevice.config.base import NOT_NEGATIVE as _NOT_NEGATIVE
-from ondevice.config.base import Check as _Check
-from ondevice.config.base import Config as _Config
-from ondevice.config.base import is_size as _is_size
-from ondevice.config.base import option as _option
-from ondevice.config.base import required as _required
+from ondevice.config.base import (
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    Check,
+    Config,
+    is_size,
+    option,
+    required,
+)
 
 PLANS = ("budget", "paper")
 _SMALLEST = re.compile(r"(?:(?P<times>[0-9]+(?:\.[0-9]+)?)x)?min")
@@ -37,52 +39,66 @@ def _are_lengths(text: str) -> bool:
 
 
 def times_smallest(budget: str) -> float | None:
-    """How many times the smallest budget `min` or `2xmin` is; None of a size."""
+    """The factor of "min" or "2xmin", the smallest budget that fits; None for a size."""
     found = _SMALLEST.fullmatch(budget)
     return float(found["times"] or 1) if found else None
 
 
-_NAMES = _Check(_once, "names, each once")
-_LENGTHS = _Check(_are_lengths, "whole numbers above 0, each once")
-_PLANS = _Check(
+_NAMES = Check(_once, "names, each once")
+_LENGTHS = Check(_are_lengths, "whole numbers above 0, each once")
+_PLANS = Check(
     lambda text: _once(text) and {*_parts(text)} <= {*PLANS}, "budget, paper or budget,paper"
 )
-_BUDGETS = _Check(
-    lambda text: _once(text) and all(times_smallest(p) or _is_size(p) for p in _parts(text)),
-    "sizes such as 300MB, min for the smallest that fits or 2xmin for its double, each once",
+_BUDGETS = Check(
+    lambda text: _once(text) and all(times_smallest(p) or is_size(p) for p in _parts(text)),
+    "sizes such as 300MB, min for the smallest that fits or 2xmin for twice as much, each once",
 )
-_TIMED = _Check(lambda value: value >= 2, "2 or more: the first step of a process is not timed")
+_TIMED = Check(lambda value: value >= 2, "2 or more: the first step of a process is not timed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(_Config):
+class BenchConfig(Config):
     """`ondevice bench`: a measurement, made on this machine."""
 
     positional = "name"
 
-    name: str = _required("benchmark, such as mebp-table2; any other name lists them all", "NAME")
-    bundles: str = _option("bundles", "directory of the bundles, made when first needed", _FILLED)
-    models: str | None = _option(None, "models, as a,b (else its own)", _NAMES)
-    seq_lens: str | None = _option(None, "tokens, as 128,256 (else its own)", _LENGTHS)
-    plans: str = _option("budget,paper", "memory plans: ours, as MeBP's paper, or both", _PLANS)
-    budget: str | None = _option(
-        None, "budgets of our plan, as 1GB,min,2xmin; min: the smallest (else its own)", _BUDGETS
+    name: str = required("benchmark, such as mebp-table2; without a name, all are listed", "NAME")
+    bundles: str = option(
+        "bundles", "directory of the bundles, which are exported when first needed", FILLED
     )
-    steps: int = _option(3, "steps of each process; the first is not timed", _TIMED)
-    repeats: int = _option(2, "fresh processes of each variant, in turn", _COUNT)
-    seed: int = _option(0, "seed of the random rows", _NOT_NEGATIVE)
-    python: str | None = _option(None, "of peers: interpreter that has torch and peft", _FILLED)
-    peers: str | None = _option(None, "of peers: some of them, as ours,torch-float32", _NAMES)
-    output: str | None = _option(None, "JSON file to write (else NAME.json)", _FILLED)
+    models: str | None = option(None, "models, as a,b (else the benchmark's own)", _NAMES)
+    seq_lens: str | None = option(
+        None, "tokens per row, as 128,256 (else the benchmark's own)", _LENGTHS
+    )
+    plans: str = option(
+        "budget,paper", "memory plans: budget (ours), paper (as MeBP's paper), or both", _PLANS
+    )
+    budget: str | None = option(
+        None,
+        "budgets of our plan, as 1GB,min,2xmin; min: the smallest that fits (else the "
+        "benchmark's own)",
+        _BUDGETS,
+    )
+    steps: int = option(3, "steps of each process; the first is not timed", _TIMED)
+    repeats: int = option(2, "fresh processes of each variant, which run in turn", COUNT)
+    seed: int = option(0, "seed of the random rows", NOT_NEGATIVE)
+    python: str | None = option(None, "for peers: an interpreter that has torch and peft", FILLED)
+    peers: str | None = option(
+        None, "for peers: the programs to run, as ours,torch-float32", _NAMES
+    )
+    without_relief: bool = option(
+        False, "for prediction: measure each combination without heap relief too"
+    )
+    output: str | None = option(None, "JSON file to write (else NAME.json)", FILLED)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The models that were asked for; none for its own."""
+        """The models of the command line; empty for the benchmark's own."""
         return _parts(self.models) if self.models else ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens per row that were asked for, rising; none for its own."""
+        """The lengths of the command line, rising; empty for the benchmark's own."""
         return tuple(sorted(map(int, _parts(self.seq_lens)))) if self.seq_lens else ()
 
     @property
@@ -92,10 +108,10 @@ class BenchConfig(_Config):
 
     @property
     def budgets(self) -> tuple[str, ...]:
-        """The budgets of our plan that were asked for, in the order given; none for its own."""
+        """The budgets of the command line, in its order; empty for the benchmark's own."""
         return _parts(self.budget) if self.budget else ()
 
     @property
     def peer_names(self) -> tuple[str, ...]:
-        """The peers that were asked for; none for its own."""
+        """The programs of the command line; empty for the benchmark's own."""
         return _parts(self.peers) if self.peers else ()

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from ondevice.config.base import COUNT as _COUNT
-from ondevice.config.base import FILLED as _FILLED
-from ondevice.config.base import NOT_NEGATIVE as _NOT_NEGATIVE
-from ondevice.config.base import Check as _Check
-from ondevice.config.base import choice as _choice
-from ondevice.config.base import option as _option
-from ondevice.config.base import refuse as _refuse
-from ondevice.config.base import required as _required
-from ondevice.config.shared import BundleConfig as _BundleConfig
+from ondevice.config.base import (
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    Check,
+    choice,
+    option,
+    refuse,
+    required,
+)
+from ondevice.config.shared import BundleConfig
 from ondevice.methods import METHODS, SEARCHES, Search
 
 T = TypeVar("T")
@@ -54,18 +56,18 @@ def _all_fit(text: str, read: Callable[[str], Any], fits: Callable[[Any], bool])
         return False
 
 
-_COUNTS = _Check(
+_COUNTS = Check(
     lambda text: _all_fit(text, int, lambda count: count >= 1),
     "1 or more for each method, such as 500 or mebp=500,mezo=4000",
 )
-_GRIDS = _Check(
+_GRIDS = Check(
     lambda text: _all_fit(
         text, _values, lambda values: all(a < b for a, b in pairwise((0, *values, math.inf)))
     ),
     "numbers above 0 for each method, each larger than the one before it, such as 1e-4:3e-4 or "
     "mebp=1e-4:3e-4,mezo=1e-5",
 )
-_NAMES = _Check(
+_NAMES = Check(
     lambda text: len({*text.split(",")} & {*METHODS}) == len(text.split(",")),
     f"some of {','.join(METHODS)}, each once",
 )
@@ -84,41 +86,39 @@ _SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARC
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(_BundleConfig):
+class CompareConfig(BundleConfig):
     """`ondevice compare`: methods side by side, on the same rows and under the same budget."""
 
-    data: str = _required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
-    eval_data: str | None = _option(None, "held-out data (else valid of --data)", _FILLED)
-    output: str = _option("compare", "directory of the comparison", _FILLED, aliases=("-o",))
-    methods: str = _option(",".join(METHODS), "methods to compare", _NAMES)
-    steps: str | None = _option(
+    data: str = required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
+    eval_data: str | None = option(None, "held-out data (else valid of --data)", FILLED)
+    output: str = option("compare", "directory of the comparison", FILLED, aliases=("-o",))
+    methods: str = option(",".join(METHODS), "methods to compare", _NAMES)
+    steps: str | None = option(
         None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS
     )
-    max_seconds: float = _option(
-        0.0, "most training seconds of each method (0: no limit)", _NOT_NEGATIVE
+    max_seconds: float = option(
+        0.0, "most training seconds of each method (0: no limit)", NOT_NEGATIVE
     )
-    target_loss: float = _option(
-        0.0, "held-out loss at which a method is done (0: none)", _NOT_NEGATIVE
+    target_loss: float = option(
+        0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
     )
-    batch_size: int = _option(1, "rows per step", _COUNT)
-    optimizer: str = _choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
-    queries: int = _option(1, "directions per step, of methods that perturb", _COUNT)
-    eval_every: str = _option("50", "steps between evaluations, written as --steps", _COUNTS)
-    eval_rows: int = _option(0, "rows per evaluation (0: all; one if random)", _NOT_NEGATIVE)
-    seed: int = _option(0, "seed of the order of rows and of the noise", _NOT_NEGATIVE)
-    learning_rates: str = _option(
+    batch_size: int = option(1, "rows per step", COUNT)
+    optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
+    queries: int = option(1, "directions per step, of methods that perturb", COUNT)
+    eval_every: str = option("50", "steps between evaluations, written as --steps", _COUNTS)
+    eval_rows: int = option(0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE)
+    seed: int = option(0, "seed of the order of rows and of the noise", NOT_NEGATIVE)
+    learning_rates: str = option(
         _searched("learning_rate"),
-        "rates that a sweep tries before a method runs; a single one is taken without a sweep; "
-        "methods that are not named keep their default",
+        "rates that a sweep tries before a method runs, as 1e-4:3e-4 for all or mezo=1e-6:1e-5; a "
+        "single rate needs no sweep; methods that are not named keep their default",
         _GRIDS,
     )
-    epsilons: str = _option(
-        _searched("epsilon"), "sizes of a perturbation, each tried with each rate", _GRIDS
+    epsilons: str = option(
+        _searched("epsilon"), "sizes of a perturbation that a sweep tries with each rate", _GRIDS
     )
-    sweep_steps: str = _option(_SWEEP_STEPS, "steps of each trial, written as --steps", _COUNTS)
-    sweep_rows: int = _option(
-        0, "rows per evaluation of a trial (0: as --eval-rows)", _NOT_NEGATIVE
-    )
+    sweep_steps: str = option(_SWEEP_STEPS, "steps of each trial, written as --steps", _COUNTS)
+    sweep_rows: int = option(0, "rows per evaluation of a trial (0: as --eval-rows)", NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +135,7 @@ class CompareConfig(_BundleConfig):
         ]
         if not (self.steps or self.max_seconds or self.target_loss):
             problems.append("nothing ends it: give steps, max_seconds or target_loss")
-        _refuse(type(self), problems)
+        refuse(type(self), problems)
 
     @property
     def method_names(self) -> tuple[str, ...]:

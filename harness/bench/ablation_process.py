@@ -1,12 +1,14 @@
-"""MeZO with one feature taken away, in a process of its own: `python -m harness.bench.ablation BUNDLE`.
+"""MeZO trained without one feature, as a process of the benchmark `zo2-ablation`.
 
-    prefetch         the next block is not read ahead
-    single-read      each of a step's forwards reads and unpacks a block for itself
-    deferred-update  the update is applied after the step, to all blocks at once
-    buffer-reuse     freed memory goes back to the system at once
+`python -m harness.bench.ablation_process BUNDLE --without FEATURE`, where FEATURE is
+
+    prefetch         reading the next block while one computes
+    single-read      reading and dequantizing a block once for all forward passes of a step
+    deferred-update  updating a block when the next step visits it, not all after the step
+    buffer-reuse     keeping freed memory in the process
 
 With `--cold` the file's pages are dropped from the system's cache before each step. Invariant: no
-feature changes what is computed, so the losses that are printed are the same without any of them.
+feature changes what is computed, so the losses are the same without any of them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from msgspec.structs import replace
 
 from runtime.system.backend import prepare
 
-# freed memory goes back at once, or to a heap that is kept; decided before MLX is loaded
+# whether the heap keeps freed memory has to be set before MLX is loaded
 prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 
@@ -43,13 +45,13 @@ from runtime.system.footprint import Meter  # noqa: E402
 
 FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse")
 RATE, EPSILON = 1e-4, 1e-3
-LEFT_CACHED = 0.05  # of a file that counts as dropped
+LEFT_CACHED = 0.05  # the largest share of a dropped file that may stay cached
 
 
 def ablate(
     config: PlanConfig, without: str, cold: bool, steps: int, seed: int, scratch: Path
 ) -> dict[str, Any]:
-    """Train for `steps`; what every step took, the peaks, the losses, and what was cached."""
+    """Train for `steps`: the time of each step, the peaks, the losses, and the cached share."""
     with Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_training(config, bundle)
@@ -68,7 +70,7 @@ def ablate(
         step_s, losses, cached = [], [], []
         for step in range(steps):
             if cold:
-                for block in manifest.blocks:  # pages that we map would stay
+                for block in manifest.blocks:  # mapped pages are not dropped
                     session.weights.release(block)
                 _drop(bundle.weights_path)
             if cold or step == 0:
@@ -99,8 +101,10 @@ def _drop(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print one process's figures as JSON; errors as the command line does."""
-    parser = argparse.ArgumentParser(prog="python -m harness.bench.ablation", description=__doc__)
+    """Print the figures as JSON, and errors as the command line does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.bench.ablation_process", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("bundle")
     parser.add_argument("--without", choices=("nothing", *FEATURES), default="nothing")
@@ -113,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         if given.steps < 2:
-            raise UsageError(f"--steps {given.steps}: the first is not timed; give 2 or more")
+            raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
         config = PlanConfig(
             bundle=given.bundle,
             budget=given.budget,

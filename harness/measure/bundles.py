@@ -1,7 +1,7 @@
-"""Bundles with the papers' shapes and random weights: exported once, used by every benchmark.
+"""Bundles with published shapes and random weights, exported once and used by every benchmark.
 
-A bundle has its model's name. Invariant: one that is there already is used only where it is what
-`ondevice export random:MODEL` makes; it is made again where lengths are missing or MLX has changed.
+A bundle has its model's name. Invariant: an existing bundle is used only where `ondevice export
+random:MODEL` would write the same; it is exported again where lengths are missing or MLX changed.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from export.sources.random import PRESETS
-from harness.measure.process import ondevice
+from harness.measure.command import ondevice
 from harness.measure.repeats import Note
 from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.errors import BundleError, UsageError
 
-_FREE = {"source", "output", "seq_lens", "device", "force"}  # settings that change no shape
+_FREE = {"source", "output", "seq_lens", "device", "force"}  # settings that do not change weights
 _MB = 1_000_000
 
 
 def check_models(models: Sequence[str]) -> None:
-    """Refuse names that there are no shapes for.
+    """Check that every model has a preset.
 
     Raises:
-        UsageError: some are unknown.
+        UsageError: some have none.
     """
     if unknown := [name for name in models if name not in PRESETS]:
         raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
 
 
 def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> Path:
-    """The bundle of a model in `folder` with graphs for `lengths`, exported where it has to be.
+    """The bundle of a model in `folder` with graphs for `lengths`; it is exported where needed.
 
     Raises:
-        UsageError: something else has its place.
+        UsageError: its place holds something else.
         OnDeviceError: it cannot be exported.
     """
     path = folder / model
@@ -54,7 +54,7 @@ def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> P
 
 
 def smallest_megabytes(bundle: Path, method: str, length: int) -> int:
-    """The smallest budget that holds training by our plan, in whole MB."""
+    """The smallest budget under which our plan trains, in whole MB."""
     flags = [f"--method={method}", f"--max-seq-length={length}", "--budget=1000TB", "--json"]
     plan: dict[str, int] = json.loads(ondevice("plan", str(bundle), *flags))
     return math.ceil(plan["minimum_bytes"] / _MB)

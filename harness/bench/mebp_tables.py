@@ -1,6 +1,6 @@
 """The MeBP paper's Tables 2 and 4: seconds and peak footprint of a step, ours beside the paper's.
 
-MeBP and MeZO, each under our plan and under the paper's plan (a whole layer unpacked at once, full
+Each method runs under our plan and under the paper's plan (a whole layer dequantized at once, full
 logits) on this machine.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +19,52 @@ from harness.bench.benchmark import (
     Row,
     Variant,
     around,
+    failed_line,
+    measured_variant,
     megabytes,
+    place,
     seconds,
     times,
 )
 from harness.bench.published import MEBP_TABLE2, MEBP_TABLE4, MODELS, STEPS, TRAINABLE_MILLIONS
-from harness.measure.repeats import Outcome, Process, figures, in_turn, peak_ratio, time_ratio
-from harness.report.report import Table
+from harness.measure.repeats import Outcome, peak_ratio, time_ratio
+from harness.report.table import Table
 
-METHODS = ("mezo", "mebp")
+TRAINABLE = "trainable_parameters"
 NOTES = (
     "peak: the footprint of the whole process, the largest of its repeats; kernel peak: VmHWM on "
-    "Linux, with file pages, an upper bound; low-high: of all timed steps, and for ratios of turns",
-    "the paper's plan: a layer unpacked at once, all scores and logits; run on this machine with "
-    "its memory as the budget, as it has nothing to choose",
+    "Linux, which counts file pages too and so is an upper bound; low-high: the range of all timed "
+    "steps, or of the ratios of all turns",
+    "the paper's plan: a layer dequantized at once, all scores and logits; its budget is this "
+    "machine's memory, as it has nothing to choose",
 )
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        trainable: list[int] = []
-
-        def run(variant: Variant) -> Process:
-            process, summary = bench.train(bundle, length, variant)
-            trainable.append(summary["trainable_parameters"])
-            return process
-
-        variants = {f"{one.method}, {one.label}": one for one in bench.variants(*METHODS)}
-        bench.note(f"{model} at {length} tokens")
-        outcomes = in_turn(
-            {name: partial(run, variant) for name, variant in variants.items()},
-            bench.config.repeats,
-            bench.note,
-        )
+        variants = bench.variants(*MEBP_TABLE2.methods)
+        outcomes = bench.in_turn(bundle, length, variants, _trainable)
+        trainable = [
+            process[TRAINABLE] for outcome in outcomes.values() for process in outcome.processes
+        ]
         return {
-            "trainable_parameters": trainable[0] if trainable else None,
+            TRAINABLE: trainable[0] if trainable else None,
             "variants": [
                 {
-                    "name": name,
-                    **asdict(variant),
-                    **figures(outcomes[name]),
+                    **measured_variant(variant, outcome),
                     "published": _published(model, length, variant.method),
                 }
-                for name, variant in variants.items()
+                for variant, outcome in outcomes.items()
             ],
-            "ratios": _ratios(bench, outcomes),
+            "ratios": _ratios(outcomes),
             "published_trainable_millions": TRAINABLE_MILLIONS.get(model),
         }
 
     return bench.rows(measured)
+
+
+def _trainable(summary: dict[str, Any]) -> dict[str, Any]:
+    return {TRAINABLE: summary[TRAINABLE]}
 
 
 def _published(model: str, length: int, method: str) -> dict[str, float] | None:
@@ -75,50 +72,47 @@ def _published(model: str, length: int, method: str) -> dict[str, float] | None:
     return None if step is None else asdict(step)
 
 
-def _ratios(bench: Bench, outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
-    """MeBP over MeZO under each plan, and the paper's plan over each of ours."""
+def _ratios(outcomes: dict[Variant, Outcome]) -> list[dict[str, Any]]:
+    """Each method over those after it under each plan, and the paper's plan over each of ours."""
 
-    def ratio(what: str, over: Outcome, under: Outcome) -> dict[str, Any]:
+    def ratio(what: str, over: Variant, under: Variant, methods: Sequence[str]) -> dict[str, Any]:
         return {
             "what": what,
-            "step_s": time_ratio(over, under),
-            "peak_footprint": peak_ratio(over, under),
+            "methods": list(methods),
+            "step_s": time_ratio(outcomes[over], outcomes[under]),
+            "peak_footprint": peak_ratio(outcomes[over], outcomes[under]),
         }
 
     found = []
-    for one in bench.variants("mebp"):
-        mebp, mezo = (outcomes[f"{method}, {one.label}"] for method in ("mebp", "mezo"))
-        name = f"mebp / mezo, {one.label}"
-        found.append(ratio(name, mebp, mezo) | {"methods": True})
-    papers = [one for one in bench.variants(*METHODS) if one.plan == "paper"]
-    for paper in papers:
-        for ours in bench.variants(paper.method):
-            if ours.plan != "paper":
-                over, under = (outcomes[f"{one.method}, {one.label}"] for one in (paper, ours))
+    for a, b in combinations(outcomes, 2):
+        if a.label == b.label:
+            methods = (a.method, b.method)
+            found.append(ratio(f"{a.method} / {b.method}, {a.label}", a, b, methods))
+    for paper in outcomes:
+        for ours in outcomes:
+            if (paper.plan, ours.plan) == ("paper", "budget") and paper.method == ours.method:
                 name = f"{paper.label} / {ours.label}, {ours.method}"
-                found.append(ratio(name, over, under) | {"methods": False})
+                found.append(ratio(name, paper, ours, ()))
     return found
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    steps = [
+    steps: list[tuple[str, ...]] = [
         ("model", "tokens", "method", "plan", "s/step", "low-high", "peak MB", "kernel peak MB",
          "predicted MB", "paper: s", "MB"),
     ]  # fmt: skip
     ratios = [
-        ("model", "tokens", "ratio", "s/step", "low-high", "peak MB", "mezo <= mebp",
+        ("model", "tokens", "ratio", "s/step", "low-high", "peak MB", "smaller peak",
          "paper: s", "MB"),
     ]  # fmt: skip
     for row in rows:
-        place = (row["model"], str(row["tokens"]))
         for one in row.get("variants", ()):
-            steps.append((*place, one["method"], _plan(one), *_step_cells(one)))
+            steps.append((*place(row), one["method"], _plan(one), *_step_cells(one)))
         for one in row.get("ratios", ()):
             cells = (*around(one["step_s"], times), times(one["peak_footprint"]))
-            published = _published_ratio(row) if one["methods"] else ("", "")
-            ratios.append((*place, one["what"], *cells, _at_most(one), *published))
-        if row["failed"]:
-            steps.append((*place, "", row["failed"], *[""] * 7))
+            published = _published_ratio(row, *one["methods"]) if one["methods"] else ("", "")
+            ratios.append((*place(row), one["what"], *cells, _smaller(one), *published))
+        steps += failed_line(row, steps[0])
     return [Table("Seconds and peak footprint of a step", steps, 4), Table("Ratios", ratios, 3)]
 
 
@@ -146,17 +140,19 @@ def _step_cells(variant: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _published_ratio(row: Row) -> tuple[str, str]:
-    mebp, mezo = (_published(row["model"], row["tokens"], name) for name in ("mebp", "mezo"))
-    if mebp is None or mezo is None:
+def _published_ratio(row: Row, *methods: str) -> tuple[str, str]:
+    over, under = (_published(row["model"], row["tokens"], method) for method in methods)
+    if over is None or under is None:
         return NOT_PUBLISHED, ""
-    return times(mebp["seconds"] / mezo["seconds"]), times(mebp["peak_mb"] / mezo["peak_mb"])
+    return times(over["seconds"] / under["seconds"]), times(over["peak_mb"] / under["peak_mb"])
 
 
-def _at_most(ratio: dict[str, Any]) -> str:
+def _smaller(ratio: dict[str, Any]) -> str:
+    """The method with the smaller peak, of a ratio of two methods."""
     if not ratio["methods"] or ratio["peak_footprint"] is None:
         return ""
-    return "yes" if ratio["peak_footprint"] >= 1 else "NO"
+    over, under = ratio["methods"]
+    return str(under if ratio["peak_footprint"] >= 1 else over)
 
 
 TABLE2 = Benchmark(

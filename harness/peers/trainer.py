@@ -1,8 +1,8 @@
-"""A peer's process: what it is told, what it measures while it trains, and the file it leaves.
+"""What every peer's process shares: its options, its measurements, and the file that it writes.
 
-A peer is measured by the same meter as ours (`runtime.system.footprint`): the peak while it loads, and the
-peak of each step. Invariant: short of being killed, it leaves one JSON file that holds either its
-measurement or the reason why there is none.
+A peer is measured by the same meter as ours (`runtime.system.footprint`): the peak while it loads,
+and the peak of each step. Invariant: unless it is killed, it writes one JSON file that holds either
+its measurements or the reason why there are none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from runtime.system.footprint import Meter
 
 RANK, ALPHA, LEARNING_RATE = 8, 16.0, 1e-4
-# what libraries read when they are loaded; `runtime.system.backend.prepare` sets some of them
+# variables that libraries read at their import; `runtime.system.backend.prepare` sets PREPARED
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 PREPARED = ("OPENBLAS_CORETYPE", "MLX_BFS_MAX_WIDTH")
 LIBRARIES = ("OMP_", "OPENBLAS_", "MKL_", "MLX_", "VECLIB_")
@@ -32,7 +32,7 @@ REASON_CHARS = 300
 
 
 class Steps:
-    """What the steps of a process took: seconds, loss and peak footprint of each."""
+    """The steps of a process: seconds, loss and peak footprint of each."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -42,12 +42,12 @@ class Steps:
         self.losses: list[float] = []
 
     def begin(self) -> None:
-        """Loading is over: what comes now is training."""
+        """The model is loaded; training starts."""
         self.loading_peak_bytes = self._meter.peak_bytes
         self._meter.reset_peak()
 
     def end(self, seconds: float, loss: float) -> None:
-        """A step is over."""
+        """A step has ended."""
         self.seconds.append(seconds)
         self.losses.append(loss)
         self.peaks.append(self._meter.peak_bytes)
@@ -62,10 +62,11 @@ class Steps:
         self.end(time.perf_counter() - start, losses[0])
 
     def to_json(self) -> dict[str, Any]:
-        """The measurement; VmHWM (or its like) is the kernel's peak, with file pages."""
+        """The measurements; `peak_rss_bytes` is the kernel's peak, which counts file pages too."""
         return {
             "step_s": self.seconds,
             "step_peak_bytes": self.peaks,
+            "training_peak_bytes": max(self.peaks),
             "peak_footprint_bytes": max(self.loading_peak_bytes, *self.peaks),
             "peak_rss_bytes": self._meter.peak_rss_bytes,
             "losses": self.losses,
@@ -77,7 +78,10 @@ Options = Callable[[argparse.ArgumentParser], object]
 
 
 def main(purpose: str | None, train: Train, options: Options) -> int:
-    """Run a peer as the command line says; `train` runs its steps and returns further facts."""
+    """Run a peer with the options of its command line.
+
+    train: runs the steps and returns further facts.  options: adds the peer's own options.
+    """
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("result", type=Path, help="JSON file to write")
     parser.add_argument("--preset", required=True)
@@ -102,12 +106,12 @@ def main(purpose: str | None, train: Train, options: Options) -> int:
 
 
 def token_rows(vocabulary: int, steps: int, tokens: int) -> npt.NDArray[np.int64]:
-    """Random tokens (steps, tokens + 1): as many are predicted as go in."""
+    """Random tokens (steps, tokens + 1), of which `tokens` are predicted in each step."""
     return np.random.default_rng(0).integers(vocabulary, size=(steps, tokens + 1))
 
 
 def environment() -> dict[str, str]:
-    """The variables that decide about threads, BLAS and run-ahead, where they are set."""
+    """The variables that control threads, BLAS and run-ahead, where they are set."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(LIBRARIES)}
 
 

@@ -1,0 +1,178 @@
+"""`ondevice bench peers`: our training beside the usual tools, a row for each model and length.
+
+A turn runs each program once, one after the other. Invariant: a program that cannot run is in the
+report with its reason, and no path of this machine is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness.bench.benchmark import (
+    Bench,
+    Benchmark,
+    Row,
+    Variant,
+    around,
+    failed_line,
+    megabytes,
+    place,
+    seconds,
+)
+from harness.measure.repeats import Outcome, figures, in_turn, most, time_ratio, turn_ratio
+from harness.peers.launch import Setup, cores, inherited
+from harness.peers.programs import DEFAULT, METHOD, OURS, PROGRAMS
+from harness.peers.trainer import ALPHA, RANK
+from harness.report.table import Table
+from ondevice.errors import UsageError
+
+OPTION = "--python"
+BUSY_CORES = 0.1  # more than an idle system uses
+
+
+def _rows(bench: Bench) -> Iterator[Row]:
+    names = bench.config.peer_names or DEFAULT
+    _check(bench, names)
+    python = bench.config.python or sys.executable
+
+    def measured(bundle: Path, model: str, length: int) -> Row:
+        setup = Setup(
+            bundle.resolve(),
+            model,
+            length,
+            bench.config.steps,
+            bench.budget(bundle, length, Variant(METHOD, "budget", bench.budgets[0])),
+            python,
+            cores(),
+            bench.runs,
+        )
+        outcomes = in_turn(
+            {name: partial(setup.measure, name) for name in names},
+            bench.config.repeats,
+            bench.note,
+            once=[name for name in names if PROGRAMS[name].once],
+        )
+        for outcome in outcomes.values():
+            if outcome.failed:
+                outcome.failed = _without_paths(outcome.failed, python)
+        found = [_figures(name, outcomes) for name in names]
+        return {
+            "budget": setup.budget,
+            "threads": setup.threads,
+            "lora": {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"},
+            "inherited": inherited(),
+            "variants": found,
+            "notes": notes(found, inherited()),
+        }
+
+    return bench.rows(measured)
+
+
+def _check(bench: Bench, names: Sequence[str]) -> None:
+    if len(bench.budgets) != 1:
+        raise UsageError(f"--budget {bench.config.budget}: peers takes one budget, for ours")
+    if unknown := [name for name in names if name not in PROGRAMS]:
+        raise UsageError(f"peers {', '.join(unknown)}: choose some of {', '.join(PROGRAMS)}")
+    if bench.config.python and not Path(bench.config.python).is_file():
+        raise UsageError(f"{OPTION} {bench.config.python} is no interpreter; give the path of one")
+
+
+def _without_paths(reason: str, python: str) -> str:
+    """A reason in which interpreters are called what the command line calls them."""
+    if python != sys.executable:
+        reason = reason.replace(python, OPTION)
+    return reason.replace(sys.executable, "python")
+
+
+def _figures(name: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """A program's figures, with the ratios of ours to them in the turns that both ran."""
+    outcome, ours = outcomes[name], outcomes.get(OURS, Outcome())
+    compared = ours if name != OURS else Outcome()
+    return {
+        "name": name,
+        "what": PROGRAMS[name].what,
+        **figures(outcome),
+        "training_peak_bytes": most(outcome, "training_peak_bytes"),
+        "time_ratio": time_ratio(compared, outcome),
+        "peak_ratio": turn_ratio(compared, outcome, lambda one: one["training_peak_bytes"]),
+    }
+
+
+def notes(found: Sequence[dict[str, Any]], set_before: dict[str, str]) -> list[str]:
+    """What the figures do not say by themselves."""
+    texts = [
+        f"NOT OUR CHOICE: {name}={value} was set in the environment and ours ran with it; unset it "
+        "to measure what ondevice chooses"
+        for name, value in set_before.items()
+    ]
+    trained = {}
+    for one in found:
+        name, processes = one["name"], one["processes"]
+        if not processes:
+            continue
+        first = processes[0]
+        trained[name] = first["trainable_parameters"]
+        texts.append(f"{name}: {one['what']}, threads {first['threads']}, BLAS {first['blas']}")
+        if not first["warm_up_steps"]:
+            texts.append(f"{name} ran a single step, whose time includes the warm-up")
+        for turn, process in enumerate(processes, start=1):
+            if (process["other_cores"] or 0) > BUSY_CORES:
+                texts.append(
+                    f"NOT ALONE: other programs kept {process['other_cores']:.2f} cores busy while "
+                    f"{name} ran in turn {turn}; measure again on an idle machine"
+                )
+    if len(set(trained.values())) > 1:
+        counts = ", ".join(f"{name} {count:,}" for name, count in trained.items())
+        texts.append(f"NOT THE SAME LORA, numbers of trainable parameters differ: {counts}")
+    return texts
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    head = (
+        "model", "tokens", "program", "s/step", "low-high", "training MB", "process MB",
+        "kernel peak MB", "time: ours/it", "low-high", "peak: ours/it", "low-high",
+    )  # fmt: skip
+    lines: list[tuple[str, ...]] = [head]
+    for row in rows:
+        for one in row.get("variants", ()):
+            lines.append((*place(row), one["name"], *_cells(one)))
+        lines += failed_line(row, head, at=2)
+    return [Table("Ours and the usual tools", lines, 3)]
+
+
+def _cells(one: dict[str, Any]) -> tuple[str, ...]:
+    if not one["processes"]:
+        return ("did not run", *[""] * 8)
+    return (
+        *around(one["step_s"], seconds),
+        megabytes(one["training_peak_bytes"]),
+        megabytes(one["peak_footprint_bytes"]),
+        megabytes(one["peak_rss_bytes"]),
+        *around(one["time_ratio"], _ratio),
+        *around(one["peak_ratio"], _ratio),
+    )
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}"
+
+
+PEERS = Benchmark(
+    "ours beside PyTorch + PEFT and mlx-lm: seconds and peak footprint of a step, as ratios",
+    None,
+    ("qwen2.5-0.5b",),
+    (256,),
+    _rows,
+    _tables,
+    (
+        "ratios are of processes in the same turn, below 1 where ours takes less",
+        "training MB leaves out a peer's loading, but not ours; kernel peak: VmHWM on Linux",
+        f"{OPTION} VENV/bin/python names an interpreter that has torch and peft; --peers chooses "
+        f"some of {', '.join(PROGRAMS)}",
+    ),
+    budgets=("400MB",),
+)

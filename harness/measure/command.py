@@ -1,0 +1,64 @@
+"""Commands of `ondevice` in fresh processes, whose errors become ours."""
+
+from __future__ import annotations
+
+import sys
+
+from harness.measure.process import run
+from ondevice.errors import (
+    BudgetError,
+    BundleError,
+    DivergedError,
+    InterruptedRunError,
+    OnDeviceError,
+    StorageError,
+    UsageError,
+)
+
+_PREFIX = "ondevice: "  # of every error that the command line reports
+_ERRORS: dict[int, type[OnDeviceError]] = {
+    one.exit_code: one
+    for one in (UsageError, BudgetError, BundleError, StorageError, DivergedError)
+}
+
+
+def ondevice(*arguments: str, module: str = "ondevice") -> str:
+    """Run a command of the command line in a fresh process; returns its stdout.
+
+    `module` may be another module that runs with `-m` and reports errors in the same way.
+
+    Raises:
+        OnDeviceError: what the process reported, with its text and exit code.
+        InterruptedRunError: SIGINT or SIGTERM arrived; the process has saved and ended.
+    """
+    ended = run([sys.executable, "-P", "-m", module, *arguments])
+    name = f"{module} {arguments[0]}"
+    message = _message(ended.stderr)
+    if ended.interrupted or ended.code == InterruptedRunError.exit_code:
+        raise InterruptedRunError(message or "interrupted before the process had begun")
+    if ended.code == 0:
+        return ended.output
+    if ended.code < 0 or not message:
+        raise OnDeviceError(ended.failure(f"the process of `{name}`"))
+    raise _ERRORS.get(ended.code, OnDeviceError)(message)
+
+
+def flag(name: str, value: object) -> str:
+    """An option as it is typed: --no-profile, --max-seq-length=256."""
+    words = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{words}" if value else f"--no-{words}"
+    return f"--{words}={value}"
+
+
+def _message(stderr: str) -> str:
+    """The error message at the end of a command's stderr; empty where there is none."""
+    lines = [line.rpartition("\r")[2] for line in stderr.replace("\r\n", "\n").split("\n")]
+    starts = [
+        index
+        for index, line in enumerate(lines)
+        if line.startswith(_PREFIX) and not line.startswith(f"{_PREFIX}warning:")
+    ]
+    if not starts:
+        return ""
+    return "\n".join(lines[starts[-1] :]).removeprefix(_PREFIX).strip()

@@ -1,0 +1,175 @@
+"""One program of `harness.peers.programs`, run in a fresh process and measured.
+
+Every program trains the same shapes with random weights on the same number of random tokens: batch
+1, LoRA on every linear layer of the blocks, AdamW, and the same number of threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.measure.command import ondevice
+from harness.measure.other_load import other_load
+from harness.measure.process import run
+from harness.measure.repeats import Process
+from harness.peers.programs import METHOD, PROGRAMS, TORCH, Program
+from harness.peers.trainer import LEARNING_RATE, PREPARED, THREADS
+from ondevice.errors import InterruptedRunError, OnDeviceError
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every program trains.
+
+    bundle: of the model named `preset`, for ours.  python: the interpreter that has torch and peft.
+    scratch: a folder for runs.
+    """
+
+    bundle: Path
+    preset: str
+    tokens: int
+    steps: int
+    budget: str
+    python: str
+    threads: int
+    scratch: Path
+
+    def measure(self, name: str) -> Process:
+        """One process of a program, its command, and how busy other programs kept the machine.
+
+        `step_s` leaves the first step out as a warm-up, unless it is the only one.
+
+        Raises:
+            OnDeviceError: the program cannot run here.
+        """
+        program = PROGRAMS[name]
+        with environment(self.threads, program.as_it_comes), other_load() as others:
+            found = self._peer(program) if program.module else self._ours(program)
+        seconds = found["step_s"]
+        return {
+            **found,
+            "step_s": seconds[1:] or seconds,
+            "warm_up_steps": min(1, len(seconds) - 1),
+            "other_cores": others.cores,
+        }
+
+    def _ours(self, program: Program) -> dict[str, Any]:
+        """A run of `ondevice train`, as a user starts it."""
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            place = Path(folder) / "run"
+            flags = (
+                "--data=random:0",
+                f"--budget={program.budget or self.budget}",
+                f"--max-seq-length={self.tokens}",
+                f"--steps={self.steps}",
+                f"--learning-rate={LEARNING_RATE}",
+                f"--method={METHOD}",
+                "--save-every=0",
+                *program.flags,
+            )
+            output = ondevice("train", str(self.bundle), *flags, f"--output={place}", "--json")
+            summary = json.loads(output)
+            lines = (place / "metrics.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        keys = ("peak_footprint_bytes", "peak_rss_bytes", "trainable_parameters")
+        return {
+            "command": shlex.join(("ondevice", "train", self.bundle.name, *flags)),
+            "step_s": [entry["seconds"] for entry in entries],
+            "training_peak_bytes": summary["peak_footprint_bytes"],
+            "losses": [entry["loss"] for entry in entries],
+            **{key: summary[key] for key in (*keys, "predicted_peak_bytes")},
+            **_prepared(),
+            "threads": self.threads,
+            "versions": {"mlx": summary["machine"]["mlx"]},
+        }
+
+    def _peer(self, program: Program) -> dict[str, Any]:
+        steps = 1 if program.once else self.steps
+        python = self.python if program.module == TORCH else sys.executable
+        flags = (
+            f"--preset={self.preset}",
+            f"--tokens={self.tokens}",
+            f"--steps={steps}",
+            f"--threads={self.threads}",
+            *program.flags,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            found = run_peer([python, "-P", "-m", program.module, str(result), *flags], result)
+        command = shlex.join(("python", "-m", program.module, "RESULT", *flags))
+        return {"command": command, **found}
+
+
+def run_peer(command: Sequence[str], result: Path) -> dict[str, Any]:
+    """Run a peer's process to its end; what it left in `result`.
+
+    Raises:
+        OnDeviceError: it could not run, with its reason.
+        InterruptedRunError: a signal arrived.
+    """
+    try:
+        ended = run(command)
+    except OSError as problem:
+        raise OnDeviceError(f"{command[0]} cannot be started: {problem.strerror}") from None
+    if ended.interrupted:
+        raise InterruptedRunError("interrupted while a peer was running")
+    if result.exists():
+        found: dict[str, Any] = json.loads(result.read_text())
+        if "failed" in found:
+            raise OnDeviceError(found["failed"])
+        return found
+    raise OnDeviceError(ended.failure("its process"))
+
+
+@contextmanager
+def environment(threads: int, as_it_comes: bool) -> Iterator[None]:
+    """Let child processes use `threads` threads; as it comes: without what `prepare` sets."""
+    changes: dict[str, str | None] = dict.fromkeys(THREADS, str(threads))
+    if as_it_comes:
+        changes |= dict.fromkeys(PREPARED)
+    before = {name: os.environ.get(name) for name in changes}
+    try:
+        _set(changes)
+        yield
+    finally:
+        _set(before)
+
+
+def inherited() -> dict[str, str]:
+    """Variables that were set by the user, and that `prepare` therefore does not choose."""
+    return {name: os.environ[name] for name in PREPARED if name in os.environ}
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _prepared() -> dict[str, Any]:
+    """The BLAS and the environment of a process of ours, as such a process reports them."""
+    script = (
+        "import json; from runtime.system.backend import prepare; "
+        "from harness.peers.trainer import environment; "
+        "print(json.dumps({'blas': prepare().blas, 'environment': environment()}))"
+    )
+    found: dict[str, Any] = json.loads(run([sys.executable, "-c", script]).output)
+    return found
