@@ -149,11 +149,11 @@ class CompareConfig(BundleConfig):
         """
         default = SEARCHES.get(method, _NO_SEARCH).values
         found = {}
-        for option, field_name in SEARCHED.items():
+        for searched, field_name in SEARCHED.items():
             text = getattr(self, field_name)
             given = by_method(text, _values)
-            if option in default or (method in given and "=" in text):
-                found[option] = given.get(method, default.get(option, ()))
+            if searched in default or (method in given and "=" in text):
+                found[searched] = given.get(method, default.get(searched, ()))
         return found
 
     def steps_of_trial(self, method: str) -> int:

@@ -146,7 +146,7 @@ class Model:
         return values.get(gradient_of(program.input)), gradients
 
     def hidden(self, x: mx.array, scored: slice) -> mx.array:
-        """What the head multiplies at the positions `scored`, (N, D), of its input (1, bucket, D)."""
+        """The head's operand at the positions `scored`, (N, D), of its input (1, bucket, D)."""
         block = self.blocks[-1]
         values: Values = {self._lowered[block].program.input: x}
         (whole,) = self._forward(block, [values], [{}])

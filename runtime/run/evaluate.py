@@ -63,7 +63,7 @@ def _count(found: HeadResult, row: Row) -> StepLoss:
 
 
 def _side_by_side(session: Session, rows: Rows, count: int) -> Iterator[list[Row]]:
-    """The first `count` rows in order, in groups of one bucket that the plan lets visit blocks together."""
+    """The first `count` rows in order, in groups of one bucket that visit blocks together."""
     group: list[Row] = []
     for index in range(count):
         row = Row(*rows.row(index))

@@ -30,8 +30,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan has to know of a machine, and of the process that will train on it.
 
     process_bytes: footprint of the process after its imports, before it opens a bundle's graphs.
-    allocator: what serves buffers: "glibc", whose heap keeps freed memory, or "mlx", whose own cache
-        does (Metal, and every GPU).
+    allocator: what keeps freed buffers: "glibc", its heap, or "mlx", its own cache (every GPU).
     """
 
     device: Literal["cpu", "gpu"]
