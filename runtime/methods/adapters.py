@@ -1,7 +1,7 @@
 """LoRA adapters: initialised, held, checked, written and read as mlx-lm does.
 
-While they are trained they live in a scratch file (`runtime.storage.scratch`): those of one block at
-a time are in memory, as float32 or rounded to bfloat16. What is trained and written is float32.
+While they are trained they live in a scratch file (`runtime.storage.scratch`); those of one block
+at a time are in memory, as float32 or bfloat16. What is trained and written is float32.
 
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
 `adapter_config.json` is what `mlx_lm.generate --adapter-path` reads.
