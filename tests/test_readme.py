@@ -17,7 +17,7 @@ README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
 MOST_WORDS = 1200
 # flags that the pages describe and that are being added; remove them from here once they exist
-AWAITED = {"--machine", "--no-heap-relief"}
+AWAITED = {"--learning-rates", "--machine", "--no-heap-relief"}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
