@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from pathlib import Path
+
+from support.models import BUCKETS
 
 from runtime.system.backend import prepare
 
@@ -13,21 +14,13 @@ prepare()  # before MLX is imported
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from bundles import settings  # noqa: E402
-from checkpoints import weights_of, write_folder  # noqa: E402
-from runtime.engine.program import Program  # noqa: E402
+from support.bundles import settings  # noqa: E402
+from support.checkpoints import weights_of, write_folder  # noqa: E402
 
 from export.pack import export_bundle  # noqa: E402
 from ondevice.bundle.store import Bundle  # noqa: E402
 from ondevice.config.export import ExportConfig  # noqa: E402
-from runtime.engine.kernels.attention import AttentionKernel  # noqa: E402
-from runtime.engine.kernels.head import HeadKernel  # noqa: E402
-from runtime.engine.kernels.linear import LinearKernel  # noqa: E402
-from runtime.lowering.token_tiles import WHOLE  # noqa: E402
-from runtime.storage.weights import Weights  # noqa: E402
 
-FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
-BUCKETS = (16, 32, 64)
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 
 
@@ -68,24 +61,3 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     checkpoint = write_folder(folder / "checkpoint", *weights_of("tiny-qwen2"))
     (checkpoint / "tokenizer.json").write_text('{"not": "used here"}')
     return export_bundle(settings(checkpoint, folder / "bundle"))
-
-
-def program_of(
-    bundle: Bundle,
-    bucket: int,
-    arithmetic: str = "unpacked",
-    tile_values: int = 3000,
-    query_block: int = 7,
-    chunk_rows: int = 100,
-    most_tokens: int = WHOLE,
-) -> Program:
-    """A program whose tiles are small and divide nothing."""
-    weights = Weights(bundle)
-    linear = LinearKernel(weights, arithmetic, tile_values)
-    attention, head = AttentionKernel(query_block), HeadKernel(linear, chunk_rows)
-    return Program(bundle, weights, bucket, linear, attention, head, most_tokens=most_tokens)
-
-
-def listing(folder: Path) -> list[str]:
-    """Everything below a folder, hidden files too."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

@@ -1,0 +1,429 @@
+"""Cutting models into programs: what is shared, what is kept apart, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import gemma3_text, llama
+from support.models import BUCKETS, FAMILIES
+
+from export.cut.model import cut_model
+from export.cut.trace import trace
+from export.sources.random import PRESETS
+from ondevice.bundle.store import Bundle
+from ondevice.errors import BundleError
+from ondevice.operations.values import T, shape_at
+from runtime.storage.weights import Weights
+
+Tiny = Callable[..., Bundle]
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {**PRESETS[f"tiny-{family}"], **changes}
+
+
+def cut_of(family: str, **changes: Any) -> Any:
+    config = config_of(family, **changes)
+    return cut_model(str(config["model_type"]), config)
+
+
+# --- what is shared ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_equal_layers_share_a_kind(family: str) -> None:
+    cut = cut_of(family, num_hidden_layers=5)
+    assert [block.type for block in cut.blocks] == ["embed", *["layer0"] * 5, "head"]
+    assert [block.name for block in cut.blocks[1:-1]] == [f"model.layers.{i}" for i in range(5)]
+    assert set(cut.block_types) == {"embed", "layer0", "head"}
+    names = [glue.step.graph for glue in cut.graphs]
+    assert len(set(names)) == len(names)
+    used = {
+        step.graph
+        for kind in cut.block_types.values()
+        for step in kind.steps
+        if step.op == "elementwise"
+    }
+    assert set(names) == used
+
+
+def test_gemmas_local_and_global_layers_are_kinds_of_their_own() -> None:
+    cut = cut_of("gemma3", num_hidden_layers=6, sliding_window_pattern=3)
+    kinds = [block.type for block in cut.blocks[1:-1]]
+    assert kinds == ["layer0", "layer0", "layer1"] * 2
+    attention = {
+        name: [step for step in cut.block_types[name].steps if step.op == "attention"]
+        for name in ("layer0", "layer1")
+    }
+    assert [step.window for step in attention["layer0"]] == [16]
+    assert [step.window for step in attention["layer1"]] == [None]
+
+
+def test_layers_that_differ_in_their_rope_alone_are_kept_apart() -> None:
+    wide = {"sliding_window": 1 << 20, "num_hidden_layers": 4}  # every layer sees everything
+    apart = cut_of("gemma3", **wide, rope_local_base_freq=1e4)
+    assert [block.type for block in apart.blocks[1:-1]] == ["layer0", "layer1"] * 2
+    same = cut_of("gemma3", **wide, rope_local_base_freq=1e6)
+    assert [block.type for block in same.blocks[1:-1]] == ["layer0"] * 4
+
+
+def test_only_the_embeddings_glue_scales_it(rng: np.random.Generator) -> None:
+    assert [step.op for step in cut_of("llama").block_types["embed"].steps] == ["embedding"]
+    cut = cut_of("gemma3")
+    assert [step.op for step in cut.block_types["embed"].steps] == ["embedding", "elementwise"]
+    (glue,) = (glue for glue in cut.graphs if glue.step.graph == "embed.0")
+    e = mx.array(rng.standard_normal((1, 20, 128)).astype(np.float32))
+    (x,) = glue.forward(e + 0)
+    assert mx.allclose(x, e * 128**0.5, rtol=1e-2)  # Gemma rounds the factor to bfloat16
+    assert not mx.allclose(x, e)
+
+
+def test_products_of_the_same_input_are_one_step() -> None:
+    steps = cut_of("llama").block_types["layer0"].steps
+    products = [[linear.name for linear in step.linears] for step in steps if step.op == "linear"]
+    assert products == [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ]
+    biases = [
+        linear.bias
+        for step in cut_of("qwen2").block_types["layer0"].steps
+        for linear in step.linears
+    ]
+    assert biases == [True] * 3 + [False] * 4
+
+
+@pytest.mark.parametrize(("tied", "head"), [(True, "model.embed_tokens"), (False, "lm_head")])
+def test_a_tied_head_multiplies_the_embedding(tied: bool, head: str) -> None:
+    cut = cut_of("llama", tie_word_embeddings=tied)
+    assert cut.block_types["embed"].steps[0].matrix == "model.embed_tokens"
+    assert cut.block_types["head"].steps[-1].matrix == head
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vjps_do_not_ask_for_what_they_do_not_read(family: str) -> None:
+    for kind in cut_of(family).block_types.values():
+        for step in kind.steps:
+            if step.graph == "layer0.5":
+                gemma = family == "gemma3"  # a norm reads what it normed; a sum reads nothing
+                assert ("mlp.down_proj.out" in step.vjp_inputs) == gemma
+                assert "x" not in step.vjp_inputs
+            assert not {name for name in step.vjp_outputs if name[0] in "@~"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sum_hands_its_gradient_on(family: str) -> None:
+    steps = {
+        step.graph: step for kind in cut_of(family).block_types.values() for step in kind.steps
+    }
+    after = dict(zip(steps["layer0.5"].vjp_outputs, steps["layer0.5"].vjp_same, strict=True))
+    middle = dict(zip(steps["layer0.3"].vjp_outputs, steps["layer0.3"].vjp_same, strict=True))
+    gemma = family == "gemma3"  # which norms what it adds
+    assert after == {
+        "x": "~out",
+        "self_attn.o_proj.out": "" if gemma else "~out",
+        "mlp.down_proj.out": "" if gemma else "~out",
+    }
+    assert middle == {"x": "", "self_attn.o_proj.out": "" if gemma else "x"}
+    activation = steps["layer0.4"]
+    assert activation.vjp_outputs == ("mlp.gate_proj.out", "mlp.up_proj.out")
+    assert activation.vjp_same == ("", "")
+
+
+# --- graphs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_hold_no_weights_and_do_not_grow(tiny: Tiny, family: str) -> None:
+    bundle = tiny(family)
+    manifest = bundle.manifest
+    weights = Weights(bundle)
+    norms = [np.array(weights.vector(name)).tobytes() for name in manifest.vectors]
+    scales = [np.array(weights.vector(name) + 1).tobytes() for name in manifest.vectors]
+    total = 0
+    for graph in manifest.graphs.values():
+        blob = (bundle.path / graph.file).read_bytes()
+        assert len(blob) == graph.nbytes < 16_000
+        total += len(blob)
+        assert not any(vector in blob for vector in norms + scales)
+    assert total < 1_000_000
+    for key, graph in manifest.graphs.items():
+        stem, _, bucket = key.rpartition(".")
+        if int(bucket) == BUCKETS[0]:  # no mask, no table of angles: a longer one is no larger
+            assert abs(manifest.graphs[f"{stem}.{BUCKETS[-1]}"].nbytes - graph.nbytes) < 64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_serialized_glue_computes_what_was_traced(
+    tiny: Tiny, rng: np.random.Generator, family: str
+) -> None:
+    bundle = tiny(family)
+    for traced in cut_of(family).graphs:
+        for direction in ("forward", "vjp"):
+            shapes = getattr(traced, f"{direction}_shapes")
+            graph = bundle.manifest.graphs[f"{traced.step.graph}.{direction}.16"]
+            arrays = [
+                mx.array(rng.standard_normal(shape_at(shape, 16)).astype(np.float32))
+                for shape in shapes
+            ]
+            assert tuple(tuple(array.shape) for array in arrays) == graph.inputs
+            found = mx.import_function(str(bundle.path / graph.file))(*arrays)
+            expected = getattr(traced, direction)(*arrays)
+            assert tuple(tuple(result.shape) for result in found) == graph.outputs
+            for mine, theirs in zip(found, expected, strict=True):
+                assert mx.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_signatures_depend_on_the_computation_alone() -> None:
+    def function(x: mx.array, y: mx.array) -> list[mx.array]:
+        return [mx.sin(x) * 2 + y]
+
+    def same(a: mx.array, b: mx.array) -> list[mx.array]:
+        unused = mx.cos(a)
+        first = mx.sin(a)
+        del unused
+        return [first * 2 + b]
+
+    def other_constant(x: mx.array, y: mx.array) -> list[mx.array]:
+        return [mx.sin(x) * 3 + y]
+
+    def other_wiring(x: mx.array, y: mx.array) -> list[mx.array]:
+        return [mx.sin(y) * 2 + x]
+
+    inputs = [mx.zeros((3, 4)), mx.zeros((3, 4))]
+    signature = trace(function, inputs).signature
+    for _ in range(30):  # names go on counting; single letters become two
+        trace(other_wiring, inputs)
+    assert trace(function, inputs).signature == signature
+    assert trace(same, inputs).signature == signature
+    assert trace(other_constant, inputs).signature != signature
+    assert trace(other_wiring, inputs).signature != signature
+    assert trace(function, [mx.zeros((3, 5)), mx.zeros((3, 5))]).signature != signature
+
+
+def test_traces_know_dependencies_and_passes() -> None:
+    traced = trace(lambda x, y, z: [x + z, y, z * 2], [mx.zeros(3), mx.zeros(4), mx.zeros(3)])
+    assert traced.depends == (frozenset({0, 2}), frozenset({1}), frozenset({2}))
+    assert traced.passes == (None, 1, None)
+    assert traced.same == (None, None, None)
+    assert traced.output_shapes == ((3,), (4,), (3,))
+
+
+def test_traces_know_results_that_are_one_array() -> None:
+    def several(x: mx.array) -> list[mx.array]:
+        return [x * 2, (y := x + 1), x * 2, y, x, y]
+
+    assert trace(several, [mx.zeros(3)]).same == (None, None, None, 1, None, 1)
+
+
+def test_workspace_counts_what_is_alive_at_once() -> None:
+    inputs = [mx.zeros((100,))]
+    assert trace(lambda x: [mx.sin(x)], inputs).workspace_bytes == 0
+    assert trace(lambda x: [mx.cos(mx.sin(x))], inputs).workspace_bytes == 0  # in its place
+    both = trace(lambda x: [mx.sin(x) * mx.cos(x)], inputs).workspace_bytes
+    assert both == 400  # of two, the result takes one's place
+    summed = trace(lambda x: [mx.exp(x).sum()], inputs).workspace_bytes
+    assert summed == 400  # a sum has another size
+    viewed = trace(lambda x: [mx.abs(mx.sin(x).reshape(10, 10))], inputs).workspace_bytes
+    assert viewed == 0
+    kept = trace(lambda x: [(y := mx.sin(x)), mx.cos(y)], inputs).workspace_bytes
+    assert kept == 0  # two outputs, neither in the other's place
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def patch_call(monkeypatch: pytest.MonkeyPatch, cls: type, wrap: Callable[..., Any]) -> None:
+    original = cls.__call__
+    monkeypatch.setattr(cls, "__call__", lambda self, *a, **k: wrap(self, original, *a, **k))
+
+
+def test_changed_logits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capped(self: Any, original: Any, *args: Any) -> mx.array:
+        return mx.tanh(original(self, *args) / 30) * 30
+
+    patch_call(monkeypatch, llama.Model, capped)
+    with pytest.raises(BundleError, match="soft-capping"):
+        cut_of("llama")
+
+
+def test_computing_between_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(self: Any, inputs: mx.array, cache: Any = None, embeddings: Any = None) -> mx.array:
+        h = self.embed_tokens(inputs)
+        for layer in self.layers:
+            h = layer(h, "causal", cache=None) * 0.5
+        return self.norm(h)
+
+    monkeypatch.setattr(llama.LlamaModel, "__call__", between)
+    with pytest.raises(BundleError, match="between layers 0 and 1"):
+        cut_of("llama")
+
+
+def test_a_skip_past_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def skipping(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
+        h = first = self.embed_tokens(inputs)
+        for layer in self.layers:
+            h = layer(h, "causal", cache=None)
+        return self.norm(h + first)
+
+    monkeypatch.setattr(llama.LlamaModel, "__call__", skipping)
+    with pytest.raises(BundleError, match="skip past a layer"):
+        cut_of("llama")
+
+
+def test_a_layer_with_more_than_one_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(self: Any, original: Any, x: mx.array, mask: Any, cache: Any, e: Any) -> mx.array:
+        return original(self, x, mask, cache) + e
+
+    def feeding(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
+        h = first = self.embed_tokens(inputs)
+        for layer in self.layers:
+            h = layer(h, "causal", None, first)
+        return self.norm(h)
+
+    patch_call(monkeypatch, llama.TransformerBlock, call)
+    monkeypatch.setattr(llama.LlamaModel, "__call__", feeding)
+    with pytest.raises(BundleError, match="more than its input"):
+        cut_of("llama")
+
+
+def test_an_unknown_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def masked(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
+        h = self.embed_tokens(inputs)
+        mask = mx.ones((h.shape[1], h.shape[1]), mx.bool_)  # sees the future
+        for layer in self.layers:
+            h = layer(h, mask, cache=None)
+        return self.norm(h)
+
+    monkeypatch.setattr(llama.LlamaModel, "__call__", masked)
+    with pytest.raises(BundleError, match="neither causal nor a sliding window"):
+        cut_of("llama")
+
+
+def test_attention_with_more_than_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sinking(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        q = self.q_proj(x).reshape(1, x.shape[1], self.n_heads, -1).swapaxes(1, 2)
+        k = self.k_proj(x).reshape(1, x.shape[1], self.n_kv_heads, -1).swapaxes(1, 2)
+        out = llama.scaled_dot_product_attention(
+            q, k, k, cache=None, scale=self.scale, mask=mask, sinks=mx.zeros(4)
+        )
+        return self.o_proj(out.swapaxes(1, 2).reshape(1, x.shape[1], -1))
+
+    monkeypatch.setattr(llama.Attention, "__call__", sinking)
+    with pytest.raises(BundleError, match="sinks"):
+        cut_of("llama")
+
+
+def test_a_layer_that_changes_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmasked(self: Any, original: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        return original(self, x, None, cache)
+
+    patch_call(monkeypatch, llama.Attention, unmasked)
+    with pytest.raises(BundleError, match="mask"):
+        cut_of("llama")
+
+
+def test_matrices_outside_linear_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llama.MLP.__init__
+
+    def with_router(self: Any, args: Any) -> None:
+        original(self, args)
+        self.router = mx.zeros((4, args.hidden_size))
+
+    monkeypatch.setattr(llama.MLP, "__init__", with_router)
+    with pytest.raises(BundleError, match="router"):
+        cut_of("llama")
+
+
+def test_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llama.LlamaModel.__init__
+
+    def with_positions(self: Any, args: Any) -> None:
+        original(self, args)
+        self.positions = nn.Embedding(64, args.hidden_size)
+
+    def positioned(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
+        h = self.embed_tokens(inputs) + self.positions(mx.arange(inputs.shape[1])[None])
+        for layer in self.layers:
+            h = layer(h, "causal", cache=None)
+        return self.norm(h)
+
+    monkeypatch.setattr(llama.LlamaModel, "__init__", with_positions)
+    monkeypatch.setattr(llama.LlamaModel, "__call__", positioned)
+    with pytest.raises(BundleError, match="2 x Embedding"):
+        cut_of("llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"num_attention_heads": 0}),
+        ("llama", {"head_dim": -1}),
+        ("llama", {"rope_scaling": {"rope_type": "unheard of"}}),
+        ("llama", {"hidden_size": "128"}),
+        ("gemma3_text", {}),
+        ("no_such_model", {}),
+        ("../llama", {}),
+        ("os", {}),
+        ("mixtral", {}),
+        ("mamba", {}),
+    ],
+)
+def test_what_cannot_run_is_a_bundle_error(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(BundleError):
+        cut_model(family, {"num_hidden_layers": 2, **config_of("llama"), **changes})
+
+
+def test_cutting_leaves_mlx_lm_as_it_was() -> None:
+    before = llama.scaled_dot_product_attention, gemma3_text.scaled_dot_product_attention, mx.tanh
+    cut_of("gemma3")
+    with pytest.raises(BundleError):
+        cut_of("llama", hidden_size="128")
+    after = llama.scaled_dot_product_attention, gemma3_text.scaled_dot_product_attention, mx.tanh
+    assert after == before
+    model = llama.Model(llama.ModelArgs.from_dict(config_of("llama")))
+    assert model(mx.zeros((1, 5), mx.int32)).shape == (1, 5, 320)
+
+
+def test_shapes_are_symbolic_in_the_length_alone() -> None:
+    for family in FAMILIES:
+        for kind in cut_of(family).block_types.values():
+            assert all(shape.count(T) == 1 for shape in kind.values.values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 13, "num_key_value_heads": 13, "head_dim": 32},
+        {"num_attention_heads": 26, "num_key_value_heads": 13, "head_dim": 32},
+        {"head_dim": 26},
+        {"hidden_size": 13, "head_dim": 16},
+        {"intermediate_size": 13},
+        {"vocab_size": 13},
+    ],
+    ids=repr,
+)
+def test_a_dimension_of_any_size_is_told_from_the_length(changes: dict[str, int]) -> None:
+    config = config_of("llama", **changes)
+    cut = cut_of("llama", **changes)
+    values = cut.block_types["layer0"].values
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    assert values["x"] == values["out"] == (1, T, config["hidden_size"])
+    assert values["mlp.up_proj.out"] == (1, T, config["intermediate_size"])
+    assert values["attention0.q"] == (1, config["num_attention_heads"], T, size)
+    assert values["attention0.k"] == (1, config["num_key_value_heads"], T, size)
+    for glue in cut.graphs:  # and the graphs hold at other lengths
+        steps = [step for kind in cut.block_types.values() for step in kind.steps]
+        (step,) = (step for step in steps if step.graph == glue.step.graph)
+        for direction, names in (("forward", step.outputs), ("vjp", step.vjp_outputs)):
+            shapes = getattr(glue, f"{direction}_shapes")
+            found = getattr(glue, direction)(*(mx.zeros(shape_at(s, 21)) for s in shapes))
+            kind = cut.block_types[glue.step.graph.split(".")[0]]
+            assert [a.shape for a in found] == [shape_at(kind.values[n], 21) for n in names]

@@ -1,0 +1,431 @@
+"""Model sources: what was written is what is read, and what is wrong is refused by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.checkpoints import Arrays, weights_of, whole, write_folder
+
+from export.sources.families import build_model, normalise_config
+from export.sources.open import open_checkpoint
+from export.sources.random import PRESETS
+from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile
+from export.sources.source import Prequantized
+from ondevice.errors import BundleError, UsageError
+
+TINY = [name for name in PRESETS if name.startswith("tiny-")]
+
+
+def write_shards(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = sorted(arrays)
+    weight_map = {}
+    for shard, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{shard:05}-of-00002.safetensors"
+        mx.save_safetensors(str(folder / file), {name: mx.array(arrays[name]) for name in part})
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+# --- Hugging Face folders ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_folder_gives_back_what_was_written(tmp_path: Path, preset: str) -> None:
+    config, arrays = weights_of(preset)
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, arrays))) as read:
+        assert read.names() == list(arrays)
+        assert read.family == config["model_type"]
+        for name, array in arrays.items():
+            assert read.shape(name) == array.shape
+            assert read.prequantized(name) is None
+            np.testing.assert_array_equal(whole(read, name), array)
+            np.testing.assert_array_equal(read.rows(name, 3, 17), array[3:17])
+        json.dumps(read.provenance)
+
+
+def test_rows_outside_a_tensor_are_an_error() -> None:
+    read = open_checkpoint("random:tiny-qwen2")
+    with pytest.raises(ValueError, match="128"):
+        read.rows("model.norm.weight", 0, 129)
+    with pytest.raises(BundleError, match="no tensor"):
+        read.shape("lm_head.weight")
+    with pytest.raises(BundleError, match="not quantized"):
+        read.packed_rows("model.norm.weight", 0, 1)
+
+
+def test_shards_and_tokenizer_files(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-llama")
+    folder = write_shards(tmp_path / "m", config, arrays)
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    (folder / "chat_template.jinja").write_bytes(b"hello")
+    read = open_checkpoint(str(folder))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(whole(read, name), array)
+    assert read.tokenizer_files() == {"tokenizer.json": b"{}", "chat_template.jinja": b"hello"}
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_half_precisions_widen_exactly(tmp_path: Path, dtype: mx.Dtype) -> None:
+    config, arrays = weights_of("tiny-qwen3")
+    halves = {name: mx.array(array).astype(dtype) for name, array in arrays.items()}
+    read = open_checkpoint(str(write_folder(tmp_path / "m", config, halves)))
+    for name, half in halves.items():
+        np.testing.assert_array_equal(whole(read, name), np.array(half.astype(mx.float32)))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_mlx_quantized_with_overrides(tmp_path: Path, dtype: mx.Dtype) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    config["quantization"] = {"group_size": 64, "bits": 4}
+    override = "model.layers.1.mlp.down_proj"
+    config["quantization"][override] = {"group_size": 32, "bits": 8}
+    config["quantization_config"] = config["quantization"]
+    stored: dict[str, mx.array] = {}
+    for name, array in arrays.items():
+        base = name.removesuffix(".weight")
+        if array.ndim == 1:
+            stored[name] = mx.array(array).astype(dtype)
+            continue
+        group, bits = (32, 8) if base == override else (64, 4)
+        packed = mx.quantize(mx.array(array).astype(dtype), group_size=group, bits=bits)
+        stored.update(zip((name, f"{base}.scales", f"{base}.biases"), packed, strict=True))
+    read = open_checkpoint(str(write_folder(tmp_path / "m", config, stored)))
+    assert read.names() == list(arrays)
+    assert "quantization" not in read.config
+    assert read.prequantized("model.norm.weight") is None
+    for name in (f"{override}.weight", "model.embed_tokens.weight"):
+        layout = read.prequantized(name)
+        assert layout == (Prequantized(8, 32) if override in name else Prequantized(4, 64))
+        parts = [stored[name.removesuffix("weight") + p] for p in ("weight", "scales", "biases")]
+        wide = [parts[0], *(part.astype(mx.float32) for part in parts[1:])]
+        oracle = mx.dequantize(*wide, group_size=layout.group_size, bits=layout.bits)
+        assert read.shape(name) == oracle.shape == arrays[name].shape
+        np.testing.assert_allclose(
+            read.rows(name, 5, 40), np.array(oracle)[5:40], rtol=1e-6, atol=1e-7
+        )
+        for got, part in zip(read.packed_rows(name, 5, 40), wide, strict=True):
+            np.testing.assert_array_equal(got, np.array(part)[5:40])
+
+
+def test_multimodal_gemma_is_its_text_half(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-gemma3")
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    for key in (
+        "rope_theta",
+        "rope_local_base_freq",
+        "sliding_window_pattern",
+        "tie_word_embeddings",
+    ):
+        del config[key]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = {**config, "rope_parameters": rope, "layer_types": kinds, "model_type": "gemma3_text"}
+    outer = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    for prefix in ("language_model.model.", "model.language_model."):
+        renamed: dict[str, Any] = {prefix + n.removeprefix("model."): a for n, a in arrays.items()}
+        renamed["vision_tower.patch.weight"] = np.zeros((4, 4), np.float32)
+        read = open_checkpoint(str(write_folder(tmp_path / "m", outer, renamed)))
+        assert read.family == "gemma3_text"
+        assert read.config["rope_theta"] == 5e5
+        assert read.config["rope_local_base_freq"] == 2e4
+        assert read.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+        assert read.config["sliding_window_pattern"] == 2
+        assert read.config["tie_word_embeddings"] is True
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(whole(read, name), array)
+
+
+def test_a_tied_models_copy_of_its_embedding_is_ignored(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    more = {**arrays, "lm_head.weight": arrays["model.embed_tokens.weight"]}
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(16, np.float32)
+    assert open_checkpoint(str(write_folder(tmp_path / "m", config, more))).names() == list(arrays)
+
+
+def test_nested_rope_and_silent_tying() -> None:
+    raw = {**PRESETS["tiny-llama"], "tie_word_embeddings": None, "rope_theta": None}
+    raw["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+    config = normalise_config(raw, "x", has_lm_head=True)
+    assert config["rope_theta"] == 5e5
+    assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+    assert config["tie_word_embeddings"] is False
+    build_model("llama", config)
+    raw["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+    assert "rope_scaling" not in normalise_config(raw, "x", has_lm_head=True)
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def drop(name: str) -> Callable[[dict[str, Any], Arrays], None]:
+    return lambda config, arrays: arrays.__delitem__(name)
+
+
+def put(**settings: Any) -> Callable[[dict[str, Any], Arrays], None]:
+    return lambda config, arrays: config.update(settings)
+
+
+def add(name: str, array: np.ndarray) -> Callable[[dict[str, Any], Arrays], None]:
+    return lambda config, arrays: arrays.update({name: array})
+
+
+ZEROS = np.zeros((128, 128), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (put(model_type="mamba"), "'mamba' is not supported; supported are gemma3, .*qwen3"),
+        (put(model_type=None), "not supported"),
+        (put(hidden_size=0), "hidden_size"),
+        (put(num_hidden_layers=10**9), "at most 1024"),
+        (put(hidden_act="relu"), "hidden_act = 'relu'"),
+        (put(num_attention_heads=0), "num_attention_heads"),
+        (put(rms_norm_eps={}, rope_scaling={"rope_type": "magic"}), "cannot be built"),
+        (put(model_type=[]), "cannot be understood"),
+        (put(rope_parameters=[1]), "cannot be understood"),
+        (drop("model.norm.weight"), "1 of .* missing: model.norm.weight"),
+        (put(intermediate_size=256), "wrong shape.*implies"),
+        (add("model.layers.0.self_attn.sinks.weight", ZEROS), "does not use"),
+        (add("model.norm.weight", np.zeros(128, np.int32)), "type I32"),
+        (put(quantization_config={"quant_method": "awq"}), "quantized by 'awq'"),
+        (put(quantization={"bits": 4, "group_size": 64}), None),
+        (add("model.layers.0.mlp.up_proj.scales", ZEROS), "without a 'quantization'"),
+    ],
+)
+def test_bad_folders_are_refused(tmp_path: Path, spoil: Any, message: str | None) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    spoil(config, arrays)
+    folder = write_folder(tmp_path / "m", config, arrays)
+    if message is None:
+        open_checkpoint(str(folder))
+        return
+    with pytest.raises(BundleError, match=message) as caught:
+        open_checkpoint(str(folder))
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("settings", [{"bits": 3}, {"mode": "mxfp4"}, {"group_size": 16}])
+def test_other_quantizations_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    config["quantization"] = {"bits": 4, "group_size": 64, **settings}
+    arrays["model.layers.0.mlp.up_proj.scales"] = ZEROS
+    with pytest.raises(BundleError, match="supported are affine"):
+        open_checkpoint(str(write_folder(tmp_path / "m", config, arrays)))
+
+
+def test_quantized_parts_must_agree(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    config["quantization"] = {"bits": 4, "group_size": 64}
+    base = "model.layers.0.mlp.up_proj"
+    packed = mx.quantize(mx.array(arrays[f"{base}.weight"]), group_size=32, bits=4)
+    stored = dict(zip(("weight", "scales", "biases"), packed, strict=True))
+    arrays |= {f"{base}.{part}": np.array(array) for part, array in stored.items()}
+    folder = write_folder(tmp_path / "m", config, arrays)
+    with pytest.raises(BundleError, match=r"groups of 64 imply \(192, 2\)"):
+        open_checkpoint(str(folder))
+    del arrays[f"{base}.biases"]
+    with pytest.raises(BundleError, match="biases is missing"):
+        open_checkpoint(str(write_folder(folder, config, arrays)))
+
+
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    folder = write_shards(tmp_path / "m", config, arrays)
+    index = folder / "model.safetensors.index.json"
+    second = folder / "model-00002-of-00002.safetensors"
+    content = second.read_bytes()
+    second.write_bytes(content[:-100])
+    with pytest.raises(BundleError, match=f"{second.name}: truncated .* not fully covered"):
+        open_checkpoint(str(folder))
+    for size in (4, 30):
+        second.write_bytes(content[:size])
+        with pytest.raises(BundleError, match="truncated"):
+            open_checkpoint(str(folder))
+    second.write_bytes(struct.pack("<Q", 8) + b"not json")
+    with pytest.raises(BundleError, match="invalid JSON"):
+        open_checkpoint(str(folder))
+    second.unlink()
+    with pytest.raises(BundleError, match=f"{second.name} is missing"):
+        open_checkpoint(str(folder))
+    kept = index.read_text()
+    index.unlink()  # the first shard's name says that there is a second
+    with pytest.raises(BundleError, match=f"{second.name} is missing"):
+        open_checkpoint(str(folder))
+    index.write_text(kept.replace(second.name, "../" + second.name))
+    with pytest.raises(BundleError, match="not a plain file name"):
+        open_checkpoint(str(folder))
+    index.write_text(kept.replace(second.name, "model-00001-of-00002.safetensors"))
+    with pytest.raises(BundleError, match="does not hold it"):
+        open_checkpoint(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(BundleError, match=r"config\.json: missing"):
+        open_checkpoint(str(folder))
+
+
+def safetensors_bytes(header: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def header_of(**tensors: tuple[str, list[int], list[int]]) -> bytes:
+    keys = ("dtype", "shape", "data_offsets")
+    fields = {name: dict(zip(keys, values, strict=True)) for name, values in tensors.items()}
+    return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    {
+        "wrong size": (header_of(a=("F32", [4], [0, 8])), "invalid shape, data type, or offset"),
+        "overlap": (header_of(a=("F32", [2], [0, 8]), b=("F32", [1], [4, 8])), "tensor `b`"),
+        "hole": (header_of(a=("F32", [1], [0, 4]), b=("F32", [0], [8, 8])), "tensor `b`"),
+        "rest": (header_of(a=("F32", [1], [0, 4])), "not fully covered"),
+        "no such type": (header_of(a=("Q4", [2], [0, 8])), "unknown variant `Q4`"),
+        "too many": (header_of(a=("F32", [2**62, 8], [0, 8])), "overflow"),
+        "below nothing": (header_of(a=("F32", [-2], [0, 8])), "integer `-2`"),
+        "not UTF-8": (b'{"\xff": 1}', "UTF-8"),
+        "a list": (b"[]", "JSON"),
+    }.values(),
+)
+def test_inconsistent_headers_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    folder = write_folder(tmp_path / "m", *weights_of("tiny-qwen2"))
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(content, bytes(8)))
+    with pytest.raises(BundleError, match=f"damaged, [0-9]+ bytes .*{message}.*download it again"):
+        open_checkpoint(str(folder))
+
+
+def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    folder = write_folder(tmp_path / "m", config, arrays)
+    small = header_of(**{"model.norm.weight": ("F8_E4M3", [8], [0, 8])})
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(small, bytes(8)))
+    with pytest.raises(
+        BundleError, match=r"model\.norm\.weight has type F8_E4M3; supported are F32"
+    ):
+        open_checkpoint(str(folder))
+
+
+ODD: list[Any] = [0, 1, -1, 2**32, 2**63, 2**64, 1e30, 1.5, "F8_E5M2", "F4", None, [], {}, True]
+
+
+def damaged(good: bytes, rng: np.random.Generator) -> bytes:
+    """A safetensors file with other bytes or fields in its header, a wrong length, or cut short."""
+    size = struct.unpack("<Q", good[:8])[0]
+    header, data = good[8 : 8 + size], good[8 + size :]
+    way = rng.integers(4)
+    if way == 0:
+        changed = np.frombuffer(header, np.uint8).copy()
+        where = rng.integers(len(changed), size=rng.integers(1, 4))
+        changed[where] = rng.integers(256, size=len(where))
+        return safetensors_bytes(changed.tobytes(), data)
+    if way == 1:
+        fields: Any = json.loads(header)
+        tensor = fields[rng.choice([name for name in fields if name != "__metadata__"])]
+        key = rng.choice([*tensor, "shape", "data_offsets"])
+        odd = ODD[rng.integers(len(ODD))]
+        if isinstance(tensor[key], list) and rng.random() < 0.7:
+            tensor[key][rng.integers(len(tensor[key]))] = odd
+        else:
+            tensor[key] = odd
+        return safetensors_bytes(json.dumps(fields).encode(), data)
+    if way == 2:
+        return struct.pack("<Q", rng.integers(2 ** rng.integers(1, 63))) + good[8:]
+    return good[: rng.integers(len(good))]
+
+
+def test_a_damaged_file_is_read_or_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "m.safetensors"
+    tensors = {"a": mx.ones((4, 6), mx.bfloat16), "b": mx.ones((4,), mx.float16)}
+    mx.save_safetensors(str(path), {**tensors, "c": mx.ones((3, 4), mx.uint32)})
+    good = path.read_bytes()
+    refused = 0
+    for _ in range(2000):
+        path.write_bytes(damaged(good, rng))
+        try:
+            file = SafetensorsFile(path)
+        except BundleError:
+            refused += 1
+            continue
+        for name, entry in file.entries.items():
+            if entry.dtype in (*FLOAT_TYPES, "U32") and entry.shape:
+                rows = file.rows(name, 0, entry.shape[0])
+                assert rows.shape == entry.shape
+    assert refused > 1500
+
+
+def test_bad_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    (tmp_path / "model.bin").write_bytes(b"")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text(json.dumps(PRESETS["tiny-qwen2"]))
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
+    for source, message in {
+        "no/such/folder": "no such folder",
+        str(tmp_path / "absent.gguf"): "no such folder",
+        str(tmp_path / "model.bin"): "must be a .gguf",
+        "random:huge": "no preset 'huge'.*tiny-llama",
+        "some-org/some-model": "cannot be fetched .*no route to host",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            open_checkpoint(source)
+    with pytest.raises(BundleError, match="pickled"):
+        open_checkpoint(str(tmp_path / "pickled"))
+
+
+def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "abc123", *weights_of("tiny-qwen2"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **kw: str(folder))
+    provenance = open_checkpoint("org/name").provenance
+    assert (provenance["name"], provenance["revision"]) == ("org/name", "abc123")
+
+
+# --- random weights ---------------------------------------------------------------------------
+
+
+def test_random_rows_do_not_depend_on_slices() -> None:
+    one, two = open_checkpoint("random:tiny-llama"), open_checkpoint("random:tiny-llama", seed=1)
+    name = "model.embed_tokens.weight"
+    table = whole(one, name)
+    for start, stop in ((0, 1), (63, 65), (17, 200), (319, 320), (5, 5)):
+        np.testing.assert_array_equal(one.rows(name, start, stop), table[start:stop])
+    assert not np.array_equal(whole(two, name), table)
+    assert table.std() == pytest.approx(128**-0.5, rel=0.02)
+    assert not np.array_equal(table, whole(one, "lm_head.weight"))
+    assert whole(one, "model.norm.weight").mean() == pytest.approx(1, abs=0.02)
+    gemma = open_checkpoint("random:tiny-gemma3")
+    assert whole(gemma, "model.norm.weight").mean() == pytest.approx(0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    {
+        "qwen2.5-0.5b": 494_032_768,
+        "qwen2.5-1.5b": 1_543_714_304,
+        "qwen2.5-3b": 3_085_938_688,
+        "qwen3-0.6b": 596_049_920,
+        "llama-135m": 134_515_008,
+        "gemma3-270m": 268_098_176,
+        "gemma3-1b": 999_885_952,
+        "gemma3-4b": 3_880_263_168,
+    }.items(),
+)
+def test_presets_have_the_published_sizes(preset: str, parameters: int) -> None:
+    source = open_checkpoint(f"random:{preset}")
+    assert sum(prod(source.shape(name)) for name in source.names()) == parameters

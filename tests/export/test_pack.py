@@ -1,0 +1,204 @@
+"""Exporting and retracing: what a checkpoint, a setting or another MLX does to a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.bundles import Rng, copied, manifest_of, put, rewrite, settings
+from support.checkpoints import weights_of, write_folder
+from support.files import listing
+from support.models import model_of
+
+from export import pack
+from export.pack import export_bundle
+from export.retrace import retrace
+from export.sources.families import expected_shapes
+from ondevice.bundle.store import WEIGHTS, Bundle, open_bundle
+from ondevice.errors import BundleError, StorageError, UsageError
+
+# --- checkpoints and settings -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_values_that_are_not_finite_are_refused_by_name(
+    tmp_path: Path, rng: Rng, name: str, value: float
+) -> None:
+    config, arrays = weights_of("tiny-llama")
+    flat = arrays[name].reshape(-1)
+    at = int(rng.integers(flat.size))
+    flat[at] = value
+    folder = write_folder(tmp_path / "checkpoint", config, arrays)
+    with pytest.raises(BundleError, match=name) as caught:
+        export_bundle(settings(folder, tmp_path / "out"))
+    place = [int(i) for i in np.unravel_index(at, arrays[name].shape)]
+    assert f"{value} at {place}" in str(caught.value)
+    assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("change", ["shape", "missing", "unknown", "huge", "heads"])
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    config, arrays = weights_of("tiny-llama")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    if change == "shape":
+        arrays[name] = arrays[name][:-1]
+    elif change == "missing":
+        del arrays[name]
+    elif change == "unknown":
+        name = "model.layers.0.self_attn.sinks"
+        arrays[name] = np.zeros(4, np.float32)
+    elif change == "huge":
+        arrays[name][3, 5] = 1e30
+    else:
+        name, config["num_key_value_heads"] = "heads", 3
+        for layer in (0, 1):
+            for part in "kv":
+                key = f"model.layers.{layer}.self_attn.{part}_proj.weight"
+                arrays[key] = np.zeros((96, 128), np.float32)
+    folder = write_folder(tmp_path / "checkpoint", config, arrays)
+    with pytest.raises(BundleError, match=name):
+        export_bundle(settings(folder, tmp_path / "out"))
+    assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"group_size": 128}, "down_proj has 192 columns.*32 or 64"),
+        ({"lora_targets": "q_proj,w_proj"}, "w_proj.*q_proj"),
+    ],
+)
+def test_settings_that_do_not_fit_name_the_way_out(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        export_bundle(settings("random:tiny-llama", tmp_path / "out", **more))
+    assert listing(tmp_path) == []
+
+
+def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    if mx.is_available(mx.gpu):
+        assert pack.set_device("gpu") == "gpu"
+        pack.set_device("cpu")
+        return
+    with pytest.raises(UsageError, match="no GPU"):
+        export_bundle(settings("random:tiny-llama", tmp_path / "out", device="gpu"))
+    assert listing(tmp_path) == []
+
+
+def test_a_model_of_thirteen_heads_becomes_a_bundle(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 13, "num_key_value_heads": 13, "head_dim": 32}
+    config, arrays = weights_of("tiny-llama")
+    config |= heads
+    for name, shape in expected_shapes("llama", config).items():
+        arrays[name] = np.resize(arrays[name], shape)
+    folder = write_folder(tmp_path / "checkpoint", config, arrays)
+    made = export_bundle(settings(folder, tmp_path / "bundle", seq_lens=(13, 26), group_size=32))
+    made.verify()
+    assert made.manifest.block_types["layer0"].values["attention0.q"] == (1, 13, "T", 32)
+
+
+# --- another MLX ------------------------------------------------------------------------------
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {
+        name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()
+    }
+
+
+def forward_of(path: Path, seed: int) -> np.ndarray:
+    bundle = open_bundle(path)
+    program = model_of(bundle, bundle.manifest.buckets[0])
+    rng = np.random.default_rng(seed)
+    x = program.embed(rng.integers(0, bundle.manifest.vocab_size, 9))
+    for block in program.blocks[1:-1]:
+        x = program.forward(block, x, {})
+    return np.array(program.hidden(x, slice(9)))
+
+
+def test_graphs_of_another_mlx_are_refused_and_traced_again(
+    origin: Bundle, tmp_path: Path, seed: int
+) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    document = manifest_of(path)
+    document["mlx_version"] = "0.1.2"
+    rewrite(path, document)
+    with pytest.raises(BundleError, match=rf"0\.1\.2.*ondevice retrace {path}"):
+        open_bundle(path).check_mlx()
+    expected = forward_of(path, seed)
+    before = all_bytes(path)
+    for _ in range(3):
+        bundle = retrace(path, "cpu")
+        bundle.check_mlx()
+        bundle.verify()
+        assert (forward_of(path, seed) == expected).all()
+        after = all_bytes(path)
+        assert len(after) == len(before)  # the old graphs are gone
+        assert after[WEIGHTS] == before[WEIGHTS]
+        assert bundle.manifest.matrices == origin.manifest.matrices
+        assert bundle.manifest.block_types == origin.manifest.block_types
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, StorageError])
+def test_an_interrupted_retrace_changes_nothing(
+    origin: Bundle, tmp_path: Path, problem: type[BaseException]
+) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    before = all_bytes(path)
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == 3:
+            raise problem
+
+    with pytest.raises(problem):
+        retrace(path, "cpu", progress)
+    assert all_bytes(path) == before
+    assert listing(path) == listing(origin.path)
+
+
+def test_two_processes_do_not_retrace_one_bundle(origin: Bundle, tmp_path: Path) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    refused: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(UsageError, match="another process is using") as problem:
+                retrace(path, "cpu")
+            refused.append(str(problem.value))
+
+    retrace(path, "cpu", progress).verify()
+    assert refused
+    retrace(path, "cpu").verify()  # the lock went with its owner
+
+
+def retrace_lies() -> Iterator[tuple[str, Any]]:
+    yield "family", "llama"
+    yield "family", "no such"
+    yield "family", "..pack"
+    yield "config/num_hidden_layers", 3
+    yield "config/num_hidden_layers", 10**9
+    yield "config/num_attention_heads", 3
+    yield "config/intermediate_size", 256
+    yield "config/hidden_size", "128"
+    yield "config/hidden_size", -1
+    yield "config", {}
+
+
+@pytest.mark.parametrize(("where", "value"), list(retrace_lies()), ids=repr)
+def test_retrace_refuses_a_configuration_of_another_model(
+    origin: Bundle, tmp_path: Path, where: str, value: Any
+) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    document = manifest_of(path)
+    put(document, where, value)
+    rewrite(path, document)
+    before = all_bytes(path)
+    with pytest.raises(BundleError):
+        retrace(path, "cpu")
+    assert all_bytes(path) == before

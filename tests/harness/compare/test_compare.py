@@ -1,0 +1,344 @@
+"""Comparisons: steps to quality, sweeps, resuming, refusals, the page, and one of them for real."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.comparisons import Runs, by_rate, settings
+from support.curves import curve_of
+
+from harness.compare.compare import compare, step_limit
+from harness.compare.curve import read_curve
+from harness.compare.finding import Finding
+from harness.compare.notes import notes
+from harness.compare.report import to_text
+from harness.compare.tables import tables
+from harness.compare.trials import Trial, Tried, grid
+from harness.measure import command, process
+from harness.measure.training import measure_training
+from ondevice.config import base as config
+from ondevice.config.compare import CompareConfig, by_method
+from ondevice.errors import (
+    BudgetError,
+    BundleError,
+    DivergedError,
+    InterruptedRunError,
+    OnDeviceError,
+    UsageError,
+)
+from ondevice.methods import SEARCHES
+
+COMMAND = [sys.executable, "-m", "ondevice"]
+
+
+# --- configuration ----------------------------------------------------------------------------
+
+
+def test_numbers_by_method() -> None:
+    assert by_method("5", int) == {"mebp": 5, "mezo": 5}
+    assert by_method("mebp=5, mezo=40", int) == {"mebp": 5, "mezo": 40}
+    for wrong in ("", "mebp", "mebp=x", "mebp=1,mebp=2", "adam=3", "5,6"):
+        with pytest.raises(ValueError):
+            by_method(wrong, int)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"steps": None}, "nothing ends it"),
+        ({"steps": "mebp=4"}, "a number for mezo"),
+        ({"steps": "0"}, "1 or more for each method"),
+        ({"methods": "mebp,adam"}, "each once"),
+        ({"methods": "mezo,mezo"}, "each once"),
+        ({"learning_rates": "mezo=1e-3:1e-4"}, "larger than the one before"),
+        ({"epsilons": "0"}, "above 0"),
+    ],
+)
+def test_settings_are_checked(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        settings(tmp_path, **more)
+
+
+def test_flags_and_files_hold_every_setting(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(parser, CompareConfig)
+    typed = [
+        "b",
+        "--data=d",
+        "--steps=mebp=5,mezo=9",
+        "--epsilons=1e-3:0.01",
+        "--learning-rates=mebp=2e-4",
+        "--queries=2",
+    ]
+    made = config.load(CompareConfig, None, config.given(parser.parse_args(typed), CompareConfig))
+    assert made.method_names == ("mebp", "mezo")
+    assert made.searched("mebp") == {"learning_rate": (2e-4,)}  # it has no epsilon
+    rates = SEARCHES["mezo"].values["learning_rate"]  # not named, so as they are by default
+    assert made.searched("mezo") == {"learning_rate": rates, "epsilon": (0.001, 0.01)}
+    (tmp_path / "c.toml").write_text(config.to_toml(made))
+    assert config.load(CompareConfig, tmp_path / "c.toml", {}) == made
+    for one in fields(CompareConfig):
+        assert one.metadata["help"]
+
+
+def test_bounds(tmp_path: Path) -> None:
+    assert step_limit(settings(tmp_path, steps="mebp=4,mezo=9"), "mezo") == 9
+    assert step_limit(settings(tmp_path, steps=None, max_seconds=9.0), "mebp") == 1_000_000
+    assert step_limit(settings(tmp_path, steps=None, target_loss=3.0), "mezo") == 100_000
+    pairs = grid(settings(tmp_path, epsilons="1e-3:1e-2"), "mezo")
+    assert len(pairs) == 6 == len({trial.name for trial in pairs})
+
+
+# --- comparisons with runs that are made up ---------------------------------------------------
+
+Ends = Callable[[str, float], Any]  # of (method, learning rate): the last loss, or an error
+
+
+def test_all_that_was_tried_is_kept(tmp_path: Path) -> None:
+    runs, notes = Runs(by_rate), list[str]()
+    given = settings(tmp_path, learning_rates="mezo=1e-5", target_loss=1.5)
+    report = compare(given, notes.append, runs)
+    out = tmp_path / "out"
+    assert report == json.loads((out / "compare.json").read_text())
+    tried = report["sweep"]["mebp"]["tried"]
+    assert [one["outcome"] for one in tried] == ["finished", "finished", "diverged"]
+    assert "step 2 is nan" in tried[2]["reason"]
+    assert report["sweep"]["mebp"]["chosen"] == 1
+    assert report["methods"]["mebp"]["trial"]["values"] == {"learning_rate": 3e-4}
+    assert "mezo" not in report["sweep"]
+    assert report["levels"][-1]["reached"] == {"mebp": None, "mezo": None}
+    text = to_text(report)
+    assert (out / "compare.txt").read_text() == text + "\n"
+    assert "not reached" in text and "the target" in text
+    assert report["verdict"] in text and "No method reached a loss of 1.5" in report["verdict"]
+    assert escape(report["verdict"]) in (out / "compare.html").read_text()
+    assert "is the largest that was" not in text  # what is beyond the best rate has diverged
+    assert str(tmp_path) not in json.dumps(report)
+    assert "sweep 3 of 3 of mebp: learning rate 0.001, 20 steps" in notes
+    for name in ("loss", "accuracy", "footprint", "blocks"):
+        png = (out / f"{name}.png").read_bytes()
+        width, height = struct.unpack(">II", png[16:24])
+        assert png.startswith(b"\x89PNG") and width > 800 and height > 300
+    made = len(runs.made)
+    assert compare(given, notes.append, runs) == report
+    assert len(runs.made) == made  # also what diverged is not tried again
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
+    given = settings(tmp_path, methods="mezo")
+    whole = compare(
+        settings(tmp_path, output=str(tmp_path / "whole"), methods="mezo"), id, Runs(by_rate)
+    )
+    left = 2
+
+    def stops(method: str, rate: float) -> Any:
+        nonlocal left
+        left -= 1
+        return InterruptedRunError("SIGTERM") if left == 0 else by_rate(method, rate)
+
+    first = Runs(stops)
+    with pytest.raises(InterruptedRunError, match=r"sweep 2 of 3 of mezo.* same command again"):
+        compare(given, id, first)
+    assert len(first.made) == 2
+    second = Runs(by_rate)
+    assert compare(given, id, second) == whole
+    assert not set(first.made[:1]) & set(second.made)
+    with pytest.raises(UsageError, match=r"seed 0 \(now 7\)") as refused:
+        compare(settings(tmp_path, methods="mezo", seed=7), id, second)
+    assert "other settings" in str(refused.value) and "methods" not in str(refused.value)
+
+
+def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) -> None:
+    def mebp_fails(method: str, rate: float) -> Any:
+        return BudgetError("budget 300 MB < 400 MB") if method == "mebp" else 4.0
+
+    report = compare(settings(tmp_path, learning_rates="mezo=1e-4"), id, Runs(mebp_fails))
+    assert report["methods"]["mebp"]["outcome"] == "over budget"
+    assert len(report["sweep"]["mebp"]["tried"]) == 1  # the others would not fit either
+    assert "mebp is over budget: budget 300 MB < 400 MB" in to_text(report)
+    first = tables(report)[0].rows[1:3]
+    assert first[0][2:4] == ("mebp", "not reached") and first[1][2:4] == ("mezo", "2")
+
+    def late(method: str, rate: float) -> Any:
+        return DivergedError("the loss of step 3 is inf")
+
+    one = {"learning_rates": "mezo=1e-4", "methods": "mezo"}
+    report = compare(settings(tmp_path, output=str(tmp_path / "late"), **one), id, Runs(late))
+    assert report["methods"]["mezo"]["outcome"] == "diverged"
+    assert report["methods"]["mezo"]["last"]["step"] == 2
+    assert "never fell below" in to_text(report)
+    with pytest.raises(DivergedError, match="no method could run: mezo: the loss of step 3"):
+        compare(settings(tmp_path, output=str(tmp_path / "all"), methods="mezo"), id, Runs(late))
+
+
+@pytest.mark.parametrize(("last", "rises"), [(3.05, False), (4.0, True)])
+def test_a_loss_that_rises_again_is_said(tmp_path: Path, last: float, rises: bool) -> None:
+    curve = curve_of({"before": 5.0, "2": 3.0, "after": last}, 4)
+    trial = Trial("mezo", {"learning_rate": 1e-4, "epsilon": 1e-3})
+    found = Finding(trial, (), None, "finished", "", curve, None, None)
+    said = " ".join(notes(settings(tmp_path), {"mezo": found}))
+    assert ("mezo's loss rose again after step 2: its rate may be" in said) == rises
+    tried = (Tried(trial, "finished", "", 5.0, 3.0, 1.0),)
+    said = " ".join(notes(settings(tmp_path), {"mezo": replace(found, tried=tried, chosen=0)}))
+    assert ("mezo's loss rose again after step 2: a rate that is best in a" in said) == rises
+
+
+def test_a_target_that_is_reached_before_training(tmp_path: Path) -> None:
+    report = compare(settings(tmp_path, target_loss=6.0), id, Runs(by_rate))
+    assert report["levels"] == [] and report["methods"]["mebp"]["steps"] == 0
+    assert "already at the target" in to_text(report)
+
+
+def test_refusals_leave_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("words")
+    for more in ({"eval_data": None}, {"eval_data": None, "data": str(data)}):
+        with pytest.raises(UsageError, match="--eval-data"):
+            compare(settings(tmp_path, **more), id, Runs(by_rate))
+    given = settings(tmp_path)
+
+    def refuses(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
+        raise UsageError("no bucket")
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match="no bucket"):
+            compare(given, id, refuses)
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="no bucket"):
+        compare(given, id, refuses)
+    assert list((tmp_path / "out").iterdir()) == []
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(UsageError, match="other files"):
+        compare(given, id, Runs(by_rate))
+
+
+class Page(HTMLParser):
+    """What a page opens, closes, points to and says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.pointers, self.seen = list[str](), list[str](), list[str]()
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.seen.append(tag)
+        self.pointers += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_and_escapes_everything(tmp_path: Path) -> None:
+    def ends(method: str, rate: float) -> Any:
+        return DivergedError("<script>alert(1)</script> & more") if rate == 1e-3 else 4.0
+
+    compare(settings(tmp_path, bundle=str(tmp_path / 'a<b>"&')), id, Runs(ends))
+    text = (tmp_path / "out" / "compare.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and "script" not in page.seen and "b" not in page.seen
+    assert page.seen.count("img") == 4
+    assert all(pointer.startswith("data:image/png;base64,") for pointer in page.pointers)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
+    assert "http" not in text and "url(" not in text and "@import" not in text
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+def test_the_last_words_of_a_process() -> None:
+    said = "ondevice: warning: slow\nplan\r\nrow: 3\rondevice: budget 1 MB < 2 MB;\n  or more\r\n"
+    assert command._message(said) == "budget 1 MB < 2 MB;\n  or more"
+    assert command._message("ondevice: warning: slow\nTraceback\nKeyError: 3") == ""
+
+
+def test_errors_of_a_process_are_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BundleError, match="no bundle"):
+        measure_training({"bundle": str(tmp_path / "none"), "data": "random:1"}, tmp_path / "run")
+    assert "no bundle" in capfd.readouterr().err
+    for code, kind in (("raise SystemExit(9)", "code 9"), ("import os; os.abort()", "SIGABRT")):
+        (tmp_path / "ondevice.py").write_text(f"import sys; sys.stderr.write('oh'); {code}\n")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process, "ROOT", tmp_path)
+            with pytest.raises(OnDeviceError, match=kind) as raised:
+                command.ondevice("train")
+        assert type(raised.value) is OnDeviceError
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundles") / "tiny"
+    arguments = [*COMMAND, "export", "random:tiny-gemma3", "-o", str(path), "--seq-lens", "16,32"]
+    subprocess.run(arguments, check=True, capture_output=True)
+    return path
+
+
+def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
+    """Interrupted in the middle of a run, gone on with, refused with other settings."""
+    out = tmp_path / "out"
+    arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
+    arguments += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
+    arguments += ["--steps=mebp=40,mezo=10", "--eval-every=mebp=20,mezo=5", "--sweep-steps=3"]
+    arguments += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
+    started = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    metrics = out / "runs" / "mebp" / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert started.poll() is None
+        time.sleep(0.01)
+    started.send_signal(signal.SIGTERM)
+    _, said = started.communicate()
+    assert started.returncode == 130 and "same command again" in said, said
+    assert "Traceback" not in said
+    saved = list((out / "runs" / "mebp" / "saves").glob("step-*"))
+    assert len(saved) == 1 and not (out / "runs" / "mebp" / "summary.json").exists()
+    swept = {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
+    assert len(swept) == 2
+    done = subprocess.run([*arguments, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step" in done.stderr
+    assert swept == {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
+    report = json.loads(done.stdout)
+    assert report == json.loads((out / "compare.json").read_text())
+    mebp, mezo = report["methods"]["mebp"], report["methods"]["mezo"]
+    assert mebp["curve"]["steps"]["step"] == list(range(1, 41))
+    assert [point["step"] for point in mebp["curve"]["points"]] == [0, 20, 40]
+    assert [point["step"] for point in mezo["curve"]["points"]] == [0, 5, 10]
+    assert mebp["last"]["forward_passes"] == 40 * 2
+    assert mezo["last"]["forward_passes"] == 10 * 2 * 2
+    assert mebp["curve"]["points"][0]["loss"] == mezo["curve"]["points"][0]["loss"]
+    assert mebp["stopped"] == mezo["stopped"] == "steps"
+    names = [block["name"] for block in mezo["profile"]["blocks"]]
+    assert names == [block["name"] for block in mebp["profile"]["blocks"]] and len(names) == 5
+    tokens = [out / "runs" / name / "config.toml" for name in ("mebp", "mezo")]
+    for key in ("seed", "data", "eval_data", "budget", "batch_size"):
+        first, second = (
+            [x for x in p.read_text().splitlines() if x.startswith(key)] for p in tokens
+        )
+        assert first == second
+    other = subprocess.run([*arguments, "--budget=100MB"], capture_output=True, text=True)
+    assert other.returncode == 2 and "budget '200MB' (now '100MB')" in other.stderr
+    assert read_curve(out / "runs" / "mezo").to_json() == mezo["curve"]
+
+
+def test_a_budget_too_small_for_all_is_refused(bundle: Path, tmp_path: Path) -> None:
+    arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
+    arguments += ["--steps=3", "--max-seq-length=24", "--budget=20MB", "-o", str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "no method could run" in done.stderr and "smallest that fits" in done.stderr
+    assert not (tmp_path / "out").exists()

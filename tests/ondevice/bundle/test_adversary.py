@@ -1,0 +1,393 @@
+"""An adversary who writes manifests: refused, or what it describes runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.bundles import Rng, copied, links, manifest_of, put, rewrite
+from support.models import model_of
+
+from ondevice.bundle.store import Bundle, manifest_bytes, open_bundle
+from ondevice.cli.describe import describe_bundle, facts_of
+from ondevice.errors import BundleError
+from runtime.methods.adapters import Adapters
+
+LAYER, FIRST = "block_types/layer0", "matrices/model.layers.0.mlp.up_proj"
+LIES = [
+    ("device", "tpu"),
+    ("hidden_size", 64),
+    ("hidden_size", 128.0),
+    ("vocab_size", 321),
+    ("vocab_size", -320),
+    ("vocab_size", True),
+    ("buckets", []),
+    ("buckets", [0, 16]),
+    ("buckets", [16, 16]),
+    ("buckets", [32, 16]),
+    ("buckets", [16, 32]),
+    ("buckets", [1 << 62]),
+    ("buckets", {"0": 16}),
+    ("lora", {}),
+    ("lora/rank", 0),
+    ("lora/rank", True),
+    ("lora/rank", 1 << 40),
+    ("lora/alpha", float("nan")),
+    ("lora/alpha", float("inf")),
+    ("lora/alpha", 10**400),
+    ("lora/alpha", 0),
+    ("lora/targets", "q_proj"),
+    ("lora/targets", [1]),
+    ("weights_nbytes", 0),
+    ("weights_nbytes", 1 << 80),
+    (f"{FIRST}/bits", 5),
+    (f"{FIRST}/bits", 8),
+    (f"{FIRST}/group_size", 0),
+    (f"{FIRST}/group_size", 32),
+    (f"{FIRST}/layout", "affine"),
+    (f"{FIRST}/layout", ["symmetric"]),
+    (f"{FIRST}/rows", 0),
+    (f"{FIRST}/rows", 10**4000),
+    (f"{FIRST}/packed/offset", -64),
+    (f"{FIRST}/packed/offset", 0),
+    (f"{FIRST}/packed/offset", 1 << 62),
+    (f"{FIRST}/packed/offset", 1),
+    (f"{FIRST}/packed/nbytes", 0),
+    (f"{FIRST}/packed/dtype", "object"),
+    (f"{FIRST}/packed/dtype", "float32"),
+    (f"{FIRST}/packed/shape", [192, "16"]),
+    (f"{FIRST}/packed/shape", [1 << 62] * 4000),
+    (f"{FIRST}/scales/dtype", "uint32"),
+    (f"{FIRST}/biases", {"offset": 0, "nbytes": 0, "dtype": "float32", "shape": [0]}),
+    ("vectors/model.norm.weight/shape", []),
+    ("vectors/model.norm.weight/shape", [2, 64]),
+    ("vectors/model.norm.weight/dtype", "uint32"),
+    (f"{LAYER}/name", "layer1"),
+    (f"{LAYER}/input", ""),
+    (f"{LAYER}/output", "x"),
+    (f"{LAYER}/output", "nothing"),
+    (f"{LAYER}/values/x", [1, "T", 64]),
+    (f"{LAYER}/values/x", [1, "T", "T"]),
+    (f"{LAYER}/values/x", [1, 16, 128]),
+    (f"{LAYER}/values/x", ["S", "T", 128]),
+    (f"{LAYER}/values/x", [1, "T", 0]),
+    (f"{LAYER}/values/out", "T"),
+    (f"{LAYER}/values/~x", [1, "T", 128]),
+    (f"{LAYER}/parameters/extra.weight", [128]),
+    (f"{LAYER}/values/q.lse", [1, "T", 128]),
+    (f"{LAYER}/steps", []),
+    (f"{LAYER}/steps", [{"op": "elementwise"}] * 201),
+    (f"{LAYER}/steps/1/op", "tiled"),
+    (f"{LAYER}/steps/1/steps", [{"op": "elementwise"}]),
+    (f"{LAYER}/steps/0/op", "exec"),
+    (f"{LAYER}/steps/0/op", "head"),
+    (f"{LAYER}/steps/0/graph", "layer9.0"),
+    (f"{LAYER}/steps/0/graph", "layer0.2"),
+    (f"{LAYER}/steps/0/inputs", ["x"]),
+    (f"{LAYER}/steps/0/inputs", ["x", "@nothing"]),
+    (f"{LAYER}/steps/0/vjp_inputs", ["x", "~~x"]),
+    (f"{LAYER}/steps/0/vjp_outputs", ["x", "x"]),
+    (f"{LAYER}/steps/0/gated", "silu"),
+    (f"{LAYER}/steps/1/gated", "silu"),
+    (f"{LAYER}/steps/8/gated", "relu"),
+    (f"{LAYER}/steps/0/vjp_same", []),
+    (f"{LAYER}/steps/0/vjp_same", ["x"]),
+    (f"{LAYER}/steps/0/vjp_same", ["~x"]),
+    (f"{LAYER}/steps/2/vjp_same", ["", "self_attn.q_proj.out", ""]),
+    (f"{LAYER}/steps/1/inputs", ["@input_layernorm.weight"]),
+    (f"{LAYER}/steps/1/inputs", []),
+    (f"{LAYER}/steps/1/linears", []),
+    (f"{LAYER}/steps/1/linears/1/output", "self_attn.q_proj.out"),
+    (f"{LAYER}/steps/1/linears/1/name", "self_attn.q_proj"),
+    (f"{LAYER}/steps/1/linears/1/name", "../../embed_tokens"),
+    (f"{LAYER}/steps/1/linears/1/bias", 1),
+    (f"{LAYER}/steps/1/window", 5),
+    (f"{LAYER}/steps/3/scale", float("nan")),
+    (f"{LAYER}/steps/3/scale", 0),
+    (f"{LAYER}/steps/3/scale", 10**400),
+    (f"{LAYER}/steps/3/window", 0),
+    (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k"]),
+    (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k", "attention0.k"]),
+    (f"{LAYER}/steps/3/inputs", ["attention0.k", "attention0.q", "attention0.v"]),
+    ("block_types/embed/steps/0/matrix", "lm_head"),
+    ("block_types/embed/steps/0/matrix", "model.layers.0.mlp.up_proj"),
+    ("block_types/embed/steps/0/outputs", []),
+    ("block_types/head/steps/1/inputs", ["x"]),
+    ("block_types/head/steps/1/inputs", []),
+    ("blocks", []),
+    ("blocks/1/type", "embed"),
+    ("blocks/1/type", "layer7"),
+    ("blocks/1/name", "model.layers.1"),
+    ("blocks/1/name", "model.layers.5"),
+    ("blocks/3/type", "layer0"),
+    ("graphs/layer0.0.forward.16/file", "../secret"),
+    ("graphs/layer0.0.forward.16/file", "/etc/passwd"),
+    ("graphs/layer0.0.forward.16/file", "graphs/../../secret"),
+    ("graphs/layer0.0.forward.16/file", "weights.bin"),
+    ("graphs/layer0.0.forward.16/file", "tokenizer/tokenizer.json"),
+    ("graphs/layer0.0.forward.16/file", "graphs/" + "x" * 300),
+    ("graphs/layer0.0.forward.16/file", "graphs/\0"),
+    ("graphs/layer0.0.forward.16/file", "graphs/nothing"),
+    ("graphs/layer0.0.forward.16/nbytes", 1),
+    ("graphs/layer0.0.forward.16/inputs", [[1, 16, 128]]),
+    ("graphs/layer0.0.forward.16/outputs", [[1, 16, -128]]),
+    ("files/..", {"nbytes": 0, "sha256": ""}),
+    ("files/manifest.json", {"nbytes": 0, "sha256": ""}),
+    ("files/tokenizer~1tokenizer.json", {"nbytes": 0, "sha256": ""}),
+    ("files", {"tokenizer/../weights.bin": {"nbytes": 0, "sha256": ""}}),
+    ("unknown", 1),
+    (f"{LAYER}/unknown", 1),
+    (f"{FIRST}/packed/unknown", None),
+]
+
+
+@pytest.mark.parametrize(("where", "value"), LIES, ids=lambda part: repr(part)[:40])
+def test_lies_are_refused(origin: Bundle, tmp_path: Path, where: str, value: Any) -> None:
+    path = links(origin, tmp_path / "bundle")
+    document = manifest_of(origin.path)
+    put(document, where, value)
+    rewrite(path, document)
+    with pytest.raises(BundleError) as caught:
+        open_bundle(path)
+    assert len(str(caught.value)) < 2000
+
+
+WHOLE = {"relative_rms": 0.1, "rms": 0.01, "max": 0.5}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"max": 0.5},
+        {"relative_rms": 0.1},
+        {**WHOLE, "median": 0.0},
+        {**WHOLE, "rms": -0.01},
+        {**WHOLE, "max": float("nan")},
+        {**WHOLE, "max": float("inf")},
+    ],
+    ids=repr,
+)
+def test_error_statistics_are_whole_or_absent(
+    origin: Bundle, tmp_path: Path, error: dict[str, float]
+) -> None:
+    path = links(origin, tmp_path / "bundle")
+    document = manifest_of(origin.path)
+    for good in ({}, WHOLE):
+        document["matrices"]["model.embed_tokens"]["error"] = good
+        rewrite(path, document)
+        inspect(open_bundle(path))
+    document["matrices"]["model.embed_tokens"]["error"] = error
+    rewrite(path, document)
+    with pytest.raises(BundleError):
+        open_bundle(path)
+
+
+@pytest.mark.parametrize("odd", ["\ud800", float("nan"), [{"a": float("inf")}]], ids=repr)
+def test_what_could_not_be_shown_is_refused(origin: Bundle, tmp_path: Path, odd: Any) -> None:
+    path = links(origin, tmp_path / "bundle")
+    document = manifest_of(origin.path)
+    document["provenance"]["name"] = odd
+    rewrite(path, document)
+    with pytest.raises(BundleError, match="not finite, or a text that is not valid Unicode"):
+        open_bundle(path)
+
+
+def test_steps_and_extents_that_clash(origin: Bundle, tmp_path: Path) -> None:
+    path = links(origin, tmp_path / "bundle")
+    steps = manifest_of(origin.path)["block_types"]["layer0"]["steps"]
+    orders = [steps + steps[-1:], steps[:-1], steps[1:], steps[::-1], [steps[3], *steps]]
+    orders.append([*steps[:4], {"op": "embedding", "outputs": ["e"], "matrix": "m"}, *steps[4:]])
+    for order in orders:
+        document = manifest_of(origin.path)
+        document["block_types"]["layer0"]["steps"] = order
+        rewrite(path, document)
+        with pytest.raises(BundleError):
+            open_bundle(path)
+    document = manifest_of(origin.path)
+    one, two = (document["matrices"][f"model.layers.{i}.mlp.up_proj"] for i in range(2))
+    two["scales"]["offset"] = one["scales"]["offset"]
+    rewrite(path, document)
+    with pytest.raises(BundleError, match="overlaps"):
+        open_bundle(path)
+
+
+JUNK: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 16, 2**31, 2**63, 2**64, 10**400, 0.5, -1e308,
+    float("nan"), float("inf"), "", "x", "T", "../x", "/etc/passwd", "graphs", "\ud800", "@x", "~x",
+    "a" * 300, [], {}, [[]], [None], {"a": 1}, {"": {}}, ["x", "x"], [1 << 40] * 9,
+]  # fmt: skip
+
+
+def children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node)
+    return list(range(len(node))) if isinstance(node, list) else []
+
+
+def mutate(document: Any, rng: Rng) -> str:
+    """Change one thing at a random place; returns what was done."""
+    node, path = document, []
+    while True:
+        keys = children(node)
+        key = keys[rng.integers(len(keys))]
+        path.append(key)
+        if not children(node[key]) or rng.random() < 0.15:
+            break
+        node = node[key]
+    act = str(rng.choice(["junk", "delete", "copy", "nudge", "rename", "swap", "repeat", "add"]))
+    if act == "delete":
+        del node[key]
+    elif act == "copy":  # something well formed, from elsewhere
+        other = document
+        while children(other) and rng.random() < 0.8:
+            keys = children(other)
+            other = other[keys[rng.integers(len(keys))]]
+        node[key] = copy.deepcopy(other)
+    elif act == "nudge" and type(node[key]) is int:
+        node[key] += int(rng.choice([-64, -1, 1, 64, 16384]))
+    elif act == "rename" and isinstance(node, dict):
+        node[str(rng.choice(["x", "", *node]))] = node.pop(key)
+    elif act == "swap":
+        keys = children(node)
+        other = keys[rng.integers(len(keys))]
+        node[key], node[other] = node[other], node[key]
+    elif act == "repeat" and isinstance(node, list):
+        node.insert(int(rng.integers(len(node) + 1)), copy.deepcopy(node[key]))
+    elif act == "add" and isinstance(node[key], dict):
+        node[key][str(rng.choice(["x", "biases", "window", "scale"]))] = JUNK[
+            rng.integers(len(JUNK))
+        ]
+    else:
+        act, node[key] = "junk", JUNK[rng.integers(len(JUNK))]
+    return f"{act} at {path}"
+
+
+def runs(path: Path, rng: Rng) -> None:
+    """Run a bundle, forward and backward: an accepted manifest may only fail as a BundleError."""
+    bundle = open_bundle(path)
+    manifest = bundle.manifest
+    program = model_of(bundle, manifest.buckets[0])
+    adapters = Adapters.initial(manifest, 0)
+    x = program.embed(rng.integers(0, manifest.vocab_size, 5))
+    for block in program.blocks[1:-1]:
+        y = program.forward(block, x, adapters.loras(block))
+        dx, gradients = program.backward(block, x, y, adapters.loras(block), input_too=True)
+        assert dx is not None
+        assert set(gradients) == set(manifest.adapted(block))
+        mx.eval(dx)
+        x = y
+    h, targets = program.hidden(x, slice(1, 4)), rng.integers(0, manifest.vocab_size, 3)
+    (result,) = program.losses([h], [targets], gradient=True)
+    assert result.dh is not None
+    mx.eval(result.loss, program.head_backward(x, result.dh, slice(1, 4)))
+
+
+def inspect(bundle: Bundle) -> None:
+    """What is accepted can be shown, as text and as strict JSON."""
+    describe_bundle(bundle).encode()
+    json.dumps(facts_of(bundle), ensure_ascii=False, allow_nan=False).encode()
+
+
+def harmless(path: Path, origin: Bundle) -> bool:
+    """Whether a manifest differs in nothing but names, notes and sums, which a run never reads."""
+    unread = {"config": {}, "provenance": {}, "family": "", "mlx_version": "", "weights_sha256": ""}
+
+    def read(bundle: Bundle) -> Any:
+        manifest = replace(bundle.manifest, files={}, device="", **unread)
+        return manifest_bytes(manifest)
+
+    return read(open_bundle(path)) == read(origin)
+
+
+def test_random_changes_are_refused_or_run(origin: Bundle, tmp_path: Path, rng: Rng) -> None:
+    path = links(origin, tmp_path / "bundle")
+    original = manifest_of(origin.path)
+    text = json.dumps(original)
+    refused = 0
+    for _ in range(400):
+        document = json.loads(text)
+        for name in ("config", "provenance"):  # free text to a reader
+            if rng.random() < 0.9:
+                del document[name]
+        done = mutate(document, rng)
+        for name in ("config", "provenance"):
+            document.setdefault(name, original[name])
+        rewrite(path, document)
+        try:
+            inspect(open_bundle(path))
+            if not harmless(path, origin):
+                runs(path, rng)
+        except BundleError:
+            refused += 1
+        except Exception as problem:
+            raise AssertionError(done) from problem
+    assert refused > 200
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("lora/rank", 3),
+        ("lora/alpha", 0.5),
+        ("lora/targets", ["q_proj", "down_proj"]),
+        ("lora/targets", []),
+        ("lora/targets", ["no such layer"]),
+        (f"{LAYER}/steps/3/window", 5),
+        (f"{LAYER}/steps/3/scale", 1e30),
+        ("graphs/layer0.0.vjp.16/workspace_bytes", 1 << 62),
+        ("matrices/model.layers.1.mlp.up_proj", "matrices/model.layers.0.mlp.up_proj"),
+        ("blocks/1/name", "model.layers.1"),
+    ],
+    ids=lambda part: repr(part)[:40],
+)
+def test_other_truths_run(origin: Bundle, tmp_path: Path, rng: Rng, where: str, value: Any) -> None:
+    """What is well formed runs, or is refused: sharing bytes or layers is no program of ours."""
+    path = links(origin, tmp_path / "bundle")
+    document = manifest_of(origin.path)
+    shared = where.startswith(("matrices", "blocks"))
+    if where.startswith("matrices"):
+        value = document["matrices"][value.removeprefix("matrices/")]
+    put(document, where, value)
+    rewrite(path, document)
+    if shared:
+        with pytest.raises(BundleError):
+            open_bundle(path)
+    else:
+        runs(path, rng)
+
+
+def test_graphs_that_are_not_what_the_manifest_says_are_refused(
+    origin: Bundle, tmp_path: Path, rng: Rng
+) -> None:
+    """Even where sizes and checksums have been made to fit; those that a CPU never runs are not."""
+    document = manifest_of(origin.path)
+    keys = list(document["graphs"])
+    kinds = origin.manifest.block_types.values()
+    by_kernel = {step.graph for kind in kinds for step in kind.steps if step.gated}
+    for index, (mine, theirs) in enumerate(zip(keys, rng.permutation(keys), strict=True)):
+        path = links(origin, tmp_path / str(index))
+        changed = json.loads(json.dumps(document))
+        for field in ("file", "nbytes", "sha256"):
+            changed["graphs"][mine][field] = document["graphs"][theirs][field]
+        rewrite(path, changed)
+        open_bundle(path).verify()
+        fields = ("inputs", "outputs")
+        fits = all(document["graphs"][mine][f] == document["graphs"][theirs][f] for f in fields)
+        if fits or mine.rsplit(".", 2)[0] in by_kernel:
+            runs(path, rng)  # another function that fits: only a checksum from elsewhere can tell
+        else:
+            with pytest.raises(BundleError):
+                runs(path, rng)
+
+
+def test_a_graph_of_noise_is_refused(origin: Bundle, tmp_path: Path, rng: Rng) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    for graph in origin.manifest.graphs.values():
+        (path / graph.file).write_bytes(rng.bytes(graph.nbytes))
+    with pytest.raises(BundleError, match="cannot be loaded"):
+        runs(path, rng)

@@ -1,0 +1,254 @@
+"""Chat templates: the text that transformers renders, where the answer begins, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.token_rows import EOS, ids, listed, make_bundle, tokenize
+
+from ondevice.errors import DataError
+from runtime.data.chat import ChatTemplate
+
+MARKED = """{{- bos_token }}
+{%- for message in messages %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {%- if role == 'system' and not loop.first %}
+        {{- raise_exception('a system message comes first') }}
+    {%- endif %}
+    {{- '<' + role + '>\\n' + message.content | trim + '</' + role + '>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<model>\\n' }}
+{%- endif %}
+"""
+BLOCKS = """{% if tools %}
+tools: {% for tool in tools %}{{ tool | tojson(indent=2) }}{% endfor %}
+
+{% endif %}
+{% set seen = namespace(users=0) %}
+{% for message in messages %}
+    {% if message['role'] == 'note' %}
+        {% continue %}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+        {% set seen.users = seen.users + 1 %}
+Q{{ seen.users }}: {{ message['content'] }}
+    {% elif message['role'] == 'assistant' %}
+A: {% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}
+
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+A: {% endif %}
+"""
+QUESTION = [{"role": "user", "content": "two and two?"}]
+ANSWERED = [*QUESTION, {"role": "assistant", "content": "four"}]
+
+
+def bundle_with(folder: Path, template: object, **more: object) -> Path:
+    config = {"bos_token": {"content": "<bos>"}, "eos_token": "<eos>", "add_bos_token": True}
+    return make_bundle(folder / "bundle", {**config, "chat_template": template, **more})
+
+
+def opened(folder: Path, template: object) -> ChatTemplate:
+    return ChatTemplate(bundle_with(folder, template) / "tokenizer")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "role": st.sampled_from(["user", "assistant", "note"]),
+                "content": st.text(st.characters(exclude_categories=["Cs"])),
+            }
+        ),
+        min_size=1,
+    ),
+    st.sampled_from([None, [{"name": "clock", "says": "d\u00e9j\u00e0 <vu>"}]]),
+    st.sampled_from([MARKED, BLOCKS]),
+    st.booleans(),
+)
+def test_text_is_what_transformers_renders(
+    tmp_path_factory: pytest.TempPathFactory,
+    messages: list[dict[str, str]],
+    tools: Any,
+    template: str,
+    asked: bool,
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = bundle_with(tmp_path_factory.mktemp("chat"), template) / "tokenizer"
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<bos>", eos_token="<eos>"
+    ).apply_chat_template(
+        messages, tools, chat_template=template, add_generation_prompt=asked, tokenize=False
+    )
+    ours = ChatTemplate(folder)
+    if asked:
+        assert ours.prompt(messages, tools) == theirs
+    elif messages[-1]["role"] == "assistant" and len(messages) > 1:
+        assert "".join(ours.exchange(messages, tools)) == theirs
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "answer", "ending"),
+    [
+        (MARKED, "<bos><user>\ntwo and two?</user>\n<model>\n", "four</model>\n", "</model>"),
+        (BLOCKS, "Q1: two and two?\nA: ", "four<eos>\n", "<eos>"),
+    ],
+)
+def test_a_conversation_is_cut_where_the_answer_begins(
+    tmp_path: Path, template: str, prompt: str, answer: str, ending: str
+) -> None:
+    chat = opened(tmp_path, template)
+    assert chat.exchange(ANSWERED) == (prompt, answer)
+    assert chat.prompt(QUESTION) == prompt
+    assert chat.ending == ending
+
+
+def test_the_template_is_found_where_checkpoints_keep_it(tmp_path: Path) -> None:
+    folder = bundle_with(tmp_path, None) / "tokenizer"
+    with pytest.raises(DataError, match="has no chat template; export from a checkpoint"):
+        ChatTemplate(folder)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "older"}))
+    assert ChatTemplate(folder).prompt(QUESTION) == "older"
+    (folder / "chat_template.jinja").write_text("own")
+    assert ChatTemplate(folder).prompt(QUESTION) == "own"
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "other"}]
+    assert opened(tmp_path / "named", named).prompt(QUESTION) == "one"
+    with pytest.raises(DataError, match="has no chat template"):
+        opened(tmp_path / "other", named[1:])
+
+
+NESTED = "{% for i in x %}" * 30 + "{% endfor %}" * 30
+LONG = "{{ 1" + "+1" * 9999 + "}}"
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ open", 5, [3], NESTED, LONG])
+def test_a_template_that_is_none_is_refused(tmp_path: Path, template: object) -> None:
+    with pytest.raises(DataError, match=r"the chat template in .* cannot be read"):
+        opened(tmp_path, template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10000000) %}{% endfor %}",
+        "{{ open('/etc/passwd') }}",
+        "{{ 'a' * 100000000000 }}",
+        "{{ 100000000000 * [messages] }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ '\\ud800' }}",
+    ],
+)
+def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ValueError, match="the chat template refuses"):
+        opened(tmp_path, template).prompt(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ("hello", "not a list"),
+        ([], "not a list with messages"),
+        ([3], "message 1 has no role"),
+        ([{"content": "x"}], "message 1 has no role"),
+        ([*QUESTION, {"role": "assistant"}], "message 2 has no content"),
+        ([*QUESTION, {"role": "assistant", "content": None}], "message 2 has no content"),
+        ([{"role": "user", "content": 5}, ANSWERED[1]], "message 1 has no content that is text"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWERED[1]],
+            "message 1 has a part that is not text",
+        ),
+        ([*QUESTION, {"role": "assistant", "tool_calls": 5}], "tool_calls that are no list"),
+        ([*QUESTION, {"role": "assistant", "tool_calls": [5]}], "a tool call that is no object"),
+        (QUESTION, "its role is 'user'"),
+        (ANSWERED[1:], "nothing that it answers"),
+        ([*QUESTION, {"role": "system", "content": ""}, *ANSWERED], "a system message comes first"),
+    ],
+)
+def test_messages_that_cannot_be_learnt_are_refused_with_their_line(
+    tmp_path: Path, messages: object, complaint: str
+) -> None:
+    bundle = bundle_with(tmp_path, MARKED)
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(json.dumps({"messages": one}) for one in (ANSWERED, messages)))
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: .*{complaint}"):
+        tokenize(bundle, source, 99, tmp_path / "out")
+
+
+def test_an_answer_that_its_prompt_does_not_begin_is_refused(tmp_path: Path) -> None:
+    odd = "A{% if add_generation_prompt %}nswer: {% else %}{{ messages | length }}{% endif %}"
+    with pytest.raises(
+        ValueError, match="otherwise than the prompt for it: '2' where the prompt has 'nswer: '"
+    ):
+        opened(tmp_path, odd).exchange(ANSWERED)
+
+
+def test_messages_are_read_as_the_formats_of_others_hold_them(tmp_path: Path) -> None:
+    """Parts of text, fields that are null, arguments and tools as JSON text."""
+    chat = opened(
+        tmp_path, "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_calls": None},
+    ]
+    function = {"name": "clock", "arguments": {"zone": "CET"}}
+    assert chat.prompt(said, '[{"name": "clock"}]') == "".join(
+        map(
+            json.dumps,
+            [
+                [{"name": "clock"}],
+                {"role": "user", "content": "ab"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": function}],
+                    "content": "",
+                },
+                {"role": "tool", "content": "12"},
+            ],
+        )
+    )
+    for wrong in ("5", 5, ["clock"]):
+        with pytest.raises(ValueError, match="tools is not a list of declarations"):
+            chat.prompt(QUESTION, wrong)
+
+
+def test_tools_are_shown_by_the_template_for_them(tmp_path: Path) -> None:
+    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    chat = opened(tmp_path, both)
+    assert chat.prompt(QUESTION) == chat.prompt(QUESTION, []) == "plain"
+    assert chat.prompt(QUESTION, [{"name": "clock"}]) == "tools"
+
+
+def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    folder = bundle_with(tmp_path, "{{ bos_token }}{{ pad_token }}") / "tokenizer"
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "not", "pad_token": "<pad>"}')
+    assert ChatTemplate(folder).prompt(QUESTION) == "<bos><pad>"
+
+
+def test_conversations_become_rows_with_the_last_message_to_learn(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    longer = [
+        *ANSWERED,
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "s"},
+    ]
+    source.write_text("\n".join(json.dumps({"messages": one}) for one in (ANSWERED, longer)))
+    rows = listed(tokenize(bundle_with(tmp_path, BLOCKS), source, 99, tmp_path / "out"))
+    prompt = ids("Q1: two and two?\nA: ")
+    # no special tokens but the template's own, and none twice
+    assert rows[0] == ([*prompt, *ids("four"), EOS, *ids("\n")], len(prompt) - 1)
+    before = [*ids("Q1: two and two?\nA: four"), EOS, *ids("\nQ2: the cat\nA: ")]
+    assert rows[1] == ([*before, *ids("s"), EOS, *ids("\n")], len(before) - 1)

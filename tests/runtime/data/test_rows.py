@@ -1,0 +1,198 @@
+"""Token files read back, damaged ones refused, where a split is found, and the order of rows."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.token_rows import VOCAB, listed, write_rows
+
+from ondevice.errors import DataError, UsageError
+from runtime.data import rows as data
+from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens, row_index
+
+
+def test_the_training_process_does_not_load_the_tokenizer() -> None:
+    code = "import sys, runtime.data.rows; print('tokenizers' in sys.modules, 'mlx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_where_a_split_is_found(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").touch()
+    (tmp_path / "valid.jsonl").touch()
+    assert data.split_file(tmp_path, "train") == tmp_path / "train.txt"
+    assert data.split_file(tmp_path, "valid") == tmp_path / "valid.jsonl"
+    assert data.split_file(tmp_path, "test") is None
+    assert data.split_file(tmp_path / "train.txt", "valid") == tmp_path / "train.txt"
+    with pytest.raises(DataError, match=r"neither test\.txt nor test\.jsonl"):
+        prepare_tokens(tmp_path, tmp_path, "test", 4, tmp_path / "out")
+    with pytest.raises(DataError, match="no data at"):
+        data.split_file(tmp_path / "none", "train")
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match="has both"):
+        data.split_file(tmp_path, "train")
+
+
+def test_the_bytes_of_a_token_file(tmp_path: Path) -> None:
+    out = write_rows(tmp_path / "out", [([5, 6, 7], 1), ([8, 9], 0)])
+    assert out.read_bytes() == (
+        b"ondvtok\0" + struct.pack("<IIQQQ", 1, 8, 0, 2, 5)
+        + struct.pack("<qII", 0, 3, 1) + struct.pack("<qII", 3, 2, 0)
+        + struct.pack("<5i", 5, 6, 7, 8, 9)
+    )  # fmt: skip
+
+
+def put(at: int, kind: str, value: int) -> Callable[[bytes], bytes]:
+    packed = struct.pack(kind, value)
+    return lambda raw: raw[:at] + packed + raw[at + len(packed) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda raw: b"", "less than a header"),
+        (lambda raw: b"X" + raw[1:], "not a token file"),
+        (put(8, "<I", 2), "version is 2"),
+        (put(24, "<Q", 0), "no rows"),
+        (put(24, "<Q", 2**60), "not"),
+        (lambda raw: raw[:-1], "91 bytes, not 92"),
+        (lambda raw: raw + b"\0", "93 bytes, not 92"),
+        (put(40, "<q", -1), "do not join"),
+        (put(56, "<q", 2), "do not join"),
+        (put(48, "<I", 1), "too short"),
+        (put(48, "<I", 10), "too long"),
+        (put(52, "<I", 2), "has no loss"),
+        (put(64, "<I", 3), "rows end at 6 of 5"),
+        (put(72, "<i", -1), "token -1 is outside"),
+        (put(88, "<i", 101), "token 101 is outside the vocabulary of 101"),
+    ],
+)
+def test_damaged_token_files_are_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes], complaint: str
+) -> None:
+    out = write_rows(tmp_path / "out", [([5, 6, 7], 1), ([8, 9], 0)])
+    assert listed(TokenRows(out, 101)) == [([5, 6, 7], 1), ([8, 9], 0)]
+    out.write_bytes(damage(out.read_bytes()))
+    with pytest.raises(DataError, match=complaint):
+        TokenRows(out, 101)
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read token file"):
+        TokenRows(tmp_path / "none", 101)
+    rows = TokenRows(write_rows(tmp_path / "out", [([5, 6], 0)]), 101)
+    for index in (-1, 1):
+        with pytest.raises(IndexError):
+            rows.row(index)
+        with pytest.raises(IndexError):
+            RandomRows(0, 10, 4, 1).row(index)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_no_bytes_crash_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int
+) -> None:
+    out = write_rows(tmp_path_factory.mktemp("fuzz") / "out", [([5, 6, 7], 1), ([8, 9], 0)])
+    raw = out.read_bytes()
+    out.write_bytes(raw[:at] + noise + raw[at + len(noise) :])
+    try:
+        rows = TokenRows(out, VOCAB)
+    except DataError:
+        return
+    for tokens, start in listed(rows):
+        assert 0 <= start <= len(tokens) - 2
+        assert all(0 <= token < 101 for token in tokens)
+
+
+def test_many_rows_are_checked_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_CHECK_ITEMS", 7)
+    made = [([number % 50] * (2 + number % 5), 0) for number in range(100)]
+    assert listed(TokenRows(write_rows(tmp_path / "out", made), 50)) == made
+    with pytest.raises(DataError, match="token 49"):
+        TokenRows(tmp_path / "out", 49)
+
+
+def test_random_rows_depend_on_seed_and_index_alone() -> None:
+    rows = RandomRows(3, 1000, 6, 50)
+    assert len(rows) == 50
+    assert listed(RandomRows(3, 1000, 6, 10)) == listed(rows)[:10]
+    assert listed(rows) != listed(RandomRows(4, 1000, 6, 50))
+    drawn = np.array([tokens for tokens, _ in listed(RandomRows(0, 16, 63, 200))])
+    assert drawn.shape == (200, 64)
+    counts = np.bincount(drawn.ravel(), minlength=16)
+    assert counts.size == 16
+    assert abs(counts - 800).max() < 150  # five standard deviations of a uniform draw
+
+
+def plain_hash(*keys: int) -> int:
+    """SplitMix64's finalizer over each key in turn, in plain integers."""
+    state = 0
+    for key in keys:
+        state = ((state ^ key) + 0x9E3779B97F4A7C15) % 2**64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+        state ^= state >> 31
+    return state
+
+
+def test_the_hash_is_splitmix64() -> None:
+    # the first outputs of the published generator from state 0
+    assert plain_hash(0) == 0xE220A8397B1DCDAF
+    assert plain_hash(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 2**31 - 1))
+def test_rows_and_orders_follow_the_plain_hash(seed: int, index: int, vocab_size: int) -> None:
+    tokens, start = RandomRows(seed, vocab_size, 4, 2**41).row(index)
+    assert tokens.tolist() == [plain_hash(1, seed, index, place) % vocab_size for place in range(5)]
+    assert start == 0
+    wanted = sorted(range(9), key=lambda row: plain_hash(2, seed, index, row))
+    assert order(seed, index, 9).tolist() == wanted
+
+
+def test_random_seeds_are_read_from_the_flag() -> None:
+    assert data.random_seed("random:0") == 0
+    assert data.random_seed("random.txt") is None
+    for wrong in ("random:", "random:-1", "random:x", "random:²"):
+        with pytest.raises(UsageError, match="random:0"):
+            data.random_seed(wrong)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(1, 300))
+def test_an_order_is_a_permutation(seed: int, epoch: int, n: int) -> None:
+    assert sorted(order(seed, epoch, n).tolist()) == list(range(n))
+
+
+def test_orders_differ_by_seed_and_epoch_and_are_fair() -> None:
+    orders = [tuple(order(seed, epoch, 20).tolist()) for seed in range(5) for epoch in range(5)]
+    assert len(set(orders)) == 25
+    first = np.bincount([order(0, epoch, 4)[0] for epoch in range(2000)], minlength=4)
+    assert abs(first - 500).max() < 100
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1))
+def test_the_row_of_a_position_needs_no_history(seed: int, n: int, positions: list[int]) -> None:
+    unbroken = [int(row) for epoch in range(200 // n + 1) for row in order(seed, epoch, n)]
+    assert [row_index(seed, position, n) for position in positions] == [
+        unbroken[position] for position in positions
+    ]
+
+
+def test_there_is_no_row_before_the_first_or_of_nothing() -> None:
+    for position, n in ((-1, 5), (0, 0)):
+        with pytest.raises(ValueError):
+            row_index(0, position, n)

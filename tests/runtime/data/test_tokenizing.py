@@ -1,0 +1,217 @@
+"""Text into token files: chunks, rows, special tokens, and what is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.token_rows import BOS, EOS, VOCAB, ids, listed, make_bundle, make_tokenizer, tokenize
+from tokenizers import normalizers, processors
+
+from ondevice.errors import DataError, StorageError
+from runtime.data import tokenizing as tokenize_file
+from runtime.data.rows import TokenRows, prepare_tokens
+from runtime.data.text_encoder import load_encoder
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A bundle whose tokenizer adds BOS."""
+    config = {"add_bos_token": True, "bos_token": {"content": "<bos>"}, "eos_token": "<eos>"}
+    return make_bundle(tmp_path / "bundle", config)
+
+
+def test_text_is_tokenized_in_another_process(bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "train.txt").write_text("the cat\nsat on the mat\n")
+    out = prepare_tokens(bundle, folder, "train", 4, tmp_path / "new" / "train.tokens")
+    rows = TokenRows(out, VOCAB)
+    wanted = ids("the cat\nsat on the mat\n")
+    chunks = [wanted[at : at + 4] for at in range(0, len(wanted), 4)]
+    assert listed(rows) == [([BOS, *chunk], 0) for chunk in chunks]
+    assert (rows.seq_length, rows.dropped) == (4, 0)
+    assert rows.row(0)[0].dtype == np.int32
+    assert [path.name for path in out.parent.iterdir()] == ["train.tokens"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(2, 99), max_size=30)), st.integers(1, 9), st.booleans())
+def test_each_token_is_a_target_once(parts: list[list[int]], length: int, with_bos: bool) -> None:
+    tokens = [token for part in parts for token in part]
+    rows = list(tokenize_file.packed_rows(parts, BOS if with_bos else None, length))
+    targets = [token for row, start in rows for token in row[1 + start :]]
+    assert targets == (tokens if with_bos else tokens[1:])
+    assert all(len(row) == length + 1 for row, _ in rows[:-1])
+    assert all(2 <= len(row) <= length + 1 for row, _ in rows)
+    if with_bos:
+        assert all(row[0] == BOS for row, _ in rows)
+    else:
+        assert all(a[-1] == b[0] for (a, _), (b, _) in pairwise(rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["the", "cat ", "\n", "\n\n", " a", "  ", "1!", "!\n"])))
+def test_chunks_give_the_tokens_of_the_whole(words: list[str]) -> None:
+    text = "".join(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize_file, "CHUNK_CHARS", 4)
+        chunks = list(tokenize_file.text_chunks(text.splitlines(keepends=True), ids))
+    assert "".join(chunks) == text
+    assert [token for chunk in chunks for token in ids(chunk)] == ids(text)
+
+
+def test_chunks_are_bounded_where_no_break_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize_file, "CHUNK_CHARS", 10)
+    monkeypatch.setattr(tokenize_file, "MAX_CHUNK_CHARS", 40)
+
+    def marking(text: str) -> list[int]:
+        return [0, *text.encode()]
+
+    chunks = list(tokenize_file.text_chunks(["a line\n"] * 100, marking))
+    assert "".join(chunks) == "a line\n" * 100
+    assert {len(chunk) for chunk in chunks[:-1]} == {42}
+    safe = list(tokenize_file.text_chunks(["a line\n"] * 100, lambda text: list(text.encode())))
+    assert max(map(len, safe)) == 14
+
+
+def test_a_long_corpus_goes_through_in_pieces(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize_file, "CHUNK_CHARS", 64)
+    text = "".join(f"line {number} of the text\n" + "\n" * (number % 3) for number in range(500))
+    (tmp_path / "long.txt").write_text("\ufeff" + text, encoding="utf-8")
+    rows = tokenize(bundle, tmp_path / "long.txt", 16, tmp_path / "out")
+    assert [token for tokens, _ in listed(rows) for token in tokens[1:]] == ids(text)
+
+
+def test_lines_of_json_become_rows(bundle: Path, tmp_path: Path) -> None:
+    lines = [
+        {"text": "the cat"},
+        {"prompt": "ab:", "completion": " the"},
+        {"prompt": "far too long a prompt", "completion": "x"},
+        {"text": "a text that is cut"},
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n\n".join(map(json.dumps, lines)))
+    rows = tokenize(bundle, source, 8, tmp_path / "out")
+    assert listed(rows) == [
+        ([BOS, *ids("the cat"), EOS], 0),
+        ([BOS, *ids("ab:"), *ids(" the"), EOS], 3),
+        ([BOS, *ids("a text that is cut")[:8]], 0),
+    ]
+    assert rows.dropped == 1
+    # the first target with a loss is the first token of the completion
+    tokens, start = rows.row(1)
+    assert tokens[1:][start:].tolist() == [*ids(" the"), EOS]
+
+
+def test_a_completion_is_tokenized_where_it_stands(bundle: Path, tmp_path: Path) -> None:
+    """As the continuation of its prompt, whose own tokens stay; a prefixed space comes once."""
+    tokenizer = make_tokenizer()
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.save(str(bundle / "tokenizer" / "tokenizer.json"))
+    across, apart = {"prompt": "t", "completion": "he"}, {"prompt": "cat ", "completion": "sat"}
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, (across, apart))))
+    rows = listed(tokenize(bundle, tmp_path / "a.jsonl", 20, tmp_path / "out"))
+    assert rows[0] == ([BOS, *ids(" t"), *ids(" he"), EOS], 2)  # not the one token of "the"
+    assert rows[1] == ([BOS, *ids(" cat sat"), EOS], 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "bos", "eos"),
+    [
+        ({"add_bos_token": False, "bos_token": "<bos>", "eos_token": "<eos>"}, True, None, EOS),
+        ({"bos_token": "<bos>"}, True, BOS, None),
+        ({"bos_token": "<bos>", "add_bos_token": None}, True, BOS, None),
+        ({"bos_token": "<bos>"}, False, None, None),
+        ({"add_bos_token": True, "bos_token": None}, True, None, None),
+        ({}, False, None, None),
+    ],
+)
+def test_which_special_tokens_are_added(
+    tmp_path: Path, config: object, template: bool, bos: int | None, eos: int | None
+) -> None:
+    folder = make_bundle(tmp_path / "bundle", config)
+    if template:
+        tokenizer = make_tokenizer()
+        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", BOS)])
+        tokenizer.enable_truncation(3)
+        tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    encoder = load_encoder(folder)
+    assert (encoder.bos, encoder.eos) == (bos, eos)
+    assert encoder.encode("abcdef") == ids("abcdef")
+
+
+def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path / "bundle", {})
+    (tmp_path / "a.txt").write_text("abcdefg")
+    rows = tokenize(folder, tmp_path / "a.txt", 3, tmp_path / "out")
+    assert listed(rows) == [(ids("abcd"), 0), (ids("defg"), 0)]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "", "completion": "ab"}\n{"text": "a"}')
+    rows = tokenize(folder, tmp_path / "a.jsonl", 3, tmp_path / "out")
+    assert listed(rows) == [(ids("ab"), 0)]
+    assert rows.dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.txt", b"", "no tokens to train on: it is empty"),
+        ("a.txt", b"ok\n\xff\xfe", "not text in UTF-8"),
+        ("a.jsonl", b"", "it is empty"),
+        ("a.jsonl", b'{"text": "fine"}\n\n{"text": ', "line 3: "),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": 5}', "line 2: expected"),
+        ("a.jsonl", b'{"prompt": "fine"}', "line 1: expected"),
+        ("a.jsonl", b'{"text": "fine"}\n{"messages": []}', "no chat template"),
+        ("a.jsonl", b"[1]", "line 1: expected"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1: "),
+        ("a.jsonl", b'{"text": "\xff"}', "line 1: "),
+        ("a.jsonl", b"[" * 100_000, "line 1: "),
+        ("a.jsonl", b'{"prompt": "much too long", "completion": "x"}', "all 1 rows are too long"),
+        ("a.csv", b"a,b", "neither .txt nor .jsonl"),
+    ],
+)
+def test_bad_data_is_refused_with_its_place(
+    bundle: Path, tmp_path: Path, name: str, content: bytes, complaint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    out = tmp_path / "tokens" / "out"
+    with pytest.raises(DataError, match=complaint):
+        tokenize(bundle, tmp_path / name, 4, out)
+    assert not out.parent.exists() or not list(out.parent.iterdir())
+
+
+def test_failures_of_the_process_are_errors_here(bundle: Path, tmp_path: Path) -> None:
+    source = tmp_path / "bad.jsonl"
+    source.write_text('{"text": "ok"}\n{"text"')
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: ") as caught:
+        prepare_tokens(bundle, source, "train", 4, tmp_path / "out")
+    assert "Traceback" not in str(caught.value)
+    (tmp_path / "good.txt").write_text("the cat")
+    with pytest.raises(StorageError, match="cannot write"):
+        prepare_tokens(bundle, tmp_path / "good.txt", "train", 4, source / "out")
+    (bundle / "tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="random:SEED"):
+        prepare_tokens(bundle, tmp_path / "good.txt", "train", 4, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("tokenizer.json", "{}", "cannot be read"),
+        ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", '{"bos_token": "<s>"}', "lacks its bos_token '<s>'"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused(
+    bundle: Path, name: str, content: str, complaint: str
+) -> None:
+    (bundle / "tokenizer" / name).write_text(content)
+    with pytest.raises(DataError, match=complaint):
+        load_encoder(bundle)

@@ -1,0 +1,319 @@
+"""Programs of real models, forward and reversed, against dense autograd and finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from runtime.engine.program import Program
+from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
+
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from runtime.methods.adapters import Adapters
+from runtime.methods.protocol import Row
+from runtime.run.evaluate import evaluate
+
+Rng = np.random.Generator
+Tiny = Callable[..., Bundle]
+ARITHMETICS = ("unpacked", "packed")
+
+
+def logits_of(program: Program, adapters: Adapters, tokens: np.ndarray) -> mx.array:
+    x = program.embed(tokens)
+    for block in program.blocks[1:-1]:
+        x = program.forward(block, x, adapters.loras(block))
+    manifest = program.bundle.manifest
+    head = manifest.matrices[manifest.block_types["head"].steps[-1].matrix]
+    return program.hidden(x, slice(len(tokens))) @ reference.dequantized(program.weights, head).T
+
+
+# --- against the dense model ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) -> None:
+    bundle = tiny(family)
+    adapters = adapters_of(bundle, rng)
+    model = reference.dense_model(bundle, adapters)
+    for bucket in bundle.manifest.buckets:
+        tokens = rng.integers(0, bundle.manifest.vocab_size, int(rng.integers(1, bucket + 1)))
+        found = logits_of(model_of(bundle, bucket, arithmetic), adapters, tokens)
+        expected = model(mx.array(tokens)[None])[0]
+        assert found.shape == expected.shape
+        assert float(mx.abs(found - expected).max()) <= 1e-4
+        assert reference.relative_error(found, expected) <= CLOSE
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_autograds(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+) -> None:
+    bundle = tiny(family)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    result, found = mebp(model_of(bundle, 32, arithmetic), adapters, rows, tmp_path)
+    model = reference.dense_model(bundle, adapters)
+    loss, expected = reference.gradients(model, [(row.tokens, row.first) for row in rows])
+    assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
+    assert len(expected) == 2 * 7 * len(bundle.manifest.layers)
+    agree(found, expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_targets": "q_proj,v_proj"},
+        {"lora_targets": "down_proj", "lora_rank": 3, "lora_alpha": 1.5},
+        {"bits": 8, "embedding_bits": 8, "group_size": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_gradients_of_other_bundles(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    bundle = tiny(family, **settings)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    _, found = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
+    model = reference.dense_model(bundle, adapters)
+    _, expected = reference.gradients(model, [(row.tokens, row.first) for row in rows])
+    targets = settings.get("lora_targets", "")
+    assert not targets or {name.split(".")[-2] for name in found} == set(targets.split(","))
+    agree(found, expected)
+
+
+def test_windows_reach_less_far_than_the_rung(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    """At 64 tokens Gemma's window of 16 matters, and its gradients are still exact."""
+    bundle = tiny("gemma3")
+    windows = [step.window for kind in bundle.manifest.block_types.values() for step in kind.steps]
+    assert 16 in windows
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng, ((64, 0),))
+    _, found = mebp(model_of(bundle, 64), adapters, rows, tmp_path)
+    model = reference.dense_model(bundle, adapters)
+    _, expected = reference.gradients(model, [(row.tokens, row.first) for row in rows])
+    agree(found, expected)
+
+
+def test_evaluation_counts_right_predictions(tiny: Tiny, rng: Rng) -> None:
+    bundle = tiny("llama")
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    program = model_of(bundle, 32)
+    model = reference.dense_model(bundle, adapters)
+    rows[0].tokens[9] = int(logits_of(program, adapters, rows[0].inputs)[8].argmax().item())
+    for row, result in zip(rows, evaluate(program, adapters, rows), strict=True):
+        logits = model(mx.array(row.tokens)[None, :-1])[0, row.first :]
+        right = logits.argmax(axis=-1) == mx.array(row.targets)
+        assert result.correct == int(right.sum())
+        assert result.tokens == len(row.targets)
+        loss = float(reference.batch_loss(model, [(row.tokens, row.first)]))
+        assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
+    assert evaluate(program, adapters, rows[:1])[0].correct >= 1
+
+
+def test_positions_without_a_target_get_no_gradient(tiny: Tiny, rng: Rng) -> None:
+    bundle = tiny("qwen3")
+    program = model_of(bundle, 32)
+    x = mx.array(rng.standard_normal((1, 32, bundle.manifest.hidden_size)).astype(np.float32))
+    targets = rng.integers(0, bundle.manifest.vocab_size, 9)
+    h = program.hidden(x, slice(4, 13))
+    (result,) = program.losses([h], [targets], gradient=True)
+    assert result.loss.shape == (9,) and result.dh is not None
+    dx = program.head_backward(x, result.dh, slice(4, 13))
+    assert mx.abs(dx[0, 4:13]).min(axis=-1).shape == (9,)
+    assert float(mx.abs(dx[0, 4:13]).sum(axis=-1).min()) > 0
+    assert float(mx.abs(dx[0, :4]).max()) == float(mx.abs(dx[0, 13:]).max()) == 0
+    (nothing,) = program.losses([h], [targets], gradient=False)
+    assert nothing.dh is None
+    np.testing.assert_allclose(np.array(nothing.loss), np.array(result.loss), rtol=1e-5)
+
+
+# --- against finite differences, in float64 and without MLX -----------------------------------
+
+
+class NumpyLlama:
+    """Llama as its paper and its configuration describe it, in float64."""
+
+    def __init__(self, bundle: Bundle, weights: Any) -> None:
+        self.config, self.manifest = bundle.manifest.config, bundle.manifest
+        self.w = {
+            name: np.array(reference.dequantized(weights, matrix), np.float64)
+            for name, matrix in self.manifest.matrices.items()
+        }
+        self.v = {
+            name: np.array(weights.vector(name), np.float64) for name in self.manifest.vectors
+        }
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        mean = np.square(x).mean(axis=-1, keepdims=True)
+        return x / np.sqrt(mean + self.config["rms_norm_eps"]) * self.v[f"{name}.weight"]
+
+    def linear(self, x: np.ndarray, name: str, lora: dict[str, np.ndarray]) -> np.ndarray:
+        scale = self.manifest.lora["alpha"] / self.manifest.lora["rank"]
+        return x @ self.w[name].T + scale * (x @ lora[f"{name}.lora_a"]) @ lora[f"{name}.lora_b"]
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        length, width = x.shape[-2:]
+        frequencies = self.config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+        angles = np.arange(length)[:, None] * frequencies
+        left, right = x[..., : width // 2], x[..., width // 2 :]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
+
+    def attention(self, x: np.ndarray, name: str, lora: dict[str, np.ndarray]) -> np.ndarray:
+        heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        width = self.config["hidden_size"] // heads
+
+        def split(part: str, count: int) -> np.ndarray:
+            y = self.linear(x, f"{name}.{part}_proj", lora)
+            return y.reshape(len(x), count, width).transpose(1, 0, 2)
+
+        q, k, v = (
+            self.rotate(split("q", heads)),
+            self.rotate(split("k", groups)),
+            split("v", groups),
+        )
+        k, v = (np.repeat(part, heads // groups, axis=0) for part in (k, v))
+        scores = q @ k.transpose(0, 2, 1) / np.sqrt(width)
+        scores[:, ~np.tri(len(x), dtype=bool)] = -np.inf
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out = (p / p.sum(axis=-1, keepdims=True)) @ v
+        return self.linear(out.transpose(1, 0, 2).reshape(len(x), -1), f"{name}.o_proj", lora)
+
+    def mlp(self, x: np.ndarray, name: str, lora: dict[str, np.ndarray]) -> np.ndarray:
+        gate = self.linear(x, f"{name}.gate_proj", lora)
+        up = self.linear(x, f"{name}.up_proj", lora)
+        return self.linear(gate / (1 + np.exp(-gate)) * up, f"{name}.down_proj", lora)
+
+    def loss(self, rows: list[Row], lora: dict[str, np.ndarray]) -> float:
+        total, count = 0.0, 0
+        for row in rows:
+            x = self.w["model.embed_tokens"][row.inputs]
+            for block in self.manifest.layers:
+                x = x + self.attention(
+                    self.norm(x, f"{block.name}.input_layernorm"), f"{block.name}.self_attn", lora
+                )
+                x = x + self.mlp(
+                    self.norm(x, f"{block.name}.post_attention_layernorm"),
+                    f"{block.name}.mlp",
+                    lora,
+                )
+            logits = self.norm(x, "model.norm")[row.scored] @ self.w["lm_head"].T
+            top = logits.max(axis=-1, keepdims=True)
+            sums = np.log(np.exp(logits - top).sum(axis=-1)) + top[:, 0]
+            total += float((sums - logits[np.arange(len(logits)), row.targets]).sum())
+            count += len(row.targets)
+        return total / count
+
+
+def test_gradients_are_differences_of_a_float64_loss(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = tiny("llama")
+    adapters = adapters_of(bundle, rng)
+    rows = rows_of(bundle, rng, ((12, 0), (9, 3)))
+    program = model_of(bundle, 16)
+    result, gradients = mebp(program, adapters, rows, tmp_path)
+    model = NumpyLlama(bundle, program.weights)
+    lora = {name: np.array(value, np.float64) for name, value in adapters.tensors.items()}
+    assert result.loss_sum / result.tokens == pytest.approx(model.loss(rows, lora), rel=1e-6)
+    step = 1e-4
+    for name, gradient in gradients.items():
+        # half along the gradient, so that the slope is not lost among cancellations
+        slope = np.array(gradient, np.float64)
+        noise = rng.standard_normal(slope.shape)
+        direction = slope / np.linalg.norm(slope) + noise / np.linalg.norm(noise)
+        ahead = model.loss(rows, {**lora, name: lora[name] + step * direction})
+        behind = model.loss(rows, {**lora, name: lora[name] - step * direction})
+        expected = (ahead - behind) / (2 * step)
+        assert (slope * direction).sum() == pytest.approx(expected, rel=1e-4), name
+
+
+# --- what must not matter ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_results_do_not_depend_on_tiles(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+) -> None:
+    bundle = tiny(family)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    tiles = {name: int(rng.integers(1, high)) for name, high in SIZES.items()}
+    whole, small = (
+        model_of(bundle, 32, arithmetic, **sizes)
+        for sizes in (dict.fromkeys(SIZES, 1 << 30), tiles)
+    )
+    loss, expected = mebp(whole, adapters, rows, tmp_path)
+    again, found = mebp(small, adapters, rows, tmp_path)
+    assert again.loss_sum == pytest.approx(loss.loss_sum, rel=CLOSE), tiles
+    agree(found, expected)
+
+
+SIZES = {"tile_values": 40_000, "query_block": 40, "chunk_rows": 400}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keeping_is_recomputing_bit_for_bit(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+) -> None:
+    """What the budget buys (kept values, unpacked weights) changes no bit of the result."""
+    bundle = tiny(family)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    loss, expected = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
+    layers = len(bundle.manifest.layers)
+    for kept in (1, layers):
+        program = model_of(bundle, 32)
+        offsets = [matrix.packed.offset for matrix in bundle.manifest.matrices.values()]
+        resident = frozenset(offset for offset in offsets if rng.random() < 0.5)
+        linear = replace(program.linear, resident=resident)
+        head = replace(program.head_kernel, linear=linear)
+        program = replace(program, linear=linear, head_kernel=head)
+        for _ in range(2):
+            again, found = mebp(program, adapters, rows, tmp_path, kept)
+            assert again.loss_sum == loss.loss_sum
+            assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+        assert len(program.linear.opened_before) >= len(resident) - 1  # one is the embedding's
+
+
+def test_results_do_not_depend_on_padding(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = tiny("gemma3")
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    loss, expected = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
+    longer, found = mebp(model_of(bundle, 64), adapters, rows, tmp_path)
+    assert longer.loss_sum == pytest.approx(loss.loss_sum, rel=CLOSE)
+    agree(found, expected)
+
+
+def test_the_same_step_gives_the_same_bits(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = tiny("qwen2")
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    first, second = (mebp(model_of(bundle, 32), adapters, rows, tmp_path) for _ in range(2))
+    assert first[0] == second[0]
+    assert all(mx.array_equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
+    """dx too, which no adapter of the first layer sees."""
+    bundle = tiny("gemma3")
+    adapters = adapters_of(bundle, rng)
+    model = reference.dense_model(bundle, adapters)
+    program = model_of(bundle, 32)
+    shape = (1, 32, bundle.manifest.hidden_size)
+    for index, block in enumerate(bundle.manifest.layers):
+        x, dy = (mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(2))
+        window = next(s.window for s in bundle.manifest.block_types[block.type].steps if s.scale)
+        distance = mx.arange(32)[:, None] - mx.arange(32)[None]
+        mask = (distance >= 0) & (distance < (window or 32))
+        layer = model.model.layers[index]
+        (y,), (expected,) = mx.vjp(
+            lambda x, layer=layer, mask=mask: layer(x, mask, None), [x], [dy]
+        )
+        loras = adapters.loras(block)
+        assert reference.relative_error(program.forward(block, x, loras), y) <= CLOSE
+        dx, _ = program.backward(block, x, dy, loras, input_too=True)
+        assert reference.relative_error(dx, expected) <= CLOSE

@@ -1,0 +1,177 @@
+"""Whatever plan is chosen, the results are the same: plans drawn at random against the oracles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from runtime.planner.workspace import Sizes, Work
+from support.models import FAMILIES, adapters_of, agree, model_of
+
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from ondevice.operations.program import Block
+from runtime.engine.executor import Gradients
+from runtime.lowering.token_tiles import WHOLE
+from runtime.methods.adapters import DTYPES, Adapters
+from runtime.methods.mebp import MeBP
+from runtime.methods.mezo import MeZO
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import Row
+from runtime.planner.peak import MEZO_LANES
+from runtime.planner.plan import LEVELS, PAPER, Plan, predict
+from runtime.run.open import open_session
+from runtime.storage.activations import Activations
+from runtime.storage.scratch import MappedTensors
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+CLOSE = 1e-5
+BUCKETS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64
+
+
+def sizes(rng: Rng) -> Sizes:
+    """One of the planner's own, or any other: tiny models never need its frugal ones."""
+    if rng.random() < 0.3:
+        return (*LEVELS, PAPER)[int(rng.integers(len(LEVELS) + 1))]
+    tile, block = int(rng.integers(300, 30_000)), int(rng.integers(1, 70))
+    return Sizes(tile, block, 0, bool(rng.random() < 0.2), int(rng.choice([48, 64, WHOLE])))
+
+
+def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
+    """A plan with everything that the planner decides decided at random."""
+    layers = len(bundle.manifest.layers)
+    work = Work(
+        int(rng.choice(bundle.manifest.buckets)),
+        rows,
+        parts,
+        arithmetic=str(rng.choice(["packed", "unpacked"])),
+        method=method,
+        queries=int(rng.integers(1, 4)),
+        prefetch=bool(rng.random() < 0.5),
+        adapter_dtype=str(rng.choice([*DTYPES])),
+    )
+    most = 2 if method == "mezo" else 1
+    drawn = predict(bundle.manifest, work, sizes(rng), 1_000_000_000, 0, most)
+    return replace(
+        drawn,
+        chunk_rows=int(rng.integers(1, bundle.manifest.vocab_size + 9)),
+        lanes=int(rng.integers(2, MEZO_LANES + 1) if method == "mezo" else rng.integers(1, 4)),
+        kept_layers=int(rng.integers(layers + 1)) if method == "mebp" else 0,
+        resident_layers=int(rng.integers(layers + 1)) if work.arithmetic == "unpacked" else 0,
+    )
+
+
+def drawn_rows(bundle: Bundle, rng: Rng, bucket: int, count: int) -> list[Row]:
+    """Rows whose longest needs the bucket."""
+    lengths = rng.integers(1, bucket + 1, count)
+    lengths[int(rng.integers(count))] = bucket
+    vocab = bundle.manifest.vocab_size
+    return [
+        Row(rng.integers(0, vocab, n + 1).astype(np.int32), int(rng.integers(n))) for n in lengths
+    ]
+
+
+@dataclass
+class Kept:
+    """An optimizer that only keeps the gradients that it is handed."""
+
+    found: dict[str, mx.array] = field(default_factory=dict)
+
+    def begin(self, number: int, rate: float) -> None:
+        pass
+
+    def apply(self, block: Block, gradients: Gradients) -> None:
+        for name, (da, db) in gradients.items():
+            assert f"{block.tensor(name)}.lora_a" not in self.found
+            self.found[f"{block.tensor(name)}.lora_a"] = da
+            self.found[f"{block.tensor(name)}.lora_b"] = db
+
+
+def anywhere(adapters: Adapters, folder: Path, rng: Rng) -> Adapters:
+    """The same adapters, on the heap or in a scratch file as a run's are."""
+    if rng.random() < 0.5:
+        return adapters
+    mapped = MappedTensors(folder, "adapters", Adapters.shapes(adapters.manifest))
+    mapped.update(adapters.tensors)
+    return Adapters(adapters.manifest, mapped)
+
+
+def rounded(adapters: Adapters) -> Adapters:
+    """The values that blocks are lent, in float32 for the oracle."""
+    values = {
+        name: value.astype(DTYPES[adapters.dtype]).astype(mx.float32)
+        for name, value in adapters.tensors.items()
+    }
+    return Adapters(adapters.manifest, values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_autograds_under_every_plan(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+) -> None:
+    bundle = tiny(family, seq_lens=BUCKETS)
+    manifest = bundle.manifest
+    for _ in range(6):
+        count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+        chosen = plan(bundle, rng, "mebp", count, parts)
+        print(replace(chosen, blocks=()))
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).lent_as(chosen.adapter_dtype)
+        rows = [drawn_rows(bundle, rng, chosen.bucket, count) for _ in range(parts)]
+        shape = (1, chosen.bucket, manifest.hidden_size)
+        scratch = Activations(tmp_path, len(manifest.blocks), count, shape)
+        kept = Kept()
+        session = open_session(bundle, chosen)
+        method = MeBP(
+            session.program, adapters, scratch, kept, chosen.lanes, chosen.kept_layers  # type: ignore[arg-type]
+        )  # fmt: skip
+        for _ in range(2):  # what stays from one step to the next must not matter
+            kept.found.clear()
+            result = method.step(0, 1e-3, rows)
+        model = reference.dense_model(bundle, rounded(adapters))
+        flat = [(row.tokens, row.first) for part in rows for row in part]
+        loss, expected = reference.gradients(model, flat)
+        assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=CLOSE)
+        agree(kept.found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mezo_is_the_monolithic_algorithm_under_every_plan(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str
+) -> None:
+    """Bit for bit with the same tiles; with others the losses differ by rounding only."""
+    bundle = tiny(family, seq_lens=BUCKETS)
+    for _ in range(4):
+        count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
+        chosen = plan(bundle, rng, "mezo", count, parts)
+        print(replace(chosen, blocks=()))
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).lent_as(chosen.adapter_dtype)
+        noise = Noise(seed)
+        copied = Adapters(adapters.manifest, dict(adapters.tensors), adapters.dtype)
+        oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, 0.0)
+        shape = (1, chosen.bucket, bundle.manifest.hidden_size)
+        scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)
+        session = open_session(bundle, chosen)
+        method = MeZO(
+            session.program, adapters, scratch, noise, 1e-3, queries, lanes=chosen.lanes
+        )  # fmt: skip
+        for step in range(3):
+            bucket = int(rng.choice([r for r in bundle.manifest.buckets if r <= chosen.bucket]))
+            rows = [drawn_rows(bundle, rng, bucket, count) for _ in range(parts)]
+            flat = [row for part in rows for row in part]
+            elsewhere = reference.plain_loss(
+                model_of(bundle, bucket, chosen.arithmetic), oracle.adapters, flat
+            )
+            here = reference.plain_loss(session.program(bucket), oracle.adapters, flat)
+            assert here == pytest.approx(elsewhere, rel=CLOSE)
+            loss, gradients = oracle.step(session.program(bucket), flat, step, 1e-2)
+            result = method.step(step, 1e-2, rows)
+            assert result.record == [1e-2, gradients]
+            assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=1e-12)
+        method.settle()
+        for name, expected in oracle.adapters.tensors.items():
+            assert mx.array_equal(adapters.tensors[name], expected), name

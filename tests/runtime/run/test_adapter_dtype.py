@@ -1,0 +1,108 @@
+"""`--adapter-dtype bfloat16`: blocks are lent rounded adapters; float32 ones are trained and saved.
+
+That gradients and MeZO's steps are those of the rounded values is in `test_every_plan`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from runtime.planner.workspace import Work
+from safetensors.numpy import load_file
+from support.models import adapters_of
+from support.runs import COMMAND, adapter, ondevice, train_arguments
+
+from harness.oracles.dense import run_dense
+from ondevice.bundle.store import Bundle
+from ondevice.config.base import load
+from ondevice.config.train import TrainConfig
+from ondevice.errors import UsageError
+from runtime.planner.plan import LEVELS, predict
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+HALF = "bfloat16"
+
+
+def test_what_is_lent_is_rounded_and_what_is_kept_is_not(tiny: Tiny, rng: Rng) -> None:
+    adapters = adapters_of(tiny("qwen2"), rng)
+    block = adapters.manifest.layers[0]
+    name, exact = next(iter(adapters.loras(block).items()))
+    lent = adapters.lent_as(HALF).loras(block)[name]
+    for ours, whole in ((lent.a, exact.a), (lent.b, exact.b)):
+        assert (ours.dtype, whole.dtype) == (mx.bfloat16, mx.float32)
+        error = mx.abs(ours.astype(mx.float32) - whole)
+        assert mx.all(error <= 2**-8 * mx.abs(whole)).item()
+        assert error.max().item() > 0
+    assert {value.dtype for value in adapters.lent_as(HALF).tensors.values()} == {mx.float32}
+
+
+def test_a_plan_counts_what_is_lent(tiny: Tiny) -> None:
+    manifest = tiny("llama").manifest
+
+    def adapter_bytes(work: Work) -> tuple[int, int, int]:
+        plan = predict(manifest, work, LEVELS[-1], 0, 0)
+        return plan.adapter_bytes, plan.gradient_bytes, plan.predicted_peak_bytes
+
+    for method in ("mebp", "mezo"):
+        work = Work(32, method=method)
+        whole, half = adapter_bytes(work), adapter_bytes(replace(work, adapter_dtype=HALF))
+        assert whole[0] / 2 < half[0] < whole[0]  # a matrix in hand has its own as float32
+        assert half[2] < whole[2]
+        assert half[1] == whole[1]  # gradients are float32, and MeZO has none
+
+
+def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    bundle = tiny("gemma3").path
+    held_out = {"eval_data": "random:9", "eval_rows": 2}
+    after = {}
+    for dtype in ("float32", HALF):
+        arguments = train_arguments(bundle, tmp_path / dtype, 6, adapter_dtype=dtype, **held_out)
+        done = ondevice(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        after[dtype] = json.loads(done.stdout)["eval"]["after"]["loss"]
+        kept = load_file(tmp_path / dtype / "adapters.safetensors")
+        assert {value.dtype for value in kept.values()} == {np.dtype(np.float32)}
+    assert after[HALF] == pytest.approx(after["float32"], rel=1e-2)
+    assert after[HALF] != after["float32"]
+
+    def evaluated(*more: str) -> float:
+        flags = ["--data=random:9", "--eval-rows=2", "--max-seq-length=24", "--json", *more]
+        done = ondevice("eval", bundle, f"--adapter={tmp_path / HALF}", *flags)
+        assert done.returncode == 0, done.stderr
+        return float(json.loads(done.stdout)["loss"])
+
+    assert evaluated("--adapter-dtype", HALF) == pytest.approx(after[HALF], rel=1e-6)
+    assert evaluated() != evaluated("--adapter-dtype", HALF)
+    config = load(TrainConfig, tmp_path / HALF / "config.toml", {})
+    with pytest.raises(UsageError, match="float32"):
+        run_dense(config, tmp_path / HALF, 1)
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, method: str) -> None:
+    given = {"adapter_dtype": HALF, "method": method}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    arguments = [train_arguments(tiny("qwen3").path, run, 150, **given) for run in (whole, killed)]
+    assert ondevice(*arguments[0]).returncode == 0
+    process = subprocess.Popen([*COMMAND, *arguments[1]], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not list(killed.glob("saves/step-*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert not (killed / "summary.json").exists()
+    done = ondevice("train", "--resume", killed)
+    assert done.returncode == 0, done.stderr
+    assert adapter(killed) == adapter(whole)

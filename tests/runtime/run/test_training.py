@@ -1,0 +1,315 @@
+"""Training end to end, as a user runs it: resume after any death, refusals, budgets, files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.runs import COMMAND, adapter, ondevice, train_arguments
+
+
+def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = ondevice(*train_arguments(bundle, run, 3, eval_data="random:9", eval_rows=2), "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((run / "summary.json").read_text())
+    expected = {
+        "method", "steps", "budget_bytes", "predicted_peak_bytes", "peak_footprint_bytes",
+        "peak_rss_bytes", "step_s_median", "tokens_per_s", "final_train_loss", "eval",
+    }  # fmt: skip
+    assert expected <= set(summary)
+    assert summary["peak_footprint_bytes"] <= summary["budget_bytes"] == 200_000_000
+    assert set(summary["eval"]) == {"before", "after"}
+    for result in summary["eval"].values():
+        assert {"loss", "perplexity", "accuracy"} <= set(result)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    keys = {"step", "loss", "learning_rate", "tokens", "seconds", "footprint_bytes"}
+    assert all(keys <= set(line) for line in lines)
+    assert json.loads((run / "plan.json").read_text())["bucket"] == 32
+    again = ondevice(*train_arguments(bundle, run, 3))
+    assert again.returncode == 2 and "--resume" in again.stderr
+
+
+def test_a_run_ends_where_its_loss_has_risen(bundle: Path, tmp_path: Path) -> None:
+    held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 2}
+    wild = train_arguments(bundle, tmp_path / "run", 50, stop_rise=1.02, **held_out)
+    done = ondevice(*wild, "--learning-rate=1", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["stopped"] == "rise" and 0 < summary["steps"] < 50
+    losses = {when: one["loss"] for when, one in summary["eval"].items()}
+    assert losses["after"] > 1.02 * losses["before"]
+    assert all(
+        loss <= 1.02 * losses["before"]
+        for when, loss in losses.items()
+        if when != "after" and when != str(summary["steps"])
+    )
+
+
+def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = ondevice(*train_arguments(bundle, run, 2, eval_data="random:9", eval_rows=2))
+    assert done.returncode == 0, done.stderr
+    assert f"the run and its adapter are in {run}" in done.stdout
+    known = json.loads((run / "evaluations.json").read_text())
+    known["after"]["loss"] = 123.0  # no evaluation would find it
+    (run / "evaluations.json").write_text(json.dumps(known))
+    before = adapter(run)
+    resumed = ondevice("train", "--resume", run, "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["eval"] == known
+    assert f"start another with --adapter {run}" in resumed.stderr
+    assert adapter(run) == before
+
+
+def test_ten_kills_and_the_same_bytes(bundle: Path, tmp_path: Path) -> None:
+    """SIGKILL at ten random moments, many inside a save: the adapter is what it would have been."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    steps = 150
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = {"steps": steps, "grad_accumulation": 2}
+    assert ondevice(*train_arguments(bundle, whole, **options)).returncode == 0
+    kills = inside = 0
+    started = False
+    while kills < 10:
+        arguments = ["train", "--resume", str(killed)]
+        if not started:
+            arguments = train_arguments(bundle, killed, **options)
+        process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.DEVNULL)
+        before = _latest(killed)
+        while _latest(killed) == before and process.poll() is None:
+            time.sleep(0.005)  # let it make some progress, so that the ten kills fit the run
+        time.sleep(chance.uniform(0, 0.12))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        inside += any((killed / "saves").glob(".*.partial"))
+        started = (killed / "config.toml").exists()
+    done = ondevice("train", "--resume", killed)
+    assert done.returncode == 0, (seed, done.stderr)
+    assert adapter(killed) == adapter(whole), seed
+    metrics = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == list(range(1, steps + 1)), seed
+    assert [m["loss"] for m in metrics] == [m["loss"] for m in expected], seed
+    print(f"{kills} kills, {inside} inside a save (seed {seed})")
+
+
+def _latest(run: Path) -> str:
+    return max((path.name for path in run.glob("saves/step-*")), default="")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_leave(bundle: Path, tmp_path: Path, number: signal.Signals) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    options = {"steps": 120, "save_every": 0}
+    assert ondevice(*train_arguments(bundle, whole, **options)).returncode == 0
+    process = subprocess.Popen(
+        [*COMMAND, *train_arguments(bundle, stopped, **options)], stderr=subprocess.PIPE, text=True
+    )
+    while not (stopped / "metrics.jsonl").exists() or not (stopped / "metrics.jsonl").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == 130, said
+    assert number.name in said and "--resume" in said
+    saved = int(_latest(stopped).removeprefix("step-"))
+    assert 0 < saved < 120
+    assert ondevice("train", "--resume", stopped).returncode == 0
+    assert adapter(stopped) == adapter(whole)
+
+
+def test_budget_too_small_is_refused_with_the_smallest_that_fits(
+    bundle: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = ondevice(*train_arguments(bundle, run, 3, budget="20MB"))
+    assert done.returncode == 3
+    assert "budget 20 MB" in done.stderr and "the smallest that fits is" in done.stderr
+    assert not run.exists()
+    smallest = done.stderr.split("the smallest that fits is ")[1].split(",")[0].strip()
+    fits = ondevice(*train_arguments(bundle, run, 2, budget=smallest.replace(" ", "")))
+    assert fits.returncode == 0, fits.stderr
+
+
+def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
+    empty, bad = tmp_path / "empty.txt", tmp_path / "bad.jsonl"
+    empty.write_text("")
+    bad.write_text('{"text": "fine"}\n{"txt": 1}\n')
+    run = tmp_path / "run"
+    cases = [
+        (train_arguments(bundle, run, 3, data=empty), 4, "no tokenizer"),
+        (train_arguments(bundle, run, 3, data=tmp_path / "none"), 4, "no data at"),
+        (train_arguments(bundle, run, 3, max_seq_length=99), 2, "--seq-lens"),
+        (train_arguments(bundle, run, 0), 2, "steps is 0"),
+        (train_arguments(bundle, run, 3, method="zo"), 2, "mezo"),
+        (train_arguments(bundle, run, 3, method="mezo", epsilon=0), 2, "epsilon is 0"),
+        (train_arguments(bundle, run, 3, method="mezo", queries=0), 2, "queries is 0"),
+        (train_arguments(bundle, run, 3, stop_loss=2), 2, "stop_loss needs eval_every"),
+        (train_arguments(bundle, run, 3, stop_rise=0.5), 2, "0 or above 1"),
+        (train_arguments(tmp_path / "nowhere", run, 3), 4, "no bundle"),
+        ([*train_arguments(bundle, run, 3), "--frobnicate"], 2, "frobnicate"),
+        (["train", "x", "--bugdet", "1GB"], 2, "--bugdet 1GB; did you mean --budget?"),
+        (["train", "x", "--iters=5"], 2, "--iters=5; did you mean --steps?"),
+        (["bench"], 2, "mebp-table2: "),
+        (["train", "--resume", str(run)], 2, "no run to resume"),
+    ]
+    config = tmp_path / "config.toml"
+    config.write_text("steps = 3\nlearning_rte = 1e-4\nbudget = 'lots'\n")
+    cases.append(
+        (["train", str(bundle), "--data=random:1", f"--config={config}"], 2, "learning_rate")
+    )
+    for arguments, code, said in cases:
+        done = ondevice(*arguments)
+        assert done.returncode == code, (arguments, done.stderr)
+        assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert not run.exists(), arguments
+
+
+def test_damaged_bundles_and_saves_are_refused(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    run = tmp_path / "run"
+    weights = copy / "weights.bin"
+    data = bytearray(weights.read_bytes())
+    data[random.SystemRandom().randrange(len(data))] ^= 0x10
+    weights.write_bytes(data)
+    done = ondevice(*train_arguments(copy, run, 2))
+    assert done.returncode == 4 and "SHA-256" in done.stderr
+    weights.write_bytes(data[:-1])
+    done = ondevice(*train_arguments(copy, run, 2))
+    assert done.returncode == 4 and "truncated" in done.stderr
+    assert not run.exists()
+    assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
+    (save,) = (run / "saves").iterdir()
+    state = save / "method.bin"
+    state.write_bytes(state.read_bytes()[:-4])
+    done = ondevice("train", "--resume", run)
+    assert done.returncode == 4 and "method.bin" in done.stderr
+    about = json.loads((save / "state.json").read_bytes())
+    assert about.pop("version") == 2
+    (save / "state.json").write_text(json.dumps(about))  # as it was before versions were counted
+    done = ondevice("train", "--resume", run)
+    assert done.returncode == 4 and "version 1, not 2" in done.stderr
+
+
+def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = train_arguments(bundle, run, 9, learning_rate=1e30, lr_schedule="constant")
+    done = ondevice(*arguments)
+    assert done.returncode == 1 and "learning-rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(list(run.glob("saves/step-*"))) <= 1
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        assert "NaN" not in line
+
+
+def test_adapters_of_other_weights_are_refused(bundle: Path, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
+    made = ondevice("export", "random:tiny-gemma3", "-o", other, "--seed", 5, "--seq-lens", "16,32")
+    assert made.returncode == 0
+    arguments = ["--data", "random:1", "--max-seq-length", 24]
+    assert ondevice("eval", bundle, "--adapter", run, *arguments).returncode == 0
+    done = ondevice("eval", other, "--adapter", run, *arguments)
+    assert done.returncode == 4 and "other weights" in done.stderr
+    done = ondevice("eval", bundle, "--adapter", tmp_path / "typo", *arguments)
+    assert done.returncode == 4 and "typo" in done.stderr
+    (run / "adapters.safetensors").unlink()  # as if killed between the last save and its copy
+    assert ondevice("train", "--resume", run).returncode == 0
+    assert ondevice("eval", bundle, "--adapter", run, *arguments).returncode == 0
+
+
+def test_a_folder_with_other_files_is_left_alone(bundle: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "plan.json").write_text("mine")
+    (mine / "letters.txt").write_text("mine")
+    done = ondevice(*train_arguments(bundle, mine, 2))
+    assert done.returncode == 2 and "letters.txt" in done.stderr
+    assert {path.name for path in mine.iterdir()} == {"plan.json", "letters.txt"}
+
+
+def test_results_do_not_depend_on_the_budget(bundle: Path, tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    found = []
+    for budget in ("45MB", "1GB"):
+        run = tmp_path / budget
+        done = ondevice(
+            *train_arguments(bundle, run, 4, budget=budget, optimizer="sgd", learning_rate=0.1)
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(load_file(run / "adapters.safetensors"))
+    for name, value in found[0].items():
+        assert np.linalg.norm(found[1][name] - value) <= 1e-5 * np.linalg.norm(value), name
+
+
+def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path) -> None:
+    """mlx-lm's own loader takes the adapter, and its logits are the bundle's."""
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import load_adapters
+
+    from harness.oracles.reference import dense_model, relative_error
+    from ondevice.bundle.store import open_bundle
+    from runtime.methods.adapters import Adapters
+
+    run = tmp_path / "run"
+    assert ondevice(*train_arguments(bundle, run, 3)).returncode == 0
+    opened = open_bundle(bundle)
+    tokens = mx.array([[5, 80, 200, 7]])
+    ours = dense_model(opened, Adapters.load(opened.manifest, run))(tokens)
+    theirs = load_adapters(dense_model(opened), str(run))(tokens)
+    assert relative_error(theirs, ours) <= 1e-6
+    assert relative_error(dense_model(opened)(tokens), ours) > 1e-3
+
+
+def test_disk_full_while_training_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)])
+    if mounted.returncode:
+        pytest.skip("this machine does not let a test mount a file system")
+    try:
+        run = disk / "run"
+        filler = disk / "filler"
+        process = subprocess.Popen(
+            [*COMMAND, *train_arguments(bundle, run, 100000)], stderr=subprocess.PIPE, text=True
+        )
+        while len(list(run.glob("saves/step-*"))) == 0:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:  # until the disk is full
+                file.write(bytes(4096))
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 5, said
+        assert "disk is full" in said and "Traceback" not in said
+        assert len(list(run.glob("saves/step-*"))) == 1
+        filler.unlink()
+        process = subprocess.Popen(
+            [*COMMAND, "train", "--resume", str(run)], stderr=subprocess.PIPE, text=True
+        )
+        before = _latest(run)
+        while _latest(run) == before:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

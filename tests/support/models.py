@@ -1,0 +1,98 @@
+"""Models of tiny bundles for tests: adapters, rows, gradients, and how close they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from ondevice.operations.base import WHOLE
+from runtime.engine.graphs import Graphs
+from runtime.engine.model import Model
+from runtime.lowering.lower import Sizes, lower
+from runtime.methods.adapters import Adapters
+from runtime.methods.mebp import Backprop
+from runtime.methods.protocol import Row, StepLoss
+from runtime.storage.activations import Activations
+from runtime.storage.weights import Weights
+
+Rng = np.random.Generator
+Tiny = Callable[..., Bundle]
+
+FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
+
+
+BUCKETS = (16, 32, 64)
+
+
+LENGTHS = (96, 128)  # two tiles of 48, two of 64
+
+
+CLOSE = 1e-5
+
+
+# tokens of a row, and its first scored target; at most 32 (a bucket), none fills it
+BATCH = ((31, 0), (20, 5), (27, 26))
+
+
+def adapters_of(bundle: Bundle, rng: Rng) -> Adapters:
+    """Adapters whose B is not zero, so that every gradient depends on every tensor."""
+    adapters = Adapters.initial(bundle.manifest, int(rng.integers(1 << 30)))
+    for name, value in adapters.tensors.items():
+        if name.endswith("lora_b"):
+            noise = rng.standard_normal(value.shape).astype(np.float32) * 0.05
+            adapters.tensors[name] = mx.array(noise)
+    return adapters
+
+
+def rows_of(bundle: Bundle, rng: Rng, lengths: tuple[tuple[int, int], ...] = BATCH) -> list[Row]:
+    vocab = bundle.manifest.vocab_size
+    return [Row(rng.integers(0, vocab, n + 1).astype(np.int32), first) for n, first in lengths]
+
+
+def mebp(
+    program: Program, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
+) -> tuple[StepLoss, dict[str, mx.array]]:
+    """One step's loss and its gradients by full name."""
+    manifest = program.bundle.manifest
+    shape = (1, program.bucket, manifest.hidden_size)
+    scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
+    found: dict[str, mx.array] = {}
+
+    def update(block: Any, gradients: Any) -> None:
+        for name, (da, db) in gradients.items():
+            assert f"{block.tensor(name)}.lora_a" not in found
+            found[f"{block.tensor(name)}.lora_a"] = da
+            found[f"{block.tensor(name)}.lora_b"] = db
+
+    tokens = sum(len(row.targets) for row in rows)
+    result = Backprop(program, adapters, scratch, 1, kept).gradients(rows, tokens, update)
+    assert result.tokens == tokens
+    return result, found
+
+
+def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: float = CLOSE) -> None:
+    assert set(found) == set(expected)
+    errors = {name: reference.relative_error(found[name], expected[name]) for name in expected}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= bound, (worst, errors[worst])
+
+
+def model_of(
+    bundle: Bundle,
+    bucket: int,
+    arithmetic: str = "unpacked",
+    tile_values: int = 3000,
+    query_block: int = 7,
+    chunk_rows: int = 100,
+    most_tokens: int = WHOLE,
+) -> Model:
+    """A model whose tiles are small and divide nothing."""
+    sizes = Sizes(tile_values, query_block, 0, False, most_tokens, chunk_rows)
+    lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed")
+    return Model(bundle, Weights(bundle), lowered, Graphs(bundle))
