@@ -1,4 +1,7 @@
-"""A checkpoint becomes a bundle: cut, quantize, trace, and write, a slice of a tensor at a time."""
+"""Exporting: a checkpoint is cut into blocks, quantized, traced, and written as a bundle.
+
+Weights pass through memory one slice of a tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import errno
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,31 +25,17 @@ from export.quantize.search import quantize_rows
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from ondevice import __version__
-from ondevice.bundle.manifest import (
-    Block,
-    Extent,
-    Graph,
-    Manifest,
-    Matrix,
-    graph_key,
-    graph_length,
-    shape_at,
-)
-from ondevice.bundle.schema import encode
-from ondevice.bundle.store import (
-    GRAPHS,
-    TOKENIZER,
-    Bundle,
-    BundleWriter,
-    fsync_path,
-    sha256_file,
-    storage_errors,
-)
-from ondevice.config.base import ExportConfig
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
+from ondevice.config.export import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.files import fsync_path, sha256_file, storage_errors
+from ondevice.operations.elementwise import graph_key
+from ondevice.operations.tensors import Extent, Graph, Matrix
+from ondevice.operations.values import shape_at
 
-SLICE_VALUES = 4 << 20  # values of a tensor in memory at a time
-Progress = Callable[[str, int, int], None]  # what, done, total
+SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
+Progress = Callable[[str, int, int], None]  # (what is written, how much is done, of how much)
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -58,7 +48,7 @@ def export_bundle(config: ExportConfig, progress: Progress = no_progress) -> Bun
     Raises:
         BundleError: the checkpoint is damaged or its architecture unsupported.
         StorageError: the disk is full; nothing is left behind.
-        UsageError: the destination exists or the settings do not fit the model.
+        UsageError: the destination exists, or the settings do not fit the model.
     """
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:
@@ -84,7 +74,9 @@ def _export(
         f"{TOKENIZER}/{name}": writer.file(f"{TOKENIZER}/{name}", data)
         for name, data in sorted(checkpoint.tokenizer_files().items())
     }
-    embedding = tensors.matrices[cut.block_types["embed"].steps[0].matrix]
+    first = cut.blocks[0]
+    (lookup,) = cut.block_types[first.type].operations[0].matrices(first.tensor)
+    embedding = tensors.matrices[lookup]
     manifest = Manifest(
         mlx_version=metadata.version("mlx"),
         device=device,
@@ -106,41 +98,54 @@ def _export(
             **checkpoint.provenance,
             "exporter": f"ondevice {__version__}",
             "mlx_lm": metadata.version("mlx-lm"),
-            "settings": encode(config),
+            "settings": _settings(config),
         },
     )
     return writer.commit(manifest)
 
 
 def _lora_targets(config: ExportConfig, cut: Cut) -> Any:
-    """The manifest's lora.targets, refused before anything is written if the model lacks them."""
+    """The manifest's `lora.targets`. Raises UsageError for a name that no linear layer has."""
     names = config.lora_target_names
     if names is None:
         return "all-linear"
-    known = {linear.name.split(".")[-1] for _, linear in _linears(cut)}
+    operations = (one for block_type in cut.block_types.values() for one in block_type.operations)
+    known = {name.split(".")[-1] for one in operations for name in one.adaptable}
     if unknown := sorted(set(names) - known):
-        raise UsageError(f"--lora-targets {unknown}: the model has {sorted(known)}")
+        raise UsageError(
+            f"--lora-targets {','.join(unknown)}: the model has no such linear layer; it has "
+            f"{', '.join(sorted(known))}"
+        )
     return list(names)
 
 
 def set_device(name: str) -> str:
-    """Choose the device that graphs are traced for: cpu, gpu, or auto for MLX's default."""
+    """Choose the device to trace graphs for: "cpu", "gpu", or "auto" for MLX's default.
+
+    Returns which of "cpu" and "gpu" it is.
+    """
     if name == "gpu" and not mx.is_available(mx.gpu):
-        raise UsageError("--device gpu: MLX finds no GPU here; graphs are traced where they run")
+        raise UsageError(
+            "--device gpu: MLX finds no GPU here, and graphs are traced on the device that runs "
+            "them; use --device cpu, or export where there is a GPU"
+        )
     if name != "auto":
         mx.set_default_device(mx.gpu if name == "gpu" else mx.cpu)
     return "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
 
 
-def _linears(cut: Cut) -> Iterator[tuple[Block, Any]]:
-    for block in cut.blocks:
-        for step in cut.block_types[block.type].steps:
-            for linear in step.linears:
-                yield block, linear
+def _settings(config: ExportConfig) -> dict[str, Any]:
+    """The settings that are not at their default, as the manifest records them."""
+    values = {one.name: (getattr(config, one.name), one.default) for one in fields(config)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, (value, default) in values.items()
+        if value != default
+    }
 
 
 class _Tensors:
-    """Streams a checkpoint's tensors into the writer, block after block."""
+    """Writes a checkpoint's tensors to a bundle, block after block, and remembers where."""
 
     def __init__(
         self,
@@ -157,14 +162,14 @@ class _Tensors:
         self.total = sum(math.prod(checkpoint.shape(n)) for n in checkpoint.names())
 
     def check_space(self, cut: Cut) -> None:
-        """Refuse before writing what cannot fit on the disk."""
+        """Raise StorageError where the disk has too little space, before anything is written."""
         bits = self.config.bits + 16 / self.config.group_size
         needed = int(self.total * bits / 8)
         free = shutil.disk_usage(self.writer.folder).free
         if needed > free:
             raise StorageError(
-                f"the bundle needs about {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free at "
-                f"{self.writer.destination.parent}; make room or choose another --output"
+                f"the bundle needs about {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are "
+                f"free at {self.writer.destination.parent}; make room or choose another --output"
             )
 
     def write(self, cut: Cut) -> None:
@@ -173,14 +178,13 @@ class _Tensors:
             block_type = cut.block_types[block.type]
             for name, shape in block_type.parameters.items():
                 self._vector(block.tensor(name), shape)
-            for step in block_type.steps:
-                if step.op in ("embedding", "head"):
-                    self._matrix(step.matrix, self.config.embedding_bits)
-                for linear in step.linears:
-                    name = block.tensor(linear.name)
-                    self._matrix(name, self.config.bits)
-                    if linear.bias:
-                        self._vector(f"{name}.bias", self.matrices[name].packed.shape[:1])
+            for operation in block_type.operations:
+                bits = self.config.bits if operation.adaptable else self.config.embedding_bits
+                vectors = operation.vectors(block.tensor)
+                for name in operation.matrices(block.tensor):
+                    self._matrix(name, bits)
+                    if (bias := f"{name}.bias") in vectors:
+                        self._vector(bias, self.matrices[name].packed.shape[:1])
         self.writer.align_block()
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> None:
@@ -198,13 +202,14 @@ class _Tensors:
         rows, columns = self.checkpoint.shape(tensor)
         ready = self.checkpoint.prequantized(tensor)
         if ready is not None:
-            self.matrices[name] = self._taken(name, rows, columns, ready.bits, ready.group_size)
+            self.matrices[name] = self._copied(name, rows, columns, ready.bits, ready.group_size)
             return
         group = self.config.group_size
         if columns % group:
+            fitting = [str(size) for size in (32, 64, 128) if columns % size == 0]
             raise UsageError(
                 f"{name} has {columns} columns, which --group-size {group} does not divide; "
-                f"use {[g for g in (32, 64, 128) if columns % g == 0] or 'another model'}"
+                f"use {' or '.join(fitting) or 'another model'}"
             )
         scales: list[npt.NDArray[np.float16]] = []
         squares = errors = peak = 0.0
@@ -216,7 +221,11 @@ class _Tensors:
                 self._check(tensor, value, start)
                 result = quantize_rows(value, bits, group)
                 if not np.isfinite(result.scales).all():
-                    raise BundleError(f"{tensor}: values too large for float16 scales")
+                    raise BundleError(
+                        f"{tensor} holds values too large for float16 scales, up to "
+                        f"{np.abs(value).max():.3g}: the checkpoint is damaged, download or "
+                        "convert it again"
+                    )
                 scales.append(result.scales)
                 squares += result.square_sum
                 errors += result.error_sum
@@ -237,8 +246,8 @@ class _Tensors:
             rows, columns, bits, group, "symmetric", words, steps, None, error
         )
 
-    def _taken(self, name: str, rows: int, columns: int, bits: int, group: int) -> Matrix:
-        """A matrix that MLX quantized already, as it is (its scales and biases as float32)."""
+    def _copied(self, name: str, rows: int, columns: int, bits: int, group: int) -> Matrix:
+        """Write a matrix that MLX has quantized already, unchanged but for float32 scales."""
         tensor = f"{name}.weight"
         scales: list[bytes] = []
         biases: list[bytes] = []
@@ -289,23 +298,23 @@ class _Tensors:
 def write_graphs(
     cut: Cut, buckets: tuple[int, ...], folder: Path, subfolder: str, progress: Progress
 ) -> dict[str, Graph]:
-    """Serialize every glue graph at every bucket below `folder / subfolder`."""
+    """Serialize every elementwise graph, for every bucket, into `folder / subfolder`."""
     graphs: dict[str, Graph] = {}
-    for index, glue in enumerate(cut.graphs):
-        for length in sorted({graph_length(glue.step, bucket) for bucket in buckets}):
+    for index, graph in enumerate(cut.graphs):
+        for length in sorted({graph.operation.graph_tokens(bucket) for bucket in buckets}):
             for direction in ("forward", "vjp"):
-                key = graph_key(glue.step.graph, direction, length)
-                graphs[key] = _write_graph(glue, direction, length, folder, f"{subfolder}/{key}")
+                key = graph_key(graph.operation.graph, direction, length)
+                graphs[key] = _write_graph(graph, direction, length, folder, f"{subfolder}/{key}")
         progress("graphs", index + 1, len(cut.graphs))
     return graphs
 
 
 def _write_graph(
-    glue: ElementwiseGraph, direction: str, length: int, folder: Path, stem: str
+    graph: ElementwiseGraph, direction: str, length: int, folder: Path, stem: str
 ) -> Graph:
     forward = direction == "forward"
-    function = glue.forward if forward else glue.vjp
-    shapes = glue.forward_shapes if forward else glue.vjp_shapes
+    function = graph.forward if forward else graph.vjp
+    shapes = graph.forward_shapes if forward else graph.vjp_shapes
     inputs = [mx.zeros(shape_at(shape, length)) for shape in shapes]
     traced = trace(function, inputs, differentiated=not forward)
     name = f"{stem}.mlxfn"

@@ -1,38 +1,33 @@
-"""A bundle's graphs traced again, for another MLX or device; its weights stay as they are."""
+"""Retracing: a bundle's graphs are written again for another MLX or device; its weights stay."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from export.cut.model import cut_model
 from export.pack import Progress, no_progress, set_device, write_graphs
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import BlockType
-from ondevice.bundle.store import (
-    GRAPHS,
-    MANIFEST,
-    Bundle,
-    lock_bundle,
-    manifest_bytes,
-    open_bundle,
-    write_atomic,
-)
+from ondevice.bundle.manifest import manifest_bytes
+from ondevice.bundle.store import GRAPHS, MANIFEST, Bundle, lock_bundle, open_bundle
 from ondevice.errors import BundleError
+from ondevice.files import write_atomic
+from ondevice.operations.program import BlockType
 
 
 def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:
-    """Trace a bundle's graphs again, for this MLX and device.
+    """Replace a bundle's graphs by ones for the MLX that is installed and for `device`.
 
-    The new graphs are written beside the old, then the manifest is replaced atomically.
+    The new graphs are written beside the old ones before the manifest is replaced, in one step.
 
     Raises:
-        BundleError: this mlx-lm would not make the same bundle.
-        UsageError: another process uses the bundle or is at it, too.
+        BundleError: the mlx-lm that is installed cuts the model into other programs.
+        UsageError: another process is using or retracing the bundle.
     """
     lock = lock_bundle(open_bundle(path).path, alone=True)
     try:
@@ -46,13 +41,19 @@ def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
     manifest = bundle.manifest
     here = set_device(device)
     if manifest.config.get("num_hidden_layers") != len(manifest.layers):
-        raise BundleError(f"{path}: its configuration has not its {len(manifest.layers)} layers")
+        raise BundleError(
+            f"{path}: the bundle has {len(manifest.layers)} layers, its configuration says "
+            f"{manifest.config.get('num_hidden_layers')!r}; export it again"
+        )
     cut = cut_model(manifest.family, manifest.config)
     if [b.type for b in cut.blocks] != [b.type for b in manifest.blocks] or any(
         _needs(block_type) != _needs(manifest.block_types[name])
         for name, block_type in cut.block_types.items()
     ):
-        raise BundleError(f"{path}: this mlx-lm runs the model otherwise; export it again")
+        raise BundleError(
+            f"{path}: the mlx-lm that is installed computes the model in another way than the one "
+            "that exported it, so that the weights' layout may not fit; export it again"
+        )
     version = metadata.version("mlx")
     folders = {graph.file.rpartition("/")[0] for graph in manifest.graphs.values()}
     subfolder = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{GRAPHS}-{version}-{here}")
@@ -68,16 +69,16 @@ def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
         shutil.rmtree(bundle.path / subfolder, ignore_errors=True)
         raise
     write_atomic(bundle.path / MANIFEST, manifest_bytes(fresh))
-    for folder in bundle.path.glob(f"{GRAPHS}*"):  # those of an interrupted one, too
+    for folder in bundle.path.glob(f"{GRAPHS}*"):  # also what an interrupted retrace left
         if folder.name != subfolder:
             shutil.rmtree(folder)
     return open_bundle(path)
 
 
 def _needs(block_type: BlockType) -> tuple[object, ...]:
-    """What a block_type's values are and which weights it takes."""
+    """What must stay as it was: a block type's values, and the weights that it reads."""
     return (
         block_type.values,
         block_type.parameters,
-        [(step.matrix, step.linears) for step in block_type.steps],
+        [(one.label, one.matrices(str), one.vectors(str)) for one in block_type.operations],
     )

@@ -1,4 +1,4 @@
-"""`python -m ondevice`."""
+"""`python -m ondevice`: the same as the console script `ondevice`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Errors a user can cause or repair, each with its exit code; users never see a traceback.
+"""Errors that a user can cause or repair, each with its exit code and shown without a traceback.
 
-A message says what is wrong, the numbers, and the way out.
+A message says what is wrong, the numbers, and what to do.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ class OnDeviceError(Exception):
 
 
 class UsageError(OnDeviceError):
-    """A flag, a configuration key or a combination of them is wrong."""
+    """An argument or a configuration key is wrong, or a combination of them."""
 
     exit_code = 2
 
 
 class BudgetError(OnDeviceError):
-    """The memory budget cannot hold the run, or a run passed it."""
+    """The memory budget is too small for the run, or the run exceeded it."""
 
     exit_code = 3
 
@@ -37,16 +37,16 @@ class DataError(OnDeviceError):
 
 
 class StorageError(OnDeviceError):
-    """The disk is full or a file cannot be written; what was there before is intact."""
+    """The disk is full or a file cannot be written; its old content is intact."""
 
     exit_code = 5
 
 
 class DivergedError(OnDeviceError):
-    """Training has left the finite numbers; the last save is intact."""
+    """The loss or an update is no longer finite; the last saved state is intact."""
 
 
 class InterruptedRunError(OnDeviceError):
-    """Ctrl-C or SIGTERM arrived; state was saved where there was any."""
+    """Ctrl-C or SIGTERM arrived; the state of a training run was saved."""
 
     exit_code = 130

@@ -1,7 +1,7 @@
-"""Paths that users name: kept only where they are text.
+"""Paths that users give: refused unless they are valid UTF-8.
 
-Invariant: a path that passes can be printed, written to JSON and TOML, and handed to libraries
-that take UTF-8, absolute or as it was given.
+A path that passes can be printed, written to JSON and TOML, and given to libraries that take
+UTF-8, both as it is and as an absolute path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ondevice.errors import UsageError
 
 
 def text_path(path: str | Path) -> Path:
-    """The path as it was given.
+    """`path` itself, if it is valid UTF-8.
 
     Raises:
         UsageError: its full name has bytes that are not UTF-8, or a null byte.
@@ -29,6 +29,6 @@ def text_path(path: str | Path) -> Path:
 
 
 def partial_folder(destination: Path) -> Path:
-    """The hidden folder beside a destination in which what goes there is prepared."""
+    """The hidden folder beside `destination` in which its new content is prepared."""
     whole = Path(os.path.normpath(destination.absolute()))
     return whole.parent / f".{whole.name}.partial"

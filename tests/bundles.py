@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.bundle.store import MANIFEST, Bundle
-from ondevice.config.base import ExportConfig
+from ondevice.config.export import ExportConfig
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]

@@ -15,14 +15,14 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from bundles import settings  # noqa: E402
 from checkpoints import weights_of, write_folder  # noqa: E402
+from runtime.engine.program import Program  # noqa: E402
 
 from export.pack import export_bundle  # noqa: E402
 from ondevice.bundle.store import Bundle  # noqa: E402
-from ondevice.config.base import ExportConfig  # noqa: E402
+from ondevice.config.export import ExportConfig  # noqa: E402
 from runtime.engine.kernels.attention import AttentionKernel  # noqa: E402
 from runtime.engine.kernels.head import HeadKernel  # noqa: E402
 from runtime.engine.kernels.linear import LinearKernel  # noqa: E402
-from runtime.engine.program import Program  # noqa: E402
 from runtime.lowering.token_tiles import WHOLE  # noqa: E402
 from runtime.storage.weights import Weights  # noqa: E402
 

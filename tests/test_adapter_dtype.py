@@ -15,16 +15,17 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from runtime.planner.workspace import Work
 from safetensors.numpy import load_file
 from test_programs import adapters_of
 from test_train import COMMAND, adapter, ondevice, train_arguments
 
 from harness.oracles.dense import run_dense
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import TrainConfig, load
+from ondevice.config.base import load
+from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
 from runtime.planner.plan import LEVELS, predict
-from runtime.planner.workspace import Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -16,7 +16,6 @@ from conftest import listing
 
 from export.pack import export_bundle
 from harness.oracles import reference
-from ondevice.bundle.manifest import Extent
 from ondevice.bundle.store import (
     MANIFEST,
     WEIGHTS,
@@ -25,6 +24,7 @@ from ondevice.bundle.store import (
     manifest_bytes,
     open_bundle,
 )
+from ondevice.operations.tensors import Extent
 from runtime.storage.weights import Weights
 
 

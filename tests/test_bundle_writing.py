@@ -16,8 +16,9 @@ from bundles import Rng, copied, settings
 from conftest import listing
 
 from export.pack import export_bundle
-from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle, write_atomic
+from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
 from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.files import write_atomic
 
 
 @pytest.mark.parametrize("problem", [ValueError, KeyboardInterrupt, SystemExit, BundleError])
@@ -136,7 +137,7 @@ import os, resource, sys
 from runtime.system.backend import prepare
 prepare()
 import export.pack as pack
-from ondevice.config.base import ExportConfig
+from ondevice.config.export import ExportConfig
 from ondevice.errors import StorageError
 
 where, output = sys.argv[1:]
@@ -238,7 +239,7 @@ from pathlib import Path
 from runtime.system.backend import prepare
 prepare()
 from export.pack import export_bundle
-from ondevice.config.base import ExportConfig
+from ondevice.config.export import ExportConfig
 
 rename = Path.rename
 def killed(self, target):

@@ -85,7 +85,7 @@ def test_settings_are_checked(tmp_path: Path, more: dict[str, Any], said: str) -
 
 
 def test_flags_and_files_hold_every_setting(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)
     config.add_arguments(parser, CompareConfig)
     typed = [
         "b",

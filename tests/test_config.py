@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from dataclasses import MISSING, FrozenInstanceError, fields
@@ -13,12 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ondevice.cli.commands import COMMANDS
 from ondevice.config import base as config
-from ondevice.config.base import EvalConfig, ExportConfig, PlanConfig, TrainConfig, load, to_toml
+from ondevice.config.base import load, to_toml
+from ondevice.config.export import ExportConfig
+from ondevice.config.plan import PlanConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
+from ondevice.methods import METHODS
 from ondevice.units import format_bytes, parse_bytes
 
-ALL = [ExportConfig, PlanConfig, TrainConfig, EvalConfig]
+ALL = [command.config for command in COMMANDS]
 TRAIN = {"bundle": "b", "data": "d"}
 
 
@@ -203,22 +209,22 @@ def test_tuples_and_flags_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_every_field_has_help_and_a_flag(cls: type[config._Config]) -> None:
-    parser = argparse.ArgumentParser()
+def test_every_field_has_help_and_a_flag(cls: type[config.Config]) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
     config.add_arguments(parser, cls)
     assert config.given(parser.parse_args([]), cls) == {}
     shown = parser.format_help()
     for one in fields(cls):
         assert one.metadata["help"]
         assert (
-            one.name if one.name == cls.positional else "--" + one.name.replace("_", "-")
+            one.name.upper() if one.name == cls.positional else "--" + one.name.replace("_", "-")
         ) in shown
         if one.default is not MISSING:
             assert getattr(cls, one.name) == one.default
 
 
 def test_flags_override_and_reach_the_configuration() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)
     config.add_arguments(parser, ExportConfig)
     typed = ["model", "--output=o", "--seq-lens=32,64", "--bits", "8", "--lora-alpha", "4"]
     namespace = parser.parse_args([*typed, "--force", "--json", "--config", "c.toml"])
@@ -239,18 +245,84 @@ def test_importing_the_configuration_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_long_help_is_in_groups_that_name_only_what_there_is() -> None:
-    known = {one.name for cls in (TrainConfig, EvalConfig) for one in fields(cls)}
-    named = [name for names in config._GROUPS.values() for name in names]
-    assert set(named) <= known and len(named) == len(set(named))
-    parser = argparse.ArgumentParser()
+def test_help_is_in_groups_in_their_order() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
     config.add_arguments(parser, TrainConfig)
     text = parser.format_help()
-    at = [text.index(f"\n{title}:\n") for title in config._GROUPS]
-    assert at == sorted(at)
-    assert at[2] < text.rindex("  --epsilon") < at[3] < text.rindex("  --stop-loss")
-    for one in fields(TrainConfig):
-        assert one.name == "bundle" or f"\n  --{one.name.replace('_', '-')}" in text
-    short = argparse.ArgumentParser()
-    config.add_arguments(short, EvalConfig)
-    assert not any(f"\n{title}:\n" in short.format_help() for title in config._GROUPS)
+    used = {one.metadata["group"] for one in fields(TrainConfig)} | {config.Group.OTHER}
+    headings = [group for group in config.Group if group in used]
+    at = [text.index(f"\n{group}:\n") for group in headings]
+    assert at == sorted(at) and len(at) == 7
+    mezo, evaluation = headings.index(config.Group.MEZO), headings.index(config.Group.EVALUATION)
+    assert at[mezo] < text.rindex("  --epsilon") < at[evaluation] < text.rindex("  --stop-loss")
+    short = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(short, ExportConfig)
+    assert "MeZO" not in short.format_help()
+
+
+def test_planning_takes_what_training_takes_and_another_machine() -> None:
+    plan, train = ({one.name for one in fields(cls)} for cls in (PlanConfig, TrainConfig))
+    assert plan - train == {"machine"} and "heap_relief" in train
+    with pytest.raises(UsageError, match="unknown key 'machine'"):
+        load(TrainConfig, None, {**TRAIN, "machine": "mac.json"})
+
+
+def test_methods_are_those_of_the_list() -> None:
+    with pytest.raises(UsageError, match=f"it must be {' or '.join(METHODS)}"):
+        load(TrainConfig, None, {**TRAIN, "method": "lomo"})
+    for module in METHODS.values():
+        assert importlib.util.find_spec(module) is not None
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ondevice", *words], capture_output=True, text=True
+    )
+
+
+def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
+    everything = run("--help")
+    assert everything.returncode == 0
+    for command in COMMANDS:
+        names = {one.name for one in fields(command.config)}
+        assert not names & {"config", "json", "resume", "handler", "parser"}  # the parser's own
+        assert f"  {command.name} " in everything.stdout
+        assert len(command.summary) <= 64  # one line of 80 columns
+        shown = run(command.name, "--help")
+        assert shown.returncode == 0 and shown.stdout.startswith(f"usage: ondevice {command.name} ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "bundle"], "no command 'trian'; did you mean train?"),
+        (["lint"], "there are export, inspect, plan, train"),
+        (
+            ["train", "bundle", "--lr", "1"],
+            "unrecognized arguments: --lr 1; did you mean --learning",
+        ),
+        (["train", "bundle", "--stepz=3"], "did you mean --steps?"),
+        (
+            ["inspect", "bundle", "more"],
+            "unrecognized arguments: more; see: ondevice inspect --help",
+        ),
+        (
+            ["train", "bundle", "--steps"],
+            "argument --steps: expected one argument; see: ondevice train",
+        ),
+        (["train"], "\n  bundle is missing"),
+        (["--"], "unrecognized arguments: --; see: ondevice --help"),
+        (["-x"], "unrecognized arguments: -x; see: ondevice --help"),
+        (
+            ["generate", "b", "--prompt", "x", "--max-tokens", "0"],
+            "max_tokens is 0; it must be 1 or",
+        ),
+        (["retrace", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
+        (["train", "--resume", "run", "--steps", "3"], "leave out --steps"),
+        (["plan", "b", "--config", "nowhere.toml"], "cannot read --config nowhere.toml"),
+    ],
+)
+def test_usage_errors_say_what_to_do(words: list[str], said: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("ondevice: ") and said in done.stderr, done.stderr

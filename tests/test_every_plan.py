@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
+from runtime.planner.workspace import Sizes, Work
 from test_programs import adapters_of, agree
 
 from harness.oracles import reference
-from ondevice.bundle.manifest import Block
 from ondevice.bundle.store import Bundle
+from ondevice.operations.program import Block
 from runtime.engine.executor import Gradients
 from runtime.lowering.token_tiles import WHOLE
 from runtime.methods.adapters import DTYPES, Adapters
@@ -24,7 +25,6 @@ from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
 from runtime.planner.peak import MEZO_LANES
 from runtime.planner.plan import LEVELS, PAPER, Plan, predict
-from runtime.planner.workspace import Sizes, Work
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors

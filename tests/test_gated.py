@@ -10,19 +10,21 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import FAMILIES
+from runtime.planner.workspace import F32, Sizes, Work, Workspace
 
-from export.cut.gated import ACTIVATIONS, gated_activation
+from export.cut.properties import ACTIVATIONS, gated_activation
 from harness.oracles.reference import relative_error
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Activation, BlockType, Step, graph_key
+from ondevice.bundle.manifest import Step
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.operations.elementwise import Activation, graph_key
+from ondevice.operations.program import BlockType
 from runtime.engine.graphs import GraphRunner
 from runtime.engine.kernels.gated import gated, gated_vjp
 from runtime.lowering.schedule import Op
 from runtime.lowering.token_tiles import GATED_CHUNK, GATED_SCRATCH_BYTES
 from runtime.planner.peak import Liveness
-from runtime.planner.workspace import F32, Sizes, Work, Workspace
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -10,14 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
+from runtime.engine.program import Program
+from runtime.planner.workspace import F32, Sizes, Work
 from test_programs import adapters_of
 from test_tokenwise import LENGTHS
 
 from ondevice.bundle.store import Bundle
-from runtime.engine.program import Program
 from runtime.lowering.token_tiles import WHOLE, fold
 from runtime.planner.peak import Liveness
-from runtime.planner.workspace import F32, Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

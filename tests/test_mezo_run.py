@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_train import COMMAND, adapter, bundle, ondevice, train_arguments
 
-from ondevice.config.base import TrainConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError
 from runtime.run import start as train_module
 from runtime.run.evaluate import Events

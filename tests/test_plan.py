@@ -12,10 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runtime.planner.workspace import F32, Sizes, Work, Workspace
 
-from ondevice.bundle.manifest import Extent, Manifest, Matrix
+from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BudgetError, UsageError
+from ondevice.operations.tensors import Extent, Matrix
 from runtime.lowering.token_tiles import WHOLE
 from runtime.planner.allocators.glibc import SMALL_TILE_BYTES, slack_of
 from runtime.planner.peak import Liveness
@@ -29,7 +31,6 @@ from runtime.planner.plan import (
     make_plan,
     predict,
 )
-from runtime.planner.workspace import F32, Sizes, Work, Workspace
 from runtime.run.open import open_session
 from runtime.system.backend import blas_threads, prepare
 

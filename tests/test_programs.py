@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
+from runtime.engine.program import Program
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
-from runtime.engine.program import Program
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import Row, StepLoss

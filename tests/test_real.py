@@ -12,7 +12,7 @@ import pytest
 from export.pack import export_bundle
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import ExportConfig
+from ondevice.config.export import ExportConfig
 from runtime.engine.executor import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop

@@ -10,8 +10,9 @@ import pytest
 from conftest import FAMILIES, program_of
 from test_programs import adapters_of
 
-from ondevice.bundle.manifest import BlockType, Step
+from ondevice.bundle.manifest import Step
 from ondevice.bundle.store import Bundle
+from ondevice.operations.program import BlockType
 from runtime.lowering.schedule import (
     activations,
     backward_schedule,

@@ -10,18 +10,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
+from runtime.planner.workspace import Sizes, Work
 from test_programs import adapters_of, agree, mebp
 from test_tokenwise import LENGTHS, rows_of
 
 from harness.oracles import reference
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import BlockType, Linear, Step
+from ondevice.bundle.manifest import Linear, Step
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.operations.program import BlockType
 from runtime.engine.executor import accumulate
 from runtime.lowering.token_tiles import WHOLE, fold, rows_at_once, token_tile, unfold
 from runtime.planner.peak import Liveness
-from runtime.planner.workspace import Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

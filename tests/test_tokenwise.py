@@ -10,17 +10,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import FAMILIES, program_of
+from runtime.planner.workspace import Sizes, Work
 from test_programs import CLOSE, adapters_of, agree, mebp, rows_of
 
-from export.cut.tokenwise import treats_tokens_alike
+from export.cut.properties import treats_tokens_alike
 from harness.oracles import reference
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Shape, Step, T, graph_key, graph_length, shape_at
+from ondevice.bundle.manifest import Step, graph_length
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.operations.elementwise import graph_key
+from ondevice.operations.values import Shape, T, shape_at
 from runtime.engine.graphs import GraphRunner
 from runtime.planner.peak import Liveness
-from runtime.planner.workspace import Sizes, Work
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -144,6 +146,8 @@ def test_a_lie_about_tokens_is_refused(tiny: Tiny) -> None:
         replace(step, tokenwise=not step.tokenwise) if step.op == "elementwise" else step
         for step in kind.steps
     )
-    lie = replace(manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)})
+    lie = replace(
+        manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)}
+    )
     with pytest.raises(BundleError, match="graph"):
         check_manifest(lie)

@@ -1,27 +1,33 @@
-"""ElementwiseGraph: what lies between a model's products, as graphs of what it depends on and of its vjp."""
+"""Elementwise graphs: what a model computes between two products, and its vjp, as functions.
+
+Both are reduced to the inputs that they depend on, so that what a backward pass does not need is
+not kept for it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec.structs import replace
 
-from export.cut.gated import gated_activation
-from export.cut.tokenwise import treats_tokens_alike
+from export.cut.properties import gated_activation, treats_tokens_alike
 from export.cut.trace import Function, Trace, trace
-from ondevice.bundle.manifest import Shape, Step, T, may_be_gated, shape_at
+from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.values import F32, Shape, T, shape_at
 
-F32 = 4
-TILING_PAYS = 0.5  # times the hidden state: glue that holds less than that inside runs whole
+# a graph is tried for running by tiles of tokens where it allocates more than this many times the
+# hidden state
+TILING_PAYS = 0.5
 
 
 @dataclass(frozen=True)
 class ElementwiseGraph:
-    """A glue step's graphs to serialize: the same functions at every bucket."""
+    """An operation's functions to serialize, and their inputs' shapes; the same at any bucket."""
 
-    step: Step
+    operation: Elementwise
     forward: Function
     forward_shapes: tuple[Shape, ...]
     vjp: Function
@@ -30,9 +36,13 @@ class ElementwiseGraph:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """A glue step, its graphs, the shapes of its parameters, and what tells equal ones."""
+    """What `cut_graph` returns.
 
-    step: Step
+    parameters: shapes of the small tensors that the graph takes, by name.  signature: equal for
+    equal computations.
+    """
+
+    operation: Elementwise
     graph: ElementwiseGraph
     parameters: dict[str, tuple[int, ...]]
     signature: str
@@ -47,9 +57,16 @@ def cut_graph(
     stage: Callable[..., list[mx.array]],
     tokens: int,
 ) -> CutGraph:
-    """Reduce a stage to the inputs it depends on, and derive its vjp, reduced likewise.
+    """Make the elementwise graph that computes `targets`.
 
-    Both are traced at `tokens` tokens, to hold at any number of them.
+    Args:
+        name: of the graph, as in the bundle.
+        sources: shapes of the activations that it may read.
+        parameters: shapes of the small tensors that it may read.
+        targets: names of what it computes.
+        values: shapes of all named values, the targets among them; "x" is the hidden state.
+        stage: called with arrays and, as `_keys`, their names; what it lacks it takes for zeros.
+        tokens: the length to trace at. The functions hold at any length.
     """
     shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
 
@@ -78,7 +95,7 @@ def cut_graph(
             bucket = next(a for k, a in given.items() if k.startswith("~")).shape
             length = bucket[list(shapes[next(k for k in keys if k.startswith("~"))]).index(T)]
             for key in vjp_candidates:
-                if key not in given:  # traced but unused: falls out of the graph
+                if key not in given:  # the vjp does not depend on it
                     given[key] = mx.zeros(shape_at(shapes[key], length))
             rest = [given[key] for key in constants]
             _, gradients = mx.vjp(
@@ -97,8 +114,7 @@ def cut_graph(
         for position, key in enumerate(vjp_candidates)
         if position in used or key in cotangents[:1]
     )
-    step = Step(
-        "elementwise",
+    operation = Elementwise(
         inputs=inputs,
         outputs=tuple(targets),
         graph=name,
@@ -109,20 +125,20 @@ def cut_graph(
         trace(forward, probe(inputs)),
         trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
     ]
-    step = replace(step, vjp_same=_same(reduced[1], vjp_inputs, primals))
+    operation = replace(operation, vjp_same=_same(reduced[1], vjp_inputs, primals))
     most = max(part.workspace_bytes for part in reduced)
     if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
         known = {**values, **shapes}
-        forward_alike = treats_tokens_alike(forward, inputs, step.outputs, known)
+        forward_alike = treats_tokens_alike(forward, inputs, operation.outputs, known)
         vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
-        step = replace(step, tokenwise=forward_alike and vjp_alike)
-    if may_be_gated(step, values):
+        operation = replace(operation, tokenwise=forward_alike and vjp_alike)
+    if operation.may_be_gated(values):
         shape = shape_at(values[targets[0]], tokens)
-        step = replace(step, gated=gated_activation(forward, pull(vjp_inputs), shape))
+        operation = replace(operation, gated=gated_activation(forward, pull(vjp_inputs), shape))
     return CutGraph(
-        step,
+        operation,
         ElementwiseGraph(
-            step,
+            operation,
             forward,
             tuple(shapes[key] for key in inputs),
             pull(vjp_inputs),
@@ -134,7 +150,7 @@ def cut_graph(
 
 
 def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
-    """For each gradient the cotangent that it is, or the first gradient that it equals, or ""."""
+    """For each gradient the cotangent or the earlier gradient whose array it is, or ""."""
     found = []
     for passed, first in zip(vjp.passes, vjp.same, strict=True):
         if passed is not None and inputs[passed].startswith("~"):

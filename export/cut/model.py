@@ -1,34 +1,54 @@
-"""mlx-lm's own model classes, cut into programs at their matrix products and their attention.
+"""Cutting a model of mlx-lm into blocks: its products and attention, and graphs of what is between.
 
-A tap stands in for every linear layer, for `scaled_dot_product_attention`, for the embedding and
-for whole layers. Running the model over taps records the order of the products and what reaches
-them; what lies between is traced as elementwise graphs. Nothing here knows an architecture: what the cut cannot
-express (a product it does not see, an operation between two layers, a mask that is not causal or
-windowed) is refused.
+The model is run over taps (see `export.cut.taps`), which record its matrix products and attention
+in order, and what reaches each of them. What it computes in between is traced and becomes
+elementwise graphs. Nothing here knows an architecture. What a program cannot express is refused: a
+matrix outside linear layers, an operation between two layers, a mask that is neither causal nor a
+sliding window.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from msgspec.structs import replace
 
 from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
-from export.cut.taps import MASK, Call, Tape, Taps, attention_windows, probe_length
+from export.cut.taps import (
+    MASK,
+    AttentionCall,
+    Call,
+    EmbeddingCall,
+    LayerCall,
+    LinearCall,
+    Tape,
+    Taps,
+    attention_windows,
+    probe_length,
+)
 from export.cut.trace import trace
 from export.sources.families import build_model
-from ondevice.bundle.manifest import Block, BlockType, Linear, Shape, Step, T, shape_at
 from ondevice.errors import BundleError
+from ondevice.operations.attention import Attention
+from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.embedding import Embedding
+from ondevice.operations.head import Head
+from ondevice.operations.linear import Linear, Product
+from ondevice.operations.program import Block, BlockType
+from ondevice.operations.table import Stored
+from ondevice.operations.values import Shape, T, shape_at
 
 
 @dataclass
 class Cut:
-    """A model as blocks, their types, and the elementwise graphs of every type."""
+    """A model as blocks in order, the types they share, and the graphs of all types."""
 
     block_types: dict[str, BlockType] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
@@ -41,8 +61,9 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
     Args:
         family: mlx-lm's module name.
         config: what its `ModelArgs.from_dict` takes.
+
     Raises:
-        BundleError: the model does something that programs cannot express.
+        BundleError: the model does something that a program cannot express.
     """
     try:
         return _cut_model(family, config)
@@ -79,14 +100,17 @@ def _cut_model(family: str, config: dict[str, Any]) -> Cut:
 
 
 def _cut_ends(taps: Taps, cut: Cut) -> None:
-    """The embedding and the head: what lies before the first and after the last layer."""
+    """Cut what lies before the first layer, the embedding, and after the last, the head."""
     tape = Tape()
     with taps.recording(tape):
         taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
     calls = tape.calls
-    ops = [call.op for call in calls]
-    if ops != ["embedding", *["layer"] * len(taps.layers), "linear"]:
-        raise BundleError(f"expected embedding, layers and head, the model runs {ops}")
+    layers = [LayerCall] * len(taps.layers)
+    if [type(call) for call in calls] != [EmbeddingCall, *layers, LinearCall]:
+        raise BundleError(
+            f"the model runs {_described(calls)}, where an embedding, {len(layers)} layers and one "
+            "product for the head are expected; such models are not supported"
+        )
     width = calls[0].output.shape[-1]
 
     def replay(outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
@@ -101,16 +125,25 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
     traced = trace(ends, [call.output for call in calls])
     passes = traced.passes
     if not (traced.depends[0] <= {0} and traced.depends[-2] <= {len(calls) - 2}):
-        raise BundleError("the model's head or first layer reads past its neighbour")
+        raise BundleError(
+            "the model's head reads more than its last layer, or its first layer more than the "
+            "embedding: a skip past a layer is not supported"
+        )
     if passes[-1] != len(calls) - 1:
-        raise BundleError("the model changes its logits after the head (soft-capping?)")
+        raise BundleError(
+            "the model changes its logits after the head's product, as soft-capping does; that is "
+            "not supported"
+        )
     for index in range(1, len(taps.layers)):
         if passes[index] != index:
-            raise BundleError(f"the model computes between layers {index - 1} and {index}")
+            raise BundleError(
+                f"the model computes something between layers {index - 1} and {index}; that is not "
+                "supported"
+            )
     parameters = _parameters(taps.model)
     shape: Shape = (1, T, width)
 
-    def end(name: str, source: str, target: str, consumer: int) -> tuple[list[Step], BlockType]:
+    def end(name: str, source: str, target: str, consumer: int) -> tuple[list[Stored], BlockType]:
         alias = passes[consumer - 1] == consumer - 1
         output = source if alias else target
         values = {source: shape, output: shape}
@@ -129,23 +162,25 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
             f"{name}.0", {source: shape}, parameters, [target], values, stage, taps.probe
         )
         cut.graphs.append(made.graph)
-        return [made.step], BlockType(name, source, output, values, made.parameters, ())
+        return [made.operation], BlockType(name, source, output, values, made.parameters, ())
 
-    steps, block_type = end("embed", "e", "x", 1)
-    lookup = Step("embedding", outputs=("e",), matrix=calls[0].name)
-    cut.block_types["embed"] = replace(block_type, input="", steps=(lookup, *steps))
-    steps, block_type = end("head", "x", "h", len(calls) - 1)
-    head = Step("head", inputs=(block_type.output,), matrix=calls[-1].name)
-    cut.block_types["head"] = replace(block_type, steps=(*steps, head))
+    operations, block_type = end("embed", "e", "x", 1)
+    lookup = Embedding(("e",), calls[0].name)
+    cut.block_types["embed"] = replace(block_type, input="", operations=(lookup, *operations))
+    operations, block_type = end("head", "x", "h", len(calls) - 1)
+    head = Head((block_type.output,), calls[-1].name)
+    cut.block_types["head"] = replace(block_type, operations=(*operations, head))
     cut.blocks += [Block("", "embed"), Block("", "head")]
 
 
 def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """What is left of a module's parameters once its linears are tapped: norms and the like."""
+    """Shapes of a module's parameters outside its taps: the weights of norms and the like."""
     found = {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
     large = {name: shape for name, shape in found.items() if len(shape) > 1}
     if large:
-        raise BundleError(f"matrices that are not linear layers: {large}")
+        raise BundleError(
+            f"the model has matrices that are not linear layers, which is not supported: {large}"
+        )
     return found
 
 
@@ -154,8 +189,14 @@ def _set(root: nn.Module, values: dict[str, mx.array]) -> None:
         root.update(tree_unflatten(list(values.items())))
 
 
+def _described(calls: Sequence[Call]) -> str:
+    """The types of the calls in order, as "1 x Embedding, 24 x Layer, 1 x Linear"."""
+    names = (type(call).__name__.removesuffix("Call") for call in calls)
+    return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(names))
+
+
 class _Cutter:
-    """Cuts one transformer layer."""
+    """Cuts one transformer layer into a block type and its elementwise graphs."""
 
     def __init__(self, taps: Taps, layer: nn.Module, window: int | None) -> None:
         self.taps, self.layer, self.window = taps, layer, window
@@ -171,18 +212,18 @@ class _Cutter:
         x = mx.zeros((1, self.taps.probe, width))
         calls, out = self.run(x, None)
         if not calls:
-            raise BundleError("a layer without matrix products")
+            raise BundleError("a layer has no matrix products; such models are not supported")
         values: dict[str, Shape] = {"x": (1, T, width)}
-        known: dict[int, str] = {}  # arrays that taps consume; q, k and v share theirs
+        known: dict[int, str] = {}  # names by id of the arrays that taps read; q, k, v share one
         outputs: list[str] = []  # names of the taps' outputs, in call order
-        steps: list[Step] = []
+        operations: list[Stored] = []
         graphs: list[ElementwiseGraph] = []
         signatures: list[str] = []
         needed: dict[str, tuple[int, ...]] = {}
         attentions = 0
 
         def reach(targets: list[tuple[str, mx.array]], upto: int) -> list[str]:
-            """Name the arrays a tap consumes, cutting a graph for those not yet known."""
+            """Names of the arrays that a tap reads; those not yet known come from a new graph."""
             fresh = [(key, array) for key, array in targets if id(array) not in known]
             if fresh:
                 for key, array in fresh:
@@ -191,44 +232,41 @@ class _Cutter:
                 made = self._stage(
                     f"{name}.{len(graphs)}", [k for k, _ in fresh], values, outputs[:upto], upto
                 )
-                steps.append(made.step)
+                operations.append(made.operation)
                 graphs.append(made.graph)
                 signatures.append(made.signature)
                 needed.update(made.parameters)
             return [known[id(array)] for _, array in targets]
 
         for index, call in enumerate(calls):
-            if call.op == "linear":
+            if isinstance(call, LinearCall):
                 (source,) = reach([(f"{call.name}.in", call.inputs[0])], index)
-                linear = Linear(call.name, f"{call.name}.out", call.bias)
-                target = linear.output
-                last = steps[-1] if steps else None
-                if last is not None and last.op == "linear" and last.inputs == (source,):
-                    steps[-1] = replace(last, linears=(*last.linears, linear))
+                product = Product(call.name, f"{call.name}.out", call.bias)
+                target = product.output
+                last = operations[-1] if operations else None
+                if isinstance(last, Linear) and last.inputs == (source,):
+                    operations[-1] = replace(last, linears=(*last.linears, product))
                 else:
-                    steps.append(Step("linear", inputs=(source,), linears=(linear,)))
-            else:
+                    operations.append(Linear((source,), (product,)))
+            elif isinstance(call, AttentionCall):
                 prefix = f"attention{attentions}"
                 attentions += 1
                 keys = [f"{prefix}.{part}" for part in "qkv"]
-                sources = reach(list(zip(keys, call.inputs, strict=True)), index)
+                q, k, v = reach(list(zip(keys, call.inputs, strict=True)), index)
                 target = f"{prefix}.out"
-                steps.append(
-                    Step(
-                        "attention",
-                        inputs=tuple(sources),
-                        outputs=(target,),
-                        scale=call.scale,
-                        window=self.window,
-                    )
+                operations.append(Attention((q, k, v), (target,), call.scale, self.window))
+            else:
+                raise BundleError(
+                    f"a layer holds an embedding, {call.name}; such models are not supported"
                 )
             values[target] = self._symbolic(call.output)
             outputs.append(target)
         (end,) = reach([("out", out)], len(calls))
-        block_type = BlockType(name, "x", end, values, needed, tuple(steps))
-        signature = repr(
-            [replace(step, graph="") for step in steps] + signatures + sorted(values.items())
-        )
+        block_type = BlockType(name, "x", end, values, needed, tuple(operations))
+        unnamed = [
+            replace(one, graph="") if isinstance(one, Elementwise) else one for one in operations
+        ]
+        signature = repr([*unnamed, *signatures, *sorted(values.items())])
         return block_type, graphs, signature
 
     def _width(self) -> int:
@@ -270,7 +308,7 @@ class _Cutter:
 
 
 def _part(target: str) -> int:
-    """Which input of its tap a value is: q, k, v of attention, else the only one."""
+    """Which of a tap's inputs a value is: attention has q, k and v, a product has one."""
     return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
 
 
@@ -278,4 +316,7 @@ def _length(given: dict[str, mx.array], shapes: dict[str, Shape]) -> int:
     for key, array in given.items():
         if key in shapes:
             return int(array.shape[list(shapes[key]).index(T)])
-    raise BundleError("an elementwise graph that depends on no activation")
+    raise BundleError(
+        "the model computes something between two products that depends on no activation; that is "
+        "not supported"
+    )

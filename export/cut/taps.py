@@ -1,7 +1,8 @@
-"""Taps stand in for linears, attention, embedding and layers, and record what they see.
+"""Taps: stand-ins for a model's embedding, linear layers, attention and transformer layers.
 
-Running a model over taps shows the order of its products and what reaches each of them, without
-computing any; replaying it with given outputs lets what lies between be traced.
+A tap computes nothing. It records what it was called with and returns zeros, so that running the
+model shows the order of its products and what reaches each of them; or it returns arrays that it
+was given, so that what the model computes between two products can be traced.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ SHORTEST_PROBE = 13
 
 
 def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
-    """A length that no other dimension of what the model computes equals.
+    """A sequence length that no other dimension of an array in the model can equal.
 
-    Those are sizes that its configuration or parameters have, or factors of them (a matrix of
+    Other dimensions are sizes in its configuration or parameters, or factors of them (a matrix of
     416 rows may be 13 heads of 32), so the length is the first that divides none of these.
     """
     sizes = {value for value in config.values() if type(value) is int and value > 0}
@@ -35,35 +36,50 @@ def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """What one tap saw: its inputs, what it returned, and its attributes."""
+    """One call of a tap: its name in the model, the arrays it was given, the one it returned."""
 
-    op: str
     name: str
     inputs: tuple[mx.array, ...]
     output: mx.array
-    scale: float = 0.0
-    bias: bool = False
+
+
+class EmbeddingCall(Call):
+    """A look-up of tokens; it has no inputs, since token ids are no activations."""
+
+
+class LayerCall(Call):
+    """A whole transformer layer, named by its index."""
+
+
+@dataclass(frozen=True)
+class LinearCall(Call):
+    """A product with a weight matrix; for the head of a tied model, the embedding's."""
+
+    bias: bool
+
+
+@dataclass(frozen=True)
+class AttentionCall(Call):
+    """Scaled dot-product attention of (q, k, v)."""
+
+    scale: float
 
 
 class Tape:
-    """Records taps' calls; replays given outputs, or invents zeros where there are none."""
+    """The calls of one run, in order. `outputs` are what taps return; without any, zeros."""
 
     def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
         self.calls: list[Call] = []
         self._outputs = outputs
 
-    def call(
-        self,
-        op: str,
-        name: str,
-        inputs: tuple[mx.array, ...],
-        shape: tuple[int, ...],
-        **attributes: Any,
-    ) -> mx.array:
-        given = self._outputs
-        output = mx.zeros(shape) if given is None else given[len(self.calls)]
-        self.calls.append(Call(op, name, inputs, output, **attributes))
-        return output
+    def output(self, shape: tuple[int, ...]) -> mx.array:
+        """What the next call is to return, where its result has this shape."""
+        return mx.zeros(shape) if self._outputs is None else self._outputs[len(self.calls)]
+
+    def record(self, call: Call) -> mx.array:
+        """Append a call; returns its output."""
+        self.calls.append(call)
+        return call.output
 
 
 class _LinearTap:
@@ -73,8 +89,9 @@ class _LinearTap:
         self.bias = "bias" in linear
 
     def __call__(self, x: mx.array) -> mx.array:
-        shape = (*x.shape[:-1], self.rows)
-        return self.taps.tape.call("linear", self.name, (x,), shape, bias=self.bias)
+        tape = self.taps.tape
+        output = tape.output((*x.shape[:-1], self.rows))
+        return tape.record(LinearCall(self.name, (x,), output, self.bias))
 
 
 class _EmbeddingTap:
@@ -83,12 +100,13 @@ class _EmbeddingTap:
         self.rows, self.columns = embedding.weight.shape
 
     def __call__(self, ids: mx.array) -> mx.array:
-        shape = (*ids.shape, self.columns)
-        return self.taps.tape.call("embedding", self.name, (), shape)
+        tape = self.taps.tape
+        return tape.record(EmbeddingCall(self.name, (), tape.output((*ids.shape, self.columns))))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        shape = (*x.shape[:-1], self.rows)
-        return self.taps.tape.call("linear", self.name, (x,), shape)
+        tape = self.taps.tape
+        output = tape.output((*x.shape[:-1], self.rows))
+        return tape.record(LinearCall(self.name, (x,), output, bias=False))
 
 
 class _LayerTap:
@@ -99,20 +117,25 @@ class _LayerTap:
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         self.mask = kwargs.pop("mask") if "mask" in kwargs else args[0]
         if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise BundleError(f"layer {self.index} is given more than its input and a mask")
-        return self.taps.tape.call("layer", str(self.index), (x,), tuple(x.shape))
+            raise BundleError(
+                f"layer {self.index} is given more than its input and a mask; such models are not "
+                "supported"
+            )
+        tape = self.taps.tape
+        return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
 
 
-MASK = "causal"
+MASK = "causal"  # what a layer is given for a mask while it is cut
 
 
 class Taps:
-    """A model with taps in place; `tape` is what they record to at the moment.
+    """A model with taps in place; `tape` is where they record to now.
 
-    `probe` is the sequence length to record at, by which a length is known from a dimension.
+    `probe` is the sequence length to run the model at: no other dimension has this size, so an axis
+    of it is the tokens'.
     """
 
     def __init__(self, module: ModuleType, model: nn.Module, probe: int) -> None:
@@ -137,17 +160,23 @@ class Taps:
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
-        """Record to `tape`, with attention tapped, while the context lasts."""
+        """Record to `tape`, with mlx-lm's attention replaced by a tap, inside the `with` block."""
 
         def attention(
             q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **rest: Any
         ) -> mx.array:
             if cache is not None or any(value is not None for value in rest.values()):
-                raise BundleError(f"attention of {self.module.__name__} takes {sorted(rest)}")
+                raise BundleError(
+                    f"attention of {self.module.__name__} takes {sorted(rest)} besides q, k, v, "
+                    "scale and mask; such models are not supported"
+                )
             if mask is not MASK:
-                raise BundleError(f"attention of {self.module.__name__} changes its mask")
-            shape = (*q.shape[:-1], v.shape[-1])
-            return tape.call("attention", "attention", (q, k, v), shape, scale=float(scale))
+                raise BundleError(
+                    f"attention of {self.module.__name__} is given another mask than its layer; "
+                    "such models are not supported"
+                )
+            output = tape.output((*q.shape[:-1], v.shape[-1]))
+            return tape.record(AttentionCall("attention", (q, k, v), output, float(scale)))
 
         original = self.module.scaled_dot_product_attention
         previous, self.tape = self.tape, tape
@@ -160,15 +189,16 @@ class Taps:
 
 
 def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
-    """Each layer's attention window (None: full causal), read off the masks it is given."""
+    """Each layer's attention window in tokens, from the mask that it is given; None: no window."""
     sizes = [int(v) for k, v in config.items() if "window" in k and isinstance(v, int)]
     length = min(max([taps.probe, *sizes]) + 3, 8192)
     with taps.recording(Tape()):
         taps.model(mx.zeros((1, length), dtype=mx.int32))
-    return [_window(tap.mask, length) for tap in taps.layer_taps]
+    return [_window(tap, length) for tap in taps.layer_taps]
 
 
-def _window(mask: Any, length: int) -> int | None:
+def _window(tap: _LayerTap, length: int) -> int | None:
+    mask = tap.mask
     if isinstance(mask, str) and mask == "causal":
         return None
     if isinstance(mask, mx.array) and mask.shape == (length, length) and mask.dtype == mx.bool_:
@@ -176,4 +206,7 @@ def _window(mask: Any, length: int) -> int | None:
         rows, columns = mx.arange(length)[:, None], mx.arange(length)[None]
         if mx.array_equal(mask, (rows >= columns) & (rows - columns < window)):
             return window if window < length else None
-    raise BundleError("a layer's attention mask is neither causal nor a sliding window")
+    raise BundleError(
+        f"the attention mask of layer {tap.index} is neither causal nor a sliding window; such "
+        "models are not supported"
+    )

@@ -29,9 +29,9 @@ from harness.measure.bundles import check_models
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
 from harness.measure.repeats import Note
-from ondevice.bundle.store import storage_errors, write_atomic
 from ondevice.config.bench import BenchConfig
 from ondevice.errors import InterruptedRunError, UsageError
+from ondevice.files import storage_errors, write_atomic
 from ondevice.units import format_bytes
 
 BENCHMARKS: dict[str, Benchmark] = {

@@ -22,7 +22,6 @@ from harness.compare.report import write_report
 from harness.compare.result import result
 from harness.compare.trials import Trial, Tried, choose, grid, without
 from harness.measure.training import measure_training
-from ondevice.bundle.store import write_atomic
 from ondevice.config.compare import CompareConfig, by_method
 from ondevice.errors import (
     BudgetError,
@@ -31,6 +30,7 @@ from ondevice.errors import (
     OnDeviceError,
     UsageError,
 )
+from ondevice.files import write_atomic
 from runtime.data.rows import split_file
 
 PROFILE_STEPS = 3  # in a run of their own, as profiling slows a step down

@@ -11,10 +11,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ondevice.bundle.store import storage_errors, write_atomic
 from ondevice.config.base import load, to_toml
 from ondevice.config.compare import CompareConfig
 from ondevice.errors import UsageError
+from ondevice.files import storage_errors, write_atomic
 
 CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"
 FOLDERS = (SWEEP, RUNS, PROFILE)

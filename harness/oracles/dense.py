@@ -26,7 +26,8 @@ from tqdm import tqdm  # noqa: E402
 
 from harness.oracles.reference import dense_model, gradients  # noqa: E402
 from ondevice.bundle.store import open_bundle  # noqa: E402
-from ondevice.config.base import TrainConfig, load  # noqa: E402
+from ondevice.config.base import load  # noqa: E402
+from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import UsageError  # noqa: E402
 from runtime.data.rows import TokenRows, row_index  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402

@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from export.sources.families import build_model
-from ondevice.bundle.manifest import Matrix
 from ondevice.bundle.store import Bundle
-from runtime.engine.program import Program
+from ondevice.operations.tensors import Matrix
+from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row as ScoredRow
@@ -97,15 +97,15 @@ def gradients(model: nn.Module, rows: Sequence[Row]) -> tuple[float, dict[str, m
     return float(value), found
 
 
-def plain_loss(program: Program, adapters: Adapters, rows: Sequence[ScoredRow]) -> float:
+def plain_loss(model: Model, adapters: Adapters, rows: Sequence[ScoredRow]) -> float:
     """Mean loss over all scored targets, each row run by itself from end to end."""
     total, count = 0.0, 0
     for row in rows:
-        x = program.embed(row.inputs)
-        for block in program.blocks[1:-1]:
-            x = program.forward(block, x, adapters.loras(block))
-        h = program.hidden(x, row.scored)
-        (result,) = program.losses([h], [row.targets], gradient=False)
+        x = model.embed(row.inputs)
+        for block in model.blocks[1:-1]:
+            x = model.forward(block, x, adapters.loras(block))
+        h = model.hidden(x, row.scored)
+        (result,) = model.losses([h], [row.targets], gradient=False)
         total += float(result.loss.sum().item())  # type: ignore[arg-type]
         count += len(row.targets)
     return total / count
@@ -133,13 +133,13 @@ class MonolithicMeZO:
         return Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
 
     def step(
-        self, program: Program, rows: Sequence[ScoredRow], number: int, rate: float
+        self, model: Model, rows: Sequence[ScoredRow], number: int, rate: float
     ) -> tuple[float, list[float]]:
         """Update the adapters; returns the mean of all losses, and the projected gradients."""
         losses: list[tuple[float, float]] = []
         for query in range(self.queries):
-            plus = plain_loss(program, self._perturbed(number, query, self.epsilon), rows)
-            minus = plain_loss(program, self._perturbed(number, query, -self.epsilon), rows)
+            plus = plain_loss(model, self._perturbed(number, query, self.epsilon), rows)
+            minus = plain_loss(model, self._perturbed(number, query, -self.epsilon), rows)
             losses.append((plus, minus))
         gradients = [(plus - minus) / (2 * self.epsilon) for plus, minus in losses]
         for name, theta in self.adapters.tensors.items():

@@ -20,14 +20,16 @@ import numpy.typing as npt  # noqa: E402
 
 from harness.tasks.examples import Example  # noqa: E402
 from ondevice.bundle.store import Bundle  # noqa: E402
+from ondevice.config.evaluate import EvalConfig  # noqa: E402
 from ondevice.errors import DataError  # noqa: E402
 from runtime.data.text_encoder import TextEncoder, load_encoder  # noqa: E402
-from runtime.engine.kernels.unpack import dense  # noqa: E402
-from runtime.engine.program import Program  # noqa: E402
+from runtime.engine.dequantize import dense  # noqa: E402
+from runtime.engine.model import Model  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.run.open import open_checked, open_session, plan_for  # noqa: E402
+from runtime.run.budget import evaluation, machine_for, make_plan  # noqa: E402
+from runtime.run.open import open_checked, open_session  # noqa: E402
 
-BUDGET_BYTES = 1_000_000_000  # of the plan; the tokenizer in this process is not counted
+BUDGET = "1GB"  # of the plan; the tokenizer in this process is not counted
 TOGETHER = 8  # rows that visit a block together, so that its weights are read less often
 
 Tokens = npt.NDArray[np.int64]
@@ -46,7 +48,11 @@ def label_accuracy(
     labels = word_tokens(encoder, words)
     prompts = [prompt_tokens(encoder, row.prompt, bundle) for row in rows]
     longest = max(map(len, prompts))
-    session = open_session(bundle, plan_for(bundle, BUDGET_BYTES, longest, "auto", method="eval"))
+    # data names rows that an evaluation would read, and plans do not depend on them
+    config = EvalConfig(bundle=path, budget=BUDGET, max_seq_length=longest, data="random:0")
+    machine = machine_for(bundle, config.arithmetic)
+    plan = make_plan(bundle.manifest, machine, evaluation(config, bundle.manifest))
+    session = open_session(bundle, plan)
     if adapter is None:
         adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
     else:
@@ -54,8 +60,8 @@ def label_accuracy(
     expected = np.array([words.index(row.completion) for row in rows])
     found: list[npt.NDArray[np.float32]] = []
     for some in _groups(prompts):
-        program = session.program(max(map(len, some)))
-        found.append(word_logits(program, adapters, some, labels))
+        model = session.model(max(map(len, some)))
+        found.append(word_logits(model, adapters, some, labels))
     chosen = np.concatenate(found).argmax(axis=1)
     return {
         "label_accuracy": float((chosen == expected).mean()),
@@ -88,23 +94,22 @@ def prompt_tokens(encoder: TextEncoder, prompt: str, bundle: Bundle) -> Tokens:
 
 
 def word_logits(
-    program: Program, adapters: Adapters, prompts: Sequence[Tokens], labels: Tokens
+    model: Model, adapters: Adapters, prompts: Sequence[Tokens], labels: Tokens
 ) -> npt.NDArray[np.float32]:
     """The logits (N, L) of the L tokens `labels` after each of N prompts."""
-    hidden = [program.embed(tokens) for tokens in prompts]
-    program.release(program.blocks[0])
-    for block in program.blocks[1:-1]:
+    hidden = [model.embed(tokens) for tokens in prompts]
+    model.release(model.blocks[0])
+    for block in model.blocks[1:-1]:
         loras = adapters.loras(block)
         for index in range(len(hidden)):
-            hidden[index] = program.forward(block, hidden[index], loras)
-        program.release(block)
-    manifest = program.bundle.manifest
-    head = program.blocks[-1]
-    matrix = manifest.matrices[manifest.block_types[head.type].steps[-1].matrix]
-    rows = dense(program.weights.gather(matrix, labels), matrix.bits)
+            hidden[index] = model.forward(block, hidden[index], loras)
+        model.release(block)
+    head = model.blocks[-1]
+    (matrix,) = model.bundle.manifest.matrices_of(head)
+    rows = dense(model.weights.gather(matrix, labels), matrix.bits, model.matrices.arrays)
     ends = [slice(len(tokens) - 1, len(tokens)) for tokens in prompts]
-    last = [program.hidden(x, end) for x, end in zip(hidden, ends, strict=True)]
-    program.release(head)
+    last = [model.hidden(x, end) for x, end in zip(hidden, ends, strict=True)]
+    model.release(head)
     return np.array(mx.concatenate(last) @ rows.T)
 
 

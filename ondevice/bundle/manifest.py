@@ -1,155 +1,31 @@
 """The bundle's manifest: which blocks there are, their programs, and where every byte lies.
 
-Plain data and its validation; it knows neither MLX nor the file system. A `Manifest` that was
-built by `Manifest.from_json` has been checked: every reference resolves, every extent lies inside
-the weights file and overlaps no other, every program is well formed.
+Plain data. A manifest that `read_manifest` has returned is well formed; `ondevice.bundle.checks`
+says whether its references resolve, its shapes agree and its extents lie inside the weights file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import json
+from typing import Any
+
+import msgspec
+
+from ondevice.errors import BundleError
+from ondevice.operations.base import Tables
+from ondevice.operations.program import Block, BlockType
+from ondevice.operations.tensors import Extent, File, Graph, Matrix, Record
 
 FORMAT = "ondevice-bundle"
 VERSION = 4
-ALIGNMENT = 64
-PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
-
-Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
-
-T = "T"  # the symbolic dimension: the bucket
-MOST_TILE_TOKENS, LEAST_TILE_TOKENS = 64, 16  # of token-wise glue
-Dim = int | str
-Shape = tuple[Dim, ...]
-ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class Extent:
-    """`nbytes` bytes of weights.bin from `offset`, holding `dtype` values of `shape`."""
+class Manifest(Record, frozen=True):
+    """All of manifest.json.
 
-    offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A frozen matrix (rows, columns) in MLX's packed layout.
-
-    Row r holds `columns` unsigned integers of `bits` bits, lowest bits first in uint32 words;
-    value = scale * q + bias per group of `group_size` columns. `symmetric` stores no biases:
-    bias = -2**(bits-1) * scale. `error` is what quantizing did to the values: `relative_rms`, `rms`
-    and `max`, or nothing where the checkpoint was quantized already.
+    `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS` and
+    `GRAPH.vjp.TOKENS`.
     """
-
-    rows: int
-    columns: int
-    bits: int
-    group_size: int
-    layout: Literal["symmetric", "affine"]
-    packed: Extent
-    scales: Extent
-    biases: Extent | None = None
-    error: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        extents = (self.packed, self.scales, self.biases)
-        return sum(extent.nbytes for extent in extents if extent is not None)
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One product of a linear step: `name` is relative to the block."""
-
-    name: str
-    output: str
-    bias: bool
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a program; which fields are used depends on `op`.
-
-    - embedding: `matrix`, outputs = (rows looked up,)
-    - linear: inputs = (x,), `linears`
-    - attention: inputs = (q, k, v), outputs = (a,), `scale`, `window`
-    - glue: `graph`, inputs (values and parameters `@name`), outputs; `vjp_inputs` are what its
-      vjp needs (cotangents are `~name`), `vjp_outputs` the values it returns gradients for,
-      `vjp_same` for each of these the cotangent whose array it is, or the earlier value whose
-      gradient it is, or "";
-      `tokenwise` where every token is treated alike, so that graphs of a tile of tokens do;
-      `gated` names f where the graph is f(first input) * second, which a kernel may compute instead
-    - head: inputs = (h,), `matrix`
-    - tiled: inputs = (x,), outputs = (y,), and the `steps` from one to the other, which treat every
-      token alike; made while a bundle is run (`runtime.lowering.token_tiles`), never stored in one
-    """
-
-    op: Literal["embedding", "linear", "attention", "elementwise", "head", "tiled"]
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    matrix: str = ""
-    linears: tuple[Linear, ...] = ()
-    scale: float = 0.0
-    window: int | None = None
-    graph: str = ""
-    vjp_inputs: tuple[str, ...] = ()
-    vjp_outputs: tuple[str, ...] = ()
-    vjp_same: tuple[str, ...] = ()
-    tokenwise: bool = False
-    gated: Activation = ""
-    steps: tuple[Step, ...] = ()
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A program: operations over named values.
-
-    `parameters` are the shapes of the small tensors (norm weights) that elementwise graphs take.
-    """
-
-    name: str
-    input: str
-    output: str
-    values: dict[str, Shape]
-    parameters: dict[str, tuple[int, ...]]
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class Block:
-    """One block: its tensors are named `name.relative`, or `relative` where it has no name."""
-
-    name: str
-    type: str  # which of the manifest's block types it is
-
-    def tensor(self, relative: str) -> str:
-        return f"{self.name}.{relative}" if self.name else relative
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One serialized function: its file, checksum, signature and the bytes it needs inside."""
-
-    file: str
-    nbytes: int
-    sha256: str
-    inputs: tuple[tuple[int, ...], ...]
-    outputs: tuple[tuple[int, ...], ...]
-    workspace_bytes: int
-
-
-@dataclass(frozen=True)
-class File:
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """All of manifest.json. `graphs` is keyed `GRAPH.forward.TOKENS` and `GRAPH.vjp.TOKENS`."""
 
     mlx_version: str
     device: str
@@ -174,50 +50,59 @@ class Manifest:
         """The blocks between the embedding and the head."""
         return self.blocks[1:-1]
 
+    @property
+    def tables(self) -> Tables:
+        """What operations refer to by name."""
+        return Tables(
+            self.matrices,
+            self.vectors,
+            self.graphs,
+            self.buckets,
+            self.hidden_size,
+            self.vocab_size,
+        )
+
     def adapted(self, block: Block) -> tuple[str, ...]:
-        """Relative names of the block's linear layers that LoRA adapts, in program order."""
+        """Relative names of the block's matrices that LoRA adapts, in program order."""
         targets = self.lora["targets"]
-        names = [
-            linear.name
-            for step in self.block_types[block.type].steps
-            if step.op == "linear"
-            for linear in step.linears
-        ]
+        operations = self.block_types[block.type].operations
+        names = [name for operation in operations for name in operation.adaptable]
         return tuple(n for n in names if targets == "all-linear" or n.split(".")[-1] in targets)
 
-
-def may_be_gated(step: Step, values: dict[str, Shape]) -> bool:
-    """Whether a glue step makes one value of two of its shape, and its vjp two of all three."""
-    names = (*step.inputs, *step.outputs)
-    if (len(step.inputs), len(step.outputs)) != (2, 1) or not set(names) <= set(values):
-        return False
-    alike = len({values[name] for name in names}) == 1
-    takes = step.vjp_inputs == (*step.inputs, f"~{step.outputs[0]}")
-    returns = step.vjp_outputs == step.inputs and not any(step.vjp_same)
-    return alike and takes and returns and step.tokenwise
+    def matrices_of(self, block: Block) -> list[Matrix]:
+        """The matrices that a block multiplies by."""
+        return [
+            self.matrices[name]
+            for operation in self.block_types[block.type].operations
+            for name in operation.multiplied(block.tensor)
+        ]
 
 
-def graph_key(graph: str, direction: str, bucket: int) -> str:
-    return f"{graph}.{direction}.{bucket}"
+def read_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in the bytes of a manifest.json.
 
-
-def graph_length(step: Step, bucket: int) -> int:
-    """For how many tokens a glue step's graphs are made that serve a bucket.
-
-    Token-wise graphs serve any multiple of theirs: the largest divisor of the bucket that is at most
-    `MOST_TILE_TOKENS`, or the bucket itself where there is none of a useful size.
+    Raises:
+        BundleError: naming the place in the document that is not as it must be.
     """
-    if not step.tokenwise:
-        return bucket
-    tile = max(length for length in range(1, MOST_TILE_TOKENS + 1) if bucket % length == 0)
-    return tile if tile >= LEAST_TILE_TOKENS else bucket
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
+        raise BundleError(f"{where} is damaged: {problem}") from None
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise BundleError(f"{where} is no {FORMAT} manifest")
+    version = document.pop("version", None)
+    if version != VERSION or isinstance(version, bool):
+        raise BundleError(
+            f"{where}: format version {version!r:.20}, this program reads {VERSION}; export the "
+            "model again"
+        )
+    try:
+        return msgspec.convert(document, Manifest)
+    except (msgspec.ValidationError, RecursionError) as problem:
+        raise BundleError(f"{where}: {problem}") from None
 
 
-def token_axis(shape: Shape) -> int:
-    """Which axis of a value is that of the tokens."""
-    return shape.index(T)
-
-
-def shape_at(shape: Shape, bucket: int) -> tuple[int, ...]:
-    """The shape with its symbolic dimension filled in."""
-    return tuple(bucket if dim == T else int(dim) for dim in shape)
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """manifest.json as it is written."""
+    document = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(manifest)}
+    return json.dumps(document, indent=1, sort_keys=False).encode()

@@ -2,92 +2,32 @@
 
 manifest.json   what `ondevice.bundle.manifest` describes; the last file written
 weights.bin     every tensor at its extent; a block's tensors lie together, page-aligned
-graphs/         serialized glue, one file per graph, direction and bucket
+graphs/         serialized elementwise graphs, one file per graph, direction and bucket
 tokenizer/      the tokenizer's files as Hugging Face knows them
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import ALIGNMENT, FORMAT, PAGE, VERSION, Extent, File, Manifest
-from ondevice.bundle.schema import decode, encode
-from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
+from ondevice.errors import BundleError, UsageError
+from ondevice.files import fsync_path, reading_errors, sha256_file, storage_errors
+from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
 NEW, OLD = "new", "old"  # of a bundle in the making: itself, and the one that it replaces
 MAX_MANIFEST_BYTES = 256 << 20
-CHUNK_BYTES = 4 << 20
-
-
-def sha256_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader sees the old bytes or the new, never a mix."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with storage_errors(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync_path(path.parent)
-
-
-@contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says (a full disk, a read-only folder) into a `StorageError`."""
-    try:
-        yield
-    except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
-            raise StorageError(
-                f"the disk is full: {problem.strerror} while writing {path} "
-                f"({free / 1e6:.0f} MB free); make room and start again"
-            ) from problem
-        raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
-
-
-@contextmanager
-def reading_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says (no permission, a broken disk) into a `BundleError`."""
-    try:
-        yield
-    except OSError as problem:
-        raise BundleError(f"{path} cannot be read: {problem.strerror}") from problem
 
 
 @dataclass(frozen=True)
@@ -164,11 +104,8 @@ def open_bundle(path: str | Path) -> Bundle:
         UsageError: the path is no text.
     """
     folder = text_path(path)
-    try:
-        with reading_errors(folder / MANIFEST):
-            manifest = _read_manifest(folder)
-    except (ValueError, RecursionError) as problem:  # of JSON, UTF-8, huge numbers, deep nesting
-        raise BundleError(f"{folder / MANIFEST} is damaged: {problem}") from None
+    with reading_errors(folder / MANIFEST):
+        manifest = _read_manifest(folder)
     bundle = Bundle(folder, manifest)
     sizes = {WEIGHTS: manifest.weights_nbytes}
     sizes |= {graph.file: graph.nbytes for graph in manifest.graphs.values()}
@@ -200,21 +137,9 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
         raise BundleError(f"{path} has {size} bytes: not a manifest")
-    data = json.loads(path.read_bytes())
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise BundleError(f"{path} is no {FORMAT} manifest")
-    version = data.pop("version", None)
-    if version != VERSION or isinstance(version, bool):
-        raise BundleError(f"{folder}: format version {version!r:.20}, this program reads {VERSION}")
-    manifest = decode(Manifest, data, "manifest")
+    manifest = read_manifest(path.read_bytes(), str(path))
     check_manifest(manifest)
     return manifest
-
-
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """manifest.json as it is written."""
-    document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **encode(manifest)}
-    return json.dumps(document, indent=1, sort_keys=False).encode()
 
 
 class BundleWriter:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ondevice.bundle.manifest import BlockType, Matrix
 from ondevice.bundle.store import Bundle
+from ondevice.operations.program import BlockType
+from ondevice.operations.tensors import Matrix
 from ondevice.units import format_bytes
+
+ALL_VALUES = 1 << 40  # a tile of this many values or more is no tile
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -22,6 +25,11 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _error(matrix: Matrix) -> str:
     return f"{matrix.error['relative_rms']:.4f}" if matrix.error else "as given"
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: "1 row", "2 rows", "2 batches"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def facts_of(bundle: Bundle) -> dict[str, Any]:
@@ -41,8 +49,7 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
         "graphs": len(m.graphs),
         "graphs_bytes": sum(graph.nbytes for graph in m.graphs.values()),
         "blocks": [
-            {"name": b.name or b.type, "block_type": b.type, "adapted": list(m.adapted(b))}
-            for b in m.blocks
+            {"name": b.label, "block_type": b.type, "adapted": list(m.adapted(b))} for b in m.blocks
         ],
         "matrices": {
             name: {
@@ -80,13 +87,13 @@ def describe_bundle(bundle: Bundle) -> str:
         f"graphs: {len(m.graphs)} in {format_bytes(graphs)}, for sequence lengths "
         f"{', '.join(map(str, m.buckets))} on {m.device}, MLX {m.mlx_version}",
         f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
-        f"from: {m.provenance.get('name', '?')} ({m.provenance.get('block_type', '?')})",
+        f"from: {m.provenance.get('name', '?')} ({m.provenance.get('kind', '?')})",
         "",
     ]
     for name, block_type in m.block_types.items():
-        members = [b.name or b.type for b in m.blocks if b.type == name]
+        members = [b.label for b in m.blocks if b.type == name]
         shown = members[0] if len(members) == 1 else f"{members[0]} and {len(members) - 1} more"
-        lines += [f"{name} ({shown}):", *_program(block_type), ""]
+        lines += [f"{name} ({shown}):", *_operations(block_type), ""]
     rows = [("matrix", "shape", "bits", "group", "bytes", "relative error")]
     rows += [
         (
@@ -107,44 +114,39 @@ def _targets(lora: dict[str, Any]) -> str:
     return "all linear layers" if targets == "all-linear" else ", ".join(targets)
 
 
-def _program(block_type: BlockType) -> list[str]:
-    lines = []
-    for step in block_type.steps:
-        made = [*step.outputs, *(linear.output for linear in step.linears)]
-        shapes = ", ".join("x".join(map(str, block_type.values[n][1:])) for n in made)
-        what: str = step.op
-        if step.op == "linear":
-            what += " " + ", ".join(linear.name.split(".")[-1] for linear in step.linears)
-        elif step.op == "attention" and step.window is not None:
-            what += f" (window {step.window})"
-        elif step.matrix:
-            what += f" {step.matrix}"
-        lines.append(f"  {what}" + (f" -> {shapes}" if shapes else ""))
-    return lines
+def _operations(block_type: BlockType) -> list[str]:
+    return [f"  {one.describe(block_type.values)}" for one in block_type.operations]
 
 
 def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
     """What `ondevice plan` prints; `train` prints it without the blocks."""
     rows = [
-        ("process", format_bytes(plan["base_bytes"])),
-        ("adapters in hand", format_bytes(plan["adapter_bytes"])),
-        ("gradients", format_bytes(plan["gradient_bytes"])),
-        ("largest block alive", format_bytes(plan["live_bytes"])),
-        ("allocator", format_bytes(plan["slack_bytes"] + plan["cache_bytes"])),
-        (f"kept, layers: {plan['kept_layers']}", format_bytes(plan["kept_bytes"])),
-        (f"left unpacked, layers: {plan['resident_layers']}", format_bytes(plan["resident_bytes"])),
-        ("predicted peak", format_bytes(plan["predicted_peak_bytes"])),
-        ("budget", format_bytes(plan["budget_bytes"])),
-        ("smallest budget", format_bytes(plan["minimum_bytes"], up=True)),
-        ("scratch on disk", format_bytes(plan["scratch_disk_bytes"])),
+        ("process and its libraries", plan["process_bytes"]),
+        ("adapters of the current block", plan["adapter_bytes"]),
+        ("gradients", plan["gradient_bytes"]),
+        ("values of the largest block", plan["live_bytes"]),
+        ("free memory that the allocator keeps", plan["slack_bytes"] + plan["cache_bytes"]),
+        (
+            f"activations not recomputed: {counted(plan['kept_layers'], 'layer')}",
+            plan["kept_bytes"],
+        ),
+        (
+            f"weights that stay dequantized: {counted(plan['materialized_layers'], 'layer')}",
+            plan["materialized_bytes"],
+        ),
+        ("predicted peak", plan["predicted_peak_bytes"]),
+        ("budget", plan["budget_bytes"]),
     ]
-    count = "1 row" if plan["rows"] == 1 else f"{plan['rows']} rows"
+    table = [(what, format_bytes(size)) for what, size in rows]
+    table += [
+        ("smallest budget that fits", format_bytes(plan["minimum_bytes"], up=True)),
+        ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
+    ]
     lines = [
-        f"{plan['bucket']} tokens x {count} x {plan['accumulation']} accumulated, "
-        f"{plan['arithmetic']} weights: tiles of {plan['tile_values']} values; at a time, "
-        f"{plan['query_block']} queries of attention, {plan['token_tile']} tokens of an MLP, "
-        f"{plan['chunk_rows']} rows of the vocabulary",
-        _table(rows),
+        f"sequence bucket of {plan['bucket']} tokens, {counted(plan['rows'], 'row')} per batch, "
+        f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
+        f"tiles: {_tiles(plan)}",
+        _table(table),
     ]
     if per_block:
         blocks = [("block", "forward", "backward")]
@@ -154,6 +156,33 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ]
         lines += ["", _table(blocks)]
     return "\n".join(lines)
+
+
+def _tiles(plan: dict[str, Any]) -> str:
+    """How much of each large operation is done at once."""
+    bucket = plan["bucket"]
+    weights = f"{plan['tile_values']} dequantized weights"
+    if plan["arithmetic"] == "packed":
+        weights = "weights multiplied as they are"
+    elif plan["tile_values"] >= ALL_VALUES:
+        weights = "whole weight matrices"
+    queries, tokens = plan["query_block"], plan["tile_tokens"]
+    return ", ".join(
+        (
+            weights,
+            "all queries" if queries >= bucket else f"{queries} queries of attention",
+            "all tokens in an MLP" if tokens >= bucket else f"{tokens} tokens in an MLP",
+            f"{plan['chunk_rows']} rows of the vocabulary",
+        )
+    )
+
+
+def describe_evaluation(result: dict[str, Any]) -> str:
+    """Loss, perplexity and accuracy of held-out rows, in one line."""
+    return (
+        f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, next-token accuracy "
+        f"{result['accuracy']:.2%}, rows exactly right {result['exact']:.1%}"
+    )
 
 
 def describe_summary(summary: dict[str, Any]) -> str:
@@ -174,9 +203,11 @@ def describe_summary(summary: dict[str, Any]) -> str:
         f"{format_bytes(summary['peak_rss_bytes'])})",
     ]
     for when, result in summary["eval"].items():
-        lines.append(
-            f"{when}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, "
-            f"next-token accuracy {result['accuracy']:.2%}, rows exactly right "
-            f"{result['exact']:.1%}"
-        )
+        lines.append(f"{_when(when)}: {describe_evaluation(result)}")
     return "\n".join(lines)
+
+
+def _when(evaluation: str) -> str:
+    """When an evaluation was made: "before" and "after" training, else a number of steps."""
+    known = {"before": "before training", "after": "after training"}
+    return known.get(evaluation, f"after step {evaluation}")

@@ -1,9 +1,10 @@
-"""What each stage is told to do: frozen dataclasses, filled from a TOML file and the command line.
+"""Configurations: frozen dataclasses whose fields say what a command's options are.
 
-Fields are data: a type, a default, help, and what values are allowed. The command-line flags, the
-checks and the file format all follow from them, so a new option is one new field. Unknown keys are
-refused, and everything wrong with a configuration is reported in one UsageError. The file's keys
-are the field names, without tables; paths in it are relative to the working directory.
+A field holds a type, a default, a help text, the values that are allowed and the group it is shown
+in. The command-line flags, the checks and the TOML format all follow from the fields, so a new
+option is one new field. Unknown keys are refused, and one UsageError reports everything that is
+wrong. The keys of a TOML file are the field names, without tables; paths in it are relative to the
+working directory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -24,173 +26,98 @@ from ondevice.errors import UsageError
 from ondevice.units import parse_bytes
 
 
-class _Check(NamedTuple):
+class Group(StrEnum):
+    """The headings of a command's help, in the order in which they are shown."""
+
+    MAIN = "main options"
+    QUANTIZATION = "quantization"
+    LORA = "LoRA adapters"
+    GRAPHS = "graphs"
+    MEMORY = "memory and speed"
+    TRAINING = "training"
+    MEZO = "MeZO only"
+    EVALUATION = "evaluation"
+    STOPPING = "saving and stopping"
+    OTHER = "other"
+
+
+class Check(NamedTuple):
     """Which values of a field's type are allowed, and how to say so."""
 
     allows: Callable[[Any], bool]
     wanted: str
 
 
-def _is_size(text: str) -> bool:
+def is_size(text: str) -> bool:
+    """Whether `text` is a number of bytes such as 300MB."""
     try:
         return parse_bytes(text) > 0
     except UsageError:
         return False
 
 
-_COUNT = _Check(lambda value: value >= 1, "1 or more")
-_NOT_NEGATIVE = _Check(lambda value: 0 <= value < math.inf, "0 or more")
-_ABOVE_ZERO = _Check(lambda value: 0 < value < math.inf, "a number above 0")
-_RISE = _Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
-_FILLED = _Check(lambda value: bool(value.strip()), "a name that is not empty")
-_SIZE = _Check(_is_size, "a size such as 300MB, 1.5GB or 512MiB")
-_RISING = _Check(
+COUNT = Check(lambda value: value >= 1, "1 or more")
+NOT_NEGATIVE = Check(lambda value: 0 <= value < math.inf, "0 or more")
+ABOVE_ZERO = Check(lambda value: 0 < value < math.inf, "a number above 0")
+FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
+SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB")
+INCREASING = Check(
     lambda values: bool(values) and all(a < b for a, b in pairwise((0, *values))),
     "whole numbers above 0, each larger than the one before it",
 )
-_LAYERS = _Check(
-    lambda text: text == "all-linear" or all(n.strip().isidentifier() for n in text.split(",")),
-    "all-linear, or names of layers such as q_proj,v_proj",
-)
 
 
-def _option(default: Any, text: str, check: _Check | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "check": check})
+def option(
+    default: Any,
+    text: str,
+    check: Check | None = None,
+    group: Group = Group.MAIN,
+    *,
+    metavar: str | None = None,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A field that is an option of the command line.
+
+    `text` is its help, to which the default is added. `metavar` stands for its value in the help,
+    and `aliases` are further flags for it.
+    """
+    metadata = {"help": text, "check": check, "group": group, "metavar": metavar}
+    return field(default=default, metadata={**metadata, "aliases": aliases})
 
 
-def _required(text: str) -> Any:
-    return _option(MISSING, text, _FILLED)
+def required(text: str, metavar: str | None = None) -> Any:
+    """A field that must be given."""
+    return option(MISSING, text, FILLED, metavar=metavar)
 
 
-def _choice(default: str | int, text: str, *choices: str | int) -> Any:
-    wanted = ", ".join(map(str, choices[:-1])) + f" or {choices[-1]}"
-    return _option(default, f"{text}: {wanted}", _Check(choices.__contains__, wanted))
+def choice(default: str | int, text: str, *choices: str | int, group: Group = Group.MAIN) -> Any:
+    """A field that takes one of a few values."""
+    *others, last = map(str, choices)
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    metavar = f"{{{','.join([*others, last])}}}"
+    return option(default, text, Check(choices.__contains__, wanted), group, metavar=metavar)
 
 
-def _adapter_dtype() -> Any:
-    text = "how a block holds its adapters; their float32 values stay on disk"
-    return _choice("float32", text, "float32", "bfloat16")
+def output_option(default: Any, text: str, metavar: str) -> Any:
+    """Where a command writes: `--output`, or `-o`."""
+    return option(default, text, FILLED, metavar=metavar, aliases=("-o",))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config:
+class Config:
     """Checks itself: no configuration exists with a value that is not allowed (UsageError)."""
 
-    positional: ClassVar[str] = "bundle"
+    positional: ClassVar[str] = "bundle"  # the field that is given without a flag
 
     def __post_init__(self) -> None:
-        _refuse(type(self), _problems(type(self), vars(self)))
+        refuse(type(self), _problems(type(self), vars(self)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig(_Config):
-    """`ondevice export`: a checkpoint into a bundle."""
-
-    positional: ClassVar[str] = "source"
-
-    source: str = _required("checkpoint: a folder, a GGUF file or a model id")
-    output: str = _required("bundle directory to write")
-    bits: int = _choice(4, "bits per weight of the linear layers", 4, 8)
-    group_size: int = _choice(64, "weights that share one scale", 32, 64, 128)
-    embedding_bits: int = _choice(4, "bits per weight of embedding and head", 4, 8)
-    lora_rank: int = _option(8, "rank of the LoRA adapters", _COUNT)
-    lora_alpha: float = _option(16.0, "LoRA scale times the rank", _ABOVE_ZERO)
-    lora_targets: str = _option("all-linear", "layers to adapt: all-linear or their names", _LAYERS)
-    seq_lens: tuple[int, ...] = _option(
-        (64, 128, 256, 512, 1024), "sequence lengths to hold graphs for, in tokens", _RISING
-    )
-    seed: int = _option(0, "seed of the adapters' first values", _NOT_NEGATIVE)
-    device: str = _choice("auto", "device to trace for", "auto", "cpu", "gpu")
-    force: bool = _option(False, "replace a bundle that is there already")
-
-    @property
-    def lora_target_names(self) -> tuple[str, ...] | None:
-        """The layer names to adapt, or None for every linear layer."""
-        if self.lora_targets == "all-linear":
-            return None
-        return tuple(name.strip() for name in self.lora_targets.split(","))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BundleConfig(_Config):
-    """What every use of a bundle shares."""
-
-    bundle: str = _required("bundle directory")
-    budget: str = _option("1GB", "memory footprint never to pass, such as 300MB", _SIZE)
-    max_seq_length: int = _option(256, "tokens predicted per row; longer rows are cut", _COUNT)
-    arithmetic: str = _choice("auto", "how weights are multiplied", "auto", "packed", "unpacked")
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return parse_bytes(self.budget)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig(_BundleConfig):
-    """`ondevice plan`: what a budget buys. Training is configured by the same fields and more."""
-
-    batch_size: int = _option(1, "rows per batch", _COUNT)
-    grad_accumulation: int = _option(1, "batches per optimizer step", _COUNT)
-    method: str = _choice("mebp", "how a batch becomes an update", "mebp", "mezo")
-    optimizer: str = _choice("adamw", "optimizer of mebp (mezo has its own)", "adamw", "sgd")
-    queries: int = _option(1, "directions that a step of mezo averages over", _COUNT)
-    plan: str = _choice("budget", "memory plan: ours or as MeBP's paper", "budget", "paper")
-    prefetch: bool = _option(True, "read the next block while one computes")
-    adapter_dtype: str = _adapter_dtype()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(PlanConfig):
-    """`ondevice train`: LoRA adapters from a bundle and data."""
-
-    data: str = _required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
-    output: str = _option("run", "directory of the run", _FILLED)
-    steps: int = _option(100, "optimizer steps", _COUNT)
-    learning_rate: float = _option(1e-4, "learning rate at its highest", _ABOVE_ZERO)
-    lr_schedule: str = _choice("constant", "after the warm-up", "constant", "linear", "cosine")
-    epsilon: float = _option(1e-3, "how far mezo perturbs", _ABOVE_ZERO)
-    noise: str = _choice("gaussian", "what mezo perturbs along", "gaussian", "rademacher")
-    warmup_steps: int = _option(0, "steps over which the learning rate rises", _NOT_NEGATIVE)
-    weight_decay: float = _option(0.0, "decoupled weight decay", _NOT_NEGATIVE)
-    seed: int = _option(0, "seed of the order of rows and of the noise", _NOT_NEGATIVE)
-    adapter: str | None = _option(None, "adapter to start from: a file or a run", _FILLED)
-    eval_data: str | None = _option(None, "data to evaluate on (else valid of --data)", _FILLED)
-    eval_every: int = _option(0, "steps between evaluations (0: none)", _NOT_NEGATIVE)
-    eval_rows: int = _option(0, "rows per evaluation (0: all; one if random)", _NOT_NEGATIVE)
-    save_every: int = _option(50, "steps between saved states (0: only the last)", _NOT_NEGATIVE)
-    stop_seconds: float = _option(0.0, "training seconds to end after (0: none)", _NOT_NEGATIVE)
-    stop_loss: float = _option(0.0, "held-out loss to end at (0: none)", _NOT_NEGATIVE)
-    stop_rise: float = _option(
-        0.0, "end where the held-out loss is above this many times its first (0: never)", _RISE
-    )
-    profile: bool = _option(False, "tell where time and memory go, in the summary")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup_steps > self.steps:
-            _refuse(type(self), [f"warmup_steps {self.warmup_steps} > steps {self.steps}"])
-        unseen = [name for name in ("stop_loss", "stop_rise") if getattr(self, name)]
-        if unseen and not self.eval_every:
-            need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
-            _refuse(type(self), [f"{need}: the loss is looked at only then"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig(_BundleConfig):
-    """`ondevice eval`: the loss of a bundle, with or without an adapter."""
-
-    data: str = _required("a .txt or .jsonl file, a folder with valid, or random:SEED")
-    adapter: str | None = _option(None, "adapter file or run directory", _FILLED)
-    adapter_dtype: str = _adapter_dtype()
-    eval_rows: int = _option(0, "rows to evaluate (0: all; one if random)", _NOT_NEGATIVE)
-
-
-C = TypeVar("C", bound=_Config)
+C = TypeVar("C", bound=Config)
 
 
 def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
-    """The configuration from the TOML `file`, where given, with `overrides` winning over it.
+    """The configuration from the TOML `file`, if there is one; `overrides` win over it.
 
     Values in `overrides` may be text, as typed on the command line. Raises one UsageError that
     lists every unknown key, missing key and wrong value.
@@ -206,13 +133,13 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
             continue
         values[key] = value
         if isinstance(value, str) and key in overrides:
-            with suppress(ValueError):  # reported below, as a value of the wrong kind
-                values[key] = _kind(known[key]).from_text(value)
-    _refuse(cls, problems + _problems(cls, values))
+            with suppress(ValueError):  # `_problems` reports it as a value of the wrong type
+                values[key] = _type_of(known[key]).from_text(value)
+    refuse(cls, problems + _problems(cls, values))
     return cls(**{key: _normal(known[key], value) for key, value in values.items()})
 
 
-def to_toml(config: _Config) -> str:
+def to_toml(config: Config) -> str:
     """`config` as a file that `load` reads back to an equal value; None is left out."""
     # what these values are in JSON they are in TOML too, but for a literal DEL
     values = {key: value for key, value in vars(config).items() if value is not None}
@@ -220,53 +147,66 @@ def to_toml(config: _Config) -> str:
     return "".join(lines).replace("\x7f", "\\u007f")
 
 
-_GROUPS = {
-    "memory": ("budget", "max_seq_length", "arithmetic", "plan", "prefetch", "adapter_dtype"),
-    "optimization": (
-        *("method", "steps", "batch_size", "grad_accumulation", "learning_rate", "lr_schedule"),
-        *("warmup_steps", "weight_decay", "optimizer", "seed"),
-    ),
-    "mezo alone": ("epsilon", "noise", "queries"),
-    "evaluations, saves and when to end": (
-        *("eval_data", "eval_every", "eval_rows", "save_every"),
-        *("stop_seconds", "stop_loss", "stop_rise"),
-    ),
-}
-GROUPED_FROM = 16  # fields on: fewer are read at a glance
+def add_arguments(
+    parser: argparse.ArgumentParser, cls: type[Config]
+) -> dict[Group, argparse._ArgumentGroup]:
+    """Give `parser` (made with `add_help=False`) a flag for each field of `cls`, in groups.
 
-
-def add_arguments(parser: argparse.ArgumentParser, cls: type[_Config]) -> None:
-    """Give `parser` a flag for each field of `cls`, and `--config FILE` and `--json`.
-
-    Only what the user gave is set on the namespace (see `given`); nothing is checked here, so
-    that `load` can report all problems together.
+    Every command also gets `--config FILE`, `--json` and `--help`. Only what the user gave is set
+    on the namespace (see `given`). Nothing is checked here, so that `load` can report all problems
+    together. Returns the groups.
     """
-    grouped = len(fields(cls)) >= GROUPED_FROM
-    groups = {title: parser.add_argument_group(title) for title in _GROUPS if grouped}
-    places = {name: groups[title] for title in groups for name in _GROUPS[title]}
+    used = {one.metadata["group"] for one in fields(cls) if one.name != cls.positional}
+    headings = [group for group in Group if group in used or group is Group.OTHER]
+    places = {group: parser.add_argument_group(group.value) for group in headings}
     for one in fields(cls):
-        place = places.get(one.name, parser)
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(one)}
-        flag = "--" + one.name.replace("_", "-")
-        aliases = ("--seq-len",) if one.name == "max_seq_length" else ()
+        place = places.get(one.metadata["group"], parser)
+        flags = sorted((_flag(one), *one.metadata["aliases"]), key=_is_long)
         if one.name == cls.positional:
-            place.add_argument(one.name, nargs="?", **options)
+            parser.add_argument(one.name, nargs="?", metavar=_metavar(one), **options)
         elif one.type == "bool":
-            place.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+            place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         else:
-            metavar = _kind(one).metavar
-            place.add_argument(flag, *aliases, dest=one.name, metavar=metavar, **options)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of these options")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+            place.add_argument(*flags, dest=one.name, metavar=_metavar(one), **options)
+    other = places[Group.OTHER]
+    other.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of options, named with _ for -; flags win over it",
+    )
+    other.add_argument("--json", action="store_true", help="print the result as JSON")
+    other.add_argument("-h", "--help", action="help", help="show this text and exit")
+    return places
 
 
-def given(namespace: argparse.Namespace, cls: type[_Config]) -> dict[str, Any]:
+def usage(cls: type[Config]) -> str:
+    """The arguments of a command in one line: those that are needed, and [options]."""
+    words: list[str] = []
+    for one in fields(cls):
+        name = f"{_flag(one)} {_metavar(one)}"
+        if one.name == cls.positional:
+            words.insert(0, _metavar(one))
+        elif one.default is MISSING:
+            words.append(name)
+    return " ".join([*words, "[options]"])
+
+
+def given(namespace: argparse.Namespace, cls: type[Config]) -> dict[str, Any]:
     """The fields of `cls` that the user gave on the command line: the overrides for `load`."""
     names = {one.name for one in fields(cls)}
     return {key: value for key, value in vars(namespace).items() if key in names}
 
 
-class _Kind(NamedTuple):
+def refuse(cls: type[Config], problems: list[str]) -> None:
+    """Raise one UsageError that lists `problems`, if there are any."""
+    if problems:
+        command = cls.__name__.removesuffix("Config").lower()
+        raise UsageError("\n  ".join([f"cannot {command} with these settings:", *problems]))
+
+
+class FieldType(NamedTuple):
     """A type that fields can have."""
 
     words: str
@@ -283,33 +223,45 @@ def _number(value: Any) -> bool:
     return _whole(value) or isinstance(value, float)
 
 
-_KINDS = {  # by annotation, which this file leaves as text
-    "str": _Kind("text", "TEXT", lambda value: isinstance(value, str)),
-    "str | None": _Kind("text", "TEXT", lambda value: isinstance(value, str | None)),
-    "int": _Kind("a whole number", "N", _whole, int),
-    "float": _Kind("a number", "X", _number, float),
-    "bool": _Kind("true or false", "", lambda value: isinstance(value, bool)),
-    "tuple[int, ...]": _Kind(
+_TYPES = {  # by annotation; `from __future__ import annotations` keeps annotations as text
+    "str": FieldType("text", "TEXT", lambda value: isinstance(value, str)),
+    "str | None": FieldType("text", "TEXT", lambda value: isinstance(value, str | None)),
+    "int": FieldType("a whole number", "N", _whole, int),
+    "float": FieldType("a number", "X", _number, float),
+    "bool": FieldType("true or false", "", lambda value: isinstance(value, bool)),
+    "tuple[int, ...]": FieldType(
         "a list of whole numbers",
-        "N,N",
+        "N,N,...",
         lambda value: isinstance(value, list | tuple) and all(map(_whole, value)),
         lambda text: tuple(map(int, text.split(","))),
     ),
-    "tuple[float, ...]": _Kind(
+    "tuple[float, ...]": FieldType(
         "a list of numbers",
-        "X,X",
+        "X,X,...",
         lambda value: isinstance(value, list | tuple) and all(map(_number, value)),
         lambda text: tuple(map(float, text.split(","))),
     ),
 }
 
 
-def _kind(one: Field[Any]) -> _Kind:
-    return _KINDS[str(one.type)]
+def _type_of(one: Field[Any]) -> FieldType:
+    return _TYPES[str(one.type)]
+
+
+def _flag(one: Field[Any]) -> str:
+    return "--" + one.name.replace("_", "-")
+
+
+def _is_long(flag: str) -> bool:
+    return flag.startswith("--")
+
+
+def _metavar(one: Field[Any]) -> str:
+    return one.metadata["metavar"] or _type_of(one).metavar
 
 
 def _normal(one: Field[Any], value: Any) -> Any:
-    """A value of a type that passes, as the field's own type."""
+    """A value that fits the field, as the field's own type."""
     if one.type == "float":
         return float(value)
     if one.type == "tuple[float, ...]":
@@ -319,30 +271,31 @@ def _normal(one: Field[Any], value: Any) -> Any:
 
 def _help(one: Field[Any]) -> str:
     text = str(one.metadata["help"])
-    if one.default is not MISSING and one.default is not None and one.type != "bool":
-        shown = ",".join(map(str, one.default)) if isinstance(one.default, tuple) else one.default
-        text += f" (default: {shown})"
+    if one.default is not MISSING and one.default is not None:
+        text += f" (default: {_shown(one.default)})"
     return text.replace("%", "%%")
 
 
-def _problems(cls: type[_Config], values: dict[str, Any]) -> list[str]:
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
+
+
+def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
     """What is missing from `values` or wrong in each by itself; their keys are known."""
     found = []
     for one in fields(cls):
         value, check = values.get(one.name, one.default), one.metadata["check"]
         if value is MISSING:
-            found.append(f"{one.name} is missing: {one.metadata['help']}")
-        elif not _kind(one).fits(value):
-            found.append(f"{one.name} is {value!r}; it must be {_kind(one).words}")
+            found.append(f"{one.name} is missing ({one.metadata['help']})")
+        elif not _type_of(one).fits(value):
+            found.append(f"{one.name} is {value!r}; it must be {_type_of(one).words}")
         elif check and value is not None and not check.allows(value):
             found.append(f"{one.name} is {value!r}; it must be {check.wanted}")
     return found
-
-
-def _refuse(cls: type[_Config], problems: list[str]) -> None:
-    if problems:
-        stage = cls.__name__.removesuffix("Config").lower()
-        raise UsageError("\n  ".join([f"the {stage} configuration is wrong:", *problems]))
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ondevice.config.base import (
-    _COUNT,
-    _FILLED,
-    _NOT_NEGATIVE,
-    _Check,
-    _Config,
-    _is_size,
-    _option,
-    _required,
-)
+from ondevice.config.base import COUNT as _COUNT
+from ondevice.config.base import FILLED as _FILLED
+from ondevice.config.base import NOT_NEGATIVE as _NOT_NEGATIVE
+from ondevice.config.base import Check as _Check
+from ondevice.config.base import Config as _Config
+from ondevice.config.base import is_size as _is_size
+from ondevice.config.base import option as _option
+from ondevice.config.base import required as _required
 
 PLANS = ("budget", "paper")
 _SMALLEST = re.compile(r"(?:(?P<times>[0-9]+(?:\.[0-9]+)?)x)?min")
@@ -62,7 +60,7 @@ class BenchConfig(_Config):
 
     positional = "name"
 
-    name: str = _required("benchmark, such as mebp-table2; without a name, all are listed")
+    name: str = _required("benchmark, such as mebp-table2; without a name, all are listed", "NAME")
     bundles: str = _option(
         "bundles", "directory of the bundles, which are exported when first needed", _FILLED
     )

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from ondevice.config.base import (
-    _COUNT,
-    _FILLED,
-    _NOT_NEGATIVE,
-    _BundleConfig,
-    _Check,
-    _choice,
-    _option,
-    _refuse,
-    _required,
-)
+from ondevice.config.base import COUNT as _COUNT
+from ondevice.config.base import FILLED as _FILLED
+from ondevice.config.base import NOT_NEGATIVE as _NOT_NEGATIVE
+from ondevice.config.base import Check as _Check
+from ondevice.config.base import choice as _choice
+from ondevice.config.base import option as _option
+from ondevice.config.base import refuse as _refuse
+from ondevice.config.base import required as _required
+from ondevice.config.shared import BundleConfig as _BundleConfig
 from ondevice.methods import METHODS, SEARCHES, Search
 
 T = TypeVar("T")
@@ -91,7 +89,7 @@ class CompareConfig(_BundleConfig):
 
     data: str = _required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
     eval_data: str | None = _option(None, "held-out data (else valid of --data)", _FILLED)
-    output: str = _option("compare", "directory of the comparison", _FILLED)
+    output: str = _option("compare", "directory of the comparison", _FILLED, aliases=("-o",))
     methods: str = _option(",".join(METHODS), "methods to compare", _NAMES)
     steps: str | None = _option(
         None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS

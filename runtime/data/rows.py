@@ -31,6 +31,7 @@ VERSION = 1
 HEADER = struct.Struct("<8sIIQQQ")  # magic, version, seq_length, dropped, rows, tokens
 INDEX = np.dtype([("start", "<i8"), ("length", "<u4"), ("loss_start", "<u4")])
 TOKENS = np.dtype("<i4")
+RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
 _CHECK_ITEMS = 2**16  # how much of a token file is checked at a time
 
 Tokens = npt.NDArray[np.int32]
@@ -118,7 +119,7 @@ def prepare_tokens(
 class TokenRows:
     """The rows of a token file, mapped; `vocab_size` is what the model can embed.
 
-    Everything is checked once, in pieces, before a row is lent. Raises DataError.
+    Everything is checked once, in pieces, before a row is read. Raises DataError.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
@@ -198,6 +199,18 @@ class RandomRows:
             raise IndexError(f"row {index} of {self._count}")
         words = _hashed(1, self._seed, index, np.arange(self.seq_length + 1, dtype=np.uint64))
         return (words % np.uint64(self._vocab_size)).astype(np.int32), 0
+
+
+def open_rows(
+    bundle_dir: Path, vocab_size: int, data: str, split: str, length: int, out_file: Path
+) -> Rows:
+    """The rows of `data`: tokenized in another process into `out_file`, or random.
+
+    Raises as `prepare_tokens` and `TokenRows`.
+    """
+    if (seed := random_seed(data)) is not None:
+        return RandomRows(seed, vocab_size, length, RANDOM_ROWS)
+    return TokenRows(prepare_tokens(bundle_dir, data, split, length, out_file), vocab_size)
 
 
 def order(seed: int, epoch: int, n: int) -> npt.NDArray[np.int32]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import TrainConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import DataError
-from runtime.data.rows import Rows, TokenRows, split_file
-from runtime.run.evaluate import open_rows
-from runtime.run.folder import TOKENS
+from runtime.data.rows import Rows, TokenRows, open_rows, split_file
+
+TOKENS = ("train.tokens", "valid.tokens")
 
 
 def absolute(data: str) -> str:
@@ -36,7 +36,11 @@ def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Ro
         if ready.exists():
             found.append(TokenRows(ready, bundle.manifest.vocab_size))
         else:
-            found.append(open_rows(bundle, data, split, length, folder, name))
+            found.append(
+                open_rows(
+                    bundle.path, bundle.manifest.vocab_size, data, split, length, folder / name
+                )
+            )
     rows = found[0]
     assert rows is not None
     if len(rows) == 0:

@@ -1,10 +1,10 @@
-"""The order in which a program's steps run, and when each value dies. Pure: no MLX.
+"""The order in which a program's operations run, and when each value dies.
 
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
-values that its backward needs (and no others), then runs the steps' backwards in reverse; a step
-whose inputs need no gradient is left out. Where there is memory for it, the forward keeps those
-values instead; only what is inside a `tiled` step is always recomputed. What a norm or a
-transposition makes of inputs that wait for their own backward is made again where it is read.
+values that its backward reads (and no others), then runs the operations' backwards in reverse; an
+operation whose inputs need no gradient is left out. Where there is memory for it, the forward keeps
+those values instead; only what is inside a `Tiled` operation is always recomputed. What a norm or a
+transposition makes of inputs that wait for their own backward is recomputed where it is read.
 Gradients are named `~value`.
 """
 
@@ -13,237 +13,222 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ondevice.bundle.manifest import BlockType, Step
+from ondevice.operations.base import Operation
+from ondevice.operations.program import Program
+from ondevice.operations.values import gradient_of
 
 
 @dataclass(frozen=True)
-class Op:
-    """One step, run forward or backward.
+class Body:
+    """What runs inside an operation, once for each tile of `tokens` tokens."""
 
-    `wanted` are the outputs to compute (forward) or the values to return gradients for
-    (backward); `frees` are the values and gradients that die with this op. `same` is for each
-    wanted gradient the cotangent or the earlier one whose array it is after the op, or "".
+    program: Program
+    tokens: int
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operation, run forward or backward.
+
+    `wanted` are the results to compute (forward) or the values to return gradients for (backward);
+    `statistics` are the values that a forward makes for its backward alone; `frees` are the values
+    and gradients that die with the instruction. `same` is for each wanted gradient the cotangent or
+    the earlier gradient whose array it is afterwards, or "".
     """
 
     backward: bool
-    step: int
+    operation: Operation
     wanted: tuple[str, ...]
+    statistics: tuple[str, ...]
     frees: tuple[str, ...]
     same: tuple[str, ...] = ()
+    body: Body | None = None
 
 
 @dataclass(frozen=True)
 class _Use:
-    """An op before it is known what dies with it, and the values and gradients that it reads."""
+    """An instruction before it is known what dies with it, and the values that it reads."""
 
     backward: bool
-    step: int
+    operation: Operation
     wanted: tuple[str, ...]
-    used: tuple[str, ...]
+    read: tuple[str, ...]
 
 
-def lse(step: Step) -> str:
-    """The name of an attention step's log-sum-exp."""
-    return f"{step.outputs[0]}.lse"
+@dataclass(frozen=True)
+class _Reverse:
+    """The backward of one operation: the gradients wanted, and the forward values read."""
+
+    operation: Operation
+    wanted: tuple[str, ...]
+    read: frozenset[str]
 
 
-def outputs(step: Step) -> tuple[str, ...]:
-    return (*step.outputs, *(linear.output for linear in step.linears))
+def forward_schedule(program: Program) -> tuple[Instruction, ...]:
+    """All operations in order, but for a head; only the output survives."""
+    uses = [_forward(one) for one in program.operations if one.in_schedule]
+    return _with_frees(uses, {program.output}, statistics=False)
 
 
-def learns(step: Step, adapted: frozenset[str]) -> bool:
-    """Whether adapters are trained in a step."""
-    return any(linear.name in adapted for linear in step.linears) or any(
-        learns(inner, adapted) for inner in step.steps
-    )
-
-
-def activations(step: Step) -> tuple[str, ...]:
-    return tuple(name for name in step.inputs if not name.startswith("@"))
-
-
-def forward_schedule(block_type: BlockType) -> tuple[Op, ...]:
-    """All steps up to the head's, in order; only the output survives."""
-    steps = [step for step in block_type.steps if step.op != "head"]
-    ops = [_Use(False, i, outputs(step), activations(step)) for i, step in enumerate(steps)]
-    return _with_frees(ops, {block_type.output})
-
-
-def needs_gradient(
-    block_type: BlockType, adapted: frozenset[str], input_too: bool
-) -> frozenset[str]:
+def needs_gradient(program: Program, adapted: frozenset[str], input_wanted: bool) -> frozenset[str]:
     """The values whose gradients lead to an adapter (or to the block's input, where wanted)."""
-    needy = {block_type.input} if input_too else set()
-    for step in block_type.steps:
-        if any(name in needy for name in activations(step)):
-            needy |= set(outputs(step))
-        needy |= {linear.output for linear in step.linears if linear.name in adapted}
-        if step.op == "tiled" and learns(step, adapted):
-            needy |= set(step.outputs)
+    needy = {program.input} if input_wanted else set()
+    for operation in program.operations:
+        if any(name in needy for name in operation.activations):
+            needy |= set(operation.results)
+        needy |= set(operation.learned_results(adapted))
     return frozenset(needy)
 
 
-Reverse = list[tuple[int, tuple[str, ...], set[str]]]  # step, gradients wanted, values read
-
-
-def _reverse(block_type: BlockType, adapted: frozenset[str], input_too: bool) -> Reverse:
-    needy = needs_gradient(block_type, adapted, input_too)
-    reverse: Reverse = []
-    for index in reversed(range(len(block_type.steps))):
-        step = block_type.steps[index]
-        if step.op in ("head", "embedding") or not set(outputs(step)) & needy:
-            continue
-        used = _read_by_backward(step, adapted)
-        targets = tuple(name for name in activations(step) if name in needy)
-        if targets or learns(step, adapted):
-            reverse.append((index, targets, used))
-    return reverse
-
-
-def kept_values(block_type: BlockType, adapted: frozenset[str], input_too: bool) -> frozenset[str]:
-    """What the backward reads of the forward and does not make again, without the block's input."""
-    return _waiting(block_type, _reverse(block_type, adapted, input_too)) - {block_type.input}
+def kept_values(program: Program, adapted: frozenset[str], input_wanted: bool) -> frozenset[str]:
+    """What the backward reads of the forward and does not recompute, without the block's input."""
+    return _waiting(program, _reverse(program, adapted, input_wanted)) - {program.input}
 
 
 def keeping_schedule(
-    block_type: BlockType, adapted: frozenset[str], input_too: bool
-) -> tuple[Op, ...]:
+    program: Program, adapted: frozenset[str], input_wanted: bool
+) -> tuple[Instruction, ...]:
     """The forward, after which the output and `kept_values` survive."""
-    ops = [
-        _Use(False, i, outputs(step), activations(step)) for i, step in enumerate(block_type.steps)
-    ]
-    return _with_frees(
-        ops, {block_type.output, *kept_values(block_type, adapted, input_too)}, block_type
-    )
+    uses = [_forward(one) for one in program.operations if one.in_schedule]
+    survivors = {program.output, *kept_values(program, adapted, input_wanted)}
+    return _with_frees(uses, survivors, statistics=True)
 
 
 def backward_schedule(
-    block_type: BlockType, adapted: frozenset[str], input_too: bool, kept: bool = False
-) -> tuple[Op, ...]:
-    """Recompute, then reverse. `~output` is given; `~input` is left where `input_too`.
+    program: Program, adapted: frozenset[str], input_wanted: bool, kept: bool = False
+) -> tuple[Instruction, ...]:
+    """Recompute, then reverse. `~output` is given; `~input` is left where `input_wanted`.
 
     With `kept`, the values that `keeping_schedule` leaves are given too, and only the reverse runs.
     """
-    reverse = _reverse(block_type, adapted, input_too)
-    again = _made_again(block_type, reverse)
-    ops = [] if kept else _recompute(block_type, _waiting(block_type, reverse))
-    for position, (index, targets, used) in enumerate(reverse):
-        for made in (made for made, before in again.items() if before == position):
-            step = block_type.steps[made]
-            ops.append(_Use(False, made, outputs(step), activations(step)))
-        cotangents = {f"~{name}" for name in outputs(block_type.steps[index])}
-        ops.append(_Use(True, index, targets, tuple(used | cotangents)))
-    return _with_shared(_with_frees(ops, {f"~{block_type.input}"}, block_type), block_type)
+    reverse = _reverse(program, adapted, input_wanted)
+    again = _recomputed_late(program, reverse)
+    uses = [] if kept else _recompute(program, _waiting(program, reverse))
+    for position, one in enumerate(reverse):
+        uses += [_forward(made) for made, before in again if before == position]
+        cotangents = {gradient_of(name) for name in one.operation.results}
+        read = tuple(one.read | cotangents)
+        uses.append(_Use(True, one.operation, one.wanted, read))
+    return _with_shared(_with_frees(uses, {gradient_of(program.input)}, statistics=True))
 
 
-def _recompute(block_type: BlockType, needed: frozenset[str]) -> list[_Use]:
-    """The steps that lead from the block's input to the values needed."""
+def _forward(operation: Operation) -> _Use:
+    return _Use(False, operation, operation.results, operation.activations)
+
+
+def _reverse(program: Program, adapted: frozenset[str], input_wanted: bool) -> list[_Reverse]:
+    needy = needs_gradient(program, adapted, input_wanted)
+    reverse = []
+    for operation in reversed(program.operations):
+        if not operation.reversible or not set(operation.results) & needy:
+            continue
+        wanted = tuple(name for name in operation.activations if name in needy)
+        if wanted or operation.learns(adapted):
+            reverse.append(_Reverse(operation, wanted, operation.read_by_backward(adapted)))
+    return reverse
+
+
+def _recompute(program: Program, needed: frozenset[str]) -> list[_Use]:
+    """The operations that lead from the block's input to the values needed."""
     wanted = set(needed)
-    ops: list[_Use] = []
-    for index in reversed(range(len(block_type.steps))):
-        step = block_type.steps[index]
-        made = tuple(name for name in outputs(step) if name in wanted)
-        if step.op == "attention" and lse(step) in wanted:
-            made = outputs(step)
+    uses: list[_Use] = []
+    for operation in reversed(program.operations):
+        made = tuple(name for name in operation.results if name in wanted)
+        if wanted & set(operation.statistics):
+            made = operation.results
         if made:
-            ops.append(_Use(False, index, made, activations(step)))
-            wanted |= set(activations(step))
-    return ops[::-1]
+            uses.append(_Use(False, operation, made, operation.activations))
+            wanted |= set(operation.activations)
+    return uses[::-1]
 
 
-def _waiting(block_type: BlockType, reverse: Reverse) -> frozenset[str]:
-    """The values that the reverse reads and does not make again."""
-    read = set().union(*(used for _, _, used in reverse))
-    return frozenset(
-        read.difference(*(outputs(block_type.steps[i]) for i in _made_again(block_type, reverse)))
-    )
+def _waiting(program: Program, reverse: Sequence[_Reverse]) -> frozenset[str]:
+    """The values that the reverse reads and does not recompute where they are read."""
+    read = frozenset[str]().union(*(one.read for one in reverse))
+    late = (operation.results for operation, _ in _recomputed_late(program, reverse))
+    return frozenset(read.difference(*late))
 
 
-def _made_again(block_type: BlockType, reverse: Reverse) -> dict[int, int]:
-    """The glue to run again, and before which position of the reverse.
+def _recomputed_late(program: Program, reverse: Sequence[_Reverse]) -> list[tuple[Operation, int]]:
+    """The cheap operations to run again, and before which position of the reverse.
 
-    Its inputs are read there or later, so that they are alive anyway; what is made of matrix
+    Their inputs are read there or later, so that they are alive anyway; what is made of matrix
     products alone, as an activation, takes time, and waits.
     """
-    products = {linear.output for step in block_type.steps for linear in step.linears}
-    again: dict[int, int] = {}
-    remade: set[str] = set()
-    for index, step in enumerate(block_type.steps):
-        readers = [at for at, (_, _, used) in enumerate(reverse) if used & set(outputs(step))]
-        if step.op != "elementwise" or products >= set(activations(step)) or not readers:
+    products = {name for one in program.operations for name in one.products}
+    found: list[tuple[Operation, int]] = []
+    recomputed: set[str] = set()
+    for operation in program.operations:
+        results, inputs = set(operation.results), set(operation.activations)
+        readers = [at for at, one in enumerate(reverse) if one.read & results]
+        if not operation.cheap or products >= inputs or not readers:
             continue
-        alive = set().union(*(used for _, _, used in reverse[readers[0] :])) - remade
-        if alive >= set(activations(step)):
-            again[index] = readers[0]
-            remade |= set(outputs(step))
-    return again
-
-
-def _read_by_backward(step: Step, adapted: frozenset[str]) -> set[str]:
-    if step.op == "elementwise":
-        return {name for name in step.vjp_inputs if name[0] not in "@~"}
-    if step.op == "attention":
-        return {*step.inputs, step.outputs[0], lse(step)}
-    if step.op == "tiled":
-        return set(step.inputs)  # from which a tile is recomputed
-    return set(step.inputs) if learns(step, adapted) else set()
+        alive = set[str]().union(*(one.read for one in reverse[readers[0] :])) - recomputed
+        if alive >= inputs:
+            found.append((operation, readers[0]))
+            recomputed |= results
+    return found
 
 
 def _with_frees(
-    ops: Sequence[_Use], survivors: set[str], block_type: BlockType | None = None
-) -> tuple[Op, ...]:
+    uses: Sequence[_Use], survivors: set[str], statistics: bool
+) -> tuple[Instruction, ...]:
+    """The uses as instructions that know what dies with each.
+
+    `statistics` says whether forwards make them: they do where a backward follows.
+    """
     last: dict[str, int] = {}
-    frees: list[list[str]] = [[] for _ in ops]
-    for position, op in enumerate(ops):
-        made = tuple(f"~{name}" for name in op.wanted) if op.backward else op.wanted
-        if (
-            block_type is not None
-            and not op.backward
-            and block_type.steps[op.step].op == "attention"
-        ):
-            made = (*made, lse(block_type.steps[op.step]))
+    frees: list[list[str]] = [[] for _ in uses]
+    made_besides = [
+        use.operation.statistics if statistics and not use.backward else () for use in uses
+    ]
+    for position, use in enumerate(uses):
+        made = tuple(map(gradient_of, use.wanted)) if use.backward else use.wanted
+        made = (*made, *made_besides[position])
         for name in made:
-            if not op.backward and name in last:  # made again: gone until then
+            if not use.backward and name in last:  # recomputed: gone until then
                 frees[last[name]].append(name)
-        last.update(dict.fromkeys((*made, *op.used), position))
+        last.update(dict.fromkeys((*made, *use.read), position))
     for name, position in last.items():
         if name not in survivors:
             frees[position].append(name)
     return tuple(
-        Op(op.backward, op.step, op.wanted, tuple(sorted(dead)))
-        for op, dead in zip(ops, frees, strict=True)
+        Instruction(use.backward, use.operation, use.wanted, besides, tuple(sorted(dead)))
+        for use, besides, dead in zip(uses, made_besides, frees, strict=True)
     )
 
 
-def _with_shared(ops: Sequence[Op], block_type: BlockType) -> tuple[Op, ...]:
-    """The same ops, which know the gradients that are one array."""
+def _with_shared(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The same instructions, which know the gradients that are one array."""
     array: dict[str, object] = {}
     found = []
-    for op in ops:
-        step = block_type.steps[op.step]
-        if op.backward and step.vjp_same:
-            op = replace(op, same=tuple(_shared(op, step, array)))
-        elif op.backward:
-            array.update((f"~{name}", object()) for name in op.wanted)
-            op = replace(op, same=("",) * len(op.wanted))
-        found.append(op)
+    for one in instructions:
+        if one.backward and one.operation.shared_gradients:
+            one = replace(one, same=tuple(_shared(one, array)))
+        elif one.backward:
+            array.update((gradient_of(name), object()) for name in one.wanted)
+            one = replace(one, same=("",) * len(one.wanted))
+        found.append(one)
     return tuple(found)
 
 
-def _shared(op: Op, step: Step, array: dict[str, object]) -> Iterator[str]:
+def _shared(instruction: Instruction, array: dict[str, object]) -> Iterator[str]:
     """For each wanted gradient the one whose array it is; `array` knows it from then on.
 
     Two results that are one array, added to one array, are one array again.
     """
-    source = {f"~{name}": array.setdefault(f"~{name}", object()) for name in step.outputs}
+    operation = instruction.operation
+    names = [gradient_of(name) for name in operation.results]
+    source = {name: array.setdefault(name, object()) for name in names}
     holder = {one: name for name, one in source.items()}
-    for name, same in zip(step.vjp_outputs, step.vjp_same, strict=True):
+    for name, same in zip(operation.gradients, operation.shared_gradients, strict=True):
         source[name] = source[same] if same else object()
     sums: dict[tuple[object, object], object] = {}
-    for name in op.wanted:
-        before, result = array.get(f"~{name}"), source[name]
+    for name in instruction.wanted:
+        before, result = array.get(gradient_of(name)), source[name]
         if before is not None:
             result = sums.setdefault((before, result), object())
         yield holder.get(result, "")
-        holder.setdefault(result, f"~{name}")
-        array[f"~{name}"] = result
+        holder.setdefault(result, gradient_of(name))
+        array[gradient_of(name)] = result

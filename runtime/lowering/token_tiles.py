@@ -1,98 +1,71 @@
-"""Folding the steps of a layer that treat every token alike into one that runs by tiles of tokens.
+"""Folding the operations of a layer that treat every token alike into one that runs by tiles.
 
-An MLP is linear, glue, linear: what lies between is several times as wide as the hidden states, and
-need exist for a tile of tokens only, forward and backward, as in Arctic's sequence tiling (ALST,
-arXiv 2506.13996). The weights are read and unpacked once for each tile.
+An MLP is linear, elementwise, linear: what lies between is several times as wide as the hidden
+states, and need exist for a tile of tokens only (`ondevice.operations.tiled`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from ondevice.bundle.manifest import BlockType, Manifest, Step, graph_length
-from runtime.lowering.schedule import activations, outputs
-
-WHOLE = 1 << 62  # more tokens, or values, than there are
-GATED_CHUNK = 32_768  # values of a gated activation at once: fewer, and NumPy's calls cost the most
-GATED_SCRATCH_BYTES = 2 * GATED_CHUNK * 4
+from ondevice.operations.program import Program
+from ondevice.operations.tiled import Tiled
 
 
-def rows_at_once(rows: int, columns: int, values: int) -> int:
-    """How many rows of a matrix are opened at once: tiles of at most so many values, all alike.
-
-    A smaller last tile would save nothing, and leave the heap a hole that the others do not fit.
-    """
-    most = max(1, values // columns)
-    return math.ceil(rows / math.ceil(rows / most))
-
-
-def fold(block_type: BlockType) -> BlockType:
-    """The block_type with its longest such stretch as one `tiled` step; as it is where there is none."""
+def fold(program: Program) -> Program:
+    """The program with its longest such stretch as one `Tiled` operation, if there is any."""
     stretches = []
-    for first in range(len(block_type.steps)):
-        for last in range(first, len(block_type.steps)):
-            step = block_type.steps[last]
-            if not (step.op == "linear" or step.tokenwise):
+    for first in range(len(program.operations)):
+        for last in range(first, len(program.operations)):
+            if not program.operations[last].tokenwise:
                 break
-            if _is_foldable(block_type, first, last):
+            if _is_foldable(program, first, last):
                 stretches.append((first, last))
     if not stretches:
-        return block_type
+        return program
     first, last = max(stretches, key=lambda ends: ends[1] - ends[0])
-    inside = block_type.steps[first : last + 1]
-    (result,) = (linear.output for linear in inside[-1].linears)
-    step = Step("tiled", inside[0].inputs, (result,), steps=inside)
-    return replace(
-        block_type, steps=(*block_type.steps[:first], step, *block_type.steps[last + 1 :])
-    )
+    inside = program.operations[first : last + 1]
+    (source,), (result,) = inside[0].inputs_read, inside[-1].results
+    tiled = Tiled((source,), (result,), inside)
+    before, after = program.operations[:first], program.operations[last + 1 :]
+    return replace(program, operations=(*before, tiled, *after))
 
 
-def unfold(block_type: BlockType, step: Step) -> BlockType:
-    """The steps of a `tiled` step as a block_type of their own."""
-    name = f"{block_type.name}.{step.outputs[0]}"
-    return replace(
-        block_type, name=name, input=step.inputs[0], output=step.outputs[0], steps=step.steps
-    )
+def unfold(program: Program, tiled: Tiled) -> Program:
+    """The operations inside a `Tiled` one as a program of their own."""
+    (source,), (result,) = tiled.inputs, tiled.outputs
+    name = f"{program.name}.{result}"
+    return replace(program, name=name, input=source, output=result, operations=tiled.inside)
 
 
-def token_tile(block_type: BlockType, bucket: int, at_most: int) -> int:
-    """The tokens that a block_type's `tiled` step takes at once.
+def tiled_of(program: Program) -> Tiled | None:
+    """The `Tiled` operation of a folded program; None where nothing was folded."""
+    return next((one for one in program.operations if isinstance(one, Tiled)), None)
 
-    A divisor of the bucket that the graphs' own length divides: the largest that is no more than
-    `at_most`, or the smallest where there is none; the bucket itself where nothing is tiled.
+
+def tile_tokens(program: Program, bucket: int, at_most: int) -> int:
+    """The tokens that the `Tiled` operation of a folded program takes at once.
+
+    A divisor of the bucket that is a multiple of what its operations need: the largest that is no
+    more than `at_most`, or the smallest where there is none; the bucket where nothing is tiled.
     """
-    tiled = next((step for step in block_type.steps if step.op == "tiled"), None)
+    tiled = tiled_of(program)
     if tiled is None:
         return bucket
-    unit = max(graph_length(step, bucket) for step in tiled.steps if step.op == "elementwise")
+    unit = tiled.tile_unit(bucket)
     sizes = [size for size in range(unit, bucket + 1, unit) if bucket % size == 0]
     return max((size for size in sizes if size <= at_most), default=unit)
 
 
-def widest_tile(manifest: Manifest, bucket: int, at_most: int) -> int:
-    """The most tokens that a layer's `tiled` step takes at once at a bucket."""
-    block_types = {block.type for block in manifest.layers}
-    return max(
-        token_tile(fold(manifest.block_types[name]), bucket, at_most) for name in block_types
-    )
-
-
-def longest_graph(manifest: Manifest, bucket: int) -> int:
-    """The most tokens that a layer's token-wise glue takes at once at a bucket."""
-    steps = (step for block in manifest.layers for step in manifest.block_types[block.type].steps)
-    return max((graph_length(step, bucket) for step in steps if step.tokenwise), default=0)
-
-
-def _is_foldable(block_type: BlockType, first: int, last: int) -> bool:
-    """Of steps that treat tokens alike: linear to linear by glue, one value in and one out."""
-    inside, after = block_type.steps[first : last + 1], block_type.steps[last + 1 :]
-    if inside[0].op != "linear" or len(inside[-1].linears) != 1:
+def _is_foldable(program: Program, first: int, last: int) -> bool:
+    """From products to one product by something elementwise, one value in and one value out."""
+    inside, after = program.operations[first : last + 1], program.operations[last + 1 :]
+    if not inside[0].products or len(inside[-1].products) != 1:
         return False
-    if not any(step.op == "elementwise" for step in inside):
+    if all(one.products for one in inside):
         return False
-    result = inside[-1].linears[0].output
-    made = {name for step in inside for name in outputs(step)}
-    read = {name for step in inside for name in activations(step)}
-    read_after = {name for step in after for name in step.inputs} | {block_type.output}
-    return read - made == set(inside[0].inputs) and made & read_after <= {result}
+    (result,) = inside[-1].products
+    made = {name for one in inside for name in one.results}
+    read = {name for one in inside for name in one.activations}
+    read_after = {name for one in after for name in one.inputs_read} | {program.output}
+    return read - made == set(inside[0].inputs_read) and made & read_after <= {result}

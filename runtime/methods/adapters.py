@@ -19,11 +19,12 @@ import mlx.core as mx
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ondevice.bundle.manifest import Block, Manifest
-from ondevice.bundle.store import fsync_path, storage_errors, write_atomic
+from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError, DivergedError
+from ondevice.files import fsync_path, storage_errors, write_atomic
+from ondevice.operations.program import Block
 from ondevice.paths import text_path
-from runtime.engine.kernels.linear import Lora
+from runtime.engine.values import Lora
 from runtime.methods.noise import key_of
 
 Tensors = MutableMapping[str, mx.array]
@@ -32,9 +33,9 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 class Adapters:
-    """The trainable tensors of every layer, float32, by full name; blocks are lent them as `dtype`.
+    """The trainable tensors of every layer, float32, by full name; blocks run with `dtype` copies.
 
-    Products promote what is lent to float32, so that only the values of adapters are rounded.
+    Products promote these to float32, so that only the values of adapters are rounded.
     """
 
     def __init__(self, manifest: Manifest, tensors: Tensors, dtype: str = "float32") -> None:
@@ -82,22 +83,22 @@ class Adapters:
             tensors[name] = value
         return cls(manifest, tensors)
 
-    def lent_as(self, dtype: str) -> Adapters:
-        """The same tensors, lent as another dtype."""
+    def in_dtype(self, dtype: str) -> Adapters:
+        """The same tensors, of which blocks get copies in another dtype."""
         return Adapters(self.manifest, self.tensors, dtype)
 
     def loras(self, block: Block) -> dict[str, Lora]:
         """The block's adapters by relative name."""
         return {
             name: Lora(
-                self._lent(f"{block.tensor(name)}.lora_a"),
-                self._lent(f"{block.tensor(name)}.lora_b"),
+                self._copy(f"{block.tensor(name)}.lora_a"),
+                self._copy(f"{block.tensor(name)}.lora_b"),
                 self.scale,
             )
             for name in self.manifest.adapted(block)
         }
 
-    def _lent(self, name: str) -> mx.array:
+    def _copy(self, name: str) -> mx.array:
         value = self.tensors[name].astype(DTYPES[self.dtype])  # itself where it is float32
         mx.eval(value)
         return value

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from ondevice.bundle.manifest import Block
-from runtime.engine.executor import Gradients, Loras, Values, accumulate
-from runtime.engine.program import Program
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
+from ondevice.operations.program import Block
+from runtime.engine.model import Model
+from runtime.engine.values import Gradients, Loras, Values, accumulate
 from runtime.methods.adapters import Adapters
-from runtime.methods.optimizer import Optimizer
-from runtime.methods.protocol import Programs, Row, StepLoss, StepResult, Update
+from runtime.methods.optimizer import Optimizer, moments
+from runtime.methods.protocol import Models, Row, Start, StepLoss, StepResult, Update
+from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
 
 Kept = dict[tuple[int, int], Values]  # by block and row
@@ -24,14 +28,14 @@ Kept = dict[tuple[int, int], Values]  # by block and row
 
 @dataclass(frozen=True)
 class Backprop:
-    """Exact gradients over a program.
+    """Exact gradients over a model.
 
     `activations` holds a slot per block for each row; `lanes` rows travel side by side through the
     forward pass. The last `kept_layers` layers keep what their backward needs; the others recompute
     it.
     """
 
-    program: Program
+    model: Model
     adapters: Adapters
     activations: Activations
     lanes: int = 1
@@ -41,30 +45,29 @@ class Backprop:
         """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
         kept = self._forward(rows)
         result = self._head(rows, tokens)
-        blocks = self.program.blocks
+        blocks = self.model.blocks
         for index in range(len(blocks) - 2, 0, -1):
             block = blocks[index]
             if index > 1:  # of the embedding a few rows are read, not all
-                self.program.read_ahead(blocks[index - 1])
-            with self.program.profile.block(block.name, "backward"):
+                self.model.read_ahead(blocks[index - 1])
+            with self.model.profile.block(block.label, "backward"):
                 total = self._block(index, len(rows), kept)
-                self.program.release(block)
-                with self.program.profile.span("optimizer"):
+                self.model.release(block)
+                with self.model.profile.span("optimizer"):
                     update(block, total)
                 del total
         return result
 
     def _block(self, index: int, rows: int, kept: Kept) -> Gradients:
-        block = self.program.blocks[index]
+        block = self.model.blocks[index]
         loras = self.adapters.loras(block)
         total: Gradients = {}
         for row in range(rows):
-            dx, gradients = self.program.backward(
+            dx, gradients = self.model.backward(
                 block,
                 self.activations.get(index, row),
                 self.activations.get(index + 1, row),
                 loras,
-                input_too=index > 1,
                 kept=kept.pop((index, row), None),
             )
             if dx is not None:
@@ -75,27 +78,27 @@ class Backprop:
 
     def _forward(self, rows: Sequence[Row]) -> Kept:
         kept: Kept = {}
-        blocks = self.program.blocks
-        with self.program.profile.block(blocks[0].name or blocks[0].type, "forward"):
+        blocks = self.model.blocks
+        with self.model.profile.block(blocks[0].label, "forward"):
             for row, item in enumerate(rows):
-                self.activations.put(1, row, self.program.embed(item.inputs))
-            self.program.release(blocks[0])
+                self.activations.put(1, row, self.model.embed(item.inputs))
+            self.model.release(blocks[0])
         for index, block in enumerate(blocks[1:-1], start=1):
-            self.program.read_ahead(blocks[index + 1])
+            self.model.read_ahead(blocks[index + 1])
             loras = self.adapters.loras(block)
-            with self.program.profile.block(block.name, "forward"):
+            with self.model.profile.block(block.label, "forward"):
                 if index >= len(blocks) - 1 - self.kept_layers:
                     self._forward_keeping(index, len(rows), loras, kept)
                 else:
                     self._forward_lanes(index, len(rows), loras)
-            self.program.release(block)
+            self.model.release(block)
         return kept
 
     def _forward_keeping(self, index: int, rows: int, loras: Loras, kept: Kept) -> None:
         for row in range(rows):
             x = self.activations.get(index, row)
-            block = self.program.blocks[index]
-            y, kept[index, row] = self.program.forward_keeping(block, x, loras, index > 1)
+            block = self.model.blocks[index]
+            y, kept[index, row] = self.model.forward_keeping(block, x, loras)
             self.activations.put(index + 1, row, y)
             del x, y
 
@@ -103,22 +106,22 @@ class Backprop:
         for first in range(0, rows, self.lanes):
             group = range(first, min(first + self.lanes, rows))
             xs = [self.activations.get(index, row) for row in group]
-            ys = self.program.forward_lanes(self.program.blocks[index], xs, [loras] * len(group))
+            ys = self.model.forward_lanes(self.model.blocks[index], xs, [loras] * len(group))
             for row in group:
                 self.activations.put(index + 1, row, ys.pop(0))
 
     def _head(self, rows: Sequence[Row], tokens: int) -> StepLoss:
         """Losses, and their gradients in place of the head's inputs."""
-        head = len(self.program.blocks) - 1
-        block = self.program.blocks[head]
+        head = len(self.model.blocks) - 1
+        block = self.model.blocks[head]
         result = StepLoss(0.0, 0, 0)
-        with self.program.profile.block(block.name or block.type, "forward"):
-            for group in _groups(rows, self.program.bucket):
+        with self.model.profile.block(block.label, "forward"):
+            for group in _groups(rows, self.model.bucket):
                 hs = [
-                    self.program.hidden(self.activations.get(head, row), rows[row].scored)
+                    self.model.hidden(self.activations.get(head, row), rows[row].scored)
                     for row in group
                 ]
-                scored = self.program.losses(hs, [rows[row].targets for row in group], True)
+                scored = self.model.losses(hs, [rows[row].targets for row in group], True)
                 hs.clear()
                 for row in group:
                     one = scored.pop(0)
@@ -126,10 +129,10 @@ class Backprop:
                     result += StepLoss(loss, 0, len(rows[row].targets))
                     assert one.dh is not None
                     x = self.activations.get(head, row)
-                    dx = self.program.head_backward(x, one.dh * (1.0 / tokens), rows[row].scored)
+                    dx = self.model.head_backward(x, one.dh * (1.0 / tokens), rows[row].scored)
                     self.activations.put(head, row, dx)
                     del x, dx, one
-        self.program.release(block)
+        self.model.release(block)
         return result
 
 
@@ -150,12 +153,13 @@ def _groups(rows: Sequence[Row], most: int) -> list[list[int]]:
 class MeBP:
     """The method `mebp`: exact gradients, and the optimizer's update of each block."""
 
-    programs: Programs
+    models: Models
     adapters: Adapters
     activations: Activations
     optimizer: Optimizer
     lanes: int = 1
     kept_layers: int = 0
+    keeps_log: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
         """See `Method.step`; gradients of several parts are held until the last."""
@@ -168,8 +172,8 @@ class MeBP:
 
         loss = StepLoss(0.0, 0, 0)
         for rows in parts:
-            program = self.programs(max(len(row.inputs) for row in rows))
-            pass_ = Backprop(program, self.adapters, self.activations, self.lanes, self.kept_layers)
+            model = self.models(max(len(row.inputs) for row in rows))
+            pass_ = Backprop(model, self.adapters, self.activations, self.lanes, self.kept_layers)
             update = self.optimizer.apply if len(parts) == 1 else hold
             loss += pass_.gradients(rows, tokens, update)
         for block, gradients in held.items():
@@ -184,3 +188,31 @@ class MeBP:
 
     def read(self, path: Path) -> None:
         self.optimizer.read(path)
+
+    def log_header(self) -> str:
+        raise AssertionError("nothing is logged: the saves hold all there is")
+
+
+def demand(config: StepConfig) -> Demand:
+    """A checkpoint of every block boundary for each row, and the gradients of one layer."""
+    return Demand(
+        rows=config.batch_size,
+        hidden_states=config.batch_size,
+        lanes_in_spare_memory=config.batch_size,
+        backward=True,
+        holds_gradients=config.grad_accumulation > 1,
+        moments=len(moments(config.optimizer)),
+    )
+
+
+def start(config: TrainConfig, begin: Start) -> MeBP:
+    """The method at its beginning."""
+    shape = begin.activation_shape
+    return MeBP(
+        begin.models,
+        begin.adapters,
+        Activations(begin.scratch, begin.block_count, config.batch_size, shape),
+        Optimizer(begin.adapters, config.optimizer, config.weight_decay, begin.scratch),
+        begin.plan.lanes,
+        begin.plan.kept_layers,
+    )

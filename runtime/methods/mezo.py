@@ -17,46 +17,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from ondevice.bundle.manifest import Block
-from ondevice.bundle.store import write_atomic
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError
-from runtime.engine.executor import Loras
-from runtime.engine.program import Program
+from ondevice.files import write_atomic
+from ondevice.operations.program import Block
+from runtime.engine.model import Model
+from runtime.engine.values import Loras
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Programs, Row, StepLoss, StepResult
+from runtime.methods.protocol import Models, Row, Start, StepLoss, StepResult
+from runtime.methods.scalar_update import Update, projected_gradient
+from runtime.methods.trajectory import Header, digest
+from runtime.planner.demand import Demand, lane_choices
 from runtime.storage.activations import Activations
 
 PLUS, MINUS = 1.0, -1.0
-
-
-@dataclass(frozen=True)
-class Update:
-    """One step's update: theta <- theta - rate (mean over queries of g z + weight_decay theta)."""
-
-    step: int
-    rate: float
-    gradients: tuple[float, ...]  # projected, one per query
-    weight_decay: float
-
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        """The tensor after the update, evaluated."""
-        total = value * self.weight_decay
-        for query, gradient in enumerate(self.gradients):
-            z = noise.draw(self.step, query, tensor, value.shape)
-            total = total + z * (gradient / len(self.gradients))
-        value = value - total * self.rate
-        mx.eval(value)
-        return value
-
-
-def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
-    """SPSA's estimate along z from the mean losses at theta + eps z and theta - eps z."""
-    return (plus - minus) / (2 * epsilon)
+MOST_LANES = 16  # hidden states side by side, where they fit
 
 
 class Lane(NamedTuple):
@@ -74,7 +55,7 @@ class MeZO:
     `activations` holds one slot for each of 2 x queries x rows hidden states.
     """
 
-    programs: Programs
+    models: Models
     adapters: Adapters
     activations: Activations
     noise: Noise
@@ -85,39 +66,40 @@ class MeZO:
     defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
     _pending: Update | None = field(default=None, repr=False)
+    keeps_log: ClassVar[bool] = True
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
         """See `Method.step`; all parts travel together, at the bucket of their longest row."""
         rows = [row for part in parts for row in part]
-        program = self.programs(max(len(row.inputs) for row in rows))
+        model = self.models(max(len(row.inputs) for row in rows))
         lanes = [
             Lane(query, row, sign)
             for query in range(self.queries)
             for row in range(len(rows))
             for sign in (PLUS, MINUS)
         ]
-        self._embed(program, rows, lanes)
-        for index, block in enumerate(program.blocks[1:-1], start=1):
-            program.read_ahead(program.blocks[index + 1])
-            with program.profile.block(block.name, "forward"):
-                self._block(program, block, number, lanes)
+        self._embed(model, rows, lanes)
+        for index, block in enumerate(model.blocks[1:-1], start=1):
+            model.read_ahead(model.blocks[index + 1])
+            with model.profile.block(block.label, "forward"):
+                self._block(model, block, number, lanes)
         self._pending = None  # every block has been visited
-        losses = self._losses(program, rows, lanes)
+        losses = self._losses(model, rows, lanes)
         return self._learn(number, rate, rows, lanes, losses)
 
-    def _embed(self, program: Program, rows: Sequence[Row], lanes: Sequence[Lane]) -> None:
-        block = program.blocks[0]
-        with program.profile.block(block.name or block.type, "forward"):
+    def _embed(self, model: Model, rows: Sequence[Row], lanes: Sequence[Lane]) -> None:
+        block = model.blocks[0]
+        with model.profile.block(block.label, "forward"):
             for row, item in enumerate(rows):
-                x = program.embed(item.inputs)
+                x = model.embed(item.inputs)
                 for slot, lane in enumerate(lanes):
                     if lane.row == row:
                         self.activations.put(0, slot, x)
                 del x
-            program.release(block)
+            model.release(block)
 
-    def _block(self, program: Program, block: Block, number: int, lanes: list[Lane]) -> None:
-        self._catch_up(block, program)
+    def _block(self, model: Model, block: Block, number: int, lanes: list[Lane]) -> None:
+        self._catch_up(block, model)
         perturbed: dict[tuple[int, float], Loras] = {}
         for first in range(0, len(lanes), self.lanes):
             group = lanes[first : first + self.lanes]
@@ -125,15 +107,15 @@ class MeZO:
                 del perturbed[done]
             for query in sorted({lane.query for lane in group}):
                 if (query, PLUS) not in perturbed:
-                    with program.profile.span("noise"):
+                    with model.profile.span("noise"):
                         self._perturb(perturbed, block, number, query)
             xs = [self.activations.get(0, first + i) for i in range(len(group))]
             loras = [perturbed[lane.query, lane.sign] for lane in group]
-            ys = program.forward_lanes(block, xs, loras)
+            ys = model.forward_lanes(block, xs, loras)
             for i in range(len(group)):
                 self.activations.put(0, first + i, ys.pop(0))
             del loras  # before the next group's are drawn
-        program.release(block)
+        model.release(block)
 
     def _perturb(
         self, perturbed: dict[tuple[int, float], Loras], block: Block, number: int, query: int
@@ -158,21 +140,21 @@ class MeZO:
             for suffix in ("lora_a", "lora_b")
         ]
 
-    def _losses(self, program: Program, rows: Sequence[Row], lanes: Sequence[Lane]) -> list[float]:
+    def _losses(self, model: Model, rows: Sequence[Row], lanes: Sequence[Lane]) -> list[float]:
         """The summed loss of every lane."""
-        head = program.blocks[-1]
+        head = model.blocks[-1]
         found: list[float] = []
-        with program.profile.block(head.name or head.type, "forward"):
+        with model.profile.block(head.label, "forward"):
             for first in range(0, len(lanes), self.lanes):
                 group = lanes[first : first + self.lanes]
                 hs = [
-                    program.hidden(self.activations.get(0, first + i), rows[lane.row].scored)
+                    model.hidden(self.activations.get(0, first + i), rows[lane.row].scored)
                     for i, lane in enumerate(group)
                 ]
                 targets = [rows[lane.row].targets for lane in group]
-                results = program.losses(hs, targets, gradient=False, predictions=False)
+                results = model.losses(hs, targets, gradient=False, predictions=False)
                 found += [float(result.loss.sum().item()) for result in results]  # type: ignore[arg-type]
-        program.release(head)
+        model.release(head)
         return found
 
     def _learn(
@@ -203,10 +185,10 @@ class MeZO:
             self.settle()
         return StepResult(mean, len(lanes), 0, [rate, list(gradients)])
 
-    def _catch_up(self, block: Block, program: Program) -> None:
+    def _catch_up(self, block: Block, model: Model) -> None:
         """Apply the pending update to one block."""
         if self._pending is not None:
-            with program.profile.span("update"):
+            with model.profile.span("update"):
                 self._apply(self._names(block))
 
     def _apply(self, names: Sequence[str]) -> None:
@@ -235,3 +217,45 @@ class MeZO:
             self.skipped = int(json.loads(path.read_bytes())["skipped"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
             raise BundleError(f"{path} is damaged: {problem!r}") from None
+
+    def log_header(self) -> str:
+        """The log from which `ondevice replay` rebuilds the run's adapters."""
+        weights = self.adapters.manifest.weights_sha256
+        noise = self.noise
+        initial = digest(self.adapters)
+        return Header(noise.seed, noise.kind, self.weight_decay, weights, initial).line()
+
+
+def _hidden_states(config: StepConfig) -> int:
+    """Two for each row and query: at theta + eps z and at theta - eps z."""
+    return 2 * config.queries * config.batch_size * config.grad_accumulation
+
+
+def demand(config: StepConfig) -> Demand:
+    """One checkpoint for each hidden state, and two perturbed copies of a block's adapters a query.
+
+    Queries whose hidden states are done give theirs up; so many are alive at once at most.
+    """
+    hidden_states = _hidden_states(config)
+    return Demand(
+        rows=config.batch_size,
+        hidden_states=hidden_states,
+        slots=1,
+        lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
+        adapter_copies=2 * min(config.queries, 2 + MOST_LANES // 2),
+        scratch_copies=3,  # z, theta and their sum
+    )
+
+
+def start(config: TrainConfig, begin: Start) -> MeZO:
+    """The method at its beginning."""
+    return MeZO(
+        begin.models,
+        begin.adapters,
+        Activations(begin.scratch, 1, _hidden_states(config), begin.activation_shape),
+        Noise(config.seed, config.noise),
+        config.epsilon,
+        config.queries,
+        config.weight_decay,
+        begin.plan.lanes,
+    )

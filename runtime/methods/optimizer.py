@@ -17,10 +17,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.optimizers as optim
 
-from ondevice.bundle.manifest import Block
-from ondevice.bundle.store import storage_errors
 from ondevice.errors import BundleError
-from runtime.engine.executor import Gradients
+from ondevice.files import storage_errors
+from ondevice.operations.program import Block
+from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.storage.scratch import MappedTensors
 
@@ -38,6 +38,11 @@ def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, ste
     if schedule == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * done))
     return peak
+
+
+def moments(name: str) -> tuple[str, ...]:
+    """What an optimizer keeps for each trained value, by name."""
+    return MOMENTS if name == "adamw" else ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Optimizer:
             self.rule = optim.AdamW(1e-4, weight_decay=weight_decay, bias_correction=True)
         else:
             self.rule = optim.SGD(1e-4, weight_decay=weight_decay)
-        self.moments = MOMENTS if name == "adamw" else ()
+        self.moments = moments(name)
         manifest = adapters.manifest
         self._groups = {
             block.name: groups(Adapters.shapes_of(manifest, block), most)

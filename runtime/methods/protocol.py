@@ -1,7 +1,7 @@
-"""The protocol of methods: how one step turns rows into an update of the adapters.
+"""What a training method is: how one step turns rows into an update of the adapters.
 
-A method sees a `Program`'s blocks, the adapters, and the rows of a step; it never sees files,
-budgets or models.
+A method sees the blocks of a model, the adapters, and the rows of a step; it never sees budgets or
+architectures. It declares what it needs (`runtime.planner.demand`) before anything is planned.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.manifest import Block
-from runtime.engine.executor import Gradients
-from runtime.engine.program import Program
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
+from ondevice.operations.program import Block
+from runtime.engine.model import Model
+from runtime.engine.values import Gradients
+from runtime.methods.adapters import Adapters
+from runtime.planner.demand import Demand
+from runtime.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,18 @@ class Update(Protocol):
     def __call__(self, block: Block, gradients: Gradients) -> None: ...
 
 
-Programs = Callable[[int], Program]  # of the smallest bucket that holds so many tokens
+Models = Callable[[int], Model]  # of the smallest sequence bucket that holds so many tokens
 
 
 class Method(Protocol):
-    """One way to train. Its state beside the adapters is what `write` writes and `read` reads."""
+    """One way to train. Its state besides the adapters is what `write` writes and `read` reads.
+
+    `keeps_log` says whether a log is kept from which the run can be rebuilt: `log_header` is its
+    first line, asked for before the first step, and each step's line is its `StepResult.record`.
+    """
+
+    @property
+    def keeps_log(self) -> bool: ...
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
         """Step `number` (0-based) at learning rate `rate` over micro-batches of rows.
@@ -99,3 +111,34 @@ class Method(Protocol):
     def write(self, path: Path) -> None: ...
 
     def read(self, path: Path) -> None: ...
+
+    def log_header(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a method begins with: a planned model, adapters, and a folder for scratch files."""
+
+    models: Models
+    plan: Plan
+    adapters: Adapters
+    scratch: Path
+    block_count: int
+    hidden_size: int
+
+    @property
+    def activation_shape(self) -> tuple[int, int, int]:
+        """The largest activation checkpoint: (1, T, D)."""
+        return 1, self.plan.bucket, self.hidden_size
+
+
+class Implementation(Protocol):
+    """The module of a method."""
+
+    def demand(self, config: StepConfig) -> Demand:
+        """What training as configured needs, for the planner."""
+        ...
+
+    def start(self, config: TrainConfig, begin: Start) -> Method:
+        """The method at its beginning."""
+        ...

@@ -1,4 +1,4 @@
-"""The log from which a MeZO run can be rebuilt: a few bytes a step.
+"""The log from which a zeroth-order run can be rebuilt: a few bytes a step.
 
 `trajectory.jsonl` begins with a header (seed, noise, weight decay, what it starts from); then one
 line a step: `[rate, [projected gradient of each query]]`, or `[rate, null]` for a step that was
@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.bundle.store import storage_errors, write_atomic
 from ondevice.errors import BundleError
+from ondevice.files import storage_errors, write_atomic
 from runtime.methods.adapters import Adapters
-from runtime.methods.mezo import Update
 from runtime.methods.noise import KINDS, Noise
+from runtime.methods.scalar_update import Update
 
 FORMAT = "ondevice-trajectory-1"
 
@@ -64,9 +64,9 @@ class Header:
         return json.dumps(asdict(self)) + "\n"
 
 
-def start_log(path: Path, header: Header) -> None:
+def start_log(path: Path, header_line: str) -> None:
     """Begin a log."""
-    write_atomic(path, header.line().encode())
+    write_atomic(path, header_line.encode())
 
 
 def truncate_log(path: Path, steps: int) -> None:

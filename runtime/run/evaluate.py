@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 
 from ondevice.bundle.store import Bundle
-from ondevice.config.base import EvalConfig
-from ondevice.errors import BudgetError, InterruptedRunError
-from ondevice.units import format_bytes
-from runtime.data.rows import RandomRows, Rows, TokenRows, prepare_tokens, random_seed
+from ondevice.config.evaluate import EvalConfig
+from ondevice.errors import InterruptedRunError
+from runtime.data.rows import RandomRows, Rows, open_rows
 from runtime.engine.kernels.head import HeadResult
-from runtime.engine.program import Program
+from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row, StepLoss
-from runtime.planner.plan import Plan
-from runtime.run.open import Session, open_checked, open_session, plan_for
+from runtime.run.budget import check_budget, evaluation, machine_for, make_plan
+from runtime.run.events import Events
+from runtime.run.open import Session, open_checked, open_session
 from runtime.run.signals import Stop
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
-
-RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
-
-
-@dataclass
-class Events:
-    """What the caller wants to see while a run goes on; every hook may be left alone."""
-
-    plan: Callable[[Plan], None] = lambda plan: None
-    note: Callable[[str], None] = lambda text: None
-    step: Callable[[dict[str, Any], int], None] = lambda entry, total: None
-    evaluation: Callable[[str, int, int], None] = lambda what, done, total: None
 
 
 def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
@@ -53,17 +41,17 @@ def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
     }
 
 
-def evaluate(program: Program, adapters: Adapters, rows: Sequence[Row]) -> list[StepLoss]:
+def evaluate(model: Model, adapters: Adapters, rows: Sequence[Row]) -> list[StepLoss]:
     """Loss and accuracy of each row, forward only; all rows visit each block side by side."""
-    xs = [program.embed(row.inputs) for row in rows]
-    program.release(program.blocks[0])
-    for index, block in enumerate(program.blocks[1:-1], start=1):
-        program.read_ahead(program.blocks[index + 1])
-        xs = program.forward_lanes(block, xs, [adapters.loras(block)] * len(rows))
-        program.release(block)
-    hs = [program.hidden(xs.pop(0), row.scored) for row in rows]
-    found = program.losses(hs, [row.targets for row in rows], gradient=False, predictions=True)
-    program.release(program.blocks[-1])
+    xs = [model.embed(row.inputs) for row in rows]
+    model.release(model.blocks[0])
+    for index, block in enumerate(model.blocks[1:-1], start=1):
+        model.read_ahead(model.blocks[index + 1])
+        xs = model.forward_lanes(block, xs, [adapters.loras(block)] * len(rows))
+        model.release(block)
+    hs = [model.hidden(xs.pop(0), row.scored) for row in rows]
+    found = model.losses(hs, [row.targets for row in rows], gradient=False, predictions=True)
+    model.release(model.blocks[-1])
     return [_count(one, row) for one, row in zip(found, rows, strict=True)]
 
 
@@ -75,13 +63,13 @@ def _count(found: HeadResult, row: Row) -> StepLoss:
 
 
 def _side_by_side(session: Session, rows: Rows, count: int) -> Iterator[list[Row]]:
-    """The first `count` rows in order, in groups of one bucket that the plan lets travel together."""
+    """The first `count` rows in order, in groups of one bucket that the plan lets visit blocks together."""
     group: list[Row] = []
     for index in range(count):
         row = Row(*rows.row(index))
         if group and (
-            len(group) == session.plan.eval_lanes
-            or session.program(len(row.inputs)) is not session.program(len(group[0].inputs))
+            len(group) == session.plan.evaluation_lanes
+            or session.model(len(row.inputs)) is not session.model(len(group[0].inputs))
         ):
             yield group
             group = []
@@ -111,7 +99,7 @@ def evaluate_rows(
     count = min(len(rows), limit) if limit else len(rows)
     losses: list[StepLoss] = []
     for group in _side_by_side(session, rows, count):
-        losses += evaluate(session.program(len(group[0].inputs)), adapters, group)
+        losses += evaluate(session.model(len(group[0].inputs)), adapters, group)
         events.evaluation(what, len(losses), count)
         check_budget(meter, session.plan, f"{what} ended at row {len(losses)}")
         if stop is not None and stop.signal is not None and len(losses) < count:
@@ -120,43 +108,20 @@ def evaluate_rows(
     return summarize(losses)
 
 
-def check_budget(meter: Meter, plan: Plan, state: str) -> None:
-    """Keep the promise: raise BudgetError once the footprint has passed the budget."""
-    if meter.over_budget:
-        raise BudgetError(
-            f"the run passed its budget: footprint {format_bytes(meter.peak_bytes, up=True)} > "
-            f"{format_bytes(plan.budget_bytes)} (predicted "
-            f"{format_bytes(plan.predicted_peak_bytes)}); {state}"
-        )
-
-
-def open_rows(bundle: Bundle, data: str, split: str, length: int, folder: Path, name: str) -> Rows:
-    """The rows of `data`: tokenized in another process into `folder / name`, or random."""
-    if (seed := random_seed(data)) is not None:
-        return RandomRows(seed, bundle.manifest.vocab_size, length, RANDOM_ROWS)
-    path = prepare_tokens(bundle.path, data, split, length, folder / name)
-    return TokenRows(path, bundle.manifest.vocab_size)
-
-
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
     """`ondevice eval`: loss, perplexity and accuracy under a budget."""
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
-        plan = plan_for(
-            bundle,
-            config.budget_bytes,
-            config.max_seq_length,
-            config.arithmetic,
-            method="eval",
-            adapter_dtype=config.adapter_dtype,
-        )
+        manifest = bundle.manifest
+        machine = machine_for(bundle, config.arithmetic)
+        plan = make_plan(manifest, machine, evaluation(config, manifest))
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
-        rows = open_rows(
-            bundle, config.data, "valid", config.max_seq_length, scratch, "eval.tokens"
-        )
+        file = scratch / "eval.tokens"
+        length, vocab_size = config.max_seq_length, manifest.vocab_size
+        rows = open_rows(bundle.path, vocab_size, config.data, "valid", length, file)
         session = open_session(bundle, plan)
-        adapters = _adapters_for_eval(bundle, config.adapter).lent_as(config.adapter_dtype)
+        adapters = _adapters_for_eval(bundle, config.adapter).in_dtype(config.adapter_dtype)
         result = evaluate_rows(
             session, adapters, rows, config.eval_rows, events, "evaluating", meter
         )
@@ -171,5 +136,6 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
 
 def _adapters_for_eval(bundle: Bundle, adapter: str | None) -> Adapters:
     if adapter is None:
-        return Adapters(replace(bundle.manifest, lora={**bundle.manifest.lora, "targets": []}), {})
+        untrained = {**bundle.manifest.lora, "targets": []}
+        return Adapters(msgspec.structs.replace(bundle.manifest, lora=untrained), {})
     return Adapters.load(bundle.manifest, Path(adapter))

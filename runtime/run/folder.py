@@ -1,6 +1,7 @@
 """A run's directory: what it holds, and how a save becomes visible all at once.
 
-    config.toml   plan.json   metrics.jsonl   trajectory.jsonl (mezo)   summary.json
+    config.toml   plan.json   metrics.jsonl   evaluations.json   summary.json
+    trajectory.jsonl   where the method logs its steps
     adapters.safetensors, adapter_config.json   those of the last save, for mlx-lm
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
 
@@ -20,16 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import fsync_path, storage_errors, write_atomic
 from ondevice.errors import BundleError, UsageError
+from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.paths import text_path
-from runtime.methods import adapters as adapter_files
-from runtime.methods.adapters import Adapters, Tensors
+from runtime.data.run_rows import TOKENS
+from runtime.methods.adapters import WEIGHTS, Adapters, Tensors
 from runtime.methods.protocol import Method
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
-TRAJECTORY = "trajectory.jsonl"
-TOKENS = ("train.tokens", "valid.tokens")
+TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
 LOCK = ".lock"
 STATE, STATE_OF_METHOD = "state.json", "method.bin"
 VERSION = 2  # of a save; since 2 AdamW's moments lie group by group
@@ -132,7 +132,7 @@ class RunFolder:
                 partial.mkdir(parents=True)
                 adapters.save(partial)
                 method.write(partial / STATE_OF_METHOD)
-                names = (adapter_files.WEIGHTS, STATE_OF_METHOD)
+                names = (WEIGHTS, STATE_OF_METHOD)
                 sums = {name: _sha256(partial / name) for name in names}
                 state = {"version": VERSION, "step": step, "sha256": sums}
                 write_atomic(partial / STATE, json.dumps(state).encode())
@@ -148,6 +148,17 @@ class RunFolder:
             for old in [*self.saves.glob("step-*"), *self.saves.glob(".step-*.partial")]:
                 if old.name != place.name:
                     shutil.rmtree(old)
+
+    def evaluations(self, done: int) -> dict[str, Any]:
+        """The evaluations so far, without those of steps that were lost with a process."""
+        path = self.path / EVALUATIONS
+        if not path.exists():
+            return {}
+        return {
+            when: facts
+            for when, facts in read_json(path).items()
+            if when in ("before", "after") or (when.isdecimal() and int(when) <= done)
+        }
 
     def latest(self) -> Path | None:
         """The newest whole save; partial ones were never renamed into place."""
@@ -171,7 +182,7 @@ class RunFolder:
                     f"(--adapter {self.path})"
                 )
             step, sums = int(state["step"]), dict(state["sha256"])
-            for name in (adapter_files.WEIGHTS, STATE_OF_METHOD):
+            for name in (WEIGHTS, STATE_OF_METHOD):
                 if _sha256(place / name) != sums[name]:
                     raise BundleError(f"{place / name} is altered: its SHA-256 differs")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:

@@ -12,23 +12,25 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.errors import UsageError
-from runtime.engine.program import Program
+from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
-from runtime.run.open import open_checked, open_session, plan_for
+from runtime.planner.plan import Request, choose_bucket
+from runtime.run.budget import EVALUATION, Wanted, machine_for, make_plan
+from runtime.run.open import open_checked, open_session
 
 BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
 
 
-def next_token(program: Program, adapters: Adapters, tokens: list[int]) -> int:
+def next_token(model: Model, adapters: Adapters, tokens: list[int]) -> int:
     """The most likely token after `tokens`."""
-    x = program.embed(np.array(tokens, np.int64))
-    for block in program.blocks[1:-1]:
-        x = program.forward(block, x, adapters.loras(block))
-        program.release(block)
+    x = model.embed(np.array(tokens, np.int64))
+    for block in model.blocks[1:-1]:
+        x = model.forward(block, x, adapters.loras(block))
+        model.release(block)
     last = slice(len(tokens) - 1, len(tokens))
-    h = program.hidden(x, last)
-    (result,) = program.losses([h], [np.zeros(1, np.int64)], gradient=False, predictions=True)
-    program.release(program.blocks[-1])
+    h = model.hidden(x, last)
+    (result,) = model.losses([h], [np.zeros(1, np.int64)], gradient=False, predictions=True)
+    model.release(model.blocks[-1])
     assert result.predicted is not None
     return int(result.predicted.item())  # type: ignore[arg-type]
 
@@ -43,7 +45,7 @@ def generate(
 
     Raises:
         DataError: the bundle has no tokenizer, or no chat template where one is wanted.
-        UsageError: the prompt is no text or does not fit the ladder.
+        UsageError: the prompt is no text or is longer than the longest sequence bucket.
     """
     from runtime.data.text_encoder import load_encoder
 
@@ -75,7 +77,9 @@ def generate(
     if len(tokens) >= longest:
         raise UsageError(f"the prompt has {len(tokens)} tokens; the bundle's longest is {longest}")
     length = min(longest, len(tokens) + max_tokens)
-    plan = plan_for(bundle, BUDGET_BYTES, length, "auto", method="eval")
+    manifest = bundle.manifest
+    wanted = Wanted(Request(choose_bucket(manifest, length)), EVALUATION, BUDGET_BYTES)
+    plan = make_plan(manifest, machine_for(bundle, "auto"), wanted)
     session = open_session(bundle, plan)
     if adapter is None:
         adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
@@ -83,7 +87,7 @@ def generate(
         adapters = Adapters.load(bundle.manifest, adapter)
     shown = encoder.decode(tokens)
     while len(tokens) < length:
-        token = next_token(session.program(len(tokens)), adapters, tokens)
+        token = next_token(session.model(len(tokens)), adapters, tokens)
         if token in ends:
             break
         tokens.append(token)

@@ -1,11 +1,12 @@
-"""`ondevice replay`: a MeZO run's adapter from its trajectory and its initial adapter alone."""
+"""`ondevice replay`: a run's adapter from its trajectory and its initial adapter alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ondevice.config.base import TrainConfig, load
+from ondevice.config.base import load
+from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
 from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters
@@ -24,14 +25,16 @@ def replay(
     run's seed, or read from where its configuration says.
 
     Raises:
-        UsageError: `run` has no trajectory (it is not a MeZO run).
+        UsageError: `run` has no trajectory (its method keeps none).
         BundleError: the trajectory does not belong to the bundle or to the initial adapters.
     """
     text_path(output)
     if output.resolve() == run.resolve():
         raise UsageError(f"{output} is the run itself: its adapters would be overwritten")
     if not (run / TRAJECTORY).exists():
-        raise UsageError(f"{run} has no {TRAJECTORY}: only runs of --method mezo can be replayed")
+        raise UsageError(
+            f"{run} has no {TRAJECTORY}: its method logs no steps, so it cannot be replayed"
+        )
     config = load(TrainConfig, run / CONFIG, {})
     opened = open_checked(bundle or config.bundle)
     use_device(opened.manifest.device, opened.path)

@@ -2,159 +2,204 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.store import Bundle, write_atomic
-from ondevice.config.base import TrainConfig, load, to_toml
-from ondevice.errors import UsageError
-from runtime.data.rows import Rows
+import msgspec
+
+from ondevice.bundle.store import Bundle
+from ondevice.config.base import load, to_toml
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
+from ondevice.errors import BundleError, UsageError
+from ondevice.files import write_atomic
 from runtime.data.run_rows import absolute, open_run_rows
 from runtime.methods.adapters import Adapters
-from runtime.methods.trajectory import Header, digest, start_log, truncate_log
+from runtime.methods.protocol import Method, Start
+from runtime.methods.registry import method
+from runtime.methods.trajectory import start_log, truncate_log
 from runtime.planner.plan import Plan
-from runtime.run.beginning import initial_adapters, method_of
-from runtime.run.evaluate import Events
+from runtime.run.budget import kept_plan, machine_for, make_plan, training
+from runtime.run.events import Events
 from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_json
-from runtime.run.open import open_checked, open_session, plan_of
-from runtime.run.trainer import Training
+from runtime.run.open import Session, open_checked, open_session
+from runtime.run.trainer import Progress, Trainer
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
+from runtime.system.machine import Machine, read_machine
+
+
+def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = None) -> Plan:
+    """The plan for training as configured, on a machine (default: this one, with this process).
+
+    Raises:
+        BudgetError: nothing fits.
+        UsageError: rows are longer than the bundle has graphs for, or the machine cannot be read.
+    """
+    machine = machine or machine_for(bundle, config.arithmetic)
+    return make_plan(bundle.manifest, machine, training(config, bundle.manifest))
+
+
+def machine_of(path: str | None) -> Machine | None:
+    """The machine that a file describes; None without one."""
+    return None if path is None else read_machine(Path(path))
 
 
 def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     """Start a run. Returns its summary.
 
     Raises:
-        OnDeviceError: of the kind that says what is wrong; a refused run leaves nothing behind.
+        OnDeviceError: of the type that says what is wrong; a refused run leaves nothing behind.
     """
-    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with _meter(config) as meter:
         bundle = open_checked(config.bundle)
-        plan = plan_of(config, bundle)
-        meter.aim(plan.predicted_peak_bytes)
+        chosen = plan_training(config, bundle)
+        meter.aim(chosen.predicted_peak_bytes)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
         with folder.created():
             try:
-                fixed = replace(
-                    config,
-                    bundle=str(Path(config.bundle).resolve()),
-                    data=absolute(config.data),
-                    output=str(folder.path.resolve()),
-                    eval_data=None if config.eval_data is None else absolute(config.eval_data),
-                    adapter=None if config.adapter is None else absolute(config.adapter),
-                )
+                fixed = _with_absolute_paths(config, folder)
                 rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
                 if eval_rows is None and fixed.eval_every:
                     raise UsageError(
                         "--eval-every needs held-out data: give --eval-data, or a folder with a "
                         "valid file as --data"
                     )
-                training = _assemble(
-                    fixed, bundle, plan, folder, rows, eval_rows, None, events, meter
-                )
-                if fixed.method == "mezo":
-                    start_log(folder.trajectory, _header(fixed, training.adapters))
-                folder.write_json(PLAN, plan.to_json())
+                session = open_session(bundle, chosen)
+                adapters = _first_adapters(fixed, session, folder)
+                running = _method(fixed, session, adapters, folder)
+                if running.keeps_log:
+                    start_log(folder.trajectory, running.log_header())
+                folder.write_json(PLAN, chosen.to_json())
                 write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
             except BaseException:
                 _remove_refused(folder, existed)
                 raise
-            events.plan(plan)
-            return training.run()
+            events.plan(chosen)
+            return Trainer(
+                fixed, folder, session, adapters, running, rows, eval_rows, events, meter
+            ).run()
 
 
 def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, Any]:
-    """Go on with the run in `path` from its last save, under another budget where one is given.
+    """Go on with the run in `path` from its last save, by the plan that it was started with.
 
-    Another budget may choose other tile sizes, which change results in the last bits.
+    It is planned anew under another `budget`, or where its plan no longer fits: then tile sizes
+    may differ, which change results in the last bits.
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
     given = {} if budget is None else {"budget": budget}
     config = replace(load(TrainConfig, path / CONFIG, given), output=str(path))
-    with folder.locked(), Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with folder.locked(), _meter(config) as meter:
         bundle = open_checked(config.bundle)
-        plan = plan_of(config, bundle)
-        events.plan(plan)
-        meter.aim(plan.predicted_peak_bytes)
+        chosen = _plan_again(config, bundle, folder, events)
+        events.plan(chosen)
+        meter.aim(chosen.predicted_peak_bytes)
         rows, eval_rows = open_run_rows(config, bundle, folder.path)
+        session = open_session(bundle, chosen)
         save = folder.latest()
-        training = _assemble(config, bundle, plan, folder, rows, eval_rows, save, events, meter)
-        if save is not None:  # a kill may have come between the save and this copy of it
-            training.adapters.save(path)
-        if json.dumps(plan.to_json()) != json.dumps(read_json(path / PLAN)):
-            events.note("the run is planned otherwise than before; its last bits may differ")
-        folder.write_json(PLAN, plan.to_json())
+        if save is None:
+            done, adapters = 0, _first_adapters(config, session, folder)
+        else:
+            tensors = _scratch_tensors(session, folder)
+            done, adapters = folder.restore(bundle.manifest, save, tensors)
+            adapters = adapters.in_dtype(config.adapter_dtype)
+        running = _method(config, session, adapters, folder)
+        if save is not None:
+            running.read(save / STATE_OF_METHOD)
+            adapters.save(path)  # a kill may have come between the save and this copy of it
+        folder.write_json(PLAN, chosen.to_json())
         write_atomic(path / CONFIG, to_toml(config).encode())
-        training.seconds = sum(entry["seconds"] for entry in folder.truncate_metrics(training.done))
-        if config.method == "mezo":
-            truncate_log(folder.trajectory, training.done)
-        done = path / "evaluations.json"
-        if done.exists():
-            known = read_json(done)
-            training.evaluations = {  # not those of steps that were lost with the process
-                when: facts
-                for when, facts in known.items()
-                if when == "before" or (when.isdecimal() and int(when) <= training.done)
-            }
-            if training.ended and "after" in known:
-                training.evaluations["after"] = known["after"]
-        if training.ended:
+        progress = _progress(folder, done)
+        if running.keeps_log:
+            truncate_log(folder.trajectory, done)
+        trainer = Trainer(
+            config, folder, session, adapters, running, rows, eval_rows, events, meter, progress
+        )
+        if trainer.ended:
             events.note(
-                f"this run is finished, after step {training.done}; to train further, start "
-                f"another with --adapter {path}"
+                f"this run is finished, after step {done}; to train further, start another with "
+                f"--adapter {path}"
             )
         else:
-            events.note(f"resuming after step {training.done} of {config.steps}")
-        return training.run()
+            events.note(f"resuming after step {done} of {config.steps}")
+        return trainer.run()
 
 
-def _assemble(
-    config: TrainConfig,
-    bundle: Bundle,
-    plan: Plan,
-    folder: RunFolder,
-    rows: Rows,
-    eval_rows: Rows | None,
-    save: Path | None,
-    events: Events,
-    meter: Meter,
-) -> Training:
-    session = open_session(bundle, plan)
-    manifest = bundle.manifest
-    tensors = MappedTensors(folder.path, "adapters", Adapters.shapes(manifest))
-    if save is not None:
-        step, adapters = folder.restore(manifest, save, tensors)
-    else:
-        step, adapters = 0, initial_adapters(manifest, config.seed, config.adapter, tensors)
-    adapters = adapters.lent_as(config.adapter_dtype)
-    method = method_of(config, session, adapters, folder.path)
-    if save is not None:
-        method.read(save / STATE_OF_METHOD)
-    return Training(
+def _meter(config: TrainConfig) -> Meter:
+    relieve = trim_heap if config.heap_relief else None
+    return Meter(budget_bytes=config.budget_bytes, relieve=relieve)
+
+
+def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:
+    """The same configuration, which holds from any working directory."""
+    return replace(
         config,
-        folder,
-        session,
-        adapters,
-        method,
-        rows,
-        eval_rows,
-        events,
-        meter,
-        done=step,
-        first=step,
+        bundle=str(Path(config.bundle).resolve()),
+        data=absolute(config.data),
+        output=str(folder.path.resolve()),
+        eval_data=None if config.eval_data is None else absolute(config.eval_data),
+        adapter=None if config.adapter is None else absolute(config.adapter),
     )
 
 
-def _header(config: TrainConfig, adapters: Adapters) -> Header:
-    weights = adapters.manifest.weights_sha256
-    return Header(config.seed, config.noise, config.weight_decay, weights, digest(adapters))
+def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events) -> Plan:
+    """The plan that the run was started with, or a new one where it cannot be executed again."""
+    path = folder.path / PLAN
+    try:
+        stored = msgspec.convert(read_json(path), Plan)
+    except msgspec.ValidationError as problem:
+        raise BundleError(f"{path} is damaged: {problem}") from None
+    manifest = bundle.manifest
+    machine = machine_for(bundle, config.arithmetic)
+    wanted = training(config, manifest)
+    reason = kept_plan(stored, manifest, machine, wanted)
+    if not reason:
+        return stored
+    chosen = make_plan(manifest, machine, wanted)
+    differs = chosen.sizes != stored.sizes or chosen.bucket != stored.bucket
+    last_bits = "; other tile sizes may change its last bits" if differs else ""
+    events.note(f"the run is planned anew: {reason}{last_bits}")
+    return chosen
+
+
+def _scratch_tensors(session: Session, folder: RunFolder) -> MappedTensors:
+    return MappedTensors(folder.path, "adapters", Adapters.shapes(session.bundle.manifest))
+
+
+def _first_adapters(config: TrainConfig, session: Session, folder: RunFolder) -> Adapters:
+    """What training starts from: the adapters in a file or run, or new ones."""
+    manifest, tensors = session.bundle.manifest, _scratch_tensors(session, folder)
+    if config.adapter is None:
+        adapters = Adapters.initial(manifest, config.seed, tensors)
+    else:
+        adapters = Adapters.load(manifest, Path(config.adapter), tensors)
+    return adapters.in_dtype(config.adapter_dtype)
+
+
+def _method(config: TrainConfig, session: Session, adapters: Adapters, folder: RunFolder) -> Method:
+    manifest = session.bundle.manifest
+    begin = Start(
+        session.model,
+        session.plan,
+        adapters,
+        folder.path,
+        len(manifest.blocks),
+        manifest.hidden_size,
+    )
+    return method(config.method).start(config, begin)
+
+
+def _progress(folder: RunFolder, done: int) -> Progress:
+    """How far the run has come: seconds, and the evaluations that no lost step came before."""
+    seconds = sum(entry["seconds"] for entry in folder.truncate_metrics(done))
+    return Progress(done, seconds, folder.evaluations(done))
 
 
 def _remove_refused(folder: RunFolder, existed: bool) -> None:

@@ -15,15 +15,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ondevice.bundle.store import storage_errors
-from ondevice.config.base import TrainConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
+from ondevice.files import storage_errors
 from runtime.data.rows import Rows, row_index
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Row
-from runtime.run.evaluate import Events, check_budget, evaluate_rows
-from runtime.run.folder import SUMMARY, RunFolder
+from runtime.run.budget import check_budget
+from runtime.run.evaluate import evaluate_rows
+from runtime.run.events import Events
+from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
 from runtime.run.open import Session
 from runtime.run.signals import Stop, catching_signals
 from runtime.system.backend import describe
@@ -33,24 +35,45 @@ SKIPS = 10  # steps in a row without a finite loss that end a run
 
 
 @dataclass
-class Training:
+class Progress:
+    """How far a run has come in the processes before this one.
+
+    done: steps. seconds: of training. evaluations: by when ("before", a step's number, "after").
+    """
+
+    done: int = 0
+    seconds: float = 0.0
+    evaluations: dict[str, Any] = field(default_factory=dict)
+
+
+class Trainer:
     """One run in progress."""
 
-    config: TrainConfig
-    folder: RunFolder
-    session: Session
-    adapters: Adapters
-    method: Method
-    rows: Rows
-    eval_rows: Rows | None
-    events: Events
-    meter: Meter
-    done: int = 0
-    first: int = 0  # the steps that were done before this process
-    seconds: float = 0.0  # of training, in all processes that this run has had
-    skipped: int = 0  # steps in a row whose loss was not finite
-    evaluations: dict[str, Any] = field(default_factory=dict)
-    stop: Stop = field(default_factory=Stop)
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        session: Session,
+        adapters: Adapters,
+        method: Method,
+        rows: Rows,
+        eval_rows: Rows | None,
+        events: Events,
+        meter: Meter,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config, self.folder, self.session = config, folder, session
+        self.adapters, self.method = adapters, method
+        self.rows, self.eval_rows = rows, eval_rows
+        self.events, self.meter = events, meter
+        before = progress or Progress()
+        self.done = self.first = before.done
+        self.seconds = before.seconds
+        self.evaluations = dict(before.evaluations)
+        self.skipped = 0  # steps in a row whose loss was not finite
+        self.stop = Stop()
+        if not self.ended:  # then what was measured at the end was of another one
+            self.evaluations.pop("after", None)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; returns the summary."""
@@ -71,7 +94,7 @@ class Training:
     def _train(self) -> None:
         with storage_errors(self.folder.metrics):
             metrics = self.folder.metrics.open("a")
-            trajectory = self.folder.trajectory.open("a") if self._logged else None
+            trajectory = self.folder.trajectory.open("a") if self.method.keeps_log else None
         with metrics, trajectory or nullcontext():
             while not self.ended:
                 entry, record = self._step()
@@ -94,10 +117,6 @@ class Training:
         return (
             f"its state after step {self.done} is saved; go on with: ondevice train --resume {path}"
         )
-
-    @property
-    def _logged(self) -> bool:
-        return self.config.method == "mezo"
 
     @property
     def ended(self) -> str:
@@ -206,7 +225,7 @@ class Training:
             raise type(problem)(f"{problem}; {self._saved}{more}") from None
         self.session.profile.on = self.config.profile
         self.evaluations[when] = result
-        self.folder.write_json("evaluations.json", self.evaluations)
+        self.folder.write_json(EVALUATIONS, self.evaluations)
 
     def _finish(self) -> dict[str, Any]:
         entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
@@ -234,6 +253,7 @@ class Training:
             "peak_rss_bytes": max(
                 [self.meter.peak_rss_bytes, *(e["peak_rss_bytes"] for e in entries)]
             ),
+            "heap_reliefs": self.meter.reliefs,  # of this process
             "step_s_median": statistics.median(seconds) if seconds else None,
             "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds) if seconds else None,
             "final_train_loss": losses[-1] if losses else None,

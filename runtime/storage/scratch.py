@@ -19,7 +19,7 @@ from typing import IO
 import mlx.core as mx
 import numpy as np
 
-from ondevice.bundle.store import storage_errors
+from ondevice.files import storage_errors
 
 COPY_BYTES = 1 << 20
 

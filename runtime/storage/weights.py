@@ -1,4 +1,4 @@
-"""Frozen weights, memory-mapped: lent tile by tile, released block by block.
+"""Frozen weights, memory-mapped: copied out tile by tile, released block by block.
 
 Nothing of weights.bin stays in memory: a tile is copied from the map into a fresh array when a
 kernel asks for it, and `release` drops a block's pages from the process once it is done.
@@ -15,9 +15,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.manifest import Block, Extent, Matrix
-from ondevice.bundle.store import Bundle, reading_errors
+from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.files import reading_errors
+from ondevice.operations.program import Block
+from ondevice.operations.tensors import Extent, Matrix
 from runtime.storage.read_ahead import ReadAhead
 
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -63,21 +65,15 @@ class Weights:
         self._ranges = {block: self._range(block) for block in bundle.manifest.blocks}
 
     def _range(self, block: Block) -> tuple[int, int]:
+        """Where a block's tensors begin and end."""
         block_type = self.manifest.block_types[block.type]
         vectors = [block.tensor(name) for name in block_type.parameters]
         matrices: list[str] = []
-        for step in block_type.steps:
-            if step.matrix:
-                matrices.append(step.matrix)
-            for linear in step.linears:
-                matrices.append(block.tensor(linear.name))
-                if linear.bias:
-                    vectors.append(block.tensor(linear.name) + ".bias")
+        for operation in block_type.operations:
+            matrices += operation.matrices(block.tensor)
+            vectors += operation.vectors(block.tensor)
         extents = [self.manifest.vectors[name] for name in vectors]
-        for name in matrices:
-            matrix = self.manifest.matrices[name]
-            parts = (matrix.packed, matrix.scales, matrix.biases)
-            extents += [part for part in parts if part is not None]
+        extents += [part for name in matrices for part in self.manifest.matrices[name].extents]
         return (
             min(extent.offset for extent in extents),
             max(extent.offset + extent.nbytes for extent in extents),

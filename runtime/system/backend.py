@@ -1,4 +1,4 @@
-"""Setting up the process and the device: BLAS, allocator, run-ahead, arithmetic.
+"""Setting up the process and the device (BLAS, allocator, run-ahead), and describing both.
 
 `prepare` must run before MLX is first imported. On Linux it interposes an optimized BLAS for the
 reference one that MLX's wheel links, and has freed memory kept in one heap or given back; on macOS
@@ -14,14 +14,19 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ondevice.errors import UsageError
-from runtime.system.heap import tune_heap
+from runtime.system.footprint import read_footprint
+from runtime.system.heap import trim_heap, tune_heap
+from runtime.system.machine import Blas, Machine
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 
-Arithmetic = Literal["packed", "unpacked"]
+# What OpenBLAS packs factors into: a panel for each thread, and where several share a product, 320
+# columns of float32 of the tokens' side
+PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
+READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,27 @@ def blas_threads() -> int:
     return max(1, int(libraries.openblas_get_num_threads()))
 
 
-def choose_arithmetic(requested: str, device: str) -> Arithmetic:
-    """Which linear kernel runs: packed on GPU, unpacked on CPU, unless one is asked for."""
-    if requested == "packed" or (requested == "auto" and device == "gpu"):
-        return "packed"
-    return "unpacked"
+def this_machine(device: str, arithmetic: str) -> Machine:
+    """This machine, and the process that asks: call it after all imports.
+
+    `device` is what graphs were traced for; `arithmetic` is "packed", "unpacked" or "auto": packed
+    on a GPU, which multiplies quantized matrices as they are, unpacked on a CPU.
+    """
+    packed = arithmetic == "packed" or (arithmetic == "auto" and device == "gpu")
+    on_linux_cpu = sys.platform == "linux" and device == "cpu"
+    trim_heap()
+    return Machine(
+        device="gpu" if device == "gpu" else "cpu",
+        arithmetic="packed" if packed else "unpacked",
+        allocator="glibc" if on_linux_cpu else "mlx",
+        process_bytes=round_up(read_footprint().footprint_bytes),
+        blas=Blas() if sys.platform == "darwin" else Blas(blas_threads(), PANEL_BYTES, ROW_BYTES),
+    )
+
+
+def round_up(process_bytes: int) -> int:
+    """A reading of the process rounded up: readings of equal processes differ a little."""
+    return -(-(process_bytes + READING_NOISE_BYTES) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
 
 
 def use_device(device: str, bundle: Path) -> None:

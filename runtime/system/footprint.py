@@ -172,6 +172,7 @@ class Meter:
         self._aim_bytes = budget_bytes
         self._relieve = relieve
         self._relieved = 0  # the sample at which it was last called
+        self._reliefs = 0
         self._lock = threading.Lock()
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -220,6 +221,7 @@ class Meter:
         near = self._last.footprint_bytes > self._aim_bytes - NEAR_BYTES
         if near and self._samples - self._relieved > RELIEF_SAMPLES:
             self._relieved = self._samples
+            self._reliefs += 1
             self._relieve()
 
     def aim(self, peak_bytes: int) -> None:
@@ -251,6 +253,11 @@ class Meter:
     def samples(self) -> int:
         """How many readings were taken since the meter was made."""
         return self._samples
+
+    @property
+    def reliefs(self) -> int:
+        """How many times memory that was free but held was given back near the prediction."""
+        return self._reliefs
 
     @property
     def over_budget(self) -> bool:

@@ -11,29 +11,39 @@ The reference is `harness.oracles.reference.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from runtime.engine.kernels.in_place import add_to, exp_below, put, row_max, weighed
-from runtime.engine.kernels.sums import row_sums
+from ondevice.operations.attention import Attention
+from runtime.engine.arrays import Arrays
+from runtime.engine.kernels.base import Run, Tools
+from runtime.engine.sums import row_sums
+from runtime.engine.values import Gradients, Loras, Values
 
 MASKED = -1e30  # added to a score, which vanishes in its rounding
 
 
 @dataclass(frozen=True)
-class AttentionKernel:
-    """How attention runs: `query_block` rows of scores at a time."""
+class QueryBlocks:
+    """Attention over arrays, `query_block` rows of scores at a time."""
 
     query_block: int
+    arrays: Arrays
 
     def _blocks(self, length: int, window: int | None) -> Iterator[tuple[int, int, int, mx.array]]:
         for start in range(0, length, self.query_block):
             stop = min(length, start + self.query_block)
             first = 0 if window is None else max(0, start - window + 1)
             yield start, stop, first, _mask(start, stop, first, window)
+
+    def _scores(self, q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
+        s = _multiply(q * scale, k.swapaxes(-1, -2))
+        mx.eval(s)
+        self.arrays.add_to(s, ..., mask)
+        return s
 
     def forward(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None
@@ -45,15 +55,16 @@ class AttentionKernel:
         Returns:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
+        arrays = self.arrays
         _, heads, length, width = q.shape
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, length, width)
-        joined, sums = _Joined(length), _Joined(length)
+        joined, sums = _Joined(length, arrays), _Joined(length, arrays)
         for start, stop, first, mask in self._blocks(length, window):
             keys = k[0, :, None, first:stop]
-            s = _scores(grouped[:, :, start:stop], keys, scale, mask)
-            top = row_max(s)
-            p = exp_below(s, top)
+            s = self._scores(grouped[:, :, start:stop], keys, scale, mask)
+            top = arrays.row_max(s)
+            p = arrays.exp_below(s, top)
             total = row_sums(p)
             out = _multiply(p, v[0, :, None, first:stop]) / total
             lse = top + mx.log(total)
@@ -76,6 +87,7 @@ class AttentionKernel:
         window: int | None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned."""
+        arrays = self.arrays
         _, heads, length, width = q.shape
         groups = k.shape[1]
         repeats = heads // groups
@@ -84,21 +96,21 @@ class AttentionKernel:
         outputs = out.reshape(d_grouped.shape)
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
         mx.eval(dk, dv)
-        joined = _Joined(length)
+        joined = _Joined(length, arrays)
         for start, stop, first, mask in self._blocks(length, window):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
             inner = row_sums(d_rows * outputs[:, :, start:stop])
             mx.eval(inner)
-            p = exp_below(_scores(rows, keys, scale, mask), lse[:, :, start:stop])
-            add_to(dv, (slice(None), slice(first, stop)), _outer(p, d_rows))
+            p = arrays.exp_below(self._scores(rows, keys, scale, mask), lse[:, :, start:stop])
+            arrays.add_to(dv, (slice(None), slice(first, stop)), _outer(p, d_rows))
             dp = _multiply(d_rows, values.swapaxes(-1, -2))
             mx.eval(dp)
-            ds = weighed(dp, inner, p, scale)
+            ds = arrays.weighed(dp, inner, p, scale)
             del p, dp
             dq = _multiply(ds, keys)
-            add_to(dk, (slice(None), slice(first, stop)), _outer(ds, rows))
+            arrays.add_to(dk, (slice(None), slice(first, stop)), _outer(ds, rows))
             mx.eval(dq)
             del ds
             joined.put(start, dq)
@@ -114,6 +126,7 @@ class _Joined:
     """
 
     length: int
+    arrays: Arrays
     whole: mx.array = field(default_factory=lambda: mx.array(0.0))
 
     def put(self, start: int, part: mx.array) -> None:
@@ -124,7 +137,7 @@ class _Joined:
         if start == 0:
             self.whole = mx.zeros((groups, repeats, self.length, width))
             mx.eval(self.whole)
-        put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
+        self.arrays.put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
 
 
 def _mask(start: int, stop: int, first: int, window: int | None) -> mx.array:
@@ -150,8 +163,38 @@ def _outer(x: mx.array, y: mx.array) -> mx.array:
     return left.swapaxes(-1, -2) @ y.reshape(groups, repeats * rows, -1)
 
 
-def _scores(q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
-    s = _multiply(q * scale, k.swapaxes(-1, -2))
-    mx.eval(s)
-    add_to(s, ..., mask)
-    return s
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The `Attention` operation: its output, the log-sum-exp of each row, and their backward."""
+
+    tools: Tools
+
+    @property
+    def blocks(self) -> QueryBlocks:
+        return QueryBlocks(self.tools.execution.query_block, self.tools.arrays)
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Attention)
+        for values in lanes:
+            q, k, v = (values[name] for name in operation.inputs)
+            out, sums = self.blocks.forward(q, k, v, operation.scale, operation.window)
+            mx.eval(out, sums)
+            values[operation.outputs[0]] = out
+            for name in run.instruction.statistics:
+                values[name] = sums
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        operation = run.operation(Attention)
+        q, k, v = (values[name] for name in operation.inputs)
+        (output,), (statistic,) = operation.outputs, operation.statistics
+        results = self.blocks.backward(
+            q,
+            k,
+            v,
+            values[output],
+            values[statistic],
+            values[f"~{output}"],
+            operation.scale,
+            operation.window,
+        )
+        return dict(zip(operation.inputs, results, strict=True))

@@ -9,14 +9,17 @@ code, a chunk at a time, so that what is needed in between stays in the processo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.engine.kernels.in_place import quiet, view
-from runtime.lowering.token_tiles import GATED_CHUNK
+from ondevice.operations.gated import CHUNK_VALUES, Gated
+from runtime.engine.arrays import quiet, view
+from runtime.engine.kernels.base import Run, Tools
+from runtime.engine.values import Gradients, Loras, Values
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
@@ -83,7 +86,28 @@ def _made(like: mx.array, count: int) -> list[mx.array]:
 def _chunks(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:
     """The same chunk of each array, where it lies, and two of scratch."""
     flat = [view(array).reshape(-1) for array in arrays]
-    scratch = [np.empty(min(GATED_CHUNK, flat[0].size), np.float32) for _ in range(2)]
-    for start in range(0, flat[0].size, GATED_CHUNK):
-        parts = [values[start : start + GATED_CHUNK] for values in flat]
+    scratch = [np.empty(min(CHUNK_VALUES, flat[0].size), np.float32) for _ in range(2)]
+    for start in range(0, flat[0].size, CHUNK_VALUES):
+        parts = [values[start : start + CHUNK_VALUES] for values in flat]
         yield (*parts, *(one[: parts[0].size] for one in scratch))
+
+
+@dataclass(frozen=True)
+class GatedKernel:
+    """The `Gated` operation, over any number of tokens."""
+
+    tools: Tools
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Gated)
+        for values in lanes:
+            gate, up = (values[name] for name in operation.inputs)
+            values[operation.outputs[0]] = gated(operation.activation, gate, up)
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        operation = run.operation(Gated)
+        gate, up = (values[name] for name in operation.inputs)
+        dy = values[f"~{operation.outputs[0]}"]
+        found = gated_vjp(operation.activation, gate, up, dy)
+        results = dict(zip(operation.inputs, found, strict=True))
+        return {name: results[name] for name in run.instruction.wanted}

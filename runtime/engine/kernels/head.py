@@ -5,25 +5,25 @@ training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttenti
 
     loss = m + log z - l_target        d loss / d h = G / z - W_target
 
-Each chunk is read and unpacked once for all lanes; a lane's result does not depend on its
-companions. Positions without a target never get here. The reference is `harness.oracles.reference.head`.
+Each chunk is read and dequantized once for all batch lanes; the result of a lane does not depend on
+the others. Positions without a target never get here. The reference is
+`harness.oracles.reference.head`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.manifest import Matrix
-from runtime.engine.kernels.in_place import exp_below, row_max
-from runtime.engine.kernels.linear import LinearKernel
-from runtime.engine.kernels.product import Input, OpenTile, RowSum
-from runtime.engine.kernels.sums import row_sums
-from runtime.engine.kernels.unpack import dense
+from ondevice.operations.tensors import Matrix
+from runtime.engine.arrays import Arrays
+from runtime.engine.matrices import Matrices
+from runtime.engine.sums import row_sums
+from runtime.engine.tiles import Input, ReadyTile, RowSum
 
 Targets = npt.NDArray[np.int64]
 
@@ -49,25 +49,26 @@ class _Lane:
     best: mx.array
     total: mx.array
     predicted: mx.array | None
-    weighted: RowSum = field(default_factory=RowSum)
+    arrays: Arrays
+    weighted: RowSum
 
-    def meet(self, opened: OpenTile, start: int, gradient: bool) -> None:
-        """Take in the logits of the vocabulary from `start` on."""
-        logits = opened.transposed_product(self.given)
+    def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
+        """Take in the logits of a chunk of the vocabulary, whose first row is `start`."""
+        logits = chunk.transposed_product(self.given)
         mx.eval(logits)
-        top = row_max(logits)
+        top = self.arrays.row_max(logits)
         if self.predicted is not None:
             place = logits.argmax(axis=-1).astype(mx.int32) + start
             self.predicted = mx.where(top[:, 0] > self.best[:, 0], place, self.predicted)
             mx.eval(self.predicted)
         new = mx.maximum(self.best, top)
         fade = mx.exp(self.best - new)
-        p = exp_below(logits, new)
+        p = self.arrays.exp_below(logits, new)
         del logits
         self.total = self.total * fade + row_sums(p)
         self.best = new
         if gradient:
-            self.weighted.add(p, opened, fade)
+            self.weighted.add(p, chunk, fade)
         mx.eval(self.best, self.total)
 
     def result(self, gradient: bool, group_size: int) -> HeadResult:
@@ -85,7 +86,7 @@ class _Lane:
 class HeadKernel:
     """Streams a head's rows, `chunk_rows` at a time."""
 
-    linear: LinearKernel
+    matrices: Matrices
     chunk_rows: int
 
     def run(
@@ -99,19 +100,23 @@ class HeadKernel:
         """Losses of hidden states h (N, D) against targets (N,), in float32, for every lane."""
         lanes = [self._lane(h, t, matrix, predictions) for h, t in zip(hs, targets, strict=True)]
         for start in range(0, matrix.rows, self.chunk_rows):
-            opened = self.linear.opened(matrix, start, min(matrix.rows, start + self.chunk_rows))
+            stop = min(matrix.rows, start + self.chunk_rows)
+            chunk = self.matrices.tile(matrix, start, stop)
             for lane in lanes:
-                lane.meet(opened, start, gradient)
-            del opened
+                lane.add(chunk, start, gradient)
+            del chunk
         return [lane.result(gradient, matrix.group_size) for lane in lanes]
 
     def _lane(self, h: mx.array, targets: Targets, matrix: Matrix, predictions: bool) -> _Lane:
         count = h.shape[0]
-        chosen = dense(self.linear.weights.gather(matrix, targets), matrix.bits)
+        arrays = self.matrices.arrays
+        chosen = self.matrices.rows(matrix, targets)
         return _Lane(
-            Input.of(h, matrix, self.linear.arithmetic),
+            Input.of(h, matrix, self.matrices.packed, arrays),
             chosen,
             mx.full((count, 1), -mx.inf),
             mx.zeros((count, 1)),
             mx.zeros((count,), dtype=mx.int32) if predictions else None,
+            arrays,
+            RowSum(arrays),
         )

@@ -1,82 +1,32 @@
-"""The linear kernel: y = x W^T + b + s (x A) B, with W packed, and its hand-derived backward.
+"""The linear kernel: y = x W^T (+ b) + s (x A) B with W quantized, and its hand-derived backward.
 
     dA = s x^T (dy B^T)    dB = s (x A)^T dy    dx = dy W + s (dy B^T) A^T
 
-x A is recomputed in the backward pass (MeSP, arXiv 2602.13069). Several inputs (*lanes*) can meet
-each tile of W while it is unpacked; a lane's result does not depend on its companions. The
-reference is `harness.oracles.reference.linear`.
+x A is recomputed in the backward pass (MeSP, arXiv 2602.13069). Several inputs (batch lanes) can be
+multiplied by each tile of W while it is dequantized; the result of a lane does not depend on the
+others. The reference is `harness.oracles.reference.linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ondevice.bundle.manifest import Matrix
-from runtime.engine.kernels.in_place import contiguous, put
-from runtime.engine.kernels.product import Input, OpenTile, RowSum
-from runtime.engine.profile import Profile
-from runtime.lowering.token_tiles import WHOLE, rows_at_once
-from runtime.storage.weights import Weights
-
-Place = tuple[int, int]  # where a matrix begins in weights.bin, and a row of it
+from ondevice.operations.linear import Linear
+from ondevice.operations.tensors import Matrix
+from runtime.engine.kernels.base import Run, Tools
+from runtime.engine.matrices import Matrices
+from runtime.engine.tiles import Input, RowSum
+from runtime.engine.values import Gradients, Lora, Loras, Values, accumulate
 
 
 @dataclass(frozen=True)
-class Lora:
-    """An adapter of one matrix: a (C, r), b (r, R), and the factor s = alpha / r."""
+class LoraProducts:
+    """Products of arrays (T, C) with one quantized matrix and its adapter, and their gradients."""
 
-    a: mx.array
-    b: mx.array
-    scale: float
-
-
-@dataclass(frozen=True)
-class LinearKernel:
-    """How products with packed matrices run; `tile_values` bounds the values unpacked at once.
-
-    With `hold`, what was unpacked stays until `release` (a whole block at once, as MeBP's paper
-    does it). The matrices that begin at the offsets `resident` stay unpacked in `opened_before`.
-    """
-
-    weights: Weights
-    arithmetic: str
-    tile_values: int
-    hold: bool = False
-    profile: Profile = field(default_factory=Profile)
-    resident: frozenset[int] = frozenset()
-    opened_before: dict[Place, OpenTile] = field(default_factory=dict)
-    _held: dict[Place, OpenTile] = field(default_factory=dict)
-
-    def opened(self, matrix: Matrix, start: int, stop: int) -> OpenTile:
-        """Rows start:stop of a matrix, read and unpacked."""
-        key = (matrix.packed.offset, start)
-        for kept in (self._held, self.opened_before):
-            if key in kept:
-                return kept[key]
-        with self.profile.span("read"):
-            tile = self.weights.tile(matrix, start, stop)
-            self.profile.settle(tile.words, tile.scales)
-        with self.profile.span("unpack"):
-            opened = OpenTile.of(tile, matrix, self.arithmetic)
-            self.profile.settle(opened.columns)
-        if matrix.packed.offset in self.resident:
-            self.opened_before[key] = opened
-        elif self.hold:
-            self._held[key] = opened
-        return opened
-
-    def release(self) -> None:
-        """Let go of what `hold` has kept."""
-        self._held.clear()
-
-    def _ranges(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
-        values = WHOLE if self.arithmetic == "packed" else self.tile_values
-        step = rows_at_once(matrix.rows, matrix.columns, values)
-        for start in range(0, matrix.rows, step):
-            yield start, min(matrix.rows, start + step)
+    matrices: Matrices
 
     def forward(
         self, x: mx.array, matrix: Matrix, bias: mx.array | None, lora: Lora | None
@@ -110,23 +60,24 @@ class LinearKernel:
         Were products of tiles kept to be joined, they would fill the holes that the tiles leave in
         the heap, and every tile would need a new place.
         """
-        inputs = [Input.of(x, matrix, self.arithmetic) for x in xs]
-        if len(list(self._ranges(matrix))) == 1:
-            opened = self.opened(matrix, 0, matrix.rows)
+        matrices, arrays = self.matrices, self.matrices.arrays
+        inputs = [Input.of(x, matrix, matrices.packed, arrays) for x in xs]
+        if len(list(matrices.ranges(matrix))) == 1:
+            tile = matrices.tile(matrix, 0, matrix.rows)
             whole = []
             for given in inputs:
-                whole.append(opened.transposed_product(given))
+                whole.append(tile.transposed_product(given))
                 mx.eval(whole[-1])
             return whole
         outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
         mx.eval(outputs)
-        for start, stop in self._ranges(matrix):
-            opened = self.opened(matrix, start, stop)
+        for start, stop in matrices.ranges(matrix):
+            tile = matrices.tile(matrix, start, stop)
             for lane, given in enumerate(inputs):
-                part = opened.transposed_product(given)
-                put(outputs[lane], (slice(None), slice(start, stop)), part)
+                part = tile.transposed_product(given)
+                arrays.put(outputs[lane], (slice(None), slice(start, stop)), part)
                 del part
-            del opened
+            del tile
         return outputs
 
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
@@ -135,12 +86,14 @@ class LinearKernel:
 
     def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C) of dy (T, R): dx without the part of an adapter."""
-        total = RowSum()
-        for start, stop in self._ranges(matrix):
+        matrices = self.matrices
+        total = RowSum(matrices.arrays)
+        for start, stop in matrices.ranges(matrix):
             # contiguous: else every product with a column would make its own copy
             whole = stop - start == matrix.rows
-            part = dy if whole else contiguous(dy, (slice(None), slice(start, stop)))
-            total.add(part, self.opened(matrix, start, stop))
+            rows = (slice(None), slice(start, stop))
+            part = dy if whole else matrices.arrays.contiguous(dy, rows)
+            total.add(part, matrices.tile(matrix, start, stop))
             del part
         return total.result(matrix.group_size)
 
@@ -156,3 +109,57 @@ class LinearKernel:
         da = mx.contiguous((dy_b.T @ x).T)
         db = ((x @ lora.a) * lora.scale).T @ dy
         return da, db
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """The products of one value with the matrices of a `Linear` operation."""
+
+    tools: Tools
+
+    @property
+    def products(self) -> LoraProducts:
+        return LoraProducts(self.tools.matrices)
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Linear)
+        xs = [values[operation.inputs[0]].squeeze(0) for values in lanes]  # a view; [0] copies
+        for linear in operation.linears:
+            if linear.output not in run.instruction.wanted:
+                continue
+            name = run.block.tensor(linear.name)
+            bias = self.tools.weights.vector(f"{name}.bias") if linear.bias else None
+            matrix = self.tools.bundle.manifest.matrices[name]
+            adapters = [lora.get(linear.name) for lora in loras]
+            ys = self.products.forward_lanes(xs, matrix, bias, adapters)
+            for values, y in zip(lanes, ys, strict=True):
+                values[linear.output] = y[None]
+            del ys
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        operation, products = run.operation(Linear), self.products
+        source = operation.inputs[0]
+        total: mx.array | None = None
+        for linear in operation.linears:
+            received = values.pop(f"~{linear.output}", None)
+            if received is None:
+                continue  # not adapted, and no adapter lies before it
+            dy = received.squeeze(0)
+            lora = loras.get(linear.name)
+            if lora is not None:
+                dy_b = products.through_b(dy, lora)
+                pair = products.backward_lora(values[source].squeeze(0), dy, lora, dy_b)
+                mx.eval(pair)
+                accumulate(gradients, {linear.name: pair})
+                del pair
+            if run.instruction.wanted:
+                name = run.block.tensor(linear.name)
+                dx = products.backward_input(dy, self.tools.bundle.manifest.matrices[name])
+                if lora is not None:
+                    dx = products.add_lora_input(dx, lora, dy_b)
+                    del dy_b
+                total = dx if total is None else total + dx
+                mx.eval(total)
+                del dx
+            del dy, received
+        return {} if total is None else {source: total[None]}

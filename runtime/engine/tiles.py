@@ -1,8 +1,8 @@
-"""Products with one tile of a packed matrix, in either arithmetic, and their sums over tiles.
+"""Products with one tile of a quantized matrix, in either arithmetic, and their sums over tiles.
 
 *packed*: `quantized_matmul` on the words as they lie. *unpacked*: the tile's columns as float32 and
-GEMM; the affine shift of each group folds into a small product of its own. A tile is unpacked once,
-however many inputs it meets.
+GEMM; the affine shift of each group folds into a small product of its own. A tile is dequantized
+once, however many inputs are multiplied by it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ondevice.bundle.manifest import Matrix
-from runtime.engine.kernels.unpack import group_sums, join, split, unpack
+from ondevice.operations.tensors import Matrix
+from runtime.engine.arrays import Arrays
+from runtime.engine.dequantize import dequantize, group_sums, join, split
 from runtime.storage.weights import Tile
 
 
 @dataclass(frozen=True)
 class Input:
-    """x (T, C) and its columns as unpacked tiles want them."""
+    """x (T, C) and its columns as dequantized tiles take them."""
 
     x: mx.array
     parts: tuple[mx.array, ...]
 
     @classmethod
-    def of(cls, x: mx.array, matrix: Matrix, arithmetic: str) -> Input:
-        return cls(x, () if arithmetic == "packed" else split(x, matrix.bits))
+    def of(cls, x: mx.array, matrix: Matrix, packed: bool, arrays: Arrays) -> Input:
+        return cls(x, () if packed else split(x, matrix.bits, arrays))
 
 
 @dataclass(frozen=True)
-class OpenTile:
+class ReadyTile:
     """Rows of a matrix ready to be multiplied: either still packed, or their columns and shift."""
 
     matrix: Matrix
@@ -38,15 +39,15 @@ class OpenTile:
     shift: mx.array | None
 
     @classmethod
-    def of(cls, tile: Tile, matrix: Matrix, arithmetic: str) -> OpenTile:
-        if arithmetic == "packed":
+    def of(cls, tile: Tile, matrix: Matrix, packed: bool, arrays: Arrays) -> ReadyTile:
+        if packed:
             return cls(matrix, tile, (), None)
-        return cls(matrix, None, unpack(tile, matrix.bits), tile.shift)
+        return cls(matrix, None, dequantize(tile, matrix.bits, arrays), tile.shift)
 
     def transposed_product(self, given: Input) -> mx.array:
         """x W^T (T, R') for the tile's rows."""
         if not self.columns:
-            return self._quantized(given.x, transpose=True)
+            return self.quantized(given.x, transpose=True)
         y = given.parts[0] @ self.columns[0].T
         for part, column in zip(given.parts[1:], self.columns[1:], strict=True):
             y = mx.addmm(y, part, column.T)
@@ -54,7 +55,8 @@ class OpenTile:
             y = mx.addmm(y, group_sums(given.x, self.shift.shape[1]), self.shift.T)
         return y
 
-    def _quantized(self, x: mx.array, transpose: bool) -> mx.array:
+    def quantized(self, x: mx.array, transpose: bool) -> mx.array:
+        """x times the tile as it is packed, or its transpose."""
         tile = self.packed
         assert tile is not None
         return mx.quantized_matmul(
@@ -72,21 +74,22 @@ class OpenTile:
 class RowSum:
     """The running sum over tiles of p_i W_i, (T, C), each term evaluated as it is added."""
 
+    arrays: Arrays
     halves: list[mx.array] = field(default_factory=list)
     whole: mx.array | None = None  # packed products, or the sums of shifts (T, G)
 
-    def add(self, part: mx.array, opened: OpenTile, fade: mx.array | None = None) -> None:
+    def add(self, part: mx.array, tile: ReadyTile, fade: mx.array | None = None) -> None:
         """Add `part` (T, R') times the tile; what was there is first scaled by `fade` (T, 1)."""
-        if not opened.columns:
-            self._add_whole(opened._quantized(part, transpose=False), fade)
+        if not tile.columns:
+            self._add_whole(tile.quantized(part, transpose=False), fade)
             mx.eval(self.whole)
             return
         if self.halves:
-            self._add_to_halves(part, opened.columns, fade)
+            self._add_to_halves(part, tile.columns, fade)
         else:
-            self.halves = [part @ column for column in opened.columns]
-        if opened.shift is not None:
-            self._add_whole(part @ opened.shift, fade)
+            self.halves = [part @ column for column in tile.columns]
+        if tile.shift is not None:
+            self._add_whole(part @ tile.shift, fade)
             mx.eval(self.whole)
         mx.eval(self.halves)
 
@@ -105,13 +108,13 @@ class RowSum:
         self.whole = term
 
     def result(self, group_size: int) -> mx.array:
-        """The sum (T, C); the accumulator is spent."""
+        """The sum (T, C); the accumulator is consumed."""
         halves, whole = self.halves, self.whole
         self.halves, self.whole = [], None
         if not halves:
             assert whole is not None
             return whole
-        total = join(tuple(halves))
+        total = join(tuple(halves), self.arrays)
         if whole is None:
             return total
         return total + mx.repeat(whole, group_size, axis=1)  # the same for a group's columns

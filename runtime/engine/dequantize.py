@@ -1,55 +1,36 @@
 """Packed integers to float32, a tile at a time, at several G values/s on a CPU.
 
-Even columns are the low halves of each byte, odd ones the high halves; they are unpacked to
+Even columns are the low halves of each byte, odd ones the high halves; they are dequantized to
 separate matrices, and products take x split likewise. Flipping the top bit of each code gives two's
 complement; masking it in place of shifting leaves 16 times the value, which the scale absorbs.
-The halves of a large tile are unpacked side by side, on two streams of MLX's.
 """
 
 from __future__ import annotations
 
-import threading
-from functools import cached_property
-
 import mlx.core as mx
 
-from runtime.engine.kernels.in_place import contiguous, on_gpu, put
+from runtime.engine.arrays import Arrays
 from runtime.storage.weights import Tile
 
 EVEN, ODD = (slice(None), slice(0, None, 2)), (slice(None), slice(1, None, 2))
 HIGH, FLIP4, FLIP8 = 0xF0F0F0F0, 0x88888888, 0x80808080
-SIDE_BY_SIDE = 1 << 20  # values; of fewer the second stream costs what it saves
+SIDE_BY_SIDE = 1 << 20  # values; of fewer a second stream costs what it saves
 
 
 def _word(value: int) -> mx.array:
     return mx.array(value, dtype=mx.uint32)
 
 
-class _Streams(threading.local):
-    """MLX's streams belong to the thread that made them."""
-
-    @cached_property
-    def second(self) -> mx.Stream:
-        return mx.new_stream(mx.cpu)
-
-
-_streams = _Streams()
-
-
-def unpack(tile: Tile, bits: int) -> tuple[mx.array, ...]:
+def dequantize(tile: Tile, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
     """The columns of a tile as float32 matrices, without its `shift`.
 
     Returns (R, C/2) even and (R, C/2) odd columns for 4 bits, one (R, C) matrix for 8.
     """
     if bits == 8:
         return (_scaled(tile.words ^ _word(FLIP8), tile.scales),)
-    if tile.words.size * 8 < SIDE_BY_SIDE or on_gpu():
+    if tile.words.size * 8 < SIDE_BY_SIDE:
         return _low(tile), _high(tile)
-    low = _low(tile)
-    with mx.stream(_streams.second):
-        high = _high(tile)
-    mx.eval(low, high)
-    return low, high
+    return arrays.both(lambda: _low(tile), lambda: _high(tile))
 
 
 def _low(tile: Tile) -> mx.array:
@@ -66,28 +47,28 @@ def _scaled(words: mx.array, scales: mx.array) -> mx.array:
     return (codes.astype(mx.float32) * scales[..., None]).reshape(rows, -1)
 
 
-def split(x: mx.array, bits: int) -> tuple[mx.array, ...]:
-    """x (T, C) as the column sets that `unpack` yields, each contiguous."""
+def split(x: mx.array, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
+    """x (T, C) as the column sets that `dequantize` yields, each contiguous."""
     if bits == 8:
         return (x,)
-    return contiguous(x, EVEN), contiguous(x, ODD)
+    return arrays.contiguous(x, EVEN), arrays.contiguous(x, ODD)
 
 
-def join(parts: tuple[mx.array, ...]) -> mx.array:
+def join(parts: tuple[mx.array, ...], arrays: Arrays) -> mx.array:
     """The inverse of `split`: (T, C)."""
     if len(parts) == 1:
         return parts[0]
     even, odd = parts
     whole = mx.zeros((even.shape[0], 2 * even.shape[1]))
     mx.eval(whole)
-    put(whole, EVEN, even)
-    put(whole, ODD, odd)
+    arrays.put(whole, EVEN, even)
+    arrays.put(whole, ODD, odd)
     return whole
 
 
-def dense(tile: Tile, bits: int) -> mx.array:
+def dense(tile: Tile, bits: int, arrays: Arrays) -> mx.array:
     """The tile's values (R, C) in order, float32."""
-    values = join(unpack(tile, bits))
+    values = join(dequantize(tile, bits, arrays), arrays)
     if tile.shift is None:
         return values
     rows, groups = tile.scales.shape

@@ -1,0 +1,96 @@
+"""Properties of a traced function that let a runtime run it faster or in less memory.
+
+Two are looked for: whether the function treats every token alike, so that it can run on a few
+tokens at a time; and whether it is a gated activation, for which a runtime has a kernel. Both are
+found by running the function on random values, not by reading its graph: how mlx-lm spells a norm
+or an activation does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from export.cut.trace import Function
+from ondevice.operations.elementwise import Activation
+from ondevice.operations.values import Shape, T, shape_at, token_axis
+
+TRIAL_TOKENS = 8  # in each half of the sequence that the function is tried on
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # how close equal values are; GELU and its tanh form differ by 5e-4
+GATE_SCALE = 10.0  # of the gate's random values: they reach far into both flat ends of f
+
+ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
+    "silu": nn.silu,
+    "gelu_tanh": nn.gelu_approx,
+}
+
+
+def treats_tokens_alike(
+    function: Function, inputs: Sequence[str], outputs: Sequence[str], shapes: dict[str, Shape]
+) -> bool:
+    """Whether the function of all tokens gives what it gives for each half of them alone.
+
+    Norms, activations and residual sums do; rotary embeddings depend on the position. `inputs` and
+    `outputs` are names whose shapes are in `shapes`; a parameter, named `@name`, has no tokens.
+    """
+    if any(shapes[name].count(T) != 1 for name in (*outputs, *inputs) if name[0] != "@"):
+        return False
+    keys = mx.random.split(mx.random.key(0), len(inputs))
+    given = [
+        mx.random.normal(shape_at(shapes[name], 2 * TRIAL_TOKENS), key=key)
+        for name, key in zip(inputs, keys, strict=True)
+    ]
+    whole = function(*given)
+    for start in (0, TRIAL_TOKENS):
+        half = slice(start, start + TRIAL_TOKENS)
+        found = function(
+            *(
+                array if name[0] == "@" else array[_of_tokens(shapes[name], half)]
+                for name, array in zip(inputs, given, strict=True)
+            )
+        )
+        expected = (
+            array[_of_tokens(shapes[name], half)]
+            for name, array in zip(outputs, whole, strict=True)
+        )
+        if not _equal(found, expected):
+            return False
+    return True
+
+
+def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -> Activation:
+    """The activation f where `forward` is f(g) * u of (g, u), or "" where it is no known one.
+
+    Values and gradients must both be those of MLX's own f.
+
+    Args:
+        forward: takes (g, u), each of `shape`, and returns one array of it.
+        vjp: takes (g, u, dy) and returns the gradients of g and u.
+    """
+    keys = mx.random.split(mx.random.key(0), 3)
+    g, u, dy = (mx.random.normal(shape, key=key) for key in keys)
+    g = GATE_SCALE * g
+    found = [*forward(g, u), *vjp(g, u, dy)]
+    for name, activation in ACTIVATIONS.items():
+        values, gradients = mx.vjp(_gate(activation), [g, u], [dy])
+        if _equal(found, [*values, *gradients]):
+            return name
+    return ""
+
+
+def _gate(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
+    return lambda g, u: activation(g) * u
+
+
+def _of_tokens(shape: Shape, tokens: slice) -> tuple[slice, ...]:
+    """The index of these tokens in a value of `shape`."""
+    return (*(slice(None),) * token_axis(shape), tokens)
+
+
+def _equal(found: Iterable[mx.array], expected: Iterable[mx.array]) -> bool:
+    return all(
+        mx.allclose(one, other, RELATIVE, ABSOLUTE).item()
+        for one, other in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,333 @@
+"""The commands: each checks its configuration, calls `export`, `runtime` or `harness`, and prints.
+
+What a command needs is imported inside it, so that help and refusals come at once and a training
+process loads nothing of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ondevice.cli.progress import step_bar, task_bar
+from ondevice.config.base import Config, given, load
+from ondevice.config.bench import BenchConfig
+from ondevice.config.compare import CompareConfig
+from ondevice.config.evaluate import EvalConfig
+from ondevice.config.export import ExportConfig
+from ondevice.config.generate import GenerateConfig
+from ondevice.config.inspect import InspectConfig
+from ondevice.config.plan import PlanConfig
+from ondevice.config.replay import ReplayConfig
+from ondevice.config.retrace import RetraceConfig
+from ondevice.config.train import TrainConfig
+from ondevice.errors import BundleError, UsageError
+from ondevice.units import format_bytes
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its name, what it does in one line and in more, its options and its handler."""
+
+    name: str
+    summary: str
+    more: str
+    config: type[Config]
+    run: Callable[[argparse.Namespace], None]
+
+
+def _load(cls: type[C], arguments: argparse.Namespace) -> C:
+    return load(cls, arguments.config, given(arguments, cls))
+
+
+def _prepare(keep_heap: bool = True) -> None:
+    """Set the process up before MLX is imported; warn where that leaves it slow."""
+    from runtime.system.backend import prepare
+
+    found = prepare(keep_heap)
+    if found.warning:
+        _say(f"ondevice: warning: {found.warning}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    config = _load(ExportConfig, arguments)
+    _prepare(keep_heap=False)
+    from export.pack import export_bundle
+    from runtime.system.footprint import Meter
+
+    with Meter() as meter, task_bar("graph") as progress:
+        bundle = export_bundle(config, progress)
+    manifest = bundle.manifest
+    facts = {
+        "bundle": str(bundle.path),
+        "weights_bytes": manifest.weights_nbytes,
+        "graphs_bytes": sum(graph.nbytes for graph in manifest.graphs.values()),
+        "peak_footprint_bytes": meter.peak_bytes,
+    }
+    if arguments.json:
+        print(json.dumps(facts))
+    else:
+        print(
+            f"{bundle.path}: {format_bytes(manifest.weights_nbytes)} of weights, "
+            f"{len(manifest.graphs)} graphs, peak footprint {format_bytes(meter.peak_bytes)}"
+        )
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    config = _load(InspectConfig, arguments)
+    from ondevice.bundle.store import open_bundle
+    from ondevice.cli.describe import describe_bundle, facts_of
+
+    bundle = open_bundle(config.bundle)
+    if config.verify:
+        bundle.verify()
+    if arguments.json:
+        print(json.dumps({**facts_of(bundle), "verified": config.verify}, indent=1))
+        return
+    print(describe_bundle(bundle))
+    if config.verify:
+        print("every file agrees with its checksum")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    config = _load(PlanConfig, arguments)
+    _prepare()  # the plan counts the BLAS's threads
+    from ondevice.bundle.store import open_bundle
+    from ondevice.cli.describe import describe_plan
+    from runtime.run.start import machine_of, plan_training
+
+    machine = machine_of(config.machine)
+    plan = plan_training(config, open_bundle(config.bundle), machine)
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        print(describe_plan(plan.to_json(), per_block=True))
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    overrides = given(arguments, TrainConfig)
+    if arguments.resume is not None:
+        _check_resume(arguments, overrides)
+        config = None
+    else:
+        config = _load(TrainConfig, arguments)
+    _prepare()
+    from ondevice.cli.describe import describe_plan, describe_summary
+    from runtime.run.events import Events
+    from runtime.run.start import resume, train
+
+    quiet = arguments.json
+    with task_bar("row") as evaluation, step_bar() as step:
+        events = Events(
+            plan=lambda plan: None if quiet else _say(describe_plan(plan.to_json())),
+            note=_say,
+            step=step,
+            evaluation=evaluation,
+        )
+        if config is None:
+            summary = resume(arguments.resume, events, overrides.get("budget"))
+        else:
+            summary = train(config, events)
+    if quiet:
+        print(json.dumps(summary))
+        return
+    run = arguments.resume if config is None else config.output
+    print(f"{describe_summary(summary)}\nthe run and its adapter are in {run}")
+
+
+def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    """Refuse options beside `--resume` that would contradict the run's own."""
+    odd = [f"--{name.replace('_', '-')}" for name in sorted(set(overrides) - {"budget"})]
+    if odd or arguments.config:
+        raise UsageError(
+            "--resume takes the run's own settings, and --budget; leave out "
+            f"{', '.join(odd) or '--config'}; to train a finished run further, start another with "
+            f"--adapter {arguments.resume}"
+        )
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    config = _load(EvalConfig, arguments)
+    _prepare()
+    from ondevice.cli.describe import counted, describe_evaluation
+    from runtime.run.evaluate import run_eval
+    from runtime.run.events import Events
+
+    with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
+        result = run_eval(config, Path(scratch), Events(evaluation=progress))
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    print(
+        f"{describe_evaluation(result)}, over {counted(result['tokens'], 'token')} in "
+        f"{counted(result['rows'], 'row')}\n"
+        f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
+        f"{format_bytes(result['budget_bytes'])}"
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    config = _load(GenerateConfig, arguments)
+    _prepare()
+    from runtime.run.generate import generate
+
+    adapter = None if config.adapter is None else Path(config.adapter)
+    pieces = generate(config.bundle, config.prompt, adapter, config.max_tokens, config.chat)
+    if arguments.json:
+        print(json.dumps({"prompt": config.prompt, "text": "".join(pieces)}))
+        return
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    config = _load(CompareConfig, arguments)
+    from harness.compare.compare import compare
+    from harness.compare.report import to_text
+
+    report = compare(config, _say)
+    if arguments.json:
+        print(json.dumps(report))
+        return
+    print(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    config = _load(ReplayConfig, arguments)
+    _prepare()
+    from runtime.run.replay import replay
+
+    run = Path(config.run)
+    output = run / "replayed" if config.output is None else Path(config.output)
+    initial = None if config.initial is None else Path(config.initial)
+    facts = replay(run, output, config.bundle, initial)
+    if arguments.json:
+        print(json.dumps(facts))
+    else:
+        print(f"{facts['output']}: {facts['steps']} steps from a log of {facts['log_bytes']} bytes")
+    if facts["identical"] is False:
+        raise BundleError(
+            f"{run} has other adapters after step {facts['saved_steps']} than its log leads to"
+        )
+    if facts["identical"] and not arguments.json:
+        print(f"identical to the run's own adapters after step {facts['saved_steps']}")
+
+
+def _retrace(arguments: argparse.Namespace) -> None:
+    config = _load(RetraceConfig, arguments)
+    _prepare(keep_heap=False)
+    from export.retrace import retrace
+
+    with task_bar("graph") as progress:
+        bundle = retrace(config.bundle, config.device, progress)
+    manifest = bundle.manifest
+    if arguments.json:
+        facts = {"graphs": len(manifest.graphs), "device": manifest.device}
+        print(
+            json.dumps({"bundle": str(bundle.path), **facts, "mlx_version": manifest.mlx_version})
+        )
+    else:
+        print(
+            f"{bundle.path}: {len(manifest.graphs)} graphs for {manifest.device}, "
+            f"MLX {manifest.mlx_version}"
+        )
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from harness.bench.bench import bench, find, to_text
+
+    if arguments.config is None and "name" not in given(arguments, BenchConfig):
+        find("")  # raises, with a list of them
+    config = _load(BenchConfig, arguments)
+    report = bench(config, _say)
+    print(json.dumps(report) if arguments.json else to_text(report))
+
+
+COMMANDS = (
+    Command(
+        "export",
+        "convert a checkpoint to a bundle: quantized weights and graphs",
+        "Training, evaluation and generation start from the bundle. The checkpoint is not needed "
+        "after that.",
+        ExportConfig,
+        _export,
+    ),
+    Command(
+        "inspect",
+        "show a bundle's model, adapters, graphs and quantization errors",
+        "",
+        InspectConfig,
+        _inspect,
+    ),
+    Command(
+        "plan",
+        "show how training would use a memory budget, without training",
+        "Give the options that you would give to `ondevice train`.",
+        PlanConfig,
+        _plan,
+    ),
+    Command(
+        "train",
+        "fine-tune LoRA adapters under a memory budget, or resume a run",
+        "The run directory is also an adapter of mlx-lm. Stopping with Ctrl-C saves the state.",
+        TrainConfig,
+        _train,
+    ),
+    Command(
+        "eval",
+        "measure loss, perplexity and accuracy on held-out data",
+        "",
+        EvalConfig,
+        _eval,
+    ),
+    Command(
+        "generate",
+        "continue a prompt, with or without an adapter",
+        "Takes the most likely token each time. For looking at results: it is slow, since there is "
+        "no key-value cache, and it has no memory budget.",
+        GenerateConfig,
+        _generate,
+    ),
+    Command(
+        "compare",
+        "compare training methods: quality against time and memory",
+        "Tries learning rates, trains with each method, and writes tables, plots and an HTML page. "
+        "The same command goes on where it was interrupted.",
+        CompareConfig,
+        _compare,
+    ),
+    Command(
+        "replay",
+        "rebuild the adapter of a MeZO run from its log",
+        "Checks that the result is the run's own adapter, bit for bit.",
+        ReplayConfig,
+        _replay,
+    ),
+    Command(
+        "retrace",
+        "trace a bundle's graphs again, for this MLX or another device",
+        "The weights stay as they are.",
+        RetraceConfig,
+        _retrace,
+    ),
+    Command(
+        "bench",
+        "run a benchmark on this machine; without a name, list them",
+        "Every figure is measured in fresh processes.",
+        BenchConfig,
+        _bench,
+    ),
+)

@@ -1,0 +1,23 @@
+"""`ondevice eval`: the loss of a bundle, with or without an adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.config.base import NOT_NEGATIVE, option, required
+from ondevice.config.shared import BundleConfig, adapter_dtype_field, adapter_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(BundleConfig):
+    """`ondevice eval`: the loss of a bundle, with or without an adapter."""
+
+    data: str = required(
+        "held-out data: a .txt or .jsonl file, a folder with valid, or random:SEED", "DATA"
+    )
+    adapter: str | None = adapter_field(
+        "adapter to apply: a run, an adapter directory or its .safetensors file "
+        "(default: the base model)"
+    )
+    eval_rows: int = option(0, "rows to evaluate; 0 for all (of random:SEED one)", NOT_NEGATIVE)
+    adapter_dtype: str = adapter_dtype_field()

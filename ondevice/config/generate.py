@@ -1,0 +1,24 @@
+"""`ondevice generate`: the model's continuation of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+
+from ondevice.config.base import COUNT, Config, option
+from ondevice.config.shared import adapter_field, bundle_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Config):
+    """`ondevice generate`: the model's continuation of a prompt."""
+
+    bundle: str = bundle_field()
+    prompt: str = option(MISSING, "text to continue")
+    adapter: str | None = adapter_field(
+        "adapter to apply: a run, an adapter directory or its .safetensors file "
+        "(default: the base model)"
+    )
+    max_tokens: int = option(64, "tokens to generate at most", COUNT)
+    chat: bool = option(
+        False, "take the prompt as a user's message and answer it, by the model's chat template"
+    )

@@ -1,0 +1,16 @@
+"""`ondevice inspect`: what a bundle holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.config.base import Config, option
+from ondevice.config.shared import bundle_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig(Config):
+    """`ondevice inspect`: what a bundle holds."""
+
+    bundle: str = bundle_field()
+    verify: bool = option(False, "compare every file with its checksum")

@@ -1,0 +1,22 @@
+"""`ondevice plan`: how training would use a memory budget, without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.config.base import FILLED, Group, option
+from ondevice.config.shared import StepConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(StepConfig):
+    """`ondevice plan`: how training would use a memory budget, without training."""
+
+    machine: str | None = option(
+        None,
+        "JSON file of another machine to plan for, written there by `ondevice bench machine` "
+        "(default: this machine)",
+        FILLED,
+        Group.MEMORY,
+        metavar="FILE",
+    )

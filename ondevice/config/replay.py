@@ -1,0 +1,27 @@
+"""`ondevice replay`: a MeZO run's adapter, rebuilt from its log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ondevice.config.base import FILLED, Config, option, output_option, required
+from ondevice.config.shared import adapter_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig(Config):
+    """`ondevice replay`: a MeZO run's adapter, rebuilt from its log and its initial adapter."""
+
+    positional: ClassVar[str] = "run"
+
+    run: str = required("directory of a run with --method mezo", "RUN")
+    output: str | None = output_option(
+        None, "adapter directory to write (default: RUN/replayed)", "DIR"
+    )
+    bundle: str | None = option(
+        None, "bundle of the run (default: where it was)", FILLED, metavar="BUNDLE"
+    )
+    initial: str | None = adapter_field(
+        "adapter that the run started from (default: as the run's configuration says)"
+    )

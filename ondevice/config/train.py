@@ -1,0 +1,121 @@
+"""`ondevice train`: LoRA adapters from a bundle and data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ondevice.config.base import (
+    ABOVE_ZERO,
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    Check,
+    Group,
+    choice,
+    option,
+    output_option,
+    refuse,
+    required,
+)
+from ondevice.config.shared import TRAIN_DATA, StepConfig, adapter_field
+
+_FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(StepConfig):
+    """`ondevice train`: LoRA adapters from a bundle and data."""
+
+    data: str = required(TRAIN_DATA, "DATA")
+    output: str = output_option("run", "run directory to write", "RUN")
+    adapter: str | None = adapter_field(
+        "adapter to start from: a run, an adapter directory or its .safetensors file "
+        "(default: new adapters)"
+    )
+    profile: bool = option(
+        False, "measure where time and memory go, and write it to the run's summary.json"
+    )
+    heap_relief: bool = option(
+        True,
+        "give free heap memory back to the system near the predicted peak",
+        group=Group.MEMORY,
+    )
+    steps: int = option(100, "optimizer steps", COUNT, Group.TRAINING)
+    learning_rate: float = option(
+        1e-4, "highest learning rate of the schedule", ABOVE_ZERO, Group.TRAINING
+    )
+    lr_schedule: str = choice(
+        "constant",
+        "learning rate after the warmup: constant, or falling to 0",
+        "constant",
+        "linear",
+        "cosine",
+        group=Group.TRAINING,
+    )
+    warmup_steps: int = option(
+        0, "steps in which the learning rate rises linearly", NOT_NEGATIVE, Group.TRAINING
+    )
+    weight_decay: float = option(
+        0.0, "decoupled weight decay, as in AdamW", NOT_NEGATIVE, Group.TRAINING
+    )
+    seed: int = option(
+        0, "seed of new adapters, the order of rows and MeZO's noise", NOT_NEGATIVE, Group.TRAINING
+    )
+    epsilon: float = option(
+        1e-3, "size of the perturbation of the adapters", ABOVE_ZERO, Group.MEZO
+    )
+    noise: str = choice(
+        "gaussian",
+        "distribution of the perturbation",
+        "gaussian",
+        "rademacher",
+        group=Group.MEZO,
+    )
+    eval_data: str | None = option(
+        None,
+        "held-out data, as --data (default: valid of the folder in --data)",
+        FILLED,
+        Group.EVALUATION,
+        metavar="DATA",
+    )
+    eval_every: int = option(
+        0, "steps between evaluations; 0 for none", NOT_NEGATIVE, Group.EVALUATION
+    )
+    eval_rows: int = option(
+        0, "rows per evaluation; 0 for all (of random:SEED one)", NOT_NEGATIVE, Group.EVALUATION
+    )
+    save_every: int = option(
+        50,
+        "steps between saved states, from which --resume goes on; 0 for the last alone",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    stop_seconds: float = option(
+        0.0,
+        "stop after this many seconds of training; 0 for no limit",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    stop_loss: float = option(
+        0.0,
+        "stop when the held-out loss is this low; 0 for never; needs --eval-every",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    stop_rise: float = option(
+        0.0,
+        "stop when the held-out loss exceeds this many times its first value; 0 for never; needs "
+        "--eval-every",
+        _FACTOR,
+        Group.STOPPING,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_steps > self.steps:
+            refuse(type(self), [f"warmup_steps {self.warmup_steps} > steps {self.steps}"])
+        unseen = [name for name in ("stop_loss", "stop_rise") if getattr(self, name)]
+        if unseen and not self.eval_every:
+            need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
+            refuse(type(self), [f"{need}: the held-out loss is measured only then"])

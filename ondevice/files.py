@@ -1,0 +1,73 @@
+"""Reading and writing files safely: whole or not at all, with errors that users understand."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ondevice.errors import BundleError, StorageError
+
+CHUNK_BYTES = 4 << 20
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal; reads it in chunks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` so that a reader sees the old bytes or the new, never a mix."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with storage_errors(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_path(path.parent)
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` (a full disk, a read-only folder) into a `StorageError`."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
+            raise StorageError(
+                f"the disk is full: {problem.strerror} while writing {path} "
+                f"({free / 1e6:.0f} MB free); make room and start again"
+            ) from problem
+        raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
+
+
+@contextmanager
+def reading_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` (no permission, a broken disk) into a `BundleError`."""
+    try:
+        yield
+    except OSError as problem:
+        raise BundleError(f"{path} cannot be read: {problem.strerror}") from problem

@@ -1,0 +1,268 @@
+"""What every operation tells of itself, and what it is asked with.
+
+A new operation is a class in a file of its own here, a kernel of the same name in
+`runtime.engine.kernels`, and a line in each of the two tables (`ondevice.operations.table`,
+`runtime.engine.kernels.table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from ondevice.errors import BundleError
+from ondevice.operations.tensors import Extent, Graph, Matrix
+from ondevice.operations.values import F32, Shape, bytes_at, is_parameter
+
+WHOLE = 1 << 62  # more tokens, or values, than there are
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise BundleError where something that must hold of a manifest does not."""
+    if not condition:
+        raise BundleError(f"manifest: {message}")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tensors and graphs of a manifest that operations refer to, by name."""
+
+    matrices: Mapping[str, Matrix]
+    vectors: Mapping[str, Extent]
+    graphs: Mapping[str, Graph]
+    buckets: Sequence[int]
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How operations run at one sequence bucket: all sizes that the lowering has decided.
+
+    `tile_rows` says how many rows of a matrix are dequantized at once, `chunk_rows` how many of the
+    vocabulary the head takes at once, `query_block` how many queries attention takes at once.
+    `packed` is the arithmetic of a GPU: products with the quantized words themselves.
+    """
+
+    tables: Tables
+    bucket: int
+    tile_rows: Mapping[str, int]
+    chunk_rows: int
+    query_block: int
+    packed: bool
+
+    def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
+        """A tile of so many values while it is dequantized.
+
+        The words, flipped and masked words, codes and results; and its scales: as they are, and of
+        4 bits a sixteenth of them for each half.
+        """
+        values = min(values, matrix.rows * matrix.columns)
+        ready = self.tile_bytes(matrix, values)
+        if self.packed:
+            return ready
+        scales = (3 if matrix.bits == 4 else 1) * _per_group(matrix, values)
+        return 3 * values * matrix.bits // 8 + scales + ready
+
+    def tile_bytes(self, matrix: Matrix, values: int) -> int:
+        """A tile ready to be multiplied: its words, scales and biases, or its values and shift."""
+        if self.packed:
+            share = values / (matrix.rows * matrix.columns)
+            return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
+        return values * F32 + (0 if matrix.biases is None else _per_group(matrix, values))
+
+    def largest_tile_bytes(self) -> int:
+        """The most that one tile of a matrix takes while it is dequantized."""
+        return max(
+            self.dequantizing_bytes(matrix, self.tile_rows[name] * matrix.columns)
+            for name, matrix in self.tables.matrices.items()
+        )
+
+
+def materialized_bytes(matrix: Matrix) -> int:
+    """A whole matrix as float32, with the shifts of affine groups."""
+    shifts = 0 if matrix.biases is None else matrix.groups * F32
+    return matrix.rows * matrix.columns * F32 + shifts
+
+
+def _per_group(matrix: Matrix, values: int) -> int:
+    """Bytes of one float32 for each group of so many values."""
+    return values // matrix.group_size * F32
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One execution of an operation, whose bytes are asked for.
+
+    `wanted` are the results to compute, or backward the values to return gradients for; `lanes`
+    hidden states of `tokens` tokens visit it together; `tensor` gives the full name of a tensor of
+    the block.
+    """
+
+    backward: bool
+    wanted: tuple[str, ...]
+    lanes: int
+    tokens: int
+    values: Mapping[str, Shape]
+    tensor: Callable[[str], str]
+
+    def bytes_of(self, name: str) -> int:
+        """The bytes of a value for the tokens of this visit."""
+        return bytes_at(self.values[name], self.tokens)
+
+
+class Operation(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="op",
+    tag=str.lower,
+):
+    """One operation of a program, over values that have names.
+
+    Inputs that begin with `@` are parameters: small tensors of the weights file.
+    """
+
+    runs_once_per_tile: ClassVar[bool] = False
+    """Whether all lanes visit it together (each tile of its weights serves all of them)."""
+    in_schedule: ClassVar[bool] = True
+    """Whether schedules run it; the head is a pass of its own, after its block."""
+    reversible: ClassVar[bool] = True
+    """Whether schedules run its backward."""
+    takes_parameters: ClassVar[bool] = False
+    """Whether inputs may be parameters."""
+    cheap: ClassVar[bool] = False
+    """Whether recomputing its results where they are read costs next to nothing."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in profiles and descriptions."""
+        return type(self).__name__.lower()
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        """All inputs: values and parameters."""
+        return ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The values it makes."""
+        return ()
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The inputs that are values."""
+        return tuple(name for name in self.inputs_read if not is_parameter(name))
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The results that are products with frozen matrices."""
+        return ()
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Values that the forward makes besides where a backward will follow."""
+        return ()
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """The matrices that LoRA may adapt, relative to the block."""
+        return ()
+
+    @property
+    def tokenwise(self) -> bool:
+        """Whether every token is treated alike, so that tiles of tokens can be run one by one."""
+        return False
+
+    @property
+    def graph(self) -> str:
+        """The elementwise graph that it runs; empty for none."""
+        return ""
+
+    def tile_unit(self, bucket: int) -> int:
+        """The tokens that a tile of tokens must be a multiple of."""
+        return 1
+
+    def on_device(self, device: str) -> Operation:
+        """The operation that runs in its place on "cpu" or "gpu"."""
+        return self
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        """Full names of the matrices that it reads."""
+        return ()
+
+    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        """Full names of the vectors that it reads, besides parameters."""
+        return ()
+
+    def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        """Full names of the matrices that it dequantizes as a whole, tile by tile."""
+        return ()
+
+    def learns(self, adapted: frozenset[str]) -> bool:
+        """Whether adapters are trained in it."""
+        return any(name in adapted for name in self.adaptable)
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        """The results that lead back to an adapter of its own."""
+        return ()
+
+    def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
+        """The values of the forward pass that its backward reads."""
+        return frozenset()
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The values that its backward returns gradients for, in order."""
+        return self.activations
+
+    @property
+    def shared_gradients(self) -> tuple[str, ...]:
+        """For each gradient, whose array it is: a cotangent, an earlier gradient, or "" its own.
+
+        Empty where no gradient ever is another's.
+        """
+        return ()
+
+    def statistic_bytes(self, name: str, visit: Visit) -> int:
+        """The bytes of one of its `statistics`."""
+        raise NotImplementedError(f"{self.label} has no statistics")
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """The bytes that it holds while it runs, besides the values it takes and makes."""
+        raise NotImplementedError
+
+    def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
+        """The most rows of a factor that a BLAS packs, where they are not the tokens."""
+        return 0
+
+    def streamed(self, execution: Execution) -> tuple[int, int]:
+        """Of a pass over a matrix: the bytes of what a chunk yields, and of all that it holds."""
+        return 0, 0
+
+    def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
+        """The keys of the serialized functions that it opens at a sequence bucket."""
+        return ()
+
+    def check(
+        self,
+        where: str,
+        values: Mapping[str, Shape],
+        parameters: Mapping[str, tuple[int, ...]],
+        tables: Tables,
+    ) -> None:
+        """Check its fields and shapes. Raises BundleError."""
+
+    def check_weights(
+        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
+    ) -> None:
+        """Check the tensors that it refers to in one block. Raises BundleError."""
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        """One line for people."""
+        made = ", ".join("x".join(map(str, values[name][1:])) for name in self.results)
+        return self.label + (f" -> {made}" if made else "")

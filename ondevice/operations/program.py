@@ -1,0 +1,64 @@
+"""Programs: a block as a list of operations over named values, and the blocks that share one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ondevice.operations.base import Operation
+from ondevice.operations.table import Stored
+from ondevice.operations.tensors import Record
+from ondevice.operations.values import Shape
+
+
+@dataclass(frozen=True)
+class Program:
+    """Operations from `input` (empty for the embedding) to `output`, and the shapes of values."""
+
+    name: str
+    input: str
+    output: str
+    values: Mapping[str, Shape]
+    operations: tuple[Operation, ...]
+
+    @property
+    def head(self) -> Operation | None:
+        """The last operation, where it is a pass of its own."""
+        last = self.operations[-1] if self.operations else None
+        return None if last is None or last.in_schedule else last
+
+
+class BlockType(Record, frozen=True):
+    """The program that equal blocks share.
+
+    `parameters` are the shapes of the small tensors (norm weights) that elementwise graphs take as
+    `@name`.
+    """
+
+    name: str
+    input: str
+    output: str
+    values: dict[str, Shape]
+    parameters: dict[str, tuple[int, ...]]
+    operations: tuple[Stored, ...]
+
+    def program(self, device: str) -> Program:
+        """What a device runs: some operations have a kernel of their own there."""
+        operations = tuple(operation.on_device(device) for operation in self.operations)
+        return Program(self.name, self.input, self.output, self.values, operations)
+
+
+class Block(Record, frozen=True):
+    """One block: its tensors are named `name.relative`, or `relative` where it has no name."""
+
+    name: str
+    type: str  # which of the manifest's block types it is
+
+    def tensor(self, relative: str) -> str:
+        """The full name of one of its tensors."""
+        return f"{self.name}.{relative}" if self.name else relative
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return self.name or self.type

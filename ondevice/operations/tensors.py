@@ -1,0 +1,77 @@
+"""Records of what a bundle stores: stretches of the weights file, matrices, and graphs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+ALIGNMENT = 64
+PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
+ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of the manifest: immutable, and without keys that nobody knows."""
+
+
+class Extent(Record, frozen=True):
+    """`nbytes` bytes of weights.bin from `offset`, holding `dtype` values of `shape`."""
+
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Matrix(Record, frozen=True):
+    """A frozen matrix (rows, columns) in MLX's packed layout.
+
+    Row r holds `columns` unsigned integers of `bits` bits, lowest bits first in uint32 words;
+    value = scale * q + bias per group of `group_size` columns. `symmetric` stores no biases:
+    bias = -2**(bits-1) * scale. `error` is what quantizing did to the values: `relative_rms`, `rms`
+    and `max`, or nothing where the checkpoint was quantized already.
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+    layout: Literal["symmetric", "affine"]
+    packed: Extent
+    scales: Extent
+    biases: Extent | None = None
+    error: dict[str, float] = {}
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Where its words, scales and biases lie."""
+        parts = (self.packed, self.scales, self.biases)
+        return tuple(extent for extent in parts if extent is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.nbytes for extent in self.extents)
+
+    @property
+    def groups(self) -> int:
+        """How many groups share a scale, in the whole matrix."""
+        return self.rows * self.columns // self.group_size
+
+
+class Graph(Record, frozen=True):
+    """One serialized function: its file, checksum, signature and the bytes it needs inside."""
+
+    file: str
+    nbytes: int
+    sha256: str
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    workspace_bytes: int
+
+
+class File(Record, frozen=True):
+    """A small file of the bundle."""
+
+    nbytes: int
+    sha256: str

@@ -1,0 +1,85 @@
+"""What a kernel is, and what it is given to run one instruction with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ondevice.bundle.store import Bundle
+from ondevice.operations.base import Execution, Operation
+from ondevice.operations.program import Block, Program
+from runtime.engine.arrays import Arrays
+from runtime.engine.graphs import Graphs
+from runtime.engine.matrices import Matrices
+from runtime.engine.profile import Profile
+from runtime.engine.values import Gradients, Loras, Values
+from runtime.lowering.schedule import Instruction
+from runtime.storage.weights import Weights
+
+O = TypeVar("O", bound=Operation)  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What kernels share: the bundle's tensors and graphs, and the sizes of the lowering."""
+
+    bundle: Bundle
+    weights: Weights
+    matrices: Matrices
+    graphs: Graphs
+    arrays: Arrays
+    execution: Execution
+    profile: Profile
+
+
+class Runs(Protocol):
+    """Runs instructions: what a kernel calls for those inside its own."""
+
+    def forward(
+        self,
+        block: Block,
+        program: Program,
+        instructions: Sequence[Instruction],
+        tokens: int,
+        lanes: list[Values],
+        loras: Sequence[Loras],
+    ) -> None: ...
+
+    def reverse(
+        self,
+        block: Block,
+        program: Program,
+        instructions: Sequence[Instruction],
+        tokens: int,
+        values: Values,
+        loras: Loras,
+        gradients: Gradients,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """One instruction of a block's program, over so many tokens."""
+
+    executor: Runs
+    block: Block
+    program: Program
+    instruction: Instruction
+    tokens: int
+
+    def operation(self, of: type[O]) -> O:
+        """The instruction's operation, which is of the kernel's own type."""
+        found = self.instruction.operation
+        assert isinstance(found, of)
+        return found
+
+
+class Kernel(Protocol):
+    """Runs one operation, forward and backward, with evaluated results."""
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        """Add the wanted results, and the statistics, to the values of every lane."""
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        """The wanted gradients by value; adapters' own are added to `gradients`."""

@@ -1,0 +1,29 @@
+"""The table of kernels: what runs each operation of a lowered program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ondevice.operations.attention import Attention
+from ondevice.operations.base import Operation
+from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.embedding import Embedding
+from ondevice.operations.gated import Gated
+from ondevice.operations.linear import Linear
+from ondevice.operations.tiled import Tiled
+from runtime.engine.kernels.attention import AttentionKernel
+from runtime.engine.kernels.base import Kernel, Tools
+from runtime.engine.kernels.elementwise import ElementwiseKernel
+from runtime.engine.kernels.embedding import EmbeddingKernel
+from runtime.engine.kernels.gated import GatedKernel
+from runtime.engine.kernels.linear import LinearKernel
+from runtime.engine.kernels.tiled import TiledKernel
+
+KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
+    Embedding: EmbeddingKernel,
+    Linear: LinearKernel,
+    Attention: AttentionKernel,
+    Elementwise: ElementwiseKernel,
+    Gated: GatedKernel,
+    Tiled: TiledKernel,
+}

@@ -1,0 +1,71 @@
+"""The frozen matrices as kernels take them: read and dequantized a tile of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.operations.tensors import Matrix
+from runtime.engine.arrays import Arrays
+from runtime.engine.dequantize import dense
+from runtime.engine.profile import Profile
+from runtime.engine.tiles import ReadyTile
+from runtime.storage.weights import Weights
+
+Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the rows of a tile
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Tiles of matrices, of as many rows as the lowering says.
+
+    `tile_rows` is keyed by where a matrix begins in weights.bin. With `hold`, what was dequantized
+    stays until `release` (a whole block at once, as MeBP's paper does it). The matrices that begin
+    at the offsets `kept` stay dequantized for good in `materialized`.
+    """
+
+    weights: Weights
+    arrays: Arrays
+    packed: bool
+    tile_rows: Mapping[int, int]
+    hold: bool = False
+    profile: Profile = field(default_factory=Profile)
+    kept: frozenset[int] = frozenset()
+    materialized: dict[Place, ReadyTile] = field(default_factory=dict)
+    _held: dict[Place, ReadyTile] = field(default_factory=dict)
+
+    def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
+        """Rows start:stop of a matrix, read and dequantized."""
+        key = (matrix.packed.offset, start, stop)
+        for known in (self._held, self.materialized):
+            if key in known:
+                return known[key]
+        with self.profile.span("read"):
+            tile = self.weights.tile(matrix, start, stop)
+            self.profile.settle(tile.words, tile.scales)
+        with self.profile.span("unpack"):
+            ready = ReadyTile.of(tile, matrix, self.packed, self.arrays)
+            self.profile.settle(ready.columns)
+        if matrix.packed.offset in self.kept:
+            self.materialized[key] = ready
+        elif self.hold:
+            self._held[key] = ready
+        return ready
+
+    def ranges(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
+        """The rows of each tile, in order."""
+        step = self.tile_rows[matrix.packed.offset]
+        for start in range(0, matrix.rows, step):
+            yield start, min(matrix.rows, start + step)
+
+    def rows(self, matrix: Matrix, chosen: npt.NDArray[np.int64]) -> mx.array:
+        """Chosen rows (N, C) of a matrix as float32, lazy."""
+        return dense(self.weights.gather(matrix, chosen), matrix.bits, self.arrays)
+
+    def release(self) -> None:
+        """Let go of what `hold` has kept."""
+        self._held.clear()

@@ -1,0 +1,194 @@
+"""The blocks of a bundle at one sequence bucket, forward and reversed: all that methods see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.bundle.store import Bundle
+from ondevice.operations.program import Block
+from ondevice.operations.values import gradient_of
+from runtime.engine.arrays import arrays_for
+from runtime.engine.executor import Executor
+from runtime.engine.graphs import Graphs
+from runtime.engine.kernels.base import Tools
+from runtime.engine.kernels.embedding import TOKENS
+from runtime.engine.kernels.head import HeadKernel, HeadResult, Targets
+from runtime.engine.matrices import Matrices, Place
+from runtime.engine.profile import Profile
+from runtime.engine.tiles import ReadyTile
+from runtime.engine.values import Gradients, Loras, Values
+from runtime.lowering.lower import LoweredBlock, LoweredModel
+from runtime.storage.weights import Weights
+
+
+@dataclass(frozen=True)
+class Model:
+    """The lowered blocks of a bundle, ready to run.
+
+    The matrices that begin at the offsets `kept` stay dequantized, in `materialized`, which several
+    models (of other buckets) may share, as they share `graphs`.
+    """
+
+    bundle: Bundle
+    weights: Weights
+    lowered: LoweredModel
+    graphs: Graphs
+    profile: Profile = field(default_factory=Profile)
+    kept: frozenset[int] = frozenset()
+    materialized: dict[Place, ReadyTile] = field(default_factory=dict)
+
+    @property
+    def bucket(self) -> int:
+        """The tokens that every row is padded up to."""
+        return self.lowered.bucket
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.bundle.manifest.blocks
+
+    @cached_property
+    def matrices(self) -> Matrices:
+        manifest, execution = self.bundle.manifest, self.lowered.execution
+        return Matrices(
+            self.weights,
+            arrays_for(manifest.device),
+            execution.packed,
+            {manifest.matrices[n].packed.offset: rows for n, rows in execution.tile_rows.items()},
+            self.lowered.hold,
+            self.profile,
+            self.kept,
+            self.materialized,
+        )
+
+    @cached_property
+    def executor(self) -> Executor:
+        tools = Tools(
+            self.bundle,
+            self.weights,
+            self.matrices,
+            self.graphs,
+            self.matrices.arrays,
+            self.lowered.execution,
+            self.profile,
+        )
+        return Executor.of(tools)
+
+    @cached_property
+    def _lowered(self) -> dict[Block, LoweredBlock]:
+        return {one.block: one for one in self.lowered.blocks}
+
+    def embed(self, tokens: npt.NDArray[np.int64]) -> mx.array:
+        """Hidden states (1, bucket, D) of tokens (T,), padded up to the bucket."""
+        padded = np.zeros(self.bucket, np.int64)
+        padded[: len(tokens)] = tokens
+        values: Values = {TOKENS: mx.array(padded)}
+        return self._forward(self.blocks[0], [values], [{}])[0]
+
+    def forward(self, block: Block, x: mx.array, loras: Loras) -> mx.array:
+        """A layer's output (1, bucket, D)."""
+        return self.forward_lanes(block, [x], [loras])[0]
+
+    def forward_lanes(
+        self, block: Block, xs: list[mx.array], loras: Sequence[Loras]
+    ) -> list[mx.array]:
+        """A layer's outputs (1, bucket, D) of several inputs, each with adapters of its own.
+
+        Every tile of the weights is read and dequantized once and serves all of them; none of the
+        results depends on the others. `xs` is emptied.
+        """
+        source = self._lowered[block].program.input
+        lanes: list[Values] = [{source: x} for x in xs]
+        xs.clear()
+        return self._forward(block, lanes, loras)
+
+    def _forward(self, block: Block, lanes: list[Values], loras: Sequence[Loras]) -> list[mx.array]:
+        lowered = self._lowered[block]
+        program = lowered.program
+        self.executor.forward(block, program, lowered.forward, self.bucket, lanes, loras)
+        return [values[program.output] for values in lanes]
+
+    def forward_keeping(self, block: Block, x: mx.array, loras: Loras) -> tuple[mx.array, Values]:
+        """A layer's output (1, bucket, D), and what `backward` would otherwise recompute."""
+        lowered = self._lowered[block]
+        program = lowered.program
+        values: Values = {program.input: x}
+        del x
+        self.executor.forward(block, program, lowered.keeping, self.bucket, [values], [loras])
+        y = values.pop(program.output)
+        values.pop(program.input, None)
+        return y, values
+
+    def backward(
+        self, block: Block, x: mx.array, dy: mx.array, loras: Loras, kept: Values | None = None
+    ) -> tuple[mx.array | None, Gradients]:
+        """A layer's vjp at x (1, bucket, D): dx, and (dA, dB) per adapted matrix.
+
+        dx is None in the first layer, before which nothing is trained. `kept` is what
+        `forward_keeping` has returned; it is consumed.
+        """
+        lowered = self._lowered[block]
+        program = lowered.program
+        values: Values = {program.input: x, gradient_of(program.output): dy}
+        del x, dy
+        schedule = lowered.backward
+        if kept is not None:
+            values.update(kept)
+            kept.clear()
+            schedule = lowered.backward_kept
+        gradients: Gradients = {}
+        self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
+        return values.get(gradient_of(program.input)), gradients
+
+    def hidden(self, x: mx.array, scored: slice) -> mx.array:
+        """What the head multiplies at the positions `scored`, (N, D), of its input (1, bucket, D)."""
+        block = self.blocks[-1]
+        values: Values = {self._lowered[block].program.input: x}
+        (whole,) = self._forward(block, [values], [{}])
+        found = whole[0, scored] + 0.0  # a copy, so that the rest can go
+        mx.eval(found)
+        return found
+
+    def losses(
+        self,
+        hs: Sequence[mx.array],
+        targets: Sequence[Targets],
+        gradient: bool,
+        predictions: bool = False,
+    ) -> list[HeadResult]:
+        """The head over hidden states h (N, D) against targets (N,), in one pass for all lanes."""
+        block = self.blocks[-1]
+        head = self._lowered[block].head
+        assert head is not None
+        (name,) = head.matrices(block.tensor)
+        kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
+        with self.profile.span("head"):
+            matrix = self.bundle.manifest.matrices[name]
+            return kernel.run(hs, targets, matrix, gradient, predictions)
+
+    def head_backward(self, x: mx.array, dh: mx.array, scored: slice) -> mx.array:
+        """dx (1, bucket, D) at the head's input x, from dh (N, D) at the positions `scored`."""
+        block = self.blocks[-1]
+        lowered = self._lowered[block]
+        program = lowered.program
+        whole = mx.zeros((1, self.bucket, dh.shape[-1]))
+        whole[0, scored] = dh
+        values: Values = {program.input: x, gradient_of(program.output): whole}
+        del x, whole
+        schedule, gradients = lowered.backward, Gradients()
+        self.executor.reverse(block, program, schedule, self.bucket, values, {}, gradients)
+        return values[gradient_of(program.input)]
+
+    def release(self, block: Block) -> None:
+        """Give the block's mapped pages back, and what was dequantized of it."""
+        self.matrices.release()
+        self.weights.release(block)
+
+    def read_ahead(self, block: Block) -> None:
+        """Begin to bring the block's weights into the system's file cache."""
+        self.weights.read_ahead(block)

@@ -1,0 +1,217 @@
+"""Lowering: from the programs of a bundle to what runs, in order, at one sequence bucket.
+
+All that is decided before anything runs is decided here: tiles of tokens and of weights, the order
+of instructions, when values are freed, and what is recomputed. The planner adds up what this says,
+the engine runs it, and neither decides anything again. Pure: no MLX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ondevice.bundle.manifest import Manifest
+from ondevice.operations.base import WHOLE, Execution, Operation
+from ondevice.operations.program import Block, Program
+from ondevice.operations.tiled import Tiled
+from runtime.lowering.schedule import (
+    Body,
+    Instruction,
+    backward_schedule,
+    forward_schedule,
+    keeping_schedule,
+    kept_values,
+)
+from runtime.lowering.token_tiles import fold, tile_tokens, tiled_of, unfold
+
+LEAST_CHUNK_ROWS = 64  # of the vocabulary
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a plan chooses among, from generous to frugal.
+
+    `tile_values` bounds the values of a matrix that are dequantized at once, `query_block` the
+    queries whose attention scores exist at once, `most_tokens` the tokens that an MLP takes at
+    once. With `hold`, what was dequantized stays until its block is done. `chunk_rows` is how many
+    rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
+    `cache_bytes` limits MLX's own cache, where it has one.
+    """
+
+    tile_values: int
+    query_block: int
+    cache_bytes: int = 0
+    hold: bool = False
+    most_tokens: int = WHOLE
+    chunk_rows: int = 0
+
+
+@dataclass(frozen=True)
+class LoweredBlock:
+    """One block as it runs.
+
+    `forward` leaves the output; `keeping` leaves besides the values `kept`; `backward` goes from
+    the block's input and the gradient of its output to the gradient of its input (not in the first
+    layer, where nobody reads it), `backward_kept` the same with the values of `kept` at hand. The
+    head's own pass over the vocabulary is `head`.
+    """
+
+    block: Block
+    program: Program
+    tile_tokens: int
+    adapted: frozenset[str]
+    forward: tuple[Instruction, ...]
+    keeping: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    backward_kept: tuple[Instruction, ...]
+    kept: frozenset[str]
+    head: Operation | None
+
+
+@dataclass(frozen=True)
+class LoweredModel:
+    """All blocks at one sequence bucket, and the sizes at which their operations run."""
+
+    blocks: tuple[LoweredBlock, ...]
+    execution: Execution
+    hold: bool
+
+    @property
+    def bucket(self) -> int:
+        return self.execution.bucket
+
+    @property
+    def layers(self) -> tuple[LoweredBlock, ...]:
+        """The blocks between the embedding and the head."""
+        return self.blocks[1:-1]
+
+    @property
+    def tile_tokens(self) -> int:
+        """The most tokens that an MLP takes at once."""
+        return max(block.tile_tokens for block in self.layers)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether any MLP takes a tile of tokens at a time."""
+        return self.tile_tokens < self.bucket
+
+    def tiles_fit(self, other: LoweredModel) -> bool:
+        """Whether tiles of tokens are no larger here than in another lowering."""
+        return self.tile_tokens <= other.tile_tokens and self._unit <= other._unit
+
+    @property
+    def _unit(self) -> int:
+        """The most tokens that an operation which treats tokens alike takes at once."""
+        units = (
+            operation.tile_unit(self.bucket)
+            for layer in self.layers
+            for operation in layer.program.operations
+            if operation.tokenwise or operation.runs_once_per_tile
+        )
+        return max(units, default=0)
+
+    def graph_keys(self, backward: bool) -> set[str]:
+        """The serialized functions that rows of the bucket's length open."""
+        return {
+            key
+            for block in self.blocks
+            for operation in block.program.operations
+            for key in operation.graph_keys(self.bucket, backward and bool(block.program.input))
+        }
+
+
+def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> LoweredModel:
+    """The lowered programs of all blocks at a sequence bucket.
+
+    `packed` is the arithmetic of a GPU, which multiplies by whole quantized matrices.
+    """
+    known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
+    blocks = []
+    for index, block in enumerate(manifest.blocks):
+        adapted = frozenset(manifest.adapted(block))
+        input_wanted = index > 1  # nothing is trained before the first layer
+        key = (block.type, adapted, input_wanted)
+        if key not in known:
+            known[key] = _lower_block(manifest, block, bucket, sizes, adapted, input_wanted)
+        blocks.append(replace(known[key], block=block))
+    execution = Execution(
+        manifest.tables,
+        bucket,
+        _tile_rows(manifest, WHOLE if packed else sizes.tile_values),
+        sizes.chunk_rows or _chunk_rows(manifest, sizes.tile_values),
+        sizes.query_block,
+        packed,
+    )
+    return LoweredModel(tuple(blocks), execution, sizes.hold)
+
+
+def rows_at_once(rows: int, columns: int, values: int) -> int:
+    """How many rows of a matrix are dequantized at once: tiles of at most so many values.
+
+    All tiles are alike: a smaller last one would save nothing, and leave the heap a hole that the
+    others do not fit.
+    """
+    most = max(1, values // columns)
+    return math.ceil(rows / math.ceil(rows / most))
+
+
+def _tile_rows(manifest: Manifest, values: int) -> Mapping[str, int]:
+    return {
+        name: rows_at_once(matrix.rows, matrix.columns, values)
+        for name, matrix in manifest.matrices.items()
+    }
+
+
+def _chunk_rows(manifest: Manifest, values: int) -> int:
+    chunk = rows_at_once(manifest.vocab_size, manifest.hidden_size, values)
+    return max(LEAST_CHUNK_ROWS, chunk)
+
+
+def _lower_block(
+    manifest: Manifest,
+    block: Block,
+    bucket: int,
+    sizes: Sizes,
+    adapted: frozenset[str],
+    input_wanted: bool,
+) -> LoweredBlock:
+    program = manifest.block_types[block.type].program(manifest.device)
+    folded = fold(program)
+    tokens = tile_tokens(folded, bucket, sizes.most_tokens)
+    if tokens < bucket:
+        program = folded
+
+    def bodied(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        return tuple(_with_body(one, program, adapted, tokens) for one in schedule)
+
+    return LoweredBlock(
+        block,
+        program,
+        tokens,
+        adapted,
+        bodied(forward_schedule(program)),
+        bodied(keeping_schedule(program, adapted, input_wanted)),
+        bodied(backward_schedule(program, adapted, input_wanted)),
+        bodied(backward_schedule(program, adapted, input_wanted, kept=True)),
+        kept_values(program, adapted, input_wanted),
+        program.head,
+    )
+
+
+def _with_body(
+    instruction: Instruction, program: Program, adapted: frozenset[str], tokens: int
+) -> Instruction:
+    """The instruction with what runs inside it, where it is a `Tiled` operation."""
+    tiled = instruction.operation
+    if not isinstance(tiled, Tiled):
+        return instruction
+    inner = unfold(program, tiled)
+    if instruction.backward:
+        schedule = backward_schedule(inner, adapted, bool(instruction.wanted))
+    else:
+        schedule = forward_schedule(inner)
+    return replace(instruction, body=Body(inner, tokens, schedule))
+
+
+__all__ = ["LoweredBlock", "LoweredModel", "Sizes", "lower", "rows_at_once", "tiled_of"]

@@ -1,0 +1,38 @@
+"""Updates that a few scalars describe: steps along noise that is drawn again, never stored.
+
+Each step of a zeroth-order method is its learning rate and one projected gradient per direction
+(MeZO, section 2.1: storage-efficient zeroth-order optimization).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from runtime.methods.noise import Noise
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step's update: theta <- theta - rate (mean over queries of g z + weight_decay theta)."""
+
+    step: int
+    rate: float
+    gradients: tuple[float, ...]  # projected, one per query
+    weight_decay: float
+
+    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
+        """The tensor after the update, evaluated."""
+        total = value * self.weight_decay
+        for query, gradient in enumerate(self.gradients):
+            z = noise.draw(self.step, query, tensor, value.shape)
+            total = total + z * (gradient / len(self.gradients))
+        value = value - total * self.rate
+        mx.eval(value)
+        return value
+
+
+def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
+    """SPSA's estimate along z from the mean losses at theta + eps z and theta - eps z."""
+    return (plus - minus) / (2 * epsilon)

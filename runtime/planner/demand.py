@@ -1,0 +1,45 @@
+"""What a training method needs in memory and on disk, as the planner is told it.
+
+Every method declares its own (`runtime.methods`); the planner knows no method by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The needs of one step.
+
+    rows: rows of a micro-batch whose backward visits a block together (values kept for each).
+    hidden_states: activation checkpoints of one block boundary that a step stores at once.
+    slots: block boundaries whose checkpoints are stored at once; None for every boundary.
+    lanes: how many batch lanes may visit a block together, most first; the plan takes what fits.
+    lanes_in_spare_memory: up to so many lanes share a forward pass where that raises no peak.
+    backward: whether blocks run backward; gradients and kept values exist only then.
+    holds_gradients: whether the gradients of all layers are held until the step's last micro-batch.
+    adapter_copies: copies of a block's adapters alive while the block runs.
+    scratch_copies: what is alive besides them while they are made, in adapters of a block.
+    all_adapters: whether the adapters of all blocks are in memory at once.
+    trains: whether adapters are trained: they live in a scratch file, and evaluations are planned.
+    moments: float32 values of optimizer state for each trained value, in a scratch file.
+    """
+
+    rows: int = 1
+    hidden_states: int = 1
+    slots: int | None = None
+    lanes: tuple[int, ...] = (1,)
+    lanes_in_spare_memory: int = 0
+    backward: bool = False
+    holds_gradients: bool = False
+    adapter_copies: int = 1
+    scratch_copies: int = 0
+    all_adapters: bool = False
+    trains: bool = True
+    moments: int = 0
+
+
+def lane_choices(most: int, fewest: int = 1) -> tuple[int, ...]:
+    """`most` batch lanes, and the powers of two below it down to `fewest`."""
+    return (most, *(n for n in (8, 4, 2, 1) if fewest <= n < most))

@@ -1,0 +1,99 @@
+"""The budget's promise: a plan for what is configured, and an error once a run passes it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.store import Bundle
+from ondevice.config.evaluate import EvalConfig
+from ondevice.config.shared import StepConfig
+from ondevice.errors import BudgetError
+from ondevice.units import format_bytes
+from runtime.methods.registry import method
+from runtime.planner.demand import Demand, lane_choices
+from runtime.planner.plan import EVALUATION_LANES, Plan, Planner, Request, choose_bucket
+from runtime.system.backend import this_machine
+from runtime.system.footprint import Meter
+from runtime.system.machine import Machine
+
+EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
+"""What an evaluation needs: the adapters of all blocks, and rows that travel together."""
+
+
+class Wanted(NamedTuple):
+    """What is to be planned."""
+
+    request: Request
+    demand: Demand
+    budget_bytes: int
+
+
+def training(config: StepConfig, manifest: Manifest) -> Wanted:
+    """What training as configured needs.
+
+    Raises:
+        UsageError: rows are longer than the bundle has graphs for.
+    """
+    request = Request(
+        choose_bucket(manifest, config.max_seq_length),
+        config.batch_size,
+        config.grad_accumulation,
+        config.plan,
+        config.prefetch,
+        config.adapter_dtype,
+    )
+    return Wanted(request, method(config.method).demand(config), config.budget_bytes)
+
+
+def evaluation(config: EvalConfig, manifest: Manifest) -> Wanted:
+    """What evaluating as configured needs; raises as `training`."""
+    bucket = choose_bucket(manifest, config.max_seq_length)
+    request = Request(bucket, adapter_dtype=config.adapter_dtype)
+    return Wanted(request, EVALUATION, config.budget_bytes)
+
+
+def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
+    """The plan for a machine.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    return Planner(manifest, machine).plan(*wanted)
+
+
+def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
+    """This machine, with the process as it is now."""
+    return this_machine(bundle.manifest.device, arithmetic)
+
+
+def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> str:
+    """Why a stored plan cannot be executed again; empty where it can.
+
+    It is executed as it is unless another budget is given, the bundle or the arithmetic has
+    changed, or the process has grown so much that the plan no longer fits.
+    """
+    if plan.budget_bytes != wanted.budget_bytes:
+        return (
+            f"the budget is {format_bytes(wanted.budget_bytes)}, no longer "
+            f"{format_bytes(plan.budget_bytes)}"
+        )
+    if plan.bucket not in manifest.buckets or plan.arithmetic != machine.arithmetic:
+        return "the bundle or the arithmetic has changed"
+    now = Planner(manifest, machine).peak_of(plan, *wanted[:2])
+    if now > plan.budget_bytes:
+        return (
+            f"it would take {format_bytes(now)} of a budget of {format_bytes(plan.budget_bytes)} "
+            "in this process"
+        )
+    return ""
+
+
+def check_budget(meter: Meter, plan: Plan, state: str) -> None:
+    """Keep the promise: raise BudgetError once the footprint has passed the budget."""
+    if meter.over_budget:
+        raise BudgetError(
+            f"the run passed its budget: footprint {format_bytes(meter.peak_bytes, up=True)} > "
+            f"{format_bytes(plan.budget_bytes)} (predicted "
+            f"{format_bytes(plan.predicted_peak_bytes)}); {state}"
+        )
