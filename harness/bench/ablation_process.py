@@ -14,6 +14,7 @@ feature changes what is computed, so the losses are the same without any of them
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -30,45 +31,42 @@ prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
-from ondevice.config.plan import PlanConfig  # noqa: E402
+from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows, row_index  # noqa: E402
+from runtime.methods import mezo  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.mezo import MeZO  # noqa: E402
-from runtime.methods.noise import Noise  # noqa: E402
-from runtime.methods.protocol import Row  # noqa: E402
+from runtime.methods.protocol import Row, Start  # noqa: E402
 from runtime.run.budget import check_budget  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
-from runtime.storage.activations import Activations  # noqa: E402
 from runtime.system.footprint import Meter  # noqa: E402
+from runtime.system.heap import trim_heap  # noqa: E402
 
 FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse")
-RATE, EPSILON = 1e-4, 1e-3
 LEFT_CACHED = 0.05  # the largest share of a dropped file that may stay cached
 
 
-def ablate(
-    config: PlanConfig, without: str, cold: bool, steps: int, seed: int, scratch: Path
-) -> dict[str, Any]:
-    """Train for `steps`: the time of each step, the peaks, the losses, and the cached share."""
-    with Meter(budget_bytes=config.budget_bytes) as meter:
+def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict[str, Any]:
+    """Train as configured: the time of each step, the peaks, the losses, and the cached share."""
+    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
         plan = plan_training(config, bundle)
+        meter.aim(plan.predicted_peak_bytes)
         session = open_session(bundle, replace(plan, prefetch=without != "prefetch"))
         manifest = bundle.manifest
-        method = MeZO(
-            session.model,
-            Adapters.initial(manifest, seed),
-            Activations(scratch, 1, 2, (1, plan.bucket, manifest.hidden_size)),
-            Noise(seed),
-            EPSILON,
+        adapters = Adapters.initial(manifest, config.seed)
+        begin = Start(
+            session.model, plan, adapters, scratch, len(manifest.blocks), manifest.hidden_size
+        )
+        method = dataclasses.replace(
+            mezo.start(config, begin),
             lanes=1 if without == "single-read" else plan.lanes,
             defer=without != "deferred-update",
         )
-        rows = RandomRows(seed, manifest.vocab_size, config.max_seq_length, RANDOM_ROWS)
+        rows = RandomRows(config.seed, manifest.vocab_size, config.max_seq_length, RANDOM_ROWS)
         step_s, losses, cached = [], [], []
-        for step in range(steps):
+        for step in range(config.steps):
             if cold:
                 for block in manifest.blocks:  # mapped pages are not dropped
                     session.weights.release(block)
@@ -76,8 +74,8 @@ def ablate(
             if cold or step == 0:
                 cached.append(cached_share(bundle.weights_path))
             start = time.perf_counter()
-            row = Row(*rows.row(row_index(seed, step, len(rows))))
-            loss = method.step(step, RATE, [[row]]).loss
+            row = Row(*rows.row(row_index(config.seed, step, len(rows))))
+            loss = method.step(step, config.learning_rate, [[row]]).loss
             step_s.append(time.perf_counter() - start)
             losses.append(loss.loss_sum / loss.tokens)
             check_budget(meter, plan, "an ablation saves nothing")
@@ -118,16 +116,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if given.steps < 2:
             raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
-        config = PlanConfig(
+        config = TrainConfig(
             bundle=given.bundle,
             budget=given.budget,
             max_seq_length=given.max_seq_length,
             method="mezo",
+            data=f"random:{given.seed}",
+            steps=given.steps,
+            seed=given.seed,
         )
         with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
-            found = ablate(
-                config, given.without, given.cold, given.steps, given.seed, Path(scratch)
-            )
+            found = ablate(config, given.without, given.cold, Path(scratch))
     except OnDeviceError as problem:
         print(f"ondevice: {problem}", file=sys.stderr)
         return problem.exit_code

@@ -12,14 +12,14 @@ from typing import Any
 from harness.bench.targets import SHARE_NOT_ACCOUNTED
 
 OWNERS = {  # field of the plan: name in the table
-    "base_bytes": "process",
+    "process_bytes": "process",
     "adapter_bytes": "adapters",
     "gradient_bytes": "gradients",
     "live_bytes": "live values",
     "slack_bytes": "heap slack",
     "cache_bytes": "allocator cache",
     "kept_bytes": "kept values",
-    "resident_bytes": "dequantized weights",
+    "materialized_bytes": "dequantized weights",
 }
 OTHERS = "other planned"
 

@@ -50,7 +50,7 @@ def test_owners_and_the_remainder_sum_to_the_measured_peak() -> None:
     assert found["largest"] == {"block": "l0", "direction": "backward", "bytes": 9}
     assert breakdown(PLAN, 94)["not_accounted_bytes"] == -6
     assert not breakdown(PLAN, 94)["accounted"] and not breakdown(PLAN, 106)["accounted"]
-    assert set(OWNERS) <= set(Plan.__dataclass_fields__)  # none has another name by now
+    assert set(OWNERS) <= set(Plan.__struct_fields__)  # none has another name by now
 
 
 def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
