@@ -6,8 +6,6 @@ import os
 import secrets
 from collections.abc import Callable
 
-from support.models import BUCKETS
-
 from runtime.system.backend import prepare
 
 prepare()  # before MLX is imported
@@ -16,6 +14,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from support.bundles import settings  # noqa: E402
 from support.checkpoints import weights_of, write_folder  # noqa: E402
+from support.models import BUCKETS  # noqa: E402
 
 from export.pack import export_bundle  # noqa: E402
 from ondevice.bundle.store import Bundle  # noqa: E402

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ondevice.config.compare import CompareConfig
+from ondevice.errors import DivergedError
 from support.curves import entry, evaluation
+
+Ends = Callable[[str, float], Any]  # of (method, learning rate): the last loss, or an error
 
 
 def settings(tmp_path: Path, **more: Any) -> CompareConfig:

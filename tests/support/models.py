@@ -56,7 +56,7 @@ def rows_of(bundle: Bundle, rng: Rng, lengths: tuple[tuple[int, int], ...] = BAT
 
 
 def mebp(
-    program: Program, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
+    program: Model, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name."""
     manifest = program.bundle.manifest

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from html import escape
 from html.parser import HTMLParser
@@ -103,8 +103,6 @@ def test_bounds(tmp_path: Path) -> None:
 
 
 # --- comparisons with runs that are made up ---------------------------------------------------
-
-Ends = Callable[[str, float], Any]  # of (method, learning rate): the last loss, or an error
 
 
 def test_all_that_was_tried_is_kept(tmp_path: Path) -> None:

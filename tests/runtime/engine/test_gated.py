@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from runtime.planner.workspace import F32, Sizes, Work, Workspace
 from support.models import FAMILIES
 
 from export.cut.properties import ACTIVATIONS, gated_activation
@@ -20,6 +19,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
 from ondevice.operations.elementwise import Activation, graph_key
 from ondevice.operations.program import BlockType
+from ondevice.operations.values import F32, Sizes, Work, Workspace
 from runtime.engine.graphs import GraphRunner
 from runtime.engine.kernels.gated import gated, gated_vjp
 from runtime.lowering.schedule import Op

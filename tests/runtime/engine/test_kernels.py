@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from runtime.engine.kernels.in_place import add_to, contiguous, exp_below, put, row_max, weighed
-from runtime.engine.kernels.unpack import SIDE_BY_SIDE, dense, join, split
 
 from harness.oracles import reference
 from ondevice.operations.tensors import Extent, Matrix
+from runtime.engine.dequantize import SIDE_BY_SIDE, dense, join, split
 from runtime.engine.kernels.attention import AttentionKernel
 from runtime.engine.kernels.head import HeadKernel
 from runtime.engine.kernels.linear import LinearKernel, Lora

@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from runtime.engine.program import Program
 from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
+from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row
 from runtime.run.evaluate import evaluate
@@ -24,7 +24,7 @@ Tiny = Callable[..., Bundle]
 ARITHMETICS = ("unpacked", "packed")
 
 
-def logits_of(program: Program, adapters: Adapters, tokens: np.ndarray) -> mx.array:
+def logits_of(program: Model, adapters: Adapters, tokens: np.ndarray) -> mx.array:
     x = program.embed(tokens)
     for block in program.blocks[1:-1]:
         x = program.forward(block, x, adapters.loras(block))

@@ -17,9 +17,9 @@ from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Linear, Step
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.operations.base import WHOLE, fold, rows_at_once, token_tile, unfold
 from ondevice.operations.program import BlockType
 from runtime.engine.executor import accumulate
-from runtime.lowering.token_tiles import WHOLE, fold, rows_at_once, token_tile, unfold
 from runtime.planner.peak import Liveness
 
 Tiny = Callable[..., Bundle]

@@ -14,9 +14,9 @@ from support.models import FAMILIES, adapters_of, agree, model_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
+from ondevice.operations.base import WHOLE
 from ondevice.operations.program import Block
-from runtime.engine.executor import Gradients
-from runtime.lowering.token_tiles import WHOLE
+from runtime.engine.values import Gradients
 from runtime.methods.adapters import DTYPES, Adapters
 from runtime.methods.mebp import MeBP
 from runtime.methods.mezo import MeZO
@@ -120,14 +120,14 @@ def test_gradients_are_autograds_under_every_plan(
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
         print(replace(chosen, blocks=()))
-        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).lent_as(chosen.adapter_dtype)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
         rows = [drawn_rows(bundle, rng, chosen.bucket, count) for _ in range(parts)]
         shape = (1, chosen.bucket, manifest.hidden_size)
         scratch = Activations(tmp_path, len(manifest.blocks), count, shape)
         kept = Kept()
         session = open_session(bundle, chosen)
         method = MeBP(
-            session.program, adapters, scratch, kept, chosen.lanes, chosen.kept_layers  # type: ignore[arg-type]
+            session.model, adapters, scratch, kept, chosen.lanes, chosen.kept_layers  # type: ignore[arg-type]
         )  # fmt: skip
         for _ in range(2):  # what stays from one step to the next must not matter
             kept.found.clear()
@@ -149,7 +149,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
         print(replace(chosen, blocks=()))
-        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).lent_as(chosen.adapter_dtype)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
         noise = Noise(seed)
         copied = Adapters(adapters.manifest, dict(adapters.tensors), adapters.dtype)
         oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, 0.0)
@@ -157,7 +157,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)
         session = open_session(bundle, chosen)
         method = MeZO(
-            session.program, adapters, scratch, noise, 1e-3, queries, lanes=chosen.lanes
+            session.model, adapters, scratch, noise, 1e-3, queries, lanes=chosen.lanes
         )  # fmt: skip
         for step in range(3):
             bucket = int(rng.choice([r for r in bundle.manifest.buckets if r <= chosen.bucket]))
@@ -166,9 +166,9 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
             elsewhere = reference.plain_loss(
                 model_of(bundle, bucket, chosen.arithmetic), oracle.adapters, flat
             )
-            here = reference.plain_loss(session.program(bucket), oracle.adapters, flat)
+            here = reference.plain_loss(session.model(bucket), oracle.adapters, flat)
             assert here == pytest.approx(elsewhere, rel=CLOSE)
-            loss, gradients = oracle.step(session.program(bucket), flat, step, 1e-2)
+            loss, gradients = oracle.step(session.model(bucket), flat, step, 1e-2)
             result = method.step(step, 1e-2, rows)
             assert result.record == [1e-2, gradients]
             assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=1e-12)

@@ -9,11 +9,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from runtime.engine.program import Program
 from support.models import FAMILIES, model_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
+from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
 from runtime.methods.mezo import MeZO
@@ -50,7 +50,7 @@ def copy_of(adapters: Adapters) -> Adapters:
 
 
 def mezo(
-    program: Program, adapters: Adapters, folder: Path, seed: int, rows: int, **options: object
+    program: Model, adapters: Adapters, folder: Path, seed: int, rows: int, **options: object
 ) -> MeZO:
     queries = int(options.get("queries", 1))  # type: ignore[call-overload]
     shape = (1, program.bucket, program.bundle.manifest.hidden_size)
@@ -109,7 +109,7 @@ def test_a_deferred_update_is_the_update(tiny: Tiny, rng: Rng, seed: int, tmp_pa
 
 
 def gradient_of(
-    program: Program, adapters: Adapters, rows: list[Row], folder: Path
+    program: Model, adapters: Adapters, rows: list[Row], folder: Path
 ) -> dict[str, np.ndarray]:
     manifest = program.bundle.manifest
     shape = (1, program.bucket, manifest.hidden_size)

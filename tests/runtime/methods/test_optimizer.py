@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ondevice.bundle.store import Bundle
-from runtime.engine.executor import Gradients
+from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
 from runtime.run.folder import VERSION

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import mlx.core as mx
 import numpy as np
 import pytest
-from runtime.engine.program import Program
-from runtime.planner.workspace import F32, Sizes, Work
 from support.models import FAMILIES, LENGTHS, adapters_of, model_of
 
 from ondevice.bundle.store import Bundle
-from runtime.lowering.token_tiles import WHOLE, fold
+from ondevice.operations.base import WHOLE, fold
+from ondevice.operations.values import F32, Sizes, Work
+from runtime.engine.model import Model
 from runtime.planner.peak import Liveness
 
 Tiny = Callable[..., Bundle]
@@ -67,14 +67,14 @@ def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family:
         assert found.most >= 0.7 * expected or not exact
 
 
-def hidden(rng: Rng, program: Program) -> mx.array:
+def hidden(rng: Rng, program: Model) -> mx.array:
     shape = (1, program.bucket, program.bundle.manifest.hidden_size)
     x = mx.array(rng.standard_normal(shape).astype(np.float32))
     mx.eval(x)
     return x
 
 
-def drawn(bundle: Bundle, rng: Rng, method: str) -> tuple[Program, Liveness, int]:
+def drawn(bundle: Bundle, rng: Rng, method: str) -> tuple[Model, Liveness, int]:
     """A program whose tiles are not so small that objects of a few bytes count, and its plan."""
     work = Work(int(rng.choice(bundle.manifest.buckets)), arithmetic="unpacked", method=method)
     tokens = int(rng.choice([48, 64, WHOLE]))

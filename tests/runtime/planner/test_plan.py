@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runtime.planner.workspace import F32, Sizes, Work, Workspace
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BudgetError, UsageError
+from ondevice.operations.base import WHOLE
 from ondevice.operations.tensors import Extent, Matrix
-from runtime.lowering.token_tiles import WHOLE
+from ondevice.operations.values import F32, Sizes, Work, Workspace
 from runtime.planner.allocators.glibc import SMALL_TILE_BYTES, slack_of
 from runtime.planner.peak import Liveness
 from runtime.planner.plan import (
@@ -301,7 +301,7 @@ def test_a_short_row_takes_no_more_than_was_planned(tiny: Tiny) -> None:
         sizes = replace(LEVELS[-1], most_tokens=most)
         plan = predict(bundle.manifest, Work(128), sizes, 10**9, 0)
         session = open_session(bundle, plan)
-        assert tuple(session.program(n).bucket for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
+        assert tuple(session.model(n).bucket for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
 
 
 @pytest.mark.parametrize("targets", [[], ["nothing"]])

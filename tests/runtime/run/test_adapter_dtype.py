@@ -36,13 +36,13 @@ def test_what_is_lent_is_rounded_and_what_is_kept_is_not(tiny: Tiny, rng: Rng) -
     adapters = adapters_of(tiny("qwen2"), rng)
     block = adapters.manifest.layers[0]
     name, exact = next(iter(adapters.loras(block).items()))
-    lent = adapters.lent_as(HALF).loras(block)[name]
+    lent = adapters.in_dtype(HALF).loras(block)[name]
     for ours, whole in ((lent.a, exact.a), (lent.b, exact.b)):
         assert (ours.dtype, whole.dtype) == (mx.bfloat16, mx.float32)
         error = mx.abs(ours.astype(mx.float32) - whole)
         assert mx.all(error <= 2**-8 * mx.abs(whole)).item()
         assert error.max().item() > 0
-    assert {value.dtype for value in adapters.lent_as(HALF).tensors.values()} == {mx.float32}
+    assert {value.dtype for value in adapters.in_dtype(HALF).tensors.values()} == {mx.float32}
 
 
 def test_a_plan_counts_what_is_lent(tiny: Tiny) -> None:

@@ -13,7 +13,7 @@ from export.pack import export_bundle
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
 from ondevice.config.export import ExportConfig
-from runtime.engine.executor import Gradients
+from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
 from runtime.methods.mezo import MeZO
@@ -56,7 +56,7 @@ def row(gemma: Bundle) -> Row:
 
 def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
     session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto"))
-    program = session.program(len(row.inputs))
+    program = session.model(len(row.inputs))
     x = program.embed(row.inputs)
     for block in program.blocks[1:-1]:
         x = program.forward(block, x, {})
@@ -77,7 +77,7 @@ def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> Non
         if name.endswith("lora_b"):
             noise = rng.standard_normal(value.shape).astype(np.float32)
             adapters.tensors[name] = mx.array(noise * 0.002)
-    program = session.program(len(row.inputs))
+    program = session.model(len(row.inputs))
     shape = (1, program.bucket, gemma.manifest.hidden_size)
     backprop = Backprop(program, adapters, Activations(tmp_path, len(program.blocks), 1, shape))
     found: dict[str, mx.array] = {}
@@ -113,14 +113,14 @@ def test_mezo_is_the_monolithic_algorithm(
     gemma: Bundle, row: Row, tmp_path: Path, seed: int
 ) -> None:
     session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto", method="mezo"))
-    program = session.program(len(row.inputs))
+    program = session.model(len(row.inputs))
     adapters = Adapters.initial(gemma.manifest, seed)
     noise = Noise(seed)
     oracle = reference.MonolithicMeZO(
         Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0
     )
     scratch = Activations(tmp_path, 1, 2, (1, program.bucket, gemma.manifest.hidden_size))
-    method = MeZO(session.program, adapters, scratch, noise, 1e-3)
+    method = MeZO(session.model, adapters, scratch, noise, 1e-3)
     for step in range(5):
         loss, gradients = oracle.step(program, [row], step, 1e-4)
         result = method.step(step, 1e-4, [[row]])

@@ -20,8 +20,6 @@ from runtime.run.evaluate import Events
 from runtime.run.trainer import Training
 from runtime.system.footprint import Meter
 
-__all__ = ["bundle"]
-
 
 def mezo_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:
     return train_arguments(bundle, run, steps, method="mezo", **more)
