@@ -83,6 +83,8 @@ class Tape:
 
 
 class _LinearTap:
+    """Stands in for a linear layer."""
+
     def __init__(self, taps: Taps, name: str, linear: nn.Linear) -> None:
         self.taps, self.name = taps, name
         self.rows = linear.weight.shape[0]
@@ -95,6 +97,8 @@ class _LinearTap:
 
 
 class _EmbeddingTap:
+    """Stands in for an embedding, which a tied model also uses as its head."""
+
     def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:
         self.taps, self.name = taps, name
         self.rows, self.columns = embedding.weight.shape
@@ -110,6 +114,8 @@ class _EmbeddingTap:
 
 
 class _LayerTap:
+    """Stands in for a transformer layer, remembers its mask, and else is that layer."""
+
     def __init__(self, taps: Taps, index: int, layer: nn.Module) -> None:
         self.taps, self.index, self.layer = taps, index, layer
         self.mask: Any = None

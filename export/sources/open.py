@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from export.sources.gguf import GGUFCheckpoint
-from export.sources.hf import INDEX, TOKENIZER_FILES, HFCheckpoint
+from export.sources.hf import TOKENIZER_FILES, HFCheckpoint
 from export.sources.random import PRESETS, RandomCheckpoint
+from export.sources.shards import INDEX
 from export.sources.source import Checkpoint
 from ondevice.errors import UsageError
 from ondevice.paths import text_path

@@ -243,6 +243,15 @@ def test_quantized_parts_must_agree(tmp_path: Path) -> None:
         open_checkpoint(str(write_folder(folder, config, arrays)))
 
 
+def test_a_norm_cannot_be_quantized(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    config["quantization"] = {"bits": 4, "group_size": 64}
+    arrays["model.norm.weight"] = np.zeros(128, np.uint32)
+    arrays |= {f"model.norm.{part}": np.zeros(2, np.float32) for part in ("scales", "biases")}
+    with pytest.raises(BundleError, match=r"model\.norm\.weight is missing or no matrix of U32"):
+        open_checkpoint(str(write_folder(tmp_path / "m", config, arrays)))
+
+
 def test_missing_and_truncated_files(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     folder = write_shards(tmp_path / "m", config, arrays)
@@ -271,6 +280,9 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
         open_checkpoint(str(folder))
     index.write_text(kept.replace(second.name, "model-00001-of-00002.safetensors"))
     with pytest.raises(BundleError, match="does not hold it"):
+        open_checkpoint(str(folder))
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(BundleError, match=r"config\.json: not JSON"):
         open_checkpoint(str(folder))
     (folder / "config.json").unlink()
     with pytest.raises(BundleError, match=r"config\.json: missing"):
@@ -360,10 +372,9 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path, rng: np.random.Genera
         except BundleError:
             refused += 1
             continue
-        for name, entry in file.entries.items():
-            if entry.dtype in (*FLOAT_TYPES, "U32") and entry.shape:
-                rows = file.rows(name, 0, entry.shape[0])
-                assert rows.shape == entry.shape
+        for tensor in file.tensors.values():
+            if tensor.dtype in (*FLOAT_TYPES, "U32") and tensor.shape:
+                assert tensor.rows(0, tensor.shape[0]).shape == tensor.shape
     assert refused > 1500
 
 
