@@ -1,7 +1,7 @@
 """The README's picture: peak footprint and seconds of a step, ours beside the usual tools.
 
-`python -m harness.report.readme_picture` draws docs/footprint-and-time.png from docs/bench/peers.json,
-which `ondevice bench peers` wrote. Every bar is a median over the processes of one benchmark; its
+`python -m harness.report.readme_picture` draws docs/footprint-and-time.png from the JSON
+that `ondevice bench peers` wrote. Every bar is a median over the processes of one benchmark; its
 whisker reaches from the least to the greatest.
 """
 
