@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import COMMAND, adapter, ondevice, train_arguments
+from support.shared import Shared
 
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError
@@ -31,11 +32,12 @@ def summary(run: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def run(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "run"
-    done = ondevice(*mezo_arguments(bundle, path, 12, queries=2, grad_accumulation=2))
-    assert done.returncode == 0, done.stderr
-    return path
+def run(bundle: Path, shared: Shared) -> Path:
+    def train(path: Path) -> None:
+        done = ondevice(*mezo_arguments(bundle, path, 12, queries=2, grad_accumulation=2))
+        assert done.returncode == 0, done.stderr
+
+    return shared("a run of MeZO", train)
 
 
 def test_a_run_is_rebuilt_from_its_log(bundle: Path, run: Path, tmp_path: Path) -> None:
