@@ -1,4 +1,4 @@
-"""What all tests share: bundles exported once, and random inputs whose seed a failing test prints."""
+"""Bundles exported once for all processes, and random inputs whose seed a failing test prints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # two workers on two cores; processes inherit it
 
-import secrets  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from pathlib import Path  # noqa: E402
+import secrets
+from collections.abc import Callable
+from pathlib import Path
 
-from runtime.system.backend import prepare  # noqa: E402
+from runtime.system.backend import prepare
 
 prepare()  # before MLX is imported
 
