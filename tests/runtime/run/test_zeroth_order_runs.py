@@ -17,9 +17,9 @@ from support.shared import Shared
 
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError
-from runtime.run import start as train_module
-from runtime.run.evaluate import Events
-from runtime.run.trainer import Training
+from runtime.run import start
+from runtime.run.events import Events
+from runtime.run.trainer import Trainer
 from runtime.system.footprint import Meter
 
 
@@ -157,13 +157,13 @@ def test_a_signal_ends_an_evaluation_with_the_state_saved(bundle: Path, tmp_path
 def test_an_evaluation_over_budget_saves_the_state(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "Meter", _Growing)
+    monkeypatch.setattr(start, "Meter", _Growing)
     config = TrainConfig(
         bundle=str(bundle), data="random:1", eval_data="random:2", output=str(tmp_path / "run"),
         max_seq_length=16, budget="1GB", steps=4, eval_every=2, eval_rows=3, save_every=0,
     )  # fmt: skip
     with pytest.raises(BudgetError, match="after step 2 is saved"):
-        train_module.train(config, Events())
+        start.train(config, Events())
     assert (tmp_path / "run" / "saves" / "step-00000002").exists()
 
 
@@ -175,7 +175,7 @@ class _Growing(Meter):
         frame = sys._getframe()
         while frame is not None:
             training = frame.f_locals.get("self")
-            if frame.f_code.co_name == "_evaluate" and isinstance(training, Training):
+            if frame.f_code.co_name == "_evaluate" and isinstance(training, Trainer):
                 return training.done == 2
             frame = frame.f_back  # type: ignore[assignment]
         return False
