@@ -1,4 +1,4 @@
-"""Programs of real models, forward and reversed, against dense autograd and finite differences."""
+"""Models of every family, forward and reversed, against dense autograd and finite differences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
+from support.models import (
+    CLOSE,
+    FAMILIES,
+    adapters_of,
+    agree,
+    mebp,
+    model_of,
+    rows_of,
+    with_input_gradients,
+)
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
+from ondevice.operations.attention import Attention
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row
@@ -24,13 +34,13 @@ Tiny = Callable[..., Bundle]
 ARITHMETICS = ("unpacked", "packed")
 
 
-def logits_of(program: Model, adapters: Adapters, tokens: np.ndarray) -> mx.array:
-    x = program.embed(tokens)
-    for block in program.blocks[1:-1]:
-        x = program.forward(block, x, adapters.loras(block))
-    manifest = program.bundle.manifest
-    head = manifest.matrices[manifest.block_types["head"].steps[-1].matrix]
-    return program.hidden(x, slice(len(tokens))) @ reference.dequantized(program.weights, head).T
+def logits_of(model: Model, adapters: Adapters, tokens: np.ndarray) -> mx.array:
+    x = model.embed(tokens)
+    for block in model.blocks[1:-1]:
+        x = model.forward(block, x, adapters.loras(block))
+    manifest = model.bundle.manifest
+    head = manifest.matrices[manifest.block_types["head"].operations[-1].matrix]
+    return model.hidden(x, slice(len(tokens))) @ reference.dequantized(model.weights, head).T
 
 
 # --- against the dense model ------------------------------------------------------------------
@@ -89,11 +99,12 @@ def test_gradients_of_other_bundles(
     agree(found, expected)
 
 
-def test_windows_reach_less_far_than_the_rung(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+def test_windows_reach_less_far_than_the_bucket(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
     """At 64 tokens Gemma's window of 16 matters, and its gradients are still exact."""
     bundle = tiny("gemma3")
-    windows = [step.window for kind in bundle.manifest.block_types.values() for step in kind.steps]
-    assert 16 in windows
+    layers = [bundle.manifest.block_types[block.type] for block in bundle.manifest.layers]
+    operations = [one for layer in layers for one in layer.operations]
+    assert 16 in [one.window for one in operations if isinstance(one, Attention)]
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng, ((64, 0),))
     _, found = mebp(model_of(bundle, 64), adapters, rows, tmp_path)
     model = reference.dense_model(bundle, adapters)
@@ -261,23 +272,22 @@ SIZES = {"tile_values": 40_000, "query_block": 40, "chunk_rows": 400}
 def test_keeping_is_recomputing_bit_for_bit(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str
 ) -> None:
-    """What the budget buys (kept values, unpacked weights) changes no bit of the result."""
+    """What the budget buys (kept values, materialized weights) changes no bit of the result."""
     bundle = tiny(family)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     loss, expected = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
     layers = len(bundle.manifest.layers)
     for kept in (1, layers):
-        program = model_of(bundle, 32)
-        offsets = [matrix.packed.offset for matrix in bundle.manifest.matrices.values()]
-        resident = frozenset(offset for offset in offsets if rng.random() < 0.5)
-        linear = replace(program.linear, resident=resident)
-        head = replace(program.head_kernel, linear=linear)
-        program = replace(program, linear=linear, head_kernel=head)
+        manifest = bundle.manifest
+        offsets = [matrix.packed.offset for matrix in manifest.matrices.values()]
+        chosen = frozenset(offset for offset in offsets if rng.random() < 0.5)
+        model = replace(model_of(bundle, 32), kept=chosen)
         for _ in range(2):
-            again, found = mebp(program, adapters, rows, tmp_path, kept)
+            again, found = mebp(model, adapters, rows, tmp_path, kept)
             assert again.loss_sum == loss.loss_sum
             assert all(mx.array_equal(found[name], expected[name]) for name in expected)
-        assert len(program.linear.opened_before) >= len(resident) - 1  # one is the embedding's
+        multiplied = {m.packed.offset for b in manifest.blocks for m in manifest.matrices_of(b)}
+        assert {offset for offset, *_ in model.materialized} == chosen & multiplied
 
 
 def test_results_do_not_depend_on_padding(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
@@ -306,7 +316,8 @@ def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
     shape = (1, 32, bundle.manifest.hidden_size)
     for index, block in enumerate(bundle.manifest.layers):
         x, dy = (mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(2))
-        window = next(s.window for s in bundle.manifest.block_types[block.type].steps if s.scale)
+        operations = bundle.manifest.block_types[block.type].operations
+        window = next(one.window for one in operations if isinstance(one, Attention))
         distance = mx.arange(32)[:, None] - mx.arange(32)[None]
         mask = (distance >= 0) & (distance < (window or 32))
         layer = model.model.layers[index]
@@ -315,5 +326,6 @@ def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
         )
         loras = adapters.loras(block)
         assert reference.relative_error(program.forward(block, x, loras), y) <= CLOSE
-        dx, _ = program.backward(block, x, dy, loras, input_too=True)
+        dx, _ = with_input_gradients(program).backward(block, x, dy, loras)
+        assert dx is not None
         assert reference.relative_error(dx, expected) <= CLOSE
