@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,8 @@ from runtime.lowering.schedule import backward_schedule
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import Row, StepLoss
+from runtime.methods.registry import method as implementation
+from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
 from runtime.storage.weights import Weights
 
@@ -68,6 +71,14 @@ def mebp(
     result = Backprop(model, adapters, scratch, 1, kept).gradients(rows, tokens, update)
     assert result.tokens == tokens
     return result, found
+
+
+def demand_of(method: str, rows: int = 1, accumulation: int = 1) -> Demand:
+    """What a training method needs, by its own word."""
+    config = SimpleNamespace(
+        batch_size=rows, grad_accumulation=accumulation, optimizer="adamw", queries=1
+    )
+    return implementation(method).demand(config)  # type: ignore[arg-type]
 
 
 def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: float = CLOSE) -> None:

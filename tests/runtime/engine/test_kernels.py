@@ -258,9 +258,7 @@ def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> No
         assert mx.isfinite(gradient).all()
 
 
-def test_attention_sees_neither_the_future_nor_beyond_its_window(
-    rng: Rng, arrays: Arrays
-) -> None:
+def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 30, 8) for _ in range(3))
     kernel = QueryBlocks(4, arrays)
     out, _ = kernel.forward(q, k, v, 0.3, 5)
