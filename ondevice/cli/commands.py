@@ -12,21 +12,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ondevice.cli.progress import step_bar, task_bar
 from ondevice.config.base import Config, given, load
-from ondevice.config.bench import BenchConfig
-from ondevice.config.compare import CompareConfig
-from ondevice.config.evaluate import EvalConfig
-from ondevice.config.export import ExportConfig
-from ondevice.config.generate import GenerateConfig
-from ondevice.config.inspect import InspectConfig
-from ondevice.config.plan import PlanConfig
-from ondevice.config.replay import ReplayConfig
-from ondevice.config.retrace import RetraceConfig
-from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.units import format_bytes
 
@@ -35,13 +26,26 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its name, what it does in one line and in more, its options and its handler."""
+    """A command: its name, what it does in one line and in more, its options and its handler.
+
+    `settings` is the class of its options, below `ondevice.config`: it is imported when the command
+    is typed, so that a training process carries nothing of the others. `resumes` says whether
+    `--resume RUN` may take the place of all options.
+    """
 
     name: str
     summary: str
     more: str
-    config: type[Config]
+    settings: str
     run: Callable[[argparse.Namespace], None]
+    resumes: bool = False
+
+    @property
+    def config(self) -> type[Config]:
+        """The class of its options."""
+        module, _, name = self.settings.partition(".")
+        found: type[Config] = getattr(import_module(f"ondevice.config.{module}"), name)
+        return found
 
 
 def _load(cls: type[C], arguments: argparse.Namespace) -> C:
@@ -62,6 +66,8 @@ def _say(text: str) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from ondevice.config.export import ExportConfig
+
     config = _load(ExportConfig, arguments)
     _prepare(keep_heap=False)
     from export.pack import export_bundle
@@ -86,6 +92,8 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    from ondevice.config.inspect import InspectConfig
+
     config = _load(InspectConfig, arguments)
     from ondevice.bundle.store import open_bundle
     from ondevice.cli.describe import describe_bundle, facts_of
@@ -102,6 +110,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from ondevice.config.plan import PlanConfig
+
     config = _load(PlanConfig, arguments)
     _prepare()  # the plan counts the BLAS's threads
     from ondevice.bundle.store import open_bundle
@@ -117,6 +127,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from ondevice.config.train import TrainConfig
+
     overrides = given(arguments, TrainConfig)
     if arguments.resume is not None:
         _check_resume(arguments, overrides)
@@ -159,6 +171,8 @@ def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> N
 
 
 def _eval(arguments: argparse.Namespace) -> None:
+    from ondevice.config.evaluate import EvalConfig
+
     config = _load(EvalConfig, arguments)
     _prepare()
     from ondevice.cli.describe import counted, describe_evaluation
@@ -179,6 +193,8 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    from ondevice.config.generate import GenerateConfig
+
     config = _load(GenerateConfig, arguments)
     _prepare()
     from runtime.run.generate import generate
@@ -194,6 +210,8 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
+    from ondevice.config.compare import CompareConfig
+
     config = _load(CompareConfig, arguments)
     from harness.compare.compare import compare
     from harness.compare.report import to_text
@@ -206,6 +224,8 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> None:
+    from ondevice.config.replay import ReplayConfig
+
     config = _load(ReplayConfig, arguments)
     _prepare()
     from runtime.run.replay import replay
@@ -227,6 +247,8 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 
 def _retrace(arguments: argparse.Namespace) -> None:
+    from ondevice.config.retrace import RetraceConfig
+
     config = _load(RetraceConfig, arguments)
     _prepare(keep_heap=False)
     from export.retrace import retrace
@@ -248,6 +270,7 @@ def _retrace(arguments: argparse.Namespace) -> None:
 
 def _bench(arguments: argparse.Namespace) -> None:
     from harness.bench.bench import bench, find, to_text
+    from ondevice.config.bench import BenchConfig
 
     if arguments.config is None and "name" not in given(arguments, BenchConfig):
         find("")  # raises, with a list of them
@@ -262,35 +285,36 @@ COMMANDS = (
         "convert a checkpoint to a bundle: quantized weights and graphs",
         "Training, evaluation and generation start from the bundle. The checkpoint is not needed "
         "after that.",
-        ExportConfig,
+        "export.ExportConfig",
         _export,
     ),
     Command(
         "inspect",
         "show a bundle's model, adapters, graphs and quantization errors",
         "",
-        InspectConfig,
+        "inspect.InspectConfig",
         _inspect,
     ),
     Command(
         "plan",
         "show how training would use a memory budget, without training",
         "Give the options that you would give to `ondevice train`.",
-        PlanConfig,
+        "plan.PlanConfig",
         _plan,
     ),
     Command(
         "train",
         "fine-tune LoRA adapters under a memory budget, or resume a run",
         "The run directory is also an adapter of mlx-lm. Stopping with Ctrl-C saves the state.",
-        TrainConfig,
+        "train.TrainConfig",
         _train,
+        resumes=True,
     ),
     Command(
         "eval",
         "measure loss, perplexity and accuracy on held-out data",
         "",
-        EvalConfig,
+        "evaluate.EvalConfig",
         _eval,
     ),
     Command(
@@ -298,7 +322,7 @@ COMMANDS = (
         "continue a prompt, with or without an adapter",
         "Takes the most likely token each time. For looking at results: it is slow, since there is "
         "no key-value cache, and it has no memory budget.",
-        GenerateConfig,
+        "generate.GenerateConfig",
         _generate,
     ),
     Command(
@@ -306,28 +330,28 @@ COMMANDS = (
         "compare training methods: quality against time and memory",
         "Tries learning rates, trains with each method, and writes tables, plots and an HTML page. "
         "The same command goes on where it was interrupted.",
-        CompareConfig,
+        "compare.CompareConfig",
         _compare,
     ),
     Command(
         "replay",
         "rebuild the adapter of a MeZO run from its log",
         "Checks that the result is the run's own adapter, bit for bit.",
-        ReplayConfig,
+        "replay.ReplayConfig",
         _replay,
     ),
     Command(
         "retrace",
         "trace a bundle's graphs again, for this MLX or another device",
         "The weights stay as they are.",
-        RetraceConfig,
+        "retrace.RetraceConfig",
         _retrace,
     ),
     Command(
         "bench",
         "run a benchmark on this machine; without a name, list them",
         "Every figure is measured in fresh processes.",
-        BenchConfig,
+        "bench.BenchConfig",
         _bench,
     ),
 )

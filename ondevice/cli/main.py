@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from ondevice import __version__
 from ondevice.cli.commands import COMMANDS, Command
 from ondevice.config.base import Group, add_arguments, usage
-from ondevice.config.train import TrainConfig
 from ondevice.errors import InterruptedRunError, OnDeviceError, UsageError
 
 # what users of mlx-lm and PEFT type
@@ -45,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    parser = _parser()
+    parser = _parser(words[0] if words else "")
     if not words:
         parser.print_help()
         return UsageError.exit_code
@@ -72,7 +71,8 @@ def _interrupt(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(typed: str) -> argparse.ArgumentParser:
+    """All commands, with the options of the one that was typed."""
     parser = _Parser(
         prog="ondevice",
         usage="ondevice COMMAND [options]",
@@ -86,7 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", prog="ondevice", metavar="COMMAND", parser_class=_Parser
     )
     for command in COMMANDS:
-        _add_command(commands, command)
+        if command.name == typed:
+            _add_command(commands, command)
+        else:
+            commands.add_parser(command.name, help=command.summary, add_help=False)
     other = parser.add_argument_group(Group.OTHER.value)
     version = f"ondevice {__version__}"
     other.add_argument("--version", action="version", version=version, help="show the version")
@@ -96,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command) -> None:
     summary = command.summary[0].upper() + command.summary[1:] + "."
-    line = f"ondevice {command.name} {usage(command.config)}"
-    if command.config is TrainConfig:
+    config = command.config
+    line = f"ondevice {command.name} {usage(config)}"
+    if command.resumes:
         line += "\n       ondevice train --resume RUN [--budget SIZE]"
     parser = commands.add_parser(
         command.name,
@@ -107,8 +111,8 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
         allow_abbrev=False,
         add_help=False,
     )
-    groups = add_arguments(parser, command.config)
-    if command.config is TrainConfig:
+    groups = add_arguments(parser, config)
+    if command.resumes:
         groups[Group.MAIN].add_argument(
             "--resume",
             metavar="RUN",

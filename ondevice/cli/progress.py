@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +12,21 @@ from ondevice.units import format_bytes
 BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others count items
 
 
+def _tqdm() -> Any:
+    """tqdm with a lock of threads alone: its own brings in multiprocessing, and half a megabyte."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
+    return tqdm
+
+
 @contextmanager
 def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
     """Yields show(task, done, total): one bar at a time, a new one for each new task.
 
     Tasks that count bytes are all shown as the bar "weights".
     """
-    from tqdm import tqdm
+    tqdm = _tqdm()
 
     bars: dict[str, Any] = {}
 
@@ -51,7 +60,7 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
 
     `entry` is the step's line of metrics.jsonl.
     """
-    from tqdm import tqdm
+    tqdm = _tqdm()
 
     bars: list[Any] = []
 

@@ -9,9 +9,17 @@ from ondevice.bundle.store import Bundle
 from ondevice.config.shared import StepConfig
 from ondevice.errors import BudgetError
 from ondevice.units import format_bytes
+from runtime.lowering.lower import lower
 from runtime.methods.registry import method
 from runtime.planner.demand import Demand, lane_choices
-from runtime.planner.plan import EVALUATION_LANES, Plan, Planner, Request, choose_bucket
+from runtime.planner.plan import (
+    EVALUATION_LANES,
+    LEVELS,
+    Plan,
+    Planner,
+    Request,
+    choose_bucket,
+)
 from runtime.system.backend import this_machine
 from runtime.system.footprint import Meter
 from runtime.system.machine import Machine
@@ -74,8 +82,15 @@ def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
 
 
 def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
-    """This machine, with the process as it is now."""
-    return this_machine(bundle.manifest.device, arithmetic)
+    """This machine, with the process as it is now.
+
+    It is read while a lowered model is in memory, as one will be while the run goes on.
+    """
+    manifest = bundle.manifest
+    lowered = lower(manifest, manifest.buckets[-1], LEVELS[-1], packed=False)
+    machine = this_machine(manifest.device, arithmetic)
+    del lowered
+    return machine
 
 
 def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> str:

@@ -7,6 +7,7 @@ streams a large vocabulary only the beginning.
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import threading
@@ -47,7 +48,9 @@ class ReadAhead:
 
 def _serve(path: Path, requests: Requests, problems: list[Exception]) -> None:
     try:
-        buffer = memoryview(bytearray(BUFFER_BYTES))
+        # mapped, not of the heap: only as much of it as is filled is ever resident
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=private))
         with path.open("rb", buffering=0) as file:
             while (asked := requests.get()) is not None:
                 start, stop = asked

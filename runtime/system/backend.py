@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import gc
 import os
 import platform
 import sys
@@ -104,6 +105,7 @@ def this_machine(device: str, arithmetic: str) -> Machine:
     """
     packed = arithmetic == "packed" or (arithmetic == "auto" and device == "gpu")
     on_linux_cpu = sys.platform == "linux" and device == "cpu"
+    gc.collect()
     trim_heap()
     return Machine(
         device="gpu" if device == "gpu" else "cpu",
