@@ -106,7 +106,8 @@ def _check_extent(name: str, extent: Extent) -> None:
 def _check_matrix(name: str, m: Matrix) -> None:
     require(m.bits in (4, 8), f"{name}: {m.bits} bits")
     require(m.group_size in (32, 64, 128), f"{name}: group size {m.group_size}")
-    require(m.columns > 0 and m.rows > 0, f"{name}: empty")
+    good = 0 < m.columns <= MAX_DIM and 0 < m.rows <= MAX_DIM
+    require(good, f"{name}: no rows or columns, or too many")
     require(m.columns % m.group_size == 0, f"{name}: {m.columns} columns, groups of {m.group_size}")
     good = all(math.isfinite(value) and value >= 0 for value in m.error.values())
     require(set(m.error) in (set(), ERROR) and good, f"{name}: quantization error {m.error!r:.80}")

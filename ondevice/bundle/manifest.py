@@ -18,6 +18,7 @@ from ondevice.operations.tensors import Extent, File, Graph, Matrix, Record
 
 FORMAT = "ondevice-bundle"
 VERSION = 4
+MAX_DEPTH = 20  # of lists and objects inside each other
 
 
 class Manifest(Record, frozen=True):
@@ -96,10 +97,20 @@ def read_manifest(data: bytes, where: str) -> Manifest:
             f"{where}: format version {version!r:.20}, this program reads {VERSION}; export the "
             "model again"
         )
+    if _is_deeper(document, MAX_DEPTH):
+        raise BundleError(f"{where} is nested too deeply")
     try:
         return msgspec.convert(document, Manifest)
     except (msgspec.ValidationError, RecursionError) as problem:
         raise BundleError(f"{where}: {problem}") from None
+
+
+def _is_deeper(node: Any, depth: int) -> bool:
+    """Whether lists and objects lie deeper inside each other: they may hold anything."""
+    if not isinstance(node, dict | list):
+        return False
+    inside = node.values() if isinstance(node, dict) else node
+    return depth == 0 or any(_is_deeper(one, depth - 1) for one in inside)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

@@ -23,7 +23,7 @@ WHOLE = 1 << 62  # more tokens, or values, than there are
 def require(condition: bool, message: str) -> None:
     """Raise BundleError where something that must hold of a manifest does not."""
     if not condition:
-        raise BundleError(f"manifest: {message}")
+        raise BundleError(f"manifest: {message:.1000}")
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 from support.bundles import Rng, copied, links, manifest_of, put, rewrite
 from support.models import model_of
 
-from ondevice.bundle.store import Bundle, manifest_bytes, open_bundle
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import manifest_bytes
+from ondevice.bundle.store import Bundle, open_bundle
 from ondevice.cli.describe import describe_bundle, facts_of
 from ondevice.errors import BundleError
 from runtime.methods.adapters import Adapters
@@ -53,6 +55,8 @@ LIES = [
     (f"{FIRST}/layout", ["symmetric"]),
     (f"{FIRST}/rows", 0),
     (f"{FIRST}/rows", 10**4000),
+    ("hidden_size", 10**4000),
+    (f"{FIRST}/packed/nbytes", 10**4000),
     (f"{FIRST}/packed/offset", -64),
     (f"{FIRST}/packed/offset", 0),
     (f"{FIRST}/packed/offset", 1 << 62),
@@ -79,46 +83,46 @@ LIES = [
     (f"{LAYER}/values/out", "T"),
     (f"{LAYER}/values/~x", [1, "T", 128]),
     (f"{LAYER}/parameters/extra.weight", [128]),
-    (f"{LAYER}/values/q.lse", [1, "T", 128]),
-    (f"{LAYER}/steps", []),
-    (f"{LAYER}/steps", [{"op": "elementwise"}] * 201),
-    (f"{LAYER}/steps/1/op", "tiled"),
-    (f"{LAYER}/steps/1/steps", [{"op": "elementwise"}]),
-    (f"{LAYER}/steps/0/op", "exec"),
-    (f"{LAYER}/steps/0/op", "head"),
-    (f"{LAYER}/steps/0/graph", "layer9.0"),
-    (f"{LAYER}/steps/0/graph", "layer0.2"),
-    (f"{LAYER}/steps/0/inputs", ["x"]),
-    (f"{LAYER}/steps/0/inputs", ["x", "@nothing"]),
-    (f"{LAYER}/steps/0/vjp_inputs", ["x", "~~x"]),
-    (f"{LAYER}/steps/0/vjp_outputs", ["x", "x"]),
-    (f"{LAYER}/steps/0/gated", "silu"),
-    (f"{LAYER}/steps/1/gated", "silu"),
-    (f"{LAYER}/steps/8/gated", "relu"),
-    (f"{LAYER}/steps/0/vjp_same", []),
-    (f"{LAYER}/steps/0/vjp_same", ["x"]),
-    (f"{LAYER}/steps/0/vjp_same", ["~x"]),
-    (f"{LAYER}/steps/2/vjp_same", ["", "self_attn.q_proj.out", ""]),
-    (f"{LAYER}/steps/1/inputs", ["@input_layernorm.weight"]),
-    (f"{LAYER}/steps/1/inputs", []),
-    (f"{LAYER}/steps/1/linears", []),
-    (f"{LAYER}/steps/1/linears/1/output", "self_attn.q_proj.out"),
-    (f"{LAYER}/steps/1/linears/1/name", "self_attn.q_proj"),
-    (f"{LAYER}/steps/1/linears/1/name", "../../embed_tokens"),
-    (f"{LAYER}/steps/1/linears/1/bias", 1),
-    (f"{LAYER}/steps/1/window", 5),
-    (f"{LAYER}/steps/3/scale", float("nan")),
-    (f"{LAYER}/steps/3/scale", 0),
-    (f"{LAYER}/steps/3/scale", 10**400),
-    (f"{LAYER}/steps/3/window", 0),
-    (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k"]),
-    (f"{LAYER}/steps/3/inputs", ["attention0.q", "attention0.k", "attention0.k"]),
-    (f"{LAYER}/steps/3/inputs", ["attention0.k", "attention0.q", "attention0.v"]),
-    ("block_types/embed/steps/0/matrix", "lm_head"),
-    ("block_types/embed/steps/0/matrix", "model.layers.0.mlp.up_proj"),
-    ("block_types/embed/steps/0/outputs", []),
-    ("block_types/head/steps/1/inputs", ["x"]),
-    ("block_types/head/steps/1/inputs", []),
+    (f"{LAYER}/values/attention0.out.lse", [1, "T", 128]),
+    (f"{LAYER}/operations", []),
+    (f"{LAYER}/operations", [{"op": "elementwise"}] * 201),
+    (f"{LAYER}/operations/1/op", "tiled"),
+    (f"{LAYER}/operations/1/operations", [{"op": "elementwise"}]),
+    (f"{LAYER}/operations/0/op", "exec"),
+    (f"{LAYER}/operations/0/op", "head"),
+    (f"{LAYER}/operations/0/graph", "layer9.0"),
+    (f"{LAYER}/operations/0/graph", "layer0.2"),
+    (f"{LAYER}/operations/0/inputs", ["x"]),
+    (f"{LAYER}/operations/0/inputs", ["x", "@nothing"]),
+    (f"{LAYER}/operations/0/vjp_inputs", ["x", "~~x"]),
+    (f"{LAYER}/operations/0/vjp_outputs", ["x", "x"]),
+    (f"{LAYER}/operations/0/gated", "silu"),
+    (f"{LAYER}/operations/1/gated", "silu"),
+    (f"{LAYER}/operations/8/gated", "relu"),
+    (f"{LAYER}/operations/0/vjp_same", []),
+    (f"{LAYER}/operations/0/vjp_same", ["x"]),
+    (f"{LAYER}/operations/0/vjp_same", ["~x"]),
+    (f"{LAYER}/operations/2/vjp_same", ["", "self_attn.q_proj.out", ""]),
+    (f"{LAYER}/operations/1/inputs", ["@input_layernorm.weight"]),
+    (f"{LAYER}/operations/1/inputs", []),
+    (f"{LAYER}/operations/1/linears", []),
+    (f"{LAYER}/operations/1/linears/1/output", "self_attn.q_proj.out"),
+    (f"{LAYER}/operations/1/linears/1/name", "self_attn.q_proj"),
+    (f"{LAYER}/operations/1/linears/1/name", "../../embed_tokens"),
+    (f"{LAYER}/operations/1/linears/1/bias", 1),
+    (f"{LAYER}/operations/1/window", 5),
+    (f"{LAYER}/operations/3/scale", float("nan")),
+    (f"{LAYER}/operations/3/scale", 0),
+    (f"{LAYER}/operations/3/scale", 10**400),
+    (f"{LAYER}/operations/3/window", 0),
+    (f"{LAYER}/operations/3/inputs", ["attention0.q", "attention0.k"]),
+    (f"{LAYER}/operations/3/inputs", ["attention0.q", "attention0.k", "attention0.k"]),
+    (f"{LAYER}/operations/3/inputs", ["attention0.k", "attention0.q", "attention0.v"]),
+    ("block_types/embed/operations/0/matrix", "lm_head"),
+    ("block_types/embed/operations/0/matrix", "model.layers.0.mlp.up_proj"),
+    ("block_types/embed/operations/0/outputs", []),
+    ("block_types/head/operations/1/inputs", ["x"]),
+    ("block_types/head/operations/1/inputs", []),
     ("blocks", []),
     ("blocks/1/type", "embed"),
     ("blocks/1/type", "layer7"),
@@ -193,18 +197,29 @@ def test_what_could_not_be_shown_is_refused(origin: Bundle, tmp_path: Path, odd:
     document = manifest_of(origin.path)
     document["provenance"]["name"] = odd
     rewrite(path, document)
-    with pytest.raises(BundleError, match="not finite, or a text that is not valid Unicode"):
+    with pytest.raises(BundleError, match="is damaged: JSON is malformed"):
         open_bundle(path)
+    facts = {**origin.manifest.provenance, "name": odd}  # nor is it written
+    with pytest.raises(BundleError, match="not finite, or a text that is not valid Unicode"):
+        check_manifest(msgspec.structs.replace(origin.manifest, provenance=facts))
 
 
-def test_steps_and_extents_that_clash(origin: Bundle, tmp_path: Path) -> None:
+def test_operations_and_extents_that_clash(origin: Bundle, tmp_path: Path) -> None:
     path = links(origin, tmp_path / "bundle")
-    steps = manifest_of(origin.path)["block_types"]["layer0"]["steps"]
-    orders = [steps + steps[-1:], steps[:-1], steps[1:], steps[::-1], [steps[3], *steps]]
-    orders.append([*steps[:4], {"op": "embedding", "outputs": ["e"], "matrix": "m"}, *steps[4:]])
+    operations = manifest_of(origin.path)["block_types"]["layer0"]["operations"]
+    orders = [
+        operations + operations[-1:],
+        operations[:-1],
+        operations[1:],
+        operations[::-1],
+        [operations[3], *operations],
+    ]
+    orders.append(
+        [*operations[:4], {"op": "embedding", "outputs": ["e"], "matrix": "m"}, *operations[4:]]
+    )
     for order in orders:
         document = manifest_of(origin.path)
-        document["block_types"]["layer0"]["steps"] = order
+        document["block_types"]["layer0"]["operations"] = order
         rewrite(path, document)
         with pytest.raises(BundleError):
             open_bundle(path)
@@ -271,20 +286,20 @@ def runs(path: Path, rng: Rng) -> None:
     """Run a bundle, forward and backward: an accepted manifest may only fail as a BundleError."""
     bundle = open_bundle(path)
     manifest = bundle.manifest
-    program = model_of(bundle, manifest.buckets[0])
+    model = model_of(bundle, manifest.buckets[0])
     adapters = Adapters.initial(manifest, 0)
-    x = program.embed(rng.integers(0, manifest.vocab_size, 5))
-    for block in program.blocks[1:-1]:
-        y = program.forward(block, x, adapters.loras(block))
-        dx, gradients = program.backward(block, x, y, adapters.loras(block), input_too=True)
-        assert dx is not None
+    x = model.embed(rng.integers(0, manifest.vocab_size, 5))
+    for block in model.blocks[1:-1]:
+        y = model.forward(block, x, adapters.loras(block))
+        dx, gradients = model.backward(block, x, y, adapters.loras(block))
+        assert (dx is None) == (block is model.blocks[1])
         assert set(gradients) == set(manifest.adapted(block))
-        mx.eval(dx)
+        mx.eval(gradients if dx is None else (dx, gradients))
         x = y
-    h, targets = program.hidden(x, slice(1, 4)), rng.integers(0, manifest.vocab_size, 3)
-    (result,) = program.losses([h], [targets], gradient=True)
+    h, targets = model.hidden(x, slice(1, 4)), rng.integers(0, manifest.vocab_size, 3)
+    (result,) = model.losses([h], [targets], gradient=True)
     assert result.dh is not None
-    mx.eval(result.loss, program.head_backward(x, result.dh, slice(1, 4)))
+    mx.eval(result.loss, model.head_backward(x, result.dh, slice(1, 4)))
 
 
 def inspect(bundle: Bundle) -> None:
@@ -298,7 +313,7 @@ def harmless(path: Path, origin: Bundle) -> bool:
     unread = {"config": {}, "provenance": {}, "family": "", "mlx_version": "", "weights_sha256": ""}
 
     def read(bundle: Bundle) -> Any:
-        manifest = replace(bundle.manifest, files={}, device="", **unread)
+        manifest = msgspec.structs.replace(bundle.manifest, files={}, device="", **unread)
         return manifest_bytes(manifest)
 
     return read(open_bundle(path)) == read(origin)
@@ -337,8 +352,8 @@ def test_random_changes_are_refused_or_run(origin: Bundle, tmp_path: Path, rng: 
         ("lora/targets", ["q_proj", "down_proj"]),
         ("lora/targets", []),
         ("lora/targets", ["no such layer"]),
-        (f"{LAYER}/steps/3/window", 5),
-        (f"{LAYER}/steps/3/scale", 1e30),
+        (f"{LAYER}/operations/3/window", 5),
+        (f"{LAYER}/operations/3/scale", 1e30),
         ("graphs/layer0.0.vjp.16/workspace_bytes", 1 << 62),
         ("matrices/model.layers.1.mlp.up_proj", "matrices/model.layers.0.mlp.up_proj"),
         ("blocks/1/name", "model.layers.1"),
@@ -367,8 +382,8 @@ def test_graphs_that_are_not_what_the_manifest_says_are_refused(
     """Even where sizes and checksums have been made to fit; those that a CPU never runs are not."""
     document = manifest_of(origin.path)
     keys = list(document["graphs"])
-    kinds = origin.manifest.block_types.values()
-    by_kernel = {step.graph for kind in kinds for step in kind.steps if step.gated}
+    operations = [one for each in origin.manifest.block_types.values() for one in each.operations]
+    by_kernel = {one.graph for one in operations if not one.on_device("cpu").graph}
     for index, (mine, theirs) in enumerate(zip(keys, rng.permutation(keys), strict=True)):
         path = links(origin, tmp_path / str(index))
         changed = json.loads(json.dumps(document))

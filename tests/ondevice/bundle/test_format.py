@@ -16,12 +16,12 @@ from support.files import listing
 
 from export.pack import export_bundle
 from harness.oracles import reference
+from ondevice.bundle.manifest import manifest_bytes
 from ondevice.bundle.store import (
     MANIFEST,
     WEIGHTS,
     Bundle,
     BundleWriter,
-    manifest_bytes,
     open_bundle,
 )
 from ondevice.operations.tensors import Extent
@@ -30,7 +30,7 @@ from runtime.storage.weights import Weights
 
 def test_manifest_to_the_byte(origin: Bundle) -> None:
     text = (origin.path / MANIFEST).read_bytes()
-    start = b'{\n "format": "ondevice-bundle",\n "version": 3,\n "mlx_version": "'
+    start = b'{\n "format": "ondevice-bundle",\n "version": 4,\n "mlx_version": "'
     assert text.startswith(start)
     document = json.loads(text)
     assert list(document) == [
@@ -54,15 +54,15 @@ def test_manifest_to_the_byte(origin: Bundle) -> None:
         "offset": 20480, "nbytes": 320 * 2 * 2, "dtype": "float16", "shape": [320, 2],
     }  # fmt: skip
     assert document["blocks"] == [
-        {"name": "", "kind": "embed"},
-        {"name": "model.layers.0", "kind": "layer0"},
-        {"name": "model.layers.1", "kind": "layer0"},
-        {"name": "", "kind": "head"},
+        {"name": "", "type": "embed"},
+        {"name": "model.layers.0", "type": "layer0"},
+        {"name": "model.layers.1", "type": "layer0"},
+        {"name": "", "type": "head"},
     ]
     assert document["block_types"]["embed"] == {
         "name": "embed", "input": "", "output": "e", "values": {"e": [1, "T", 128]},
         "parameters": {},
-        "steps": [{"op": "embedding", "outputs": ["e"], "matrix": "model.embed_tokens"}],
+        "operations": [{"op": "embedding", "outputs": ["e"], "matrix": "model.embed_tokens"}],
     }  # fmt: skip
     assert set(listing(origin.path)) == {
         MANIFEST, WEIGHTS, "graphs", "tokenizer", *document["files"],

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
-from runtime.planner.workspace import Sizes, Work
+from support.lengths import at_length
 from support.models import FAMILIES, adapters_of, agree, model_of
+from support.plans import LINUX, PLENTY, predicted, task_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE
 from ondevice.operations.program import Block
 from runtime.engine.values import Gradients
+from runtime.lowering.lower import Sizes
 from runtime.methods.adapters import DTYPES, Adapters
 from runtime.methods.mebp import MeBP
-from runtime.methods.mezo import MeZO
+from runtime.methods.mezo import MOST_LANES, MeZO
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
-from runtime.planner.peak import MEZO_LANES
-from runtime.planner.plan import LEVELS, PAPER, Plan, predict
+from runtime.planner.plan import LEVELS, PAPER, Plan
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
@@ -45,24 +47,24 @@ def sizes(rng: Rng) -> Sizes:
 def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
     """A plan with everything that the planner decides decided at random."""
     layers = len(bundle.manifest.layers)
-    work = Work(
+    machine = msgspec.structs.replace(LINUX, arithmetic=str(rng.choice(["packed", "unpacked"])))
+    task = task_of(
         int(rng.choice(bundle.manifest.buckets)),
+        method,
         rows,
         parts,
-        arithmetic=str(rng.choice(["packed", "unpacked"])),
-        method=method,
         queries=int(rng.integers(1, 4)),
         prefetch=bool(rng.random() < 0.5),
         adapter_dtype=str(rng.choice([*DTYPES])),
     )
     most = 2 if method == "mezo" else 1
-    drawn = predict(bundle.manifest, work, sizes(rng), 1_000_000_000, 0, most)
-    return replace(
+    drawn = predicted(bundle.manifest, task, sizes(rng), PLENTY, most, machine)
+    return msgspec.structs.replace(
         drawn,
         chunk_rows=int(rng.integers(1, bundle.manifest.vocab_size + 9)),
-        lanes=int(rng.integers(2, MEZO_LANES + 1) if method == "mezo" else rng.integers(1, 4)),
+        lanes=int(rng.integers(2, MOST_LANES + 1) if method == "mezo" else rng.integers(1, 4)),
         kept_layers=int(rng.integers(layers + 1)) if method == "mebp" else 0,
-        resident_layers=int(rng.integers(layers + 1)) if work.arithmetic == "unpacked" else 0,
+        materialized_layers=0 if machine.packed else int(rng.integers(layers + 1)),
     )
 
 
@@ -102,7 +104,7 @@ def anywhere(adapters: Adapters, folder: Path, rng: Rng) -> Adapters:
 
 
 def rounded(adapters: Adapters) -> Adapters:
-    """The values that blocks are lent, in float32 for the oracle."""
+    """The values that blocks run with, in float32 for the oracle."""
     values = {
         name: value.astype(DTYPES[adapters.dtype]).astype(mx.float32)
         for name, value in adapters.tensors.items()
@@ -110,16 +112,17 @@ def rounded(adapters: Adapters) -> Adapters:
     return Adapters(adapters.manifest, values)
 
 
+@at_length("draws", 2, 12)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograds_under_every_plan(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, draws: int
 ) -> None:
     bundle = tiny(family, seq_lens=BUCKETS)
     manifest = bundle.manifest
-    for _ in range(6):
+    for _ in range(draws):
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
-        print(replace(chosen, blocks=()))
+        print(msgspec.structs.replace(chosen, blocks=()))
         adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
         rows = [drawn_rows(bundle, rng, chosen.bucket, count) for _ in range(parts)]
         shape = (1, chosen.bucket, manifest.hidden_size)
@@ -139,16 +142,17 @@ def test_gradients_are_autograds_under_every_plan(
         agree(kept.found, expected)
 
 
+@at_length("draws", 1, 8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mezo_is_the_monolithic_algorithm_under_every_plan(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, draws: int
 ) -> None:
     """Bit for bit with the same tiles; with others the losses differ by rounding only."""
     bundle = tiny(family, seq_lens=BUCKETS)
-    for _ in range(4):
+    for _ in range(draws):
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
-        print(replace(chosen, blocks=()))
+        print(msgspec.structs.replace(chosen, blocks=()))
         adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
         noise = Noise(seed)
         copied = Adapters(adapters.manifest, dict(adapters.tensors), adapters.dtype)

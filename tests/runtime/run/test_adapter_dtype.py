@@ -1,4 +1,4 @@
-"""`--adapter-dtype bfloat16`: blocks are lent rounded adapters; float32 ones are trained and saved.
+"""`--adapter-dtype bfloat16`: blocks run with rounded adapters; float32 ones are trained and saved.
 
 That gradients and MeZO's steps are those of the rounded values is in `test_every_plan`.
 """
@@ -9,15 +9,14 @@ import json
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from runtime.planner.workspace import Work
 from safetensors.numpy import load_file
 from support.models import adapters_of
+from support.plans import predicted, task_of
 from support.runs import COMMAND, adapter, ondevice, train_arguments
 
 from harness.oracles.dense import run_dense
@@ -25,19 +24,19 @@ from ondevice.bundle.store import Bundle
 from ondevice.config.base import load
 from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
-from runtime.planner.plan import LEVELS, predict
+from runtime.planner.plan import LEVELS
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
 HALF = "bfloat16"
 
 
-def test_what_is_lent_is_rounded_and_what_is_kept_is_not(tiny: Tiny, rng: Rng) -> None:
+def test_blocks_get_rounded_copies_of_adapters_that_stay_exact(tiny: Tiny, rng: Rng) -> None:
     adapters = adapters_of(tiny("qwen2"), rng)
     block = adapters.manifest.layers[0]
     name, exact = next(iter(adapters.loras(block).items()))
-    lent = adapters.in_dtype(HALF).loras(block)[name]
-    for ours, whole in ((lent.a, exact.a), (lent.b, exact.b)):
+    rounded = adapters.in_dtype(HALF).loras(block)[name]
+    for ours, whole in ((rounded.a, exact.a), (rounded.b, exact.b)):
         assert (ours.dtype, whole.dtype) == (mx.bfloat16, mx.float32)
         error = mx.abs(ours.astype(mx.float32) - whole)
         assert mx.all(error <= 2**-8 * mx.abs(whole)).item()
@@ -45,17 +44,16 @@ def test_what_is_lent_is_rounded_and_what_is_kept_is_not(tiny: Tiny, rng: Rng) -
     assert {value.dtype for value in adapters.in_dtype(HALF).tensors.values()} == {mx.float32}
 
 
-def test_a_plan_counts_what_is_lent(tiny: Tiny) -> None:
+def test_a_plan_counts_the_rounded_copies(tiny: Tiny) -> None:
     manifest = tiny("llama").manifest
 
-    def adapter_bytes(work: Work) -> tuple[int, int, int]:
-        plan = predict(manifest, work, LEVELS[-1], 0, 0)
+    def adapter_bytes(method: str, dtype: str) -> tuple[int, int, int]:
+        plan = predicted(manifest, task_of(32, method, adapter_dtype=dtype), LEVELS[-1])
         return plan.adapter_bytes, plan.gradient_bytes, plan.predicted_peak_bytes
 
     for method in ("mebp", "mezo"):
-        work = Work(32, method=method)
-        whole, half = adapter_bytes(work), adapter_bytes(replace(work, adapter_dtype=HALF))
-        assert whole[0] / 2 < half[0] < whole[0]  # a matrix in hand has its own as float32
+        whole, half = adapter_bytes(method, "float32"), adapter_bytes(method, HALF)
+        assert whole[0] / 2 < half[0] < whole[0]  # the current matrix has its own as float32
         assert half[2] < whole[2]
         assert half[1] == whole[1]  # gradients are float32, and MeZO has none
 
@@ -93,7 +91,7 @@ def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, method: str) -> None:
     given = {"adapter_dtype": HALF, "method": method}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    arguments = [train_arguments(tiny("qwen3").path, run, 150, **given) for run in (whole, killed)]
+    arguments = [train_arguments(tiny("qwen3").path, run, 40, **given) for run in (whole, killed)]
     assert ondevice(*arguments[0]).returncode == 0
     process = subprocess.Popen([*COMMAND, *arguments[1]], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.plans import EVAL, plan_of, task_of
 
 from export.retrace import retrace
 from ondevice.bundle.store import Bundle
@@ -15,7 +16,7 @@ from ondevice.errors import UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.trajectory import digest
 from runtime.run.folder import RunFolder
-from runtime.run.open import open_session, plan_for
+from runtime.run.open import open_session
 
 Tiny = Callable[..., Bundle]
 
@@ -76,7 +77,7 @@ def test_a_second_process_leaves_alone_what_the_first_has_begun(tmp_path: Path) 
 
 def test_graphs_stay_as_long_as_a_session_may_load_them(tiny: Tiny) -> None:
     bundle = tiny("llama", seq_lens=(16,))
-    session = open_session(bundle, plan_for(bundle, 1 << 30, 16, "auto"))
+    session = open_session(bundle, plan_of(bundle.manifest, task_of(16, EVAL)))
     before = {path: path.read_bytes() for path in bundle.path.rglob("*.mlxfn")}
     with pytest.raises(UsageError, match="another process is using"):
         retrace(bundle.path, "cpu")

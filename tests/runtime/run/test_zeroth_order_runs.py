@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from support.runs import COMMAND, adapter, ondevice, train_arguments
+from support.bundles import Tiny
+from support.runs import COMMAND, adapter, here, ondevice, train_arguments
+from support.shared import Shared
 
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError
-from runtime.run import start as train_module
-from runtime.run.evaluate import Events
-from runtime.run.trainer import Training
+from runtime.run import start
+from runtime.run.events import Events
+from runtime.run.trainer import Trainer
 from runtime.system.footprint import Meter
 
 
@@ -31,11 +33,12 @@ def summary(run: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def run(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "run"
-    done = ondevice(*mezo_arguments(bundle, path, 12, queries=2, grad_accumulation=2))
-    assert done.returncode == 0, done.stderr
-    return path
+def run(bundle: Path, shared: Shared) -> Path:
+    def train(path: Path) -> None:
+        done = ondevice(*mezo_arguments(bundle, path, 12, queries=2, grad_accumulation=2))
+        assert done.returncode == 0, done.stderr
+
+    return shared("a run of MeZO", train)
 
 
 def test_a_run_is_rebuilt_from_its_log(bundle: Path, run: Path, tmp_path: Path) -> None:
@@ -48,13 +51,11 @@ def test_a_run_is_rebuilt_from_its_log(bundle: Path, run: Path, tmp_path: Path) 
     assert max(map(len, lines)) < 80
 
 
-def test_a_log_of_something_else_is_refused(bundle: Path, run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    settings = ("--seq-lens", "16,32", "--group-size", "32")
-    assert ondevice("export", "random:tiny-gemma3", "-o", other, *settings).returncode == 0
-    refused = ondevice("replay", run, "-o", tmp_path / "no", "--bundle", other)
+def test_a_log_of_something_else_is_refused(run: Path, tiny: Tiny, tmp_path: Path) -> None:
+    other = tiny("gemma3", seq_lens=(16, 32), group_size=32).path
+    refused = here("replay", run, "-o", tmp_path / "no", "--bundle", other)
     assert refused.returncode == 4 and "other weights" in refused.stderr
-    refused = ondevice("replay", run, "-o", tmp_path / "no", "--initial", run)
+    refused = here("replay", run, "-o", tmp_path / "no", "--initial", run)
     assert refused.returncode == 4 and "other adapters" in refused.stderr
     assert not (tmp_path / "no").exists()
     copy = tmp_path / "copy"
@@ -63,25 +64,25 @@ def test_a_log_of_something_else_is_refused(bundle: Path, run: Path, tmp_path: P
     whole = log.read_text()
     for altered in (whole.replace("[", "[NaN, ", 1), "", "{}\n", whole.replace("-1", "-9", 1)):
         log.write_text(altered)
-        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        refused = here("replay", copy, "-o", tmp_path / "no")
         assert refused.returncode == 4 and "trajectory" in refused.stderr, altered
     log.write_text(whole + "[0.01, [0.2")  # the line that a killed process was writing
-    assert ondevice("replay", copy, "-o", tmp_path / "yes").returncode == 0
+    assert here("replay", copy, "-o", tmp_path / "yes").returncode == 0
     assert adapter(tmp_path / "yes") == adapter(run)
     for lie in ({"noise": "laplace"}, {"seed": "1"}, {"weight_decay": float("nan")}, {"seed": -1},
                 {"weights_sha256": 3}, {"initial_sha256": None}):  # fmt: skip
         header = {**json.loads(whole.splitlines()[0]), **lie}
         log.write_text("\n".join([json.dumps(header), *whole.splitlines()[1:]]) + "\n")
-        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        refused = here("replay", copy, "-o", tmp_path / "no")
         assert refused.returncode == 4 and "Traceback" not in refused.stderr, lie
     for odd in ("[" * 200_000, "[0.1, [" + "9" * 400 + "]]"):
         log.write_text(whole + odd + "\n")
-        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        refused = here("replay", copy, "-o", tmp_path / "no")
         assert refused.returncode == 4 and "Traceback" not in refused.stderr, odd[:9]
-    refused = ondevice("replay", run, "-o", run)
+    refused = here("replay", run, "-o", run)
     assert refused.returncode == 2 and "the run itself" in refused.stderr
     log.unlink()
-    refused = ondevice("replay", copy, "-o", tmp_path / "no")
+    refused = here("replay", copy, "-o", tmp_path / "no")
     assert refused.returncode == 2 and "--method mezo" in refused.stderr
 
 
@@ -156,13 +157,13 @@ def test_a_signal_ends_an_evaluation_with_the_state_saved(bundle: Path, tmp_path
 def test_an_evaluation_over_budget_saves_the_state(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "Meter", _Growing)
+    monkeypatch.setattr(start, "Meter", _Growing)
     config = TrainConfig(
         bundle=str(bundle), data="random:1", eval_data="random:2", output=str(tmp_path / "run"),
         max_seq_length=16, budget="1GB", steps=4, eval_every=2, eval_rows=3, save_every=0,
     )  # fmt: skip
     with pytest.raises(BudgetError, match="after step 2 is saved"):
-        train_module.train(config, Events())
+        start.train(config, Events())
     assert (tmp_path / "run" / "saves" / "step-00000002").exists()
 
 
@@ -174,14 +175,14 @@ class _Growing(Meter):
         frame = sys._getframe()
         while frame is not None:
             training = frame.f_locals.get("self")
-            if frame.f_code.co_name == "_evaluate" and isinstance(training, Training):
+            if frame.f_code.co_name == "_evaluate" and isinstance(training, Trainer):
                 return training.done == 2
             frame = frame.f_back  # type: ignore[assignment]
         return False
 
 
 def test_evaluating_needs_data_to_evaluate_on(bundle: Path, tmp_path: Path) -> None:
-    refused = ondevice(*train_arguments(bundle, tmp_path / "run", 2, eval_every=1))
+    refused = here(*train_arguments(bundle, tmp_path / "run", 2, eval_every=1))
     assert refused.returncode == 2 and "--eval-data" in refused.stderr
     assert not (tmp_path / "run").exists()
 

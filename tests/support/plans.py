@@ -1,0 +1,80 @@
+"""Plans for tests, made for machines that are written down here, never for the test's own process.
+
+A plan that a test makes of its own footprint would differ from one run of the tests to the next.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from ondevice.bundle.manifest import Manifest
+from runtime.lowering.lower import Sizes
+from runtime.methods.registry import method as implementation
+from runtime.planner.demand import Demand
+from runtime.planner.peak import PeakModel
+from runtime.planner.plan import Plan, Planner, Request
+from runtime.run.budget import EVALUATION
+from runtime.system.backend import PANEL_BYTES, ROW_BYTES
+from runtime.system.machine import Blas, Machine
+
+LINUX = Machine("cpu", "unpacked", "glibc", 32_000_000, Blas(1, PANEL_BYTES, ROW_BYTES))
+MAC = Machine("gpu", "packed", "mlx", 60_000_000)
+EVAL = "eval"  # not a method, but planned like one
+PLENTY = 1_000_000_000
+
+
+class Task(NamedTuple):
+    """What is planned: `Planner.plan` takes both, and a budget."""
+
+    request: Request
+    demand: Demand
+
+
+def demand_of(
+    method: str, rows: int = 1, accumulation: int = 1, queries: int = 1, optimizer: str = "adamw"
+) -> Demand:
+    """What a method needs of rows in micro-batches; `EVAL` is an evaluation."""
+    if method == EVAL:
+        return EVALUATION
+    config = SimpleNamespace(
+        batch_size=rows, grad_accumulation=accumulation, queries=queries, optimizer=optimizer
+    )
+    return implementation(method).demand(config)  # type: ignore[arg-type]
+
+
+def task_of(
+    bucket: int,
+    method: str = "mebp",
+    rows: int = 1,
+    accumulation: int = 1,
+    queries: int = 1,
+    **request: object,
+) -> Task:
+    """Training, or an evaluation, at a sequence bucket; `request` is what else is asked for."""
+    asked = Request(bucket, rows, accumulation, **request)  # type: ignore[arg-type]
+    return Task(asked, demand_of(method, rows, accumulation, queries))
+
+
+def plan_of(manifest: Manifest, task: Task, budget: int = PLENTY, machine: Machine = LINUX) -> Plan:
+    """What a budget buys."""
+    return Planner(manifest, machine).plan(*task, budget)
+
+
+def predicted(
+    manifest: Manifest,
+    task: Task,
+    sizes: Sizes,
+    budget: int = 0,
+    lanes: int | None = None,
+    machine: Machine = LINUX,
+) -> Plan:
+    """The plan at some sizes, whether it fits or not."""
+    return Planner(manifest, machine).predict(*task, sizes, budget, 0, lanes)
+
+
+def peak_model_of(
+    manifest: Manifest, task: Task, sizes: Sizes, machine: Machine = LINUX
+) -> PeakModel:
+    """What is alive at some sizes."""
+    return Planner(manifest, machine).model(*task, sizes)
