@@ -1,9 +1,13 @@
 # make demo and make test set up everything from nothing, in a virtual environment of their own.
+# make test is the gate; make test-all adds the tests that only repeat its tests at more length.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup blas demo test check clean
+# Two processes; whichever has no tests left takes over some of the other's.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: setup blas demo test test-all check clean
 
 setup: $(VENV)/.ready
 
@@ -27,7 +31,10 @@ demo: setup
 	$(BIN)/python -m harness.tasks.demo --output demo-out
 
 test: setup check
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-all: setup check
+	$(PYTEST) -m 'slow or not slow'
 
 check: setup
 	$(BIN)/ruff format --check .

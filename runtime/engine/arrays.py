@@ -43,10 +43,7 @@ class Arrays(Protocol):
         """The largest of the last axis (..., n), kept as (..., 1), evaluated."""
 
     def exp_below(self, x: mx.array, most: mx.array) -> mx.array:
-        """e**(x - most) of x (..., n) and what it never exceeds, (..., 1); x is consumed.
-
-        Relative error 2.0e-7 at worst, seen on x86-64 with AVX-512.
-        """
+        """e**(x - most) of x (..., n) and what it never exceeds, (..., 1); x is consumed."""
 
     def weighed(self, x: mx.array, mean: mx.array, weights: mx.array, scale: float) -> mx.array:
         """(x - mean) * weights * scale of x and weights (..., n), mean (..., 1); x is consumed."""
@@ -91,6 +88,7 @@ class CpuArrays:
 
     @quiet
     def exp_below(self, x: mx.array, most: mx.array) -> mx.array:
+        # relative error 2.0e-7 at worst, seen on x86-64 with AVX-512; MLX's own: 4e-6
         values = view(x)
         np.subtract(values, view(most), out=values)
         np.exp(values, out=values)

@@ -4,10 +4,10 @@ SPSA along noise z that is drawn again whenever it is needed:
 
     g = (loss(theta + eps z) - loss(theta - eps z)) / (2 eps)      theta <- theta - rate g z
 
-Both perturbed forwards travel side by side, so a block's weights are read and unpacked once for
-them. The update of a step is applied to a block when the next step visits it (ZO2, section 5), or
-by `settle`: the arithmetic is the same. Perturbed values are computed from theta, never restored by
-subtraction. The monolithic oracle is `harness.oracles.reference.MonolithicMeZO`.
+Both perturbed hidden states visit a block together, so its weights are read and dequantized once
+for them. The update of a step is applied to a block when the next step visits it (ZO2, section 5),
+or by `settle`: the arithmetic is the same. Perturbed values are computed from theta, never restored
+by subtraction. The monolithic oracle is `harness.oracles.reference.MonolithicMeZO`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
 from ondevice.files import storage_errors
@@ -254,6 +256,7 @@ class Trainer:
                 [self.meter.peak_rss_bytes, *(e["peak_rss_bytes"] for e in entries)]
             ),
             "heap_reliefs": self.meter.reliefs,  # of this process
+            "mlx_peak_bytes": mx.get_peak_memory(),  # of this process: what MLX had allocated
             "step_s_median": statistics.median(seconds) if seconds else None,
             "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds) if seconds else None,
             "final_train_loss": losses[-1] if losses else None,

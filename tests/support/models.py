@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +17,12 @@ from ondevice.operations.base import WHOLE
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.lowering.lower import Sizes, lower
+from runtime.lowering.schedule import backward_schedule
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import Row, StepLoss
+from runtime.methods.registry import method as implementation
+from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
 from runtime.storage.weights import Weights
 
@@ -25,17 +30,9 @@ Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
 
 FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
-
-
 BUCKETS = (16, 32, 64)
-
-
 LENGTHS = (96, 128)  # two tiles of 48, two of 64
-
-
 CLOSE = 1e-5
-
-
 # tokens of a row, and its first scored target; at most 32 (a bucket), none fills it
 BATCH = ((31, 0), (20, 5), (27, 26))
 
@@ -56,11 +53,11 @@ def rows_of(bundle: Bundle, rng: Rng, lengths: tuple[tuple[int, int], ...] = BAT
 
 
 def mebp(
-    program: Model, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
+    model: Model, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name."""
-    manifest = program.bundle.manifest
-    shape = (1, program.bucket, manifest.hidden_size)
+    manifest = model.bundle.manifest
+    shape = (1, model.bucket, manifest.hidden_size)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
     found: dict[str, mx.array] = {}
 
@@ -71,9 +68,17 @@ def mebp(
             found[f"{block.tensor(name)}.lora_b"] = db
 
     tokens = sum(len(row.targets) for row in rows)
-    result = Backprop(program, adapters, scratch, 1, kept).gradients(rows, tokens, update)
+    result = Backprop(model, adapters, scratch, 1, kept).gradients(rows, tokens, update)
     assert result.tokens == tokens
     return result, found
+
+
+def demand_of(method: str, rows: int = 1, accumulation: int = 1) -> Demand:
+    """What a training method needs, by its own word."""
+    config = SimpleNamespace(
+        batch_size=rows, grad_accumulation=accumulation, optimizer="adamw", queries=1
+    )
+    return implementation(method).demand(config)  # type: ignore[arg-type]
 
 
 def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: float = CLOSE) -> None:
@@ -81,6 +86,14 @@ def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: floa
     errors = {name: reference.relative_error(found[name], expected[name]) for name in expected}
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= bound, (worst, errors[worst])
+
+
+def with_input_gradients(model: Model) -> Model:
+    """The model whose first layer too returns the gradient of its input, which no adapter needs."""
+    assert not model.lowered.is_tiled
+    embedding, first, *others = model.lowered.blocks
+    changed = replace(first, backward=backward_schedule(first.program, first.adapted, True))
+    return replace(model, lowered=replace(model.lowered, blocks=(embedding, changed, *others)))
 
 
 def model_of(

@@ -1,10 +1,16 @@
-"""Training runs for tests, by the command line in processes of their own."""
+"""Training runs for tests, by the command line, in processes of their own or in this one."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from ondevice.cli.main import main
+from runtime.system.backend import prepare
 
 COMMAND = [sys.executable, "-m", "ondevice"]
 
@@ -13,6 +19,20 @@ def ondevice(*arguments: object, **options: object) -> subprocess.CompletedProce
     return subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options
     )
+
+
+def here(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """As `ondevice`, in this process: for what ends before anything trains under a budget."""
+    words = list(map(str, arguments))
+    said, warned = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
+            code = main(words)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        prepare()  # exports have the heap kept otherwise
+    return subprocess.CompletedProcess(words, code, said.getvalue(), warned.getvalue())
 
 
 def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:

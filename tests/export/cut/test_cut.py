@@ -17,6 +17,12 @@ from export.cut.trace import trace
 from export.sources.random import PRESETS
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.operations.attention import Attention
+from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.embedding import Embedding
+from ondevice.operations.head import Head
+from ondevice.operations.linear import Linear
+from ondevice.operations.program import BlockType
 from ondevice.operations.values import T, shape_at
 from runtime.storage.weights import Weights
 
@@ -32,36 +38,38 @@ def cut_of(family: str, **changes: Any) -> Any:
     return cut_model(str(config["model_type"]), config)
 
 
+def elementwise_of(block_type: BlockType) -> list[Elementwise]:
+    return [one for one in block_type.operations if isinstance(one, Elementwise)]
+
+
+def linears_of(block_type: BlockType) -> list[Linear]:
+    return [one for one in block_type.operations if isinstance(one, Linear)]
+
+
 # --- what is shared ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_equal_layers_share_a_kind(family: str) -> None:
+def test_equal_layers_share_a_block_type(family: str) -> None:
     cut = cut_of(family, num_hidden_layers=5)
     assert [block.type for block in cut.blocks] == ["embed", *["layer0"] * 5, "head"]
     assert [block.name for block in cut.blocks[1:-1]] == [f"model.layers.{i}" for i in range(5)]
     assert set(cut.block_types) == {"embed", "layer0", "head"}
-    names = [glue.step.graph for glue in cut.graphs]
+    names = [graph.operation.graph for graph in cut.graphs]
     assert len(set(names)) == len(names)
-    used = {
-        step.graph
-        for kind in cut.block_types.values()
-        for step in kind.steps
-        if step.op == "elementwise"
-    }
-    assert set(names) == used
+    types = cut.block_types.values()
+    assert set(names) == {one.graph for of in types for one in elementwise_of(of)}
 
 
-def test_gemmas_local_and_global_layers_are_kinds_of_their_own() -> None:
+def test_gemmas_local_and_global_layers_have_block_types_of_their_own() -> None:
     cut = cut_of("gemma3", num_hidden_layers=6, sliding_window_pattern=3)
-    kinds = [block.type for block in cut.blocks[1:-1]]
-    assert kinds == ["layer0", "layer0", "layer1"] * 2
-    attention = {
-        name: [step for step in cut.block_types[name].steps if step.op == "attention"]
-        for name in ("layer0", "layer1")
+    types = [block.type for block in cut.blocks[1:-1]]
+    assert types == ["layer0", "layer0", "layer1"] * 2
+    windows = {
+        name: [one.window for one in block_type.operations if isinstance(one, Attention)]
+        for name, block_type in cut.block_types.items()
     }
-    assert [step.window for step in attention["layer0"]] == [16]
-    assert [step.window for step in attention["layer1"]] == [None]
+    assert windows == {"embed": [], "layer0": [16], "layer1": [None], "head": []}
 
 
 def test_layers_that_differ_in_their_rope_alone_are_kept_apart() -> None:
@@ -72,59 +80,60 @@ def test_layers_that_differ_in_their_rope_alone_are_kept_apart() -> None:
     assert [block.type for block in same.blocks[1:-1]] == ["layer0"] * 4
 
 
-def test_only_the_embeddings_glue_scales_it(rng: np.random.Generator) -> None:
-    assert [step.op for step in cut_of("llama").block_types["embed"].steps] == ["embedding"]
-    cut = cut_of("gemma3")
-    assert [step.op for step in cut.block_types["embed"].steps] == ["embedding", "elementwise"]
-    (glue,) = (glue for glue in cut.graphs if glue.step.graph == "embed.0")
+def test_only_the_embeddings_own_graph_scales_it(rng: np.random.Generator) -> None:
+    plain, cut = cut_of("llama"), cut_of("gemma3")
+    assert [type(one) for one in plain.block_types["embed"].operations] == [Embedding]
+    scaled = [type(one) for one in cut.block_types["embed"].operations]
+    assert scaled == [Embedding, Elementwise]
+    (graph,) = (one for one in cut.graphs if one.operation.graph == "embed.0")
     e = mx.array(rng.standard_normal((1, 20, 128)).astype(np.float32))
-    (x,) = glue.forward(e + 0)
+    (x,) = graph.forward(e + 0)
     assert mx.allclose(x, e * 128**0.5, rtol=1e-2)  # Gemma rounds the factor to bfloat16
     assert not mx.allclose(x, e)
 
 
-def test_products_of_the_same_input_are_one_step() -> None:
-    steps = cut_of("llama").block_types["layer0"].steps
-    products = [[linear.name for linear in step.linears] for step in steps if step.op == "linear"]
+def test_products_of_the_same_input_are_one_operation() -> None:
+    operations = linears_of(cut_of("llama").block_types["layer0"])
+    products = [[linear.name for linear in one.linears] for one in operations]
     assert products == [
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         ["self_attn.o_proj"],
         ["mlp.gate_proj", "mlp.up_proj"],
         ["mlp.down_proj"],
     ]
-    biases = [
-        linear.bias
-        for step in cut_of("qwen2").block_types["layer0"].steps
-        for linear in step.linears
-    ]
+    operations = linears_of(cut_of("qwen2").block_types["layer0"])
+    biases = [linear.bias for one in operations for linear in one.linears]
     assert biases == [True] * 3 + [False] * 4
 
 
 @pytest.mark.parametrize(("tied", "head"), [(True, "model.embed_tokens"), (False, "lm_head")])
 def test_a_tied_head_multiplies_the_embedding(tied: bool, head: str) -> None:
     cut = cut_of("llama", tie_word_embeddings=tied)
-    assert cut.block_types["embed"].steps[0].matrix == "model.embed_tokens"
-    assert cut.block_types["head"].steps[-1].matrix == head
+    first, last = cut.block_types["embed"].operations[0], cut.block_types["head"].operations[-1]
+    assert isinstance(first, Embedding) and first.matrix == "model.embed_tokens"
+    assert isinstance(last, Head) and last.matrix == head
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vjps_do_not_ask_for_what_they_do_not_read(family: str) -> None:
-    for kind in cut_of(family).block_types.values():
-        for step in kind.steps:
-            if step.graph == "layer0.5":
+    found = set()
+    for block_type in cut_of(family).block_types.values():
+        for operation in elementwise_of(block_type):
+            found.add(operation.graph)
+            if operation.graph == "layer0.5":
                 gemma = family == "gemma3"  # a norm reads what it normed; a sum reads nothing
-                assert ("mlp.down_proj.out" in step.vjp_inputs) == gemma
-                assert "x" not in step.vjp_inputs
-            assert not {name for name in step.vjp_outputs if name[0] in "@~"}
+                assert ("mlp.down_proj.out" in operation.vjp_inputs) == gemma
+                assert "x" not in operation.vjp_inputs
+            assert not {name for name in operation.vjp_outputs if name[0] in "@~"}
+    assert "layer0.5" in found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sum_hands_its_gradient_on(family: str) -> None:
-    steps = {
-        step.graph: step for kind in cut_of(family).block_types.values() for step in kind.steps
-    }
-    after = dict(zip(steps["layer0.5"].vjp_outputs, steps["layer0.5"].vjp_same, strict=True))
-    middle = dict(zip(steps["layer0.3"].vjp_outputs, steps["layer0.3"].vjp_same, strict=True))
+    types = cut_of(family).block_types.values()
+    graphs = {one.graph: one for block_type in types for one in elementwise_of(block_type)}
+    after = dict(zip(graphs["layer0.5"].vjp_outputs, graphs["layer0.5"].vjp_same, strict=True))
+    middle = dict(zip(graphs["layer0.3"].vjp_outputs, graphs["layer0.3"].vjp_same, strict=True))
     gemma = family == "gemma3"  # which norms what it adds
     assert after == {
         "x": "~out",
@@ -132,7 +141,7 @@ def test_a_sum_hands_its_gradient_on(family: str) -> None:
         "mlp.down_proj.out": "" if gemma else "~out",
     }
     assert middle == {"x": "", "self_attn.o_proj.out": "" if gemma else "x"}
-    activation = steps["layer0.4"]
+    activation = graphs["layer0.4"]
     assert activation.vjp_outputs == ("mlp.gate_proj.out", "mlp.up_proj.out")
     assert activation.vjp_same == ("", "")
 
@@ -161,14 +170,14 @@ def test_graphs_hold_no_weights_and_do_not_grow(tiny: Tiny, family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_serialized_glue_computes_what_was_traced(
+def test_serialized_graphs_compute_what_was_traced(
     tiny: Tiny, rng: np.random.Generator, family: str
 ) -> None:
     bundle = tiny(family)
     for traced in cut_of(family).graphs:
         for direction in ("forward", "vjp"):
             shapes = getattr(traced, f"{direction}_shapes")
-            graph = bundle.manifest.graphs[f"{traced.step.graph}.{direction}.16"]
+            graph = bundle.manifest.graphs[f"{traced.operation.graph}.{direction}.16"]
             arrays = [
                 mx.array(rng.standard_normal(shape_at(shape, 16)).astype(np.float32))
                 for shape in shapes
@@ -394,8 +403,8 @@ def test_cutting_leaves_mlx_lm_as_it_was() -> None:
 
 def test_shapes_are_symbolic_in_the_length_alone() -> None:
     for family in FAMILIES:
-        for kind in cut_of(family).block_types.values():
-            assert all(shape.count(T) == 1 for shape in kind.values.values())
+        for block_type in cut_of(family).block_types.values():
+            assert all(shape.count(T) == 1 for shape in block_type.values.values())
 
 
 @pytest.mark.parametrize(
@@ -419,11 +428,16 @@ def test_a_dimension_of_any_size_is_told_from_the_length(changes: dict[str, int]
     assert values["mlp.up_proj.out"] == (1, T, config["intermediate_size"])
     assert values["attention0.q"] == (1, config["num_attention_heads"], T, size)
     assert values["attention0.k"] == (1, config["num_key_value_heads"], T, size)
-    for glue in cut.graphs:  # and the graphs hold at other lengths
-        steps = [step for kind in cut.block_types.values() for step in kind.steps]
-        (step,) = (step for step in steps if step.graph == glue.step.graph)
-        for direction, names in (("forward", step.outputs), ("vjp", step.vjp_outputs)):
-            shapes = getattr(glue, f"{direction}_shapes")
-            found = getattr(glue, direction)(*(mx.zeros(shape_at(s, 21)) for s in shapes))
-            kind = cut.block_types[glue.step.graph.split(".")[0]]
-            assert [a.shape for a in found] == [shape_at(kind.values[n], 21) for n in names]
+    of_graph = {
+        one.graph: (one, block_type)
+        for block_type in cut.block_types.values()
+        for one in elementwise_of(block_type)
+    }
+    assert len(of_graph) == len(cut.graphs)
+    for graph in cut.graphs:  # and the graphs hold at other lengths
+        operation, block_type = of_graph[graph.operation.graph]
+        assert graph.operation == operation
+        for direction, names in (("forward", operation.outputs), ("vjp", operation.vjp_outputs)):
+            shapes = getattr(graph, f"{direction}_shapes")
+            found = getattr(graph, direction)(*(mx.zeros(shape_at(s, 21)) for s in shapes))
+            assert [a.shape for a in found] == [shape_at(block_type.values[n], 21) for n in names]

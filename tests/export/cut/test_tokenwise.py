@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from runtime.planner.workspace import Sizes, Work
-from support.models import CLOSE, FAMILIES, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
+from msgspec.structs import replace
+from support.models import (
+    CLOSE,
+    FAMILIES,
+    LENGTHS,
+    adapters_of,
+    agree,
+    demand_of,
+    mebp,
+    model_of,
+    rows_of,
+)
 
 from export.cut.properties import treats_tokens_alike
 from harness.oracles import reference
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Step, graph_length
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.operations.elementwise import graph_key
+from ondevice.operations.attention import Attention
+from ondevice.operations.elementwise import Elementwise, graph_key
+from ondevice.operations.program import BlockType
 from ondevice.operations.values import Shape, T, shape_at
-from runtime.engine.graphs import GraphRunner
-from runtime.planner.peak import Liveness
+from runtime.engine.kernels.elementwise import ElementwiseKernel
+from runtime.lowering.lower import Sizes, lower
+from runtime.planner.peak import PeakModel
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
+
+
+def elementwise_of(block_type: BlockType) -> list[Elementwise]:
+    return [one for one in block_type.operations if isinstance(one, Elementwise)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -35,10 +50,10 @@ def test_gradients_are_autograds(
     bundle = tiny(family, seq_lens=LENGTHS)
     adapters = adapters_of(bundle, rng)
     rows = rows_of(bundle, rng)
-    program = model_of(bundle, length)
-    loss, found = mebp(program, adapters, rows, tmp_path)
-    model = reference.dense_model(bundle, adapters)
-    expected_loss, expected = reference.gradients(model, [(r.tokens, r.first) for r in rows])
+    model = model_of(bundle, length)
+    loss, found = mebp(model, adapters, rows, tmp_path)
+    dense = reference.dense_model(bundle, adapters)
+    expected_loss, expected = reference.gradients(dense, [(r.tokens, r.first) for r in rows])
     assert loss.loss_sum / loss.tokens == pytest.approx(expected_loss, rel=CLOSE)
     agree(found, expected)
 
@@ -46,19 +61,18 @@ def test_gradients_are_autograds(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_and_activations_are_tiled_and_positions_are_not(tiny: Tiny, family: str) -> None:
     manifest = tiny(family, seq_lens=LENGTHS).manifest
-    kind = manifest.block_types["layer0"]
-    tiled = [step for step in kind.steps if step.tokenwise]
+    block_type = manifest.block_types["layer0"]
+    graphs = elementwise_of(block_type)
+    tiled = [one for one in graphs if one.tokenwise]
     made = [("self_attn.q_proj.in",), ("mlp.gate_proj.in",), ("mlp.down_proj.in",)]
     gemma = [("out",)] if family == "gemma3" else []  # elsewhere a sum, which holds nothing inside
-    assert [step.outputs for step in tiled] == made + gemma
-    for step in tiled:
-        assert {graph_length(step, bucket) for bucket in LENGTHS} == {48, 64}
-        assert graph_key(step.graph, "vjp", 128) not in manifest.graphs
-    attention = next(step for step in kind.steps if step.op == "attention")
-    maker = next(
-        s for s in kind.steps if s.op == "elementwise" and attention.inputs[0] in s.outputs
-    )
-    assert not maker.tokenwise and graph_length(maker, 128) == 128
+    assert [one.outputs for one in tiled] == made + gemma
+    for one in tiled:
+        assert {one.graph_tokens(bucket) for bucket in LENGTHS} == {48, 64}
+        assert graph_key(one.graph, "vjp", 128) not in manifest.graphs
+    attention = next(one for one in block_type.operations if isinstance(one, Attention))
+    maker = next(one for one in graphs if attention.inputs[0] in one.outputs)
+    assert not maker.tokenwise and maker.graph_tokens(128) == 128
 
 
 def place(array: mx.array) -> int:
@@ -69,26 +83,29 @@ def place(array: mx.array) -> int:
 def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str) -> None:
     """Of the graphs as they were written, whole and by tiles, whichever gradients are wanted."""
     bundle = tiny(family, seq_lens=LENGTHS)
+    kernel = model_of(bundle, 128).executor.kernels[Elementwise]
+    assert isinstance(kernel, ElementwiseKernel)
     shared = 0
-    for kind in bundle.manifest.block_types.values():
-        for step in (step for step in kind.steps if any(step.vjp_same)):
+    for block_type in bundle.manifest.block_types.values():
+        program = block_type.program("gpu")
+        for operation in (one for one in elementwise_of(block_type) if any(one.vjp_same)):
             shapes = {
-                name: kind.values[name.removeprefix("~")]
-                for name in step.vjp_inputs
+                name: program.values[name.removeprefix("~")]
+                for name in operation.vjp_inputs
                 if name[0] != "@"
             }
-            shapes.update({f"@{name}": shape for name, shape in kind.parameters.items()})
+            shapes.update({f"@{name}": shape for name, shape in block_type.parameters.items()})
             given = {
                 name: mx.array(rng.standard_normal(shape_at(shapes[name], 128)).astype(np.float32))
-                for name in step.vjp_inputs
+                for name in operation.vjp_inputs
             }
             arguments = list(given.values())
-            graphs = GraphRunner(bundle, 128)
-            everything = graphs.run(kind, step, "vjp", arguments, step.vjp_outputs, 128)
+            made = operation.vjp_outputs
+            everything = kernel.results(operation, program, "vjp", arguments, made, 128)
             mx.eval(everything)
-            for name, same in zip(step.vjp_outputs, step.vjp_same, strict=True):
-                (alone,) = graphs.run(kind, step, "vjp", arguments, [name], 128).values()
-                assert mx.array_equal(alone, everything[name])
+            for name, same in zip(made, operation.vjp_same, strict=True):
+                found = kernel.results(operation, program, "vjp", arguments, [name], 128)
+                assert list(found) == [name] and mx.array_equal(found[name], everything[name])
                 if same:
                     other = given[same] if same.startswith("~") else everything[same]
                     assert place(everything[name]) == place(other)
@@ -98,9 +115,10 @@ def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str)
 
 def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
     manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
-    model = Liveness(manifest, Work(128), Sizes(1 << 12, 16, 0))
-    step = next(s for s in manifest.block_types["layer0"].steps if s.tokenwise)
-    tile = manifest.graphs[graph_key(step.graph, "vjp", 64)]
+    lowered = lower(manifest, 128, Sizes(1 << 12, 16), packed=False)
+    model = PeakModel(manifest, lowered, demand_of("mebp"), "float32")
+    operation = next(o for o in elementwise_of(manifest.block_types["layer0"]) if o.tokenwise)
+    tile = manifest.graphs[graph_key(operation.graph, "vjp", 64)]
     widest = max(int(np.prod(shape)) * 4 for shape in tile.outputs)
     assert tile.workspace_bytes > widest  # what is saved, at twice the tokens, is as large again
     assert model.block(1, 1).backward_bytes > tile.workspace_bytes
@@ -109,10 +127,10 @@ def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("length", "tile"), [(1, 1), (64, 64), (65, 65), (97, 97), (100, 50), (4096, 64), (34, 34)]
 )
-def test_tiles_divide_the_rung(length: int, tile: int) -> None:
-    step = Step("elementwise", tokenwise=True)
-    assert graph_length(step, length) == tile
-    assert graph_length(replace(step, tokenwise=False), length) == length
+def test_tiles_divide_the_bucket(length: int, tile: int) -> None:
+    operation = Elementwise(("x",), ("y",), "g", tokenwise=True)
+    assert operation.graph_tokens(length) == tile
+    assert replace(operation, tokenwise=False).graph_tokens(length) == length
 
 
 def test_what_mixes_tokens_is_not_alike() -> None:
@@ -139,13 +157,12 @@ def test_what_mixes_tokens_is_not_alike() -> None:
 def test_a_lie_about_tokens_is_refused(tiny: Tiny) -> None:
     """Graphs of a tile must be there, and every value must have one axis of tokens."""
     manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
-    kind = manifest.block_types["layer0"]
-    steps = tuple(
-        replace(step, tokenwise=not step.tokenwise) if step.op == "elementwise" else step
-        for step in kind.steps
+    block_type = manifest.block_types["layer0"]
+    operations = tuple(
+        replace(one, tokenwise=not one.tokenwise) if isinstance(one, Elementwise) else one
+        for one in block_type.operations
     )
-    lie = replace(
-        manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)}
-    )
+    lie = replace(block_type, operations=operations)
+    changed = replace(manifest, block_types={**manifest.block_types, "layer0": lie})
     with pytest.raises(BundleError, match="graph"):
-        check_manifest(lie)
+        check_manifest(changed)

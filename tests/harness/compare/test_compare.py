@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
 from support.curves import curve_of
 
@@ -278,12 +279,9 @@ def test_errors_of_a_process_are_ours(tmp_path: Path, capfd: pytest.CaptureFixtu
         assert type(raised.value) is OnDeviceError
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bundles") / "tiny"
-    arguments = [*COMMAND, "export", "random:tiny-gemma3", "-o", str(path), "--seq-lens", "16,32"]
-    subprocess.run(arguments, check=True, capture_output=True)
-    return path
+@pytest.fixture
+def bundle(tiny: Tiny) -> Path:
+    return tiny("gemma3", seq_lens=(16, 32), device="auto").path
 
 
 def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.models import FAMILIES
+from msgspec.structs import replace
+from support.models import FAMILIES, model_of
 
 from export.cut.properties import ACTIVATIONS, gated_activation
 from harness.oracles.reference import relative_error
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Step
+from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.operations.elementwise import Activation, graph_key
+from ondevice.operations.base import Operation, Visit
+from ondevice.operations.elementwise import Activation, Elementwise, graph_key
+from ondevice.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
 from ondevice.operations.program import BlockType
-from ondevice.operations.values import F32, Sizes, Work, Workspace
-from runtime.engine.graphs import GraphRunner
+from ondevice.operations.values import F32
+from runtime.engine.kernels.base import Run
 from runtime.engine.kernels.gated import gated, gated_vjp
-from runtime.lowering.schedule import Op
-from runtime.lowering.token_tiles import GATED_CHUNK, GATED_SCRATCH_BYTES
-from runtime.planner.peak import Liveness
+from runtime.lowering.lower import LoweredModel, Sizes, lower
+from runtime.lowering.schedule import Instruction
+from runtime.planner.demand import Demand
+from runtime.planner.peak import PeakModel
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -49,7 +53,7 @@ def exact(name: str, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) -> None:
-    shape = (1, int(rng.integers(1, 9)), chunks * GATED_CHUNK // 8 + int(rng.integers(1, 99)))
+    shape = (1, int(rng.integers(1, 9)), chunks * CHUNK_VALUES // 8 + int(rng.integers(1, 99)))
     g, u, dy = (normal(rng, *shape) for _ in range(3))
     wide = [np.array(x).astype(np.float64) for x in (g, u, dy)]
     f, slope = exact(name, wide[0])
@@ -64,7 +68,7 @@ def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) ->
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, name: str) -> None:
     """Else a tile of tokens, or a lane, would not be what the whole is, bit for bit."""
-    g, u, dy = (normal(rng, 1, 7, GATED_CHUNK // 5) for _ in range(3))
+    g, u, dy = (normal(rng, 1, 7, CHUNK_VALUES // 5) for _ in range(3))
     whole = [gated(name, g, u), *gated_vjp(name, g, u, dy)]
     first, last = sorted(rng.choice(8, 2, replace=False).tolist())
     part = [mx.contiguous(x[:, first:last]) for x in (g, u, dy)]
@@ -84,58 +88,92 @@ def test_large_values_are_flat_and_no_number_stays_none(name: str) -> None:
     assert all(np.isnan(np.array(x)[-1]) for x in (y, d_gate, d_up))
 
 
-def steps_of(bundle: Bundle) -> list[tuple[BlockType, Step]]:
-    kinds = bundle.manifest.block_types.values()
-    return [(kind, step) for kind in kinds for step in kind.steps if step.gated]
+def gated_of(bundle: Bundle) -> list[tuple[BlockType, Elementwise]]:
+    return [
+        (block_type, operation)
+        for block_type in bundle.manifest.block_types.values()
+        for operation in block_type.operations
+        if isinstance(operation, Elementwise) and operation.gated
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernel_and_graph_agree(tiny: Tiny, rng: Rng, family: str) -> None:
+    """Forward, and backward whichever of the two gradients are wanted."""
     bundle = tiny(family)
-    found = steps_of(bundle)
+    found = gated_of(bundle)
     layers = [name for name in bundle.manifest.block_types if name.startswith("layer")]
-    assert [kind.name for kind, _ in found] == layers
-    for kind, step in found:
-        assert step.gated == ("gelu_tanh" if family == "gemma3" else "silu")
-        width = kind.values[step.outputs[0]][-1]
-        graphs, arguments = (
-            GraphRunner(bundle, 32),
-            [normal(rng, 1, 32, int(width)) for _ in range(3)],
-        )
-        for direction, names in (("forward", step.outputs), ("vjp", step.vjp_outputs)):
-            given = arguments[: len(step.inputs)] if direction == "forward" else arguments
-            by_kernel, by_graph = (
-                graphs.run(kind, one, direction, given, names, 32)
-                for one in (step, replace(step, gated=""))
-            )
-            assert list(by_kernel) == list(by_graph) == list(names)
-            for name in names:
-                assert relative_error(by_kernel[name], by_graph[name]) <= CLOSE
+    assert [block_type.name for block_type, _ in found] == layers
+    model = model_of(bundle, 32)
+    for block_type, operation in found:
+        assert operation.gated == ("gelu_tanh" if family == "gemma3" else "silu")
+        block = next(b for b in bundle.manifest.layers if b.type == block_type.name)
+        width = int(block_type.values[operation.outputs[0]][-1])
+        names = (*operation.inputs, f"~{operation.outputs[0]}")
+        given = {name: normal(rng, 1, 32, width) for name in names}
+
+        def by_kernel(
+            one: Operation,
+            backward: bool,
+            wanted: tuple[str, ...],
+            block_type: BlockType = block_type,
+            block: Any = block,
+            given: dict[str, mx.array] = given,
+        ) -> dict[str, mx.array]:
+            program = block_type.program("cpu")
+            instruction = Instruction(backward, one, wanted, (), ())
+            run = Run(model.executor, block, program, instruction, 32)
+            kernel, values = model.executor.kernels[type(one)], dict(given)
+            if backward:
+                return kernel.backward(run, values, {}, {})
+            kernel.forward(run, [values], [{}])
+            return {name: values[name] for name in wanted}
+
+        on_cpu = operation.on_device("cpu")
+        assert type(on_cpu) is Gated and operation.on_device("gpu") is operation
+        gate, up = operation.inputs
+        cases = [(False, operation.outputs)] + [(True, w) for w in ((gate, up), (gate,), (up,))]
+        for backward, wanted in cases:
+            found_by = [by_kernel(one, backward, wanted) for one in (on_cpu, operation)]
+            assert set(found_by[0]) == set(found_by[1]) == set(wanted)
+            for name in wanted:
+                assert relative_error(found_by[0][name], found_by[1][name]) <= CLOSE
+
+
+def lowered(manifest: Manifest, device: str) -> LoweredModel:
+    return lower(replace(manifest, device=device), 32, Sizes(4096, 16, 0), packed=False)
 
 
 def test_the_plan_counts_a_kernel_on_a_cpu_and_graphs_on_a_gpu(tiny: Tiny) -> None:
     """And a gradient that nobody wants, which is made all the same."""
     manifest = tiny("qwen2").manifest
     block = manifest.layers[0]
-    kind = manifest.block_types[block.type]
-    index, step = next((i, s) for i, s in enumerate(kind.steps) if s.gated)
-    graph = manifest.graphs[graph_key(step.graph, "vjp", 32)]
-    value = 64 * int(kind.values[step.outputs[0]][-1]) * F32  # two tiles of 32 tokens
-    both, one = (Op(True, index, step.vjp_outputs[:count], ()) for count in (2, 1))
+    block_type = manifest.block_types[block.type]
+    at, operation = next(
+        (index, one)
+        for index, one in enumerate(block_type.operations)
+        if isinstance(one, Elementwise) and one.gated
+    )
+    graph = manifest.graphs[graph_key(operation.graph, "vjp", 32)]
+    value = 64 * int(block_type.values[operation.outputs[0]][-1]) * F32  # two tiles of 32 tokens
 
-    def held(device: str, op: Op) -> int:
-        there = replace(manifest, device=device)
-        return Workspace(there, Work(32), Sizes(4096, 16, 0)).of(block, kind, op, 1, 64)
+    def held(device: str, wanted: int) -> int:
+        there = lowered(manifest, device)
+        program = there.layers[0].program
+        names = operation.vjp_outputs[:wanted]
+        visit = Visit(True, names, 1, 64, program.values, block.tensor)
+        return program.operations[at].working_bytes(visit, there.execution)
 
-    assert held("cpu", both) == GATED_SCRATCH_BYTES
-    assert held("cpu", one) == GATED_SCRATCH_BYTES + value
-    assert held("gpu", both) == graph.workspace_bytes + value  # results of a tile, twice half
-    files = [
-        Liveness(replace(manifest, device=device), Work(32), Sizes(4096, 16, 0)).graph_file_bytes()
+    assert held("cpu", 2) == SCRATCH_BYTES
+    assert held("cpu", 1) == SCRATCH_BYTES + value
+    assert held("gpu", 2) == graph.workspace_bytes + value  # results of a tile, twice half
+    gpu, cpu = (
+        PeakModel(manifest, lowered(manifest, device), Demand(backward=True), "float32")
         for device in ("gpu", "cpu")
-    ]
-    keys = {graph_key(step.graph, direction, 32) for direction in ("forward", "vjp")}
-    assert files[0] - files[1] == sum(manifest.graphs[key].nbytes for key in keys)
+    )
+    keys = {graph_key(operation.graph, direction, 32) for direction in ("forward", "vjp")}
+    expected = sum(manifest.graphs[key].nbytes for key in keys)
+    assert gpu.graph_file_bytes() - cpu.graph_file_bytes() == expected
 
 
 def asked(function: Callable[[mx.array, mx.array], mx.array]) -> Activation:
@@ -169,24 +207,27 @@ LIES: list[dict[str, object]] = [
 ]
 
 
+def with_operations(manifest: Manifest, operations: tuple[Any, ...]) -> Manifest:
+    changed = replace(manifest.block_types["layer0"], operations=operations)
+    return replace(manifest, block_types={**manifest.block_types, "layer0": changed})
+
+
 @pytest.mark.parametrize("lie", LIES)
-def test_a_gated_step_that_cannot_be_one_is_refused(tiny: Tiny, lie: dict[str, object]) -> None:
+def test_an_operation_that_cannot_be_gated_is_refused(tiny: Tiny, lie: dict[str, object]) -> None:
     manifest = tiny("qwen2").manifest
-    kind = manifest.block_types["layer0"]
-    steps = tuple(replace(s, **lie) if s.gated else s for s in kind.steps)  # type: ignore[arg-type]
-    changed = replace(
-        manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)}
+    operations = tuple(
+        replace(one, **lie) if isinstance(one, Elementwise) and one.gated else one
+        for one in manifest.block_types["layer0"].operations
     )
     with pytest.raises(BundleError):
-        check_manifest(changed)
+        check_manifest(with_operations(manifest, operations))
 
 
 def test_a_norm_is_not_gated(tiny: Tiny) -> None:
     manifest = tiny("qwen2").manifest
-    kind = manifest.block_types["layer0"]
-    steps = tuple(replace(s, gated="silu") if s.op == "elementwise" else s for s in kind.steps)
-    changed = replace(
-        manifest, block_types={**manifest.block_types, "layer0": replace(kind, steps=steps)}
+    operations = tuple(
+        replace(one, gated="silu") if isinstance(one, Elementwise) else one
+        for one in manifest.block_types["layer0"].operations
     )
     with pytest.raises(BundleError, match="silu"):
-        check_manifest(changed)
+        check_manifest(with_operations(manifest, operations))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from runtime.engine.kernels.in_place import add_to, contiguous, exp_below, put, row_max, weighed
 
 from harness.oracles import reference
 from ondevice.operations.tensors import Extent, Matrix
+from runtime.engine.arrays import Arrays, CpuArrays, arrays_for
 from runtime.engine.dequantize import SIDE_BY_SIDE, dense, join, split
-from runtime.engine.kernels.attention import AttentionKernel
+from runtime.engine.kernels.attention import QueryBlocks
 from runtime.engine.kernels.head import HeadKernel
-from runtime.engine.kernels.linear import LinearKernel, Lora
+from runtime.engine.kernels.linear import LoraProducts
+from runtime.engine.matrices import Matrices
+from runtime.engine.values import Lora
+from runtime.lowering.lower import rows_at_once
 from runtime.storage.weights import Weights
 
 CLOSE = 1e-5
@@ -28,7 +32,13 @@ LAYOUTS = [
     for group in (32, 64, 128)
     for layout in ("symmetric", "affine")
 ]
+DEVICES = ("cpu", "gpu")  # whose arrays are used; both run on any machine
 Rng = np.random.Generator
+
+
+@pytest.fixture(params=DEVICES)
+def arrays(request: pytest.FixtureRequest) -> Arrays:
+    return arrays_for(request.param)
 
 
 def stored(
@@ -46,9 +56,9 @@ def stored(
     biases = rng.standard_normal((rows, groups))
     parts = [words, _stored_floats(scales, dtype), _stored_floats(biases, dtype)]
     blob, extents = b"", []
-    for part, kind in zip(parts, ("uint32", dtype, dtype), strict=True):
+    for part, stored_as in zip(parts, ("uint32", dtype, dtype), strict=True):
         blob += bytes(-len(blob) % 64)
-        extents.append(Extent(len(blob), part.nbytes, kind, part.shape))
+        extents.append(Extent(len(blob), part.nbytes, stored_as, part.shape))
         blob += part.tobytes()
     path = folder / "weights.bin"
     path.write_bytes(blob)
@@ -77,6 +87,14 @@ def _exact(stored: np.ndarray, dtype: str) -> np.ndarray:
     return stored.astype(np.float64)
 
 
+def tiles_of(
+    weights: Weights, matrix: Matrix, arithmetic: str, values: int, arrays: Arrays
+) -> Matrices:
+    """The matrix in tiles of at most so many values."""
+    rows = rows_at_once(matrix.rows, matrix.columns, values)
+    return Matrices(weights, arrays, arithmetic == "packed", {matrix.packed.offset: rows})
+
+
 def normal(rng: Rng, *shape: int) -> mx.array:
     return mx.array(rng.standard_normal(shape).astype(np.float32))
 
@@ -86,17 +104,17 @@ def close(found: Any, expected: Any, bound: float = CLOSE) -> None:
     assert reference.relative_error(found, expected) <= bound
 
 
-# --- unpacking --------------------------------------------------------------------------------
+# --- dequantizing -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
-def test_unpacked_values_are_the_formats(
-    tmp_path: Path, rng: Rng, bits: int, group: int, layout: str
+def test_dequantized_values_are_the_formats(
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
 ) -> None:
     rows, groups = int(rng.integers(1, 40)), int(rng.integers(1, 4))
     weights, matrix, values = stored(tmp_path, rng, rows, groups, bits, group, layout)
     tile = weights.tile(matrix, 0, rows)
-    found = np.array(dense(tile, bits)).astype(np.float64)
+    found = np.array(dense(tile, bits, arrays)).astype(np.float64)
     by_mlx = np.array(reference.dequantized(weights, matrix)).astype(np.float64)
     if layout == "symmetric":  # float16 times a few bits: every product is exact in float32
         assert (found == values).all()
@@ -106,15 +124,16 @@ def test_unpacked_values_are_the_formats(
         np.testing.assert_allclose(by_mlx, values, rtol=0, atol=1e-5)
 
 
-def test_tiles_and_gathered_rows_are_rows_of_the_matrix(tmp_path: Path, rng: Rng) -> None:
+def test_tiles_and_gathered_rows_are_rows_of_the_matrix(
+    tmp_path: Path, rng: Rng, arrays: Arrays
+) -> None:
     weights, matrix, values = stored(tmp_path, rng, 37, 2, 4, 32, "affine")
     start, stop = sorted(rng.choice(38, 2, replace=False).tolist())
-    tile = dense(weights.tile(matrix, start, stop), 4)
+    tile = dense(weights.tile(matrix, start, stop), 4, arrays)
     np.testing.assert_allclose(np.array(tile), values[start:stop], atol=1e-5)
     rows = rng.integers(0, 37, 50)
-    np.testing.assert_allclose(
-        np.array(dense(weights.gather(matrix, rows), 4)), values[rows], atol=1e-5
-    )
+    gathered = tiles_of(weights, matrix, "unpacked", 1000, arrays).rows(matrix, rows)
+    np.testing.assert_allclose(np.array(gathered), values[rows], atol=1e-5)
 
 
 def test_large_tiles_are_the_same_on_two_streams_and_in_any_thread(
@@ -123,18 +142,38 @@ def test_large_tiles_are_the_same_on_two_streams_and_in_any_thread(
     rows = SIDE_BY_SIDE // 1024 + int(rng.integers(1, 9))
     weights, matrix, values = stored(tmp_path, rng, rows, 16, 4, 64, "symmetric")
 
-    def unpacked() -> np.ndarray:
-        return np.array(dense(weights.tile(matrix, 0, rows), 4))
+    def dequantized() -> np.ndarray:
+        return np.array(dense(weights.tile(matrix, 0, rows), 4, CpuArrays()))
 
-    assert (unpacked() == values).all()
+    assert (dequantized() == values).all()
     with ThreadPoolExecutor(1) as other:
-        assert (other.submit(unpacked).result() == values).all()
+        assert (other.submit(dequantized).result() == values).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_join_undoes_split(rng: Rng, bits: int) -> None:
+def test_join_undoes_split(rng: Rng, arrays: Arrays, bits: int) -> None:
     x = normal(rng, 5, 64)
-    assert mx.array_equal(join(split(x, bits)), x)
+    mx.eval(x)
+    assert mx.array_equal(join(split(x, bits, arrays), arrays), x)
+
+
+def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, rng: Rng) -> None:
+    weights, matrix, values = stored(tmp_path, rng, 20, 2, 4, 32, "symmetric")
+    plain = tiles_of(weights, matrix, "unpacked", 500, CpuArrays())
+    ranges = list(plain.ranges(matrix))
+    assert [stop - start for start, stop in ranges] == [7, 7, 6]
+    assert plain.tile(matrix, *ranges[0]) is not plain.tile(matrix, *ranges[0])
+    held = replace(plain, hold=True, _held={})
+    one = held.tile(matrix, *ranges[0])
+    assert held.tile(matrix, *ranges[0]) is one
+    held.release()
+    assert held.tile(matrix, *ranges[0]) is not one
+    kept = replace(plain, kept=frozenset([matrix.packed.offset]), materialized={})
+    tiles = [kept.tile(matrix, *both) for both in ranges]
+    kept.release()
+    assert [kept.tile(matrix, *both) for both in ranges] == tiles
+    for tile, (start, stop) in zip(tiles, ranges, strict=True):
+        assert (np.array(join(tile.columns, plain.arrays)) == values[start:stop]).all()
 
 
 # --- linear -----------------------------------------------------------------------------------
@@ -146,6 +185,7 @@ def test_join_undoes_split(rng: Rng, bits: int) -> None:
 def test_linear_and_its_backward(
     tmp_path: Path,
     rng: Rng,
+    arrays: Arrays,
     bits: int,
     group: int,
     layout: str,
@@ -159,7 +199,8 @@ def test_linear_and_its_backward(
     bias = normal(rng, rows) if "bias" in extras else None
     a, b, scale = normal(rng, columns, rank), normal(rng, rank, rows), float(rng.uniform(0.1, 4))
     lora = Lora(a, b, scale) if "lora" in extras else None
-    kernel = LinearKernel(weights, arithmetic, int(rng.integers(1, 2 * rows * columns)))
+    values_at_once = int(rng.integers(1, 2 * rows * columns))
+    products = LoraProducts(tiles_of(weights, matrix, arithmetic, values_at_once, arrays))
     w = mx.array(values.astype(np.float32))
     factor = scale if lora else 0.0
 
@@ -167,12 +208,12 @@ def test_linear_and_its_backward(
         return reference.linear(x, w, bias, a, b, factor)
 
     (y,), (dx, da, db) = mx.vjp(oracle, [x, a, b], [dy])
-    close(kernel.forward(x, matrix, bias, lora), y)
-    found = kernel.backward_input(dy, matrix)
+    close(products.forward(x, matrix, bias, lora), y)
+    found = products.backward_input(dy, matrix)
     if lora is not None:
-        dy_b = kernel.through_b(dy, lora)
-        found = kernel.add_lora_input(found, lora, dy_b)
-        found_a, found_b = kernel.backward_lora(x, dy, lora, dy_b)
+        dy_b = products.through_b(dy, lora)
+        found = products.add_lora_input(found, lora, dy_b)
+        found_a, found_b = products.backward_lora(x, dy, lora, dy_b)
         close(found_a, da)
         close(found_b, db)
     close(found, dx)
@@ -185,7 +226,7 @@ def test_linear_and_its_backward(
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("block", [1, 7, 16, 1000])
 def test_attention_and_its_backward(
-    rng: Rng, heads: int, groups: int, window: int | None, block: int
+    rng: Rng, arrays: Arrays, heads: int, groups: int, window: int | None, block: int
 ) -> None:
     length, width, value_width = (int(n) for n in rng.integers((1, 1, 1), (40, 20, 20)))
     q = normal(rng, 1, heads, length, width)
@@ -193,7 +234,7 @@ def test_attention_and_its_backward(
     v = normal(rng, 1, groups, length, value_width)
     d_out = normal(rng, 1, heads, length, value_width)
     scale = float(rng.uniform(0.05, 1))
-    kernel = AttentionKernel(block)
+    kernel = QueryBlocks(block, arrays)
     out, lse = kernel.forward(q, k, v, scale, window)
     (expected,), gradients = mx.vjp(
         lambda q, k, v: reference.attention(q, k, v, scale, window), [q, k, v], [d_out]
@@ -208,18 +249,18 @@ def test_attention_and_its_backward(
         assert difference <= CLOSE * float(mx.linalg.norm(theirs.reshape(-1))) + floor
 
 
-def test_attention_with_huge_scores_stays_finite(rng: Rng) -> None:
+def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 21, 8) * factor for factor in (100, 100, 1))
-    kernel = AttentionKernel(5)
+    kernel = QueryBlocks(5, arrays)
     out, lse = kernel.forward(q, k, v, 1.0, 6)
     close(out, reference.attention(q, k, v, 1.0, 6), 1e-4)
     for gradient in kernel.backward(q, k, v, out, lse, normal(rng, *out.shape), 1.0, 6):
         assert mx.isfinite(gradient).all()
 
 
-def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng) -> None:
+def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 30, 8) for _ in range(3))
-    kernel = AttentionKernel(4)
+    kernel = QueryBlocks(4, arrays)
     out, _ = kernel.forward(q, k, v, 0.3, 5)
     far = mx.arange(30)[None, None, :, None]
     outside = (far > 20) | (far <= 15)
@@ -227,42 +268,46 @@ def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng) -> No
     assert mx.array_equal(out[:, :, 20], moved[:, :, 20])
 
 
-def test_exponentials_in_place(rng: Rng) -> None:
+# --- arrays -----------------------------------------------------------------------------------
+
+
+def test_exponentials_below_the_largest(rng: Rng, arrays: Arrays) -> None:
     x = rng.standard_normal((40, 100)).astype(np.float32) * 20
     x[3, 7] = -1e30
     most = x.max(axis=-1, keepdims=True)
     given = mx.array(x)
-    top = row_max(given)
+    top = arrays.row_max(given)
     assert mx.array_equal(top, mx.array(most))
-    found = np.array(exp_below(given, top)).astype(np.float64)
+    found = np.array(arrays.exp_below(given, top)).astype(np.float64)
     exact = np.exp((x - most).astype(np.float64))
-    np.testing.assert_allclose(found, exact, rtol=3e-7, atol=1e-37)
+    bound = 3e-7 if isinstance(arrays, CpuArrays) else 1e-5  # that of MLX's own
+    np.testing.assert_allclose(found, exact, rtol=bound, atol=1e-37)
     assert (found.max(axis=-1) == 1.0).all()
     assert found[3, 7] == 0.0
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_no_number_stays_none_without_a_warning() -> None:
+def test_what_is_no_number_stays_none_without_a_warning(arrays: Arrays) -> None:
     x = mx.array([[np.inf, 1.0], [np.nan, 0.0]])
-    most = row_max(x)
-    assert np.isnan(np.array(exp_below(x, most))).tolist() == [[True, False], [True, True]]
+    most = arrays.row_max(x)
+    assert np.isnan(np.array(arrays.exp_below(x, most))).tolist() == [[True, False], [True, True]]
 
 
-def test_arrays_changed_in_place(rng: Rng) -> None:
+def test_parts_of_arrays_are_put_added_and_taken(rng: Rng, arrays: Arrays) -> None:
     x, part = rng.standard_normal((6, 10)), rng.standard_normal((6, 4))
     where = (slice(None), slice(1, 9, 2))
     whole = mx.array(x.astype(np.float32))
     mx.eval(whole)
-    add_to(whole, where, mx.array(part.astype(np.float32)))
+    arrays.add_to(whole, where, mx.array(part.astype(np.float32)))
     x[where] += part
     np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
-    put(whole, where, mx.array(part.astype(np.float32)) * 2)
+    arrays.put(whole, where, mx.array(part.astype(np.float32)) * 2)
     x[where] = part * 2
     np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
-    taken = contiguous(whole, where)
+    taken = arrays.contiguous(whole, where)
     np.testing.assert_allclose(np.array(taken), part * 2, rtol=1e-5, atol=1e-6)
     mean, weights = rng.standard_normal((6, 1)), rng.standard_normal((6, 4))
-    found = weighed(taken, mx.array(mean), mx.array(weights), 0.3)
+    found = arrays.weighed(taken, mx.array(mean), mx.array(weights), 0.3)
     np.testing.assert_allclose(
         np.array(found), (part * 2 - mean) * weights * 0.3, rtol=1e-4, atol=1e-5
     )
@@ -275,15 +320,15 @@ def test_arrays_changed_in_place(rng: Rng) -> None:
 @pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
 @pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
 def test_head_loss_gradient_and_prediction(
-    tmp_path: Path, rng: Rng, bits: int, group: int, layout: str, arithmetic: str
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str, arithmetic: str
 ) -> None:
     vocab, groups, count = (int(n) for n in rng.integers((2, 1, 1), (300, 4, 20)))
     weights, matrix, values = stored(tmp_path, rng, vocab, groups, bits, group, layout)
     w = mx.array(values.astype(np.float32))
     h = normal(rng, count, matrix.columns) * float(rng.choice([0.1, 1, 10]))
     targets = rng.integers(0, vocab, count)
-    linear = LinearKernel(weights, arithmetic, 1000)
-    kernel = HeadKernel(linear, int(rng.integers(1, vocab + 50)))
+    matrices = tiles_of(weights, matrix, arithmetic, 1000, arrays)
+    kernel = HeadKernel(matrices, int(rng.integers(1, vocab + 50)))
     (trained,) = kernel.run([h], [targets], matrix, gradient=True, predictions=False)
     scored, half = kernel.run(
         [h, h[::2] + 0], [targets, targets[::2]], matrix, gradient=False, predictions=True
@@ -308,7 +353,7 @@ def test_head_loss_gradient_and_prediction(
 def test_head_with_huge_logits_stays_finite(tmp_path: Path, rng: Rng) -> None:
     weights, matrix, values = stored(tmp_path, rng, 100, 2, 4, 64, "symmetric")
     h = normal(rng, 6, matrix.columns) * 1e4
-    kernel = HeadKernel(LinearKernel(weights, "unpacked", 1000), 7)
+    kernel = HeadKernel(tiles_of(weights, matrix, "unpacked", 1000, CpuArrays()), 7)
     logits = np.array(h).astype(np.float64) @ values.T
     targets = logits.argmin(axis=1)
     (result,) = kernel.run([h], [targets], matrix, gradient=True, predictions=True)

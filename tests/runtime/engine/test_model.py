@@ -1,4 +1,4 @@
-"""Programs of real models, forward and reversed, against dense autograd and finite differences."""
+"""Models of every family, forward and reversed, against dense autograd and finite differences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
+from support.models import (
+    CLOSE,
+    FAMILIES,
+    adapters_of,
+    agree,
+    mebp,
+    model_of,
+    rows_of,
+    with_input_gradients,
+)
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
+from ondevice.operations.attention import Attention
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row
@@ -24,13 +34,13 @@ Tiny = Callable[..., Bundle]
 ARITHMETICS = ("unpacked", "packed")
 
 
-def logits_of(program: Model, adapters: Adapters, tokens: np.ndarray) -> mx.array:
-    x = program.embed(tokens)
-    for block in program.blocks[1:-1]:
-        x = program.forward(block, x, adapters.loras(block))
-    manifest = program.bundle.manifest
-    head = manifest.matrices[manifest.block_types["head"].steps[-1].matrix]
-    return program.hidden(x, slice(len(tokens))) @ reference.dequantized(program.weights, head).T
+def logits_of(model: Model, adapters: Adapters, tokens: np.ndarray) -> mx.array:
+    x = model.embed(tokens)
+    for block in model.blocks[1:-1]:
+        x = model.forward(block, x, adapters.loras(block))
+    manifest = model.bundle.manifest
+    head = manifest.matrices[manifest.block_types["head"].operations[-1].matrix]
+    return model.hidden(x, slice(len(tokens))) @ reference.dequantized(model.weights, head).T
 
 
 # --- against the dense model ------------------------------------------------------------------
@@ -41,11 +51,11 @@ def logits_of(program: Model, adapters: Adapters, tokens: np.ndarray) -> mx.arra
 def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) -> None:
     bundle = tiny(family)
     adapters = adapters_of(bundle, rng)
-    model = reference.dense_model(bundle, adapters)
+    dense = reference.dense_model(bundle, adapters)
     for bucket in bundle.manifest.buckets:
         tokens = rng.integers(0, bundle.manifest.vocab_size, int(rng.integers(1, bucket + 1)))
         found = logits_of(model_of(bundle, bucket, arithmetic), adapters, tokens)
-        expected = model(mx.array(tokens)[None])[0]
+        expected = dense(mx.array(tokens)[None])[0]
         assert found.shape == expected.shape
         assert float(mx.abs(found - expected).max()) <= 1e-4
         assert reference.relative_error(found, expected) <= CLOSE
@@ -59,8 +69,8 @@ def test_gradients_are_autograds(
     bundle = tiny(family)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     result, found = mebp(model_of(bundle, 32, arithmetic), adapters, rows, tmp_path)
-    model = reference.dense_model(bundle, adapters)
-    loss, expected = reference.gradients(model, [(row.tokens, row.first) for row in rows])
+    dense = reference.dense_model(bundle, adapters)
+    loss, expected = reference.gradients(dense, [(row.tokens, row.first) for row in rows])
     assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
     assert len(expected) == 2 * 7 * len(bundle.manifest.layers)
     agree(found, expected)
@@ -82,54 +92,55 @@ def test_gradients_of_other_bundles(
     bundle = tiny(family, **settings)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     _, found = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
-    model = reference.dense_model(bundle, adapters)
-    _, expected = reference.gradients(model, [(row.tokens, row.first) for row in rows])
+    dense = reference.dense_model(bundle, adapters)
+    _, expected = reference.gradients(dense, [(row.tokens, row.first) for row in rows])
     targets = settings.get("lora_targets", "")
     assert not targets or {name.split(".")[-2] for name in found} == set(targets.split(","))
     agree(found, expected)
 
 
-def test_windows_reach_less_far_than_the_rung(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+def test_windows_reach_less_far_than_the_bucket(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
     """At 64 tokens Gemma's window of 16 matters, and its gradients are still exact."""
     bundle = tiny("gemma3")
-    windows = [step.window for kind in bundle.manifest.block_types.values() for step in kind.steps]
-    assert 16 in windows
+    layers = [bundle.manifest.block_types[block.type] for block in bundle.manifest.layers]
+    operations = [one for layer in layers for one in layer.operations]
+    assert 16 in [one.window for one in operations if isinstance(one, Attention)]
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng, ((64, 0),))
     _, found = mebp(model_of(bundle, 64), adapters, rows, tmp_path)
-    model = reference.dense_model(bundle, adapters)
-    _, expected = reference.gradients(model, [(row.tokens, row.first) for row in rows])
+    dense = reference.dense_model(bundle, adapters)
+    _, expected = reference.gradients(dense, [(row.tokens, row.first) for row in rows])
     agree(found, expected)
 
 
 def test_evaluation_counts_right_predictions(tiny: Tiny, rng: Rng) -> None:
     bundle = tiny("llama")
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-    program = model_of(bundle, 32)
-    model = reference.dense_model(bundle, adapters)
-    rows[0].tokens[9] = int(logits_of(program, adapters, rows[0].inputs)[8].argmax().item())
-    for row, result in zip(rows, evaluate(program, adapters, rows), strict=True):
-        logits = model(mx.array(row.tokens)[None, :-1])[0, row.first :]
+    model = model_of(bundle, 32)
+    dense = reference.dense_model(bundle, adapters)
+    rows[0].tokens[9] = int(logits_of(model, adapters, rows[0].inputs)[8].argmax().item())
+    for row, result in zip(rows, evaluate(model, adapters, rows), strict=True):
+        logits = dense(mx.array(row.tokens)[None, :-1])[0, row.first :]
         right = logits.argmax(axis=-1) == mx.array(row.targets)
         assert result.correct == int(right.sum())
         assert result.tokens == len(row.targets)
-        loss = float(reference.batch_loss(model, [(row.tokens, row.first)]))
+        loss = float(reference.batch_loss(dense, [(row.tokens, row.first)]))
         assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
-    assert evaluate(program, adapters, rows[:1])[0].correct >= 1
+    assert evaluate(model, adapters, rows[:1])[0].correct >= 1
 
 
 def test_positions_without_a_target_get_no_gradient(tiny: Tiny, rng: Rng) -> None:
     bundle = tiny("qwen3")
-    program = model_of(bundle, 32)
+    model = model_of(bundle, 32)
     x = mx.array(rng.standard_normal((1, 32, bundle.manifest.hidden_size)).astype(np.float32))
     targets = rng.integers(0, bundle.manifest.vocab_size, 9)
-    h = program.hidden(x, slice(4, 13))
-    (result,) = program.losses([h], [targets], gradient=True)
+    h = model.hidden(x, slice(4, 13))
+    (result,) = model.losses([h], [targets], gradient=True)
     assert result.loss.shape == (9,) and result.dh is not None
-    dx = program.head_backward(x, result.dh, slice(4, 13))
+    dx = model.head_backward(x, result.dh, slice(4, 13))
     assert mx.abs(dx[0, 4:13]).min(axis=-1).shape == (9,)
     assert float(mx.abs(dx[0, 4:13]).sum(axis=-1).min()) > 0
     assert float(mx.abs(dx[0, :4]).max()) == float(mx.abs(dx[0, 13:]).max()) == 0
-    (nothing,) = program.losses([h], [targets], gradient=False)
+    (nothing,) = model.losses([h], [targets], gradient=False)
     assert nothing.dh is None
     np.testing.assert_allclose(np.array(nothing.loss), np.array(result.loss), rtol=1e-5)
 
@@ -216,19 +227,19 @@ def test_gradients_are_differences_of_a_float64_loss(tiny: Tiny, rng: Rng, tmp_p
     bundle = tiny("llama")
     adapters = adapters_of(bundle, rng)
     rows = rows_of(bundle, rng, ((12, 0), (9, 3)))
-    program = model_of(bundle, 16)
-    result, gradients = mebp(program, adapters, rows, tmp_path)
-    model = NumpyLlama(bundle, program.weights)
+    model = model_of(bundle, 16)
+    result, gradients = mebp(model, adapters, rows, tmp_path)
+    dense = NumpyLlama(bundle, model.weights)
     lora = {name: np.array(value, np.float64) for name, value in adapters.tensors.items()}
-    assert result.loss_sum / result.tokens == pytest.approx(model.loss(rows, lora), rel=1e-6)
+    assert result.loss_sum / result.tokens == pytest.approx(dense.loss(rows, lora), rel=1e-6)
     step = 1e-4
     for name, gradient in gradients.items():
         # half along the gradient, so that the slope is not lost among cancellations
         slope = np.array(gradient, np.float64)
         noise = rng.standard_normal(slope.shape)
         direction = slope / np.linalg.norm(slope) + noise / np.linalg.norm(noise)
-        ahead = model.loss(rows, {**lora, name: lora[name] + step * direction})
-        behind = model.loss(rows, {**lora, name: lora[name] - step * direction})
+        ahead = dense.loss(rows, {**lora, name: lora[name] + step * direction})
+        behind = dense.loss(rows, {**lora, name: lora[name] - step * direction})
         expected = (ahead - behind) / (2 * step)
         assert (slope * direction).sum() == pytest.approx(expected, rel=1e-4), name
 
@@ -261,23 +272,22 @@ SIZES = {"tile_values": 40_000, "query_block": 40, "chunk_rows": 400}
 def test_keeping_is_recomputing_bit_for_bit(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str
 ) -> None:
-    """What the budget buys (kept values, unpacked weights) changes no bit of the result."""
+    """What the budget buys (kept values, materialized weights) changes no bit of the result."""
     bundle = tiny(family)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     loss, expected = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
     layers = len(bundle.manifest.layers)
     for kept in (1, layers):
-        program = model_of(bundle, 32)
-        offsets = [matrix.packed.offset for matrix in bundle.manifest.matrices.values()]
-        resident = frozenset(offset for offset in offsets if rng.random() < 0.5)
-        linear = replace(program.linear, resident=resident)
-        head = replace(program.head_kernel, linear=linear)
-        program = replace(program, linear=linear, head_kernel=head)
+        manifest = bundle.manifest
+        offsets = [matrix.packed.offset for matrix in manifest.matrices.values()]
+        chosen = frozenset(offset for offset in offsets if rng.random() < 0.5)
+        model = replace(model_of(bundle, 32), kept=chosen)
         for _ in range(2):
-            again, found = mebp(program, adapters, rows, tmp_path, kept)
+            again, found = mebp(model, adapters, rows, tmp_path, kept)
             assert again.loss_sum == loss.loss_sum
             assert all(mx.array_equal(found[name], expected[name]) for name in expected)
-        assert len(program.linear.opened_before) >= len(resident) - 1  # one is the embedding's
+        multiplied = {m.packed.offset for b in manifest.blocks for m in manifest.matrices_of(b)}
+        assert {offset for offset, *_ in model.materialized} == chosen & multiplied
 
 
 def test_results_do_not_depend_on_padding(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
@@ -301,19 +311,21 @@ def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
     """dx too, which no adapter of the first layer sees."""
     bundle = tiny("gemma3")
     adapters = adapters_of(bundle, rng)
-    model = reference.dense_model(bundle, adapters)
-    program = model_of(bundle, 32)
+    dense = reference.dense_model(bundle, adapters)
+    model = model_of(bundle, 32)
     shape = (1, 32, bundle.manifest.hidden_size)
     for index, block in enumerate(bundle.manifest.layers):
         x, dy = (mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(2))
-        window = next(s.window for s in bundle.manifest.block_types[block.type].steps if s.scale)
+        operations = bundle.manifest.block_types[block.type].operations
+        window = next(one.window for one in operations if isinstance(one, Attention))
         distance = mx.arange(32)[:, None] - mx.arange(32)[None]
         mask = (distance >= 0) & (distance < (window or 32))
-        layer = model.model.layers[index]
+        layer = dense.model.layers[index]
         (y,), (expected,) = mx.vjp(
             lambda x, layer=layer, mask=mask: layer(x, mask, None), [x], [dy]
         )
         loras = adapters.loras(block)
-        assert reference.relative_error(program.forward(block, x, loras), y) <= CLOSE
-        dx, _ = program.backward(block, x, dy, loras, input_too=True)
+        assert reference.relative_error(model.forward(block, x, loras), y) <= CLOSE
+        dx, _ = with_input_gradients(model).backward(block, x, dy, loras)
+        assert dx is not None
         assert reference.relative_error(dx, expected) <= CLOSE

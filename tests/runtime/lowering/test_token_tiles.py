@@ -7,63 +7,91 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
-from runtime.planner.workspace import Sizes, Work
-from support.models import FAMILIES, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
+from support.models import (
+    FAMILIES,
+    LENGTHS,
+    adapters_of,
+    agree,
+    demand_of,
+    mebp,
+    model_of,
+    rows_of,
+)
 
 from harness.oracles import reference
-from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Linear, Step
+from ondevice.bundle.manifest import manifest_bytes, read_manifest
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.operations.base import WHOLE, fold, rows_at_once, token_tile, unfold
-from ondevice.operations.program import BlockType
-from runtime.engine.executor import accumulate
-from runtime.planner.peak import Liveness
+from ondevice.operations.base import WHOLE, Operation
+from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.gated import Gated
+from ondevice.operations.linear import Linear, Product
+from ondevice.operations.program import Program
+from ondevice.operations.tiled import Tiled
+from runtime.engine.values import accumulate
+from runtime.lowering.lower import Sizes, lower, rows_at_once
+from runtime.lowering.token_tiles import fold, tile_tokens, tiled_of, unfold
+from runtime.planner.peak import PeakModel
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
 
 
+@pytest.mark.parametrize(("device", "between"), [("cpu", Gated), ("gpu", Elementwise)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_a_layer_its_mlp_is_folded(tiny: Tiny, family: str) -> None:
-    kind = tiny(family, seq_lens=LENGTHS).manifest.block_types["layer0"]
-    folded = fold(kind)
-    (tiled,) = [step for step in folded.steps if step.op == "tiled"]
+def test_of_a_layer_its_mlp_is_folded(
+    tiny: Tiny, family: str, device: str, between: type[Operation]
+) -> None:
+    program = tiny(family, seq_lens=LENGTHS).manifest.block_types["layer0"].program(device)
+    folded = fold(program)
+    (tiled,) = [one for one in folded.operations if isinstance(one, Tiled)]
+    assert tiled is tiled_of(folded) and tiled_of(program) is None
     assert (tiled.inputs, tiled.outputs) == (("mlp.gate_proj.in",), ("mlp.down_proj.out",))
-    assert [step.op for step in tiled.steps] == ["linear", "elementwise", "linear"]
-    assert len(folded.steps) == len(kind.steps) - 2
+    assert [type(one) for one in tiled.inside] == [Linear, between, Linear]
+    assert len(folded.operations) == len(program.operations) - 2
     inner = unfold(folded, tiled)
-    assert inner.steps == tiled.steps and fold(folded) == folded
+    assert inner.operations == tiled.inside and fold(folded) == folded
     assert inner.name != folded.name
+    assert (inner.input, inner.output) == (tiled.inputs[0], tiled.outputs[0])
 
 
-def kind_of(*steps: Step, output: str = "y") -> BlockType:
-    return BlockType("k", "x", output, {}, {}, steps)
+def program_of(*operations: Operation, output: str = "y") -> Program:
+    return Program("p", "x", output, {}, operations)
 
 
-def linear(source: str, *results: str) -> Step:
-    return Step("linear", (source,), linears=tuple(Linear(f"m.{r}", r, False) for r in results))
+def linear(source: str, *results: str) -> Linear:
+    return Linear((source,), tuple(Product(f"m.{name}", name, False) for name in results))
 
 
-def glue(*names: str, tokenwise: bool = True) -> Step:
-    return Step("elementwise", names[:-1], names[-1:], graph="g", tokenwise=tokenwise)
+def graph(*names: str, tokenwise: bool = True) -> Elementwise:
+    return Elementwise(names[:-1], names[-1:], "g", tokenwise=tokenwise)
 
 
-def test_only_closed_stretches_of_token_wise_steps_are_folded() -> None:
-    mlp = (linear("x", "a", "b"), glue("a", "b", "c"), linear("c", "y"))
-    assert [step.op for step in fold(kind_of(*mlp)).steps] == ["tiled"]
-    mixing = (mlp[0], glue("a", "b", "c", tokenwise=False), mlp[2])
+def folded_types(*operations: Operation) -> list[type[Operation]]:
+    return [type(one) for one in fold(program_of(*operations)).operations]
+
+
+def test_only_closed_stretches_of_token_wise_operations_are_folded() -> None:
+    mlp = (linear("x", "a", "b"), graph("a", "b", "c"), linear("c", "y"))
+    assert folded_types(*mlp) == [Tiled]
+    mixing = (mlp[0], graph("a", "b", "c", tokenwise=False), mlp[2])
     two_ends = (mlp[0], mlp[1], linear("c", "y", "z"))
-    for steps in (mixing, two_ends, mlp[:2]):
-        assert fold(kind_of(*steps)) == kind_of(*steps)
-    read_later = kind_of(*mlp, glue("y", "a", "w", tokenwise=False), output="w")
-    reads_more = kind_of(mlp[0], glue("a", "b", "x", "c"), mlp[2])
+    for operations in (mixing, two_ends, mlp[:2]):
+        assert fold(program_of(*operations)) == program_of(*operations)
+    read_later = program_of(*mlp, graph("y", "a", "w", tokenwise=False), output="w")
+    reads_more = (mlp[0], graph("a", "b", "x", "c"), mlp[2])
     assert fold(read_later) == read_later
-    assert [step.op for step in fold(reads_more).steps] == ["tiled"]  # x is what it begins with
-    from_elsewhere = kind_of(linear("x", "r"), glue("r", "s", tokenwise=False), linear("s", "a"),
-                             glue("a", "r", "c"), linear("c", "y"))  # fmt: skip
+    assert folded_types(*reads_more) == [Tiled]  # x is what it begins with
+    from_elsewhere = program_of(
+        linear("x", "r"),
+        graph("r", "s", tokenwise=False),
+        linear("s", "a"),
+        graph("a", "r", "c"),
+        linear("c", "y"),
+    )
     assert fold(from_elsewhere) == from_elsewhere
 
 
@@ -72,19 +100,27 @@ def test_only_closed_stretches_of_token_wise_steps_are_folded() -> None:
     [(128, WHOLE, 128), (128, 127, 64), (128, 1, 64), (96, 95, 48), (4096, 1000, 512),
      (192, 128, 64), (384, 200, 192), (64, 16, 64), (65, 16, 65)],
 )  # fmt: skip
-def test_tiles_are_multiples_of_the_graphs_and_divide_the_rung(
+def test_tiles_are_multiples_of_the_graphs_and_divide_the_bucket(
     bucket: int, most: int, tile: int
 ) -> None:
-    kind = fold(kind_of(linear("x", "a"), glue("a", "c"), linear("c", "y")))
-    assert token_tile(kind, bucket, most) == tile
-    assert token_tile(replace(kind, steps=()), bucket, most) == bucket
+    program = fold(program_of(linear("x", "a"), graph("a", "c"), linear("c", "y")))
+    assert tile_tokens(program, bucket, most) == tile
+    assert tile_tokens(replace(program, operations=()), bucket, most) == bucket
 
 
-def test_a_bundle_cannot_bring_a_folded_step(tiny: Tiny) -> None:
+def test_a_bundle_cannot_bring_operations_of_the_lowering(tiny: Tiny) -> None:
+    """Those that it may bring are in the table; a folded or a gated one is not."""
     manifest = tiny("qwen2").manifest
-    kinds = {name: fold(kind) for name, kind in manifest.block_types.items()}
-    with pytest.raises(BundleError, match="tiled step"):
-        check_manifest(replace(manifest, block_types=kinds))
+    assert read_manifest(manifest_bytes(manifest), "m") == manifest
+    block_type = manifest.block_types["layer0"]
+    on_cpu = block_type.program("cpu")
+    for tag, program in (("gated", on_cpu), ("tiled", fold(on_cpu))):
+        brought = [one for one in program.operations if one.label != "gated" or tag == "gated"]
+        changed = msgspec.structs.replace(block_type, operations=tuple(brought))
+        types = {**manifest.block_types, "layer0": changed}
+        written = manifest_bytes(msgspec.structs.replace(manifest, block_types=types))
+        with pytest.raises(BundleError, match=f"Invalid value '{tag}'"):
+            read_manifest(written, "m")
 
 
 @pytest.mark.parametrize("arithmetic", ["packed", "unpacked"])
@@ -95,12 +131,12 @@ def test_gradients_are_autograds(
     """Also where some layers keep what they would recompute: what is tiled is recomputed."""
     bundle = tiny(family, seq_lens=LENGTHS)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-    model = reference.dense_model(bundle, adapters)
-    expected_loss, expected = reference.gradients(model, [(r.tokens, r.first) for r in rows])
+    dense = reference.dense_model(bundle, adapters)
+    expected_loss, expected = reference.gradients(dense, [(r.tokens, r.first) for r in rows])
     for kept in (0, 1):
         for length in LENGTHS:
-            program = model_of(bundle, length, arithmetic, most_tokens=1)
-            loss, found = mebp(program, adapters, rows, tmp_path, kept)
+            model = model_of(bundle, length, arithmetic, most_tokens=1)
+            loss, found = mebp(model, adapters, rows, tmp_path, kept)
             assert loss.loss_sum / loss.tokens == pytest.approx(expected_loss, rel=1e-5)
             agree(found, expected)
 
@@ -110,22 +146,22 @@ def test_one_adapter_alone_is_trained(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
     for target in ("down_proj", "o_proj", "up_proj"):
         bundle = tiny("gemma3", seq_lens=LENGTHS, lora_targets=target)
         adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-        program = model_of(bundle, 128, most_tokens=64)
-        _, found = mebp(program, adapters, rows, tmp_path)
-        model = reference.dense_model(bundle, adapters)
-        agree(found, reference.gradients(model, [(r.tokens, r.first) for r in rows])[1])
+        model = model_of(bundle, 128, most_tokens=64)
+        _, found = mebp(model, adapters, rows, tmp_path)
+        dense = reference.dense_model(bundle, adapters)
+        agree(found, reference.gradients(dense, [(r.tokens, r.first) for r in rows])[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_companions_change_no_bit(tiny: Tiny, rng: Rng, family: str) -> None:
     bundle = tiny(family, seq_lens=LENGTHS)
-    program = model_of(bundle, 128, most_tokens=64)
-    block = program.blocks[1]
+    model = model_of(bundle, 128, most_tokens=64)
+    block = model.blocks[1]
     loras = [adapters_of(bundle, rng).loras(block) for _ in range(3)]
     shape = (1, 128, bundle.manifest.hidden_size)
     xs = [mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in loras]
-    alone = [program.forward(block, x, lora) for x, lora in zip(xs, loras, strict=True)]
-    together = program.forward_lanes(block, list(xs), loras)
+    alone = [model.forward(block, x, lora) for x, lora in zip(xs, loras, strict=True)]
+    together = model.forward_lanes(block, list(xs), loras)
     assert all(mx.array_equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
@@ -134,10 +170,10 @@ def test_what_is_alive_falls_with_the_tile(tiny: Tiny, method: str) -> None:
     manifest = tiny("llama", seq_lens=(1024,)).manifest
     found = []
     for most in (WHOLE, 512, 64):
-        live = Liveness(manifest, Work(1024, method=method), Sizes(1 << 12, 16, 0, False, most))
-        block = live.block(2, 2)
+        lowered = lower(manifest, 1024, Sizes(1 << 12, 16, most_tokens=most), packed=False)
+        block = PeakModel(manifest, lowered, demand_of(method), "float32").block(2, 2)
         found.append(max(block.forward_bytes, block.backward_bytes))
-        assert live.token_tile == min(most, 1024)
+        assert lowered.tile_tokens == min(most, 1024)
     assert found == sorted(found, reverse=True) and found[1] < 0.9 * found[0]
 
 

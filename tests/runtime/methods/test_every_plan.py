@@ -10,6 +10,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
+from support.lengths import at_length
 from support.models import FAMILIES, adapters_of, agree, model_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
@@ -111,13 +112,14 @@ def rounded(adapters: Adapters) -> Adapters:
     return Adapters(adapters.manifest, values)
 
 
+@at_length("draws", 2, 12)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograds_under_every_plan(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, draws: int
 ) -> None:
     bundle = tiny(family, seq_lens=BUCKETS)
     manifest = bundle.manifest
-    for _ in range(6):
+    for _ in range(draws):
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
         print(msgspec.structs.replace(chosen, blocks=()))
@@ -140,13 +142,14 @@ def test_gradients_are_autograds_under_every_plan(
         agree(kept.found, expected)
 
 
+@at_length("draws", 1, 8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mezo_is_the_monolithic_algorithm_under_every_plan(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, draws: int
 ) -> None:
     """Bit for bit with the same tiles; with others the losses differ by rounding only."""
     bundle = tiny(family, seq_lens=BUCKETS)
-    for _ in range(4):
+    for _ in range(draws):
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
         print(msgspec.structs.replace(chosen, blocks=()))

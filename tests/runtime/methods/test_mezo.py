@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.lengths import at_length
 from support.models import FAMILIES, model_of
 
 from harness.oracles import reference
@@ -60,9 +61,10 @@ def mezo(
     return MeZO(lambda length: model, adapters, scratch, noise, epsilon, **options)  # type: ignore[arg-type]
 
 
+@at_length("steps", 12, 50)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fifty_steps_are_the_monolithic_algorithms_bit_for_bit(
-    tiny: Tiny, rng: Rng, seed: int, family: str, tmp_path: Path
+def test_steps_are_the_monolithic_algorithms_bit_for_bit(
+    tiny: Tiny, rng: Rng, seed: int, family: str, steps: int, tmp_path: Path
 ) -> None:
     bundle = tiny(family)
     model = model_of(bundle, 16, tile_values=20_000, query_block=9, chunk_rows=700)
@@ -78,7 +80,7 @@ def test_fifty_steps_are_the_monolithic_algorithms_bit_for_bit(
     )
     lanes = int(rng.integers(2, 7))
     method = mezo(model, adapters, tmp_path, seed, 2, lanes=lanes, **options)
-    for step in range(50):
+    for step in range(steps):
         rows = rows_of(bundle, rng, 2)
         rate = float(rng.uniform(1e-3, 1e-1))
         loss, gradients = oracle.step(model, rows, step, rate)
@@ -155,8 +157,9 @@ def test_projected_gradients_are_directional_derivatives(
     assert np.median(errors) <= 2e-3
 
 
+@at_length("count", 1000, 8000)
 def test_the_mean_estimate_points_along_the_gradient(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+    tiny: Tiny, rng: Rng, seed: int, count: int, tmp_path: Path
 ) -> None:
     """The mean of g z over n directions is the gradient plus noise of about sqrt(d / n)."""
     bundle = tiny("llama", lora_rank=1, lora_targets="o_proj")
@@ -167,7 +170,7 @@ def test_the_mean_estimate_points_along_the_gradient(
     rows = rows_of(bundle, rng, 1)
     gradient = gradient_of(model, adapters, rows, tmp_path)
     total = {name: np.zeros_like(g) for name, g in gradient.items()}
-    count, queries = 2000, 50
+    queries = 50
     method = mezo(model, adapters, tmp_path, seed, 1, queries=queries, lanes=16)
     for step in range(count // queries):
         result = method.step(step, 1e-12, [rows])

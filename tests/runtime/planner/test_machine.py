@@ -15,7 +15,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.errors import BudgetError, UsageError
 from runtime.planner.plan import LEVELS, Plan
 from runtime.system import footprint
-from runtime.system.machine import Blas, Machine, read_machine
+from runtime.system.machine import Blas, Heap, Machine, read_machine
 
 Tiny = Callable[..., Bundle]
 TASKS = {
@@ -92,20 +92,25 @@ def test_a_plan_is_of_the_machine_s_device_wherever_graphs_were_traced(
         assert plan_of(manifest, task, machine=machine) == plan_of(retraced, task, machine=machine)
 
 
-@pytest.mark.parametrize("machine", [LINUX, MAC, changed(blas=Blas(8, 1, 2))])
+@pytest.mark.parametrize("machine", [LINUX, MAC, changed(blas=Blas(8, 1, 2), heap=Heap(1))])
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path, machine: Machine) -> None:
     path = tmp_path / "machine.json"
-    path.write_bytes(msgspec.json.encode(machine))
+    write(path, msgspec.to_builtins(machine))
     assert read_machine(path) == machine
     facts = msgspec.to_builtins(MAC)
-    del facts["blas"]
-    path.write_text(json.dumps(facts))
+    del facts["blas"], facts["heap"]
+    write(path, facts)
     assert read_machine(path) == MAC
+
+
+def write(path: Path, facts: object) -> None:
+    """As `ondevice bench machine` does, among the rest of its report."""
+    path.write_text(json.dumps({"benchmark": "machine", "measured_machine": facts, "rows": []}))
 
 
 FACTS = msgspec.to_builtins(LINUX)
 ODD: dict[str, object] = {
-    "no JSON": "{",
+    "text": "this one",
     "a list": [FACTS],
     "nothing": {},
     "another field": {**FACTS, "cores": 8},
@@ -116,6 +121,8 @@ ODD: dict[str, object] = {
     "another arithmetic": {**FACTS, "arithmetic": "auto"},
     "another allocator": {**FACTS, "allocator": "jemalloc"},
     "no threads": {**FACTS, "blas": {"threads": 0}},
+    "a heap of text": {**FACTS, "heap": {"share": "much"}},
+    "another heap": {**FACTS, "heap": {"name": "jemalloc"}},
     "another BLAS": {**FACTS, "blas": {"name": "MKL"}},
 }
 
@@ -123,10 +130,18 @@ ODD: dict[str, object] = {
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_what_is_no_machine_is_refused(tmp_path: Path, odd: object) -> None:
     path = tmp_path / "machine.json"
-    path.write_text(odd if isinstance(odd, str) else json.dumps(odd))
+    write(path, odd)
     with pytest.raises(UsageError, match=r"--machine .*machine\.json describes no machine: ") as no:
         read_machine(path)
     assert no.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "\0", "[" * 100_000, json.dumps(FACTS)])
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="describes no machine: "):
+        read_machine(path)
 
 
 def test_a_machine_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -137,7 +152,7 @@ def test_a_machine_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_plans_for_the_machine_in_a_file(tiny: Tiny, tmp_path: Path) -> None:
     bundle, path = tiny("gemma3"), tmp_path / "machine.json"
-    path.write_bytes(msgspec.json.encode(MAC))
+    write(path, msgspec.to_builtins(MAC))
     command = ["plan", bundle.path, "--max-seq-length=64", "--budget=300MB", "--batch-size=2"]
     done = ondevice(*command, f"--machine={path}", "--json")
     assert done.returncode == 0, done.stderr

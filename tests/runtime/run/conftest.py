@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.runs import ondevice
+from support.bundles import Tiny
 
 
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bundles") / "tiny"
-    done = ondevice("export", "random:tiny-gemma3", "-o", path, "--seq-lens", "16,32")
-    assert done.returncode == 0, done.stderr
-    return path
+def bundle(tiny: Tiny) -> Path:
+    return tiny("gemma3", seq_lens=(16, 32), device="auto").path

@@ -91,7 +91,7 @@ def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, method: str) -> None:
     given = {"adapter_dtype": HALF, "method": method}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    arguments = [train_arguments(tiny("qwen3").path, run, 150, **given) for run in (whole, killed)]
+    arguments = [train_arguments(tiny("qwen3").path, run, 40, **given) for run in (whole, killed)]
     assert ondevice(*arguments[0]).returncode == 0
     process = subprocess.Popen([*COMMAND, *arguments[1]], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120

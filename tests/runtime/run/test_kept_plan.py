@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from safetensors.numpy import load_file
-from support.plans import LINUX
+from support.plans import LINUX, plan_of, task_of
 from support.runs import adapter
 
 from ondevice.bundle.store import Bundle
@@ -21,7 +21,7 @@ from runtime.planner.plan import Plan
 from runtime.run import budget, start
 from runtime.run.events import Events
 from runtime.system.footprint import Meter
-from runtime.system.machine import Machine
+from runtime.system.machine import Heap, Machine
 
 Tiny = Callable[..., Bundle]
 BUDGET = 40_000_000
@@ -180,6 +180,28 @@ def test_another_arithmetic_is_planned_anew_and_said(
     plan, said = resumed(stopped)
     assert plan.arithmetic == "packed"
     assert "planned anew: the bundle or the arithmetic has changed" in said
+
+
+def test_how_the_heap_behaves_comes_from_a_file_and_the_process_does_not(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch)
+    path = tmp_path / "machine.json"
+    elsewhere = msgspec.structs.replace(LINUX, process_bytes=1, heap=Heap(flat_bytes=54_321))
+    path.write_bytes(msgspec.json.encode({"measured_machine": elsewhere}))
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(
+        bundle=str(tiny("gemma3").path), data="random:5", output="run", max_seq_length=64,
+        budget="40MB", steps=1, machine="machine.json",
+    )  # fmt: skip
+    start.train(config, Events())
+    plan = plan_in(tmp_path / "run")
+    here = msgspec.structs.replace(LINUX, heap=elsewhere.heap)
+    assert plan == plan_of(tiny("gemma3").manifest, task_of(64), BUDGET, here)
+    assert plan != plan_of(tiny("gemma3").manifest, task_of(64), BUDGET)
+    monkeypatch.chdir("/")  # the run's own configuration says where the file is
+    after, said = resumed(tmp_path / "run")
+    assert after == plan and "planned anew" not in said
 
 
 def damaged(text: str) -> dict[str, str]:

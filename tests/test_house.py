@@ -1,0 +1,224 @@
+"""The house's own rules, which no linter knows: what files may import, compare, draw and say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from support.source_rules import (
+    PACKAGES,
+    ROOT,
+    classes_told_apart,
+    draws_without_the_seed,
+    imported_modules,
+    lines_with,
+    modules,
+    names_told_apart,
+    parsed,
+    relative,
+)
+
+from ondevice.methods import METHODS
+from ondevice.operations import gated, tiled
+from ondevice.operations.base import Operation
+from ondevice.operations.table import Stored
+
+OPERATIONS: tuple[type[Operation], ...] = (*get_args(Stored), gated.Gated, tiled.Tiled)
+NAMES = {one.__struct_config__.tag for one in OPERATIONS} | {*METHODS}
+CLASSES = {one.__name__ for one in OPERATIONS}
+
+# where names may be told apart: what defines them, kernels, and each method's own file
+OWN_NAMES = (
+    "ondevice/operations/",
+    "ondevice/methods.py",
+    "runtime/engine/kernels/",
+    *(f"{module.replace('.', '/')}.py" for module in METHODS.values()),
+)
+OWN_CLASSES = (
+    "export/cut/",
+    "ondevice/operations/",
+    "runtime/lowering/",
+    "runtime/engine/kernels/",
+)
+
+# the same word for something else, and data: (file, a source text or "*" for all of it), reason
+OTHER_MEANING = {
+    ("runtime/methods/optimizer.py", "schedule == 'linear'"): "a learning-rate schedule",
+    ("export/sources/gguf_config.py", "rope_type not in _ROPE_SCALINGS"): "a scaling of positions",
+    (
+        "harness/bench/published.py",
+        "*",
+    ): "figures as papers print them, by the method they measured",
+    ("harness/bench/step_profile.py", "name not in OWNERS"): "lines of a table that come first",
+}
+UNSEEDED = {
+    ("tests/conftest.py", "secrets.randbits(32)"): "the seed fixture itself",
+}
+
+GONE = re.compile(
+    r"(?<![a-z])(?:glue[ds]?|rungs?|ladders?|lent|lends?|lending|made again|in hand"
+    r"|meets? (?:a|an|its|the) (?:matrix|matrices|weights?|tiles?))(?![a-z])",
+    re.IGNORECASE,
+)
+# what the words are named in: this file; and recorded results are as they were measured
+SAYS_GONE_WORDS = {"tests/test_house.py"}
+
+Rule = Callable[[ast.Module], Iterator[tuple[ast.AST, str]]]
+
+
+def refused(
+    rule: Rule,
+    paths: list[Path],
+    allowed: dict[tuple[str, str], str],
+    own: tuple[str, ...] = (),
+) -> list[str]:
+    """What a rule finds where it is not allowed; and what is allowed but found nowhere."""
+    found, unused = [], set(allowed)
+    for path in paths:
+        name = relative(path)
+        if name.startswith(own):
+            continue
+        for node, text in rule(parsed(path.read_text())):
+            keys = {(name, text), (name, "*")} & set(allowed)
+            unused -= keys
+            if not keys:
+                found.append(f"{name}:{getattr(node, 'lineno', 0)}: {text}")
+    return found + [f"{name}: allowed, and not there: {text}" for name, text in sorted(unused)]
+
+
+def none(found: list[str]) -> None:
+    if found:
+        pytest.fail("\n".join(found), pytrace=False)
+
+
+def test_no_test_imports_another_or_a_conftest() -> None:
+    for path in modules("tests"):
+        for module in imported_modules(parsed(path.read_text())):
+            words = module.split(".")
+            of_tests = words[0] == "tests" or any(
+                word == "conftest" or word.startswith("test_") for word in words
+            )
+            assert not of_tests or module == "tests.support", f"{relative(path)}: {module}"
+
+
+def test_every_draw_of_a_test_can_be_repeated() -> None:
+    """A failure prints its seed; what is drawn without it could not be drawn again."""
+    none(refused(draws_without_the_seed, modules("tests"), UNSEEDED))
+
+
+def test_names_of_operations_and_methods_are_told_apart_where_they_belong() -> None:
+    """A new operation or method is a file and a line in a table: nobody else asks for its name."""
+
+    def rule(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+        return names_told_apart(tree, NAMES)
+
+    none(refused(rule, modules(*PACKAGES), OTHER_MEANING, OWN_NAMES))
+
+
+def test_classes_of_operations_are_told_apart_where_they_belong() -> None:
+    def rule(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+        return classes_told_apart(tree, CLASSES)
+
+    none(refused(rule, modules(*PACKAGES), {}, OWN_CLASSES))
+
+
+def test_words_that_are_gone_do_not_come_back() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    none(
+        [
+            f"{relative(path)}:{number}: {line}"
+            for path in [*modules(*PACKAGES, "tests"), *pages]
+            if relative(path) not in SAYS_GONE_WORDS
+            for number, line in lines_with(path.read_text(), GONE)
+        ]
+    )
+
+
+# --- the rules themselves ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'x == "mezo"',
+        '"mebp" != x',
+        'x in ("linear", "other")',
+        '"head" in xs',
+        'NAME = "mezo"\nx == NAME',
+        'BOTH = frozenset({"mebp", "mezo"})\nx in BOTH',
+        'match x:\n    case "mezo" | "other":\n        pass',
+        'x.get("mezo")',
+        'x["mebp"]',
+        'x.startswith("mezo")',
+        '{"mebp": 1, "mezo": 2}[x]',
+    ],
+)
+def test_comparing_a_name_is_found(source: str) -> None:
+    assert list(names_told_apart(parsed(source), NAMES))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['f(method="mezo")', 'say("head")', 'x = "linear"', 'x == "mean"', '{"head": 1}', 'f"{x}head"'],
+)
+def test_using_a_word_is_no_comparison(source: str) -> None:
+    assert not list(names_told_apart(parsed(source), NAMES))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "isinstance(x, Linear)",
+        "isinstance(x, Head | Tiled)",
+        "isinstance(x, (int, m.Gated))",
+        "type(x) is Attention",
+        "match x:\n    case Linear():\n        pass",
+    ],
+)
+def test_asking_for_a_class_is_found(source: str) -> None:
+    assert list(classes_told_apart(parsed(source), CLASSES))
+    assert not list(classes_told_apart(parsed("isinstance(x, Block); Linear(1)"), CLASSES))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "np.random.default_rng()",
+        "np.random.default_rng(0)",
+        "random.random()",
+        "from random import choice\nchoice(x)",
+        "secrets.token_hex()",
+        "mx.random.normal((3,))",
+        "os.urandom(4)",
+        "uuid.uuid4()",
+    ],
+)
+def test_an_unseeded_draw_is_found(source: str) -> None:
+    assert list(draws_without_the_seed(parsed(source)))
+
+
+@pytest.mark.parametrize(
+    "source", ["np.random.default_rng(seed)", "mx.random.key(seed + 1)", "rng.integers(3)"]
+)
+def test_a_seeded_draw_is_fine(source: str) -> None:
+    assert not list(draws_without_the_seed(parsed(source)))
+
+
+@pytest.mark.parametrize(
+    "line", ["a glue graph", "test_the_ladder_is", "the tile in hand", "Rungs"]
+)
+def test_words_are_found_whole(line: str) -> None:
+    assert list(lines_with(line, GONE))
+    for fine in (
+        "equivalently",
+        "silent",
+        "calendar",
+        "talent",
+        "as a user meets it",
+        "in handling",
+    ):
+        assert not list(lines_with(fine, GONE))
