@@ -20,6 +20,7 @@ from harness.bench.benchmark import Bench, Benchmark, failures, remarks
 from harness.bench.block_profiles import FIGURE2, TABLE3
 from harness.bench.budget_curve import CURVE
 from harness.bench.footprint import FOOTPRINT
+from harness.bench.machine import MACHINE
 from harness.bench.mebp_tables import TABLE2, TABLE4
 from harness.bench.peers import PEERS
 from harness.bench.prediction import PREDICTION
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "curve": CURVE,
     "profile": PROFILE,
     "peers": PEERS,
+    "machine": MACHINE,
 }
 LOCAL = ("bundles", "output", "python")  # paths of one machine
 
@@ -116,6 +118,7 @@ def _measure(
             report["rows"].append(row)
             _write(report, output)
     report["complete"] = True
+    report |= benchmark.facts(report["rows"])
     _write(report, output)
     for name, png in benchmark.pictures(report["rows"]).items():
         write_atomic(output.with_name(f"{output.stem}-{name}.png"), png)

@@ -17,6 +17,7 @@ from typing import Any
 
 from harness.bench.published import Source
 from harness.measure.bundles import bundle_of, smallest_megabytes
+from harness.measure.command import flag, ondevice
 from harness.measure.provenance import memory_bytes
 from harness.measure.repeats import Note, Outcome, Process, figures, in_turn, reason
 from harness.measure.training import measure_training
@@ -133,7 +134,7 @@ class Bench:
             "profile": profile,
         }
         if not variant.heap_relief:
-            settings["heap_relief"] = False
+            return self._train_unaided(settings)
         with tempfile.TemporaryDirectory(dir=self.runs) as place:
             run = Path(place) / "run"
             summary = measure_training(settings, run)
@@ -142,6 +143,17 @@ class Bench:
         seconds = [json.loads(line)["seconds"] for line in lines]
         keys = ("peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes", "budget_bytes")
         return {"step_s": seconds[1:], **{key: summary[key] for key in keys}}, summary
+
+    def _train_unaided(self, settings: Mapping[str, object]) -> tuple[Process, dict[str, Any]]:
+        """The same without giving heap memory back, and with no budget that could end it."""
+        names = ("method", "budget", "max_seq_length", "steps")
+        flags = [flag(name, settings[name]) for name in names]
+        flags += [flag("seed", self.config.seed), flag("scratch", str(self.runs))]
+        module = "harness.bench.unaided_process"
+        summary = json.loads(ondevice(str(settings["bundle"]), *flags, module=module))
+        peaks = ("peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes")
+        keys = ("step_s", *peaks, "budget_bytes")
+        return {key: summary[key] for key in keys}, summary | {"heap_reliefs": 0}
 
 
 def _without(private: Mapping[str, str], value: Any) -> Any:
@@ -165,6 +177,10 @@ def _no_pictures(rows: Sequence[Row]) -> dict[str, bytes]:
     return {}
 
 
+def _no_facts(rows: Sequence[Row]) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """One entry of `ondevice bench`.
@@ -181,6 +197,7 @@ class Benchmark:
     tables: Callable[[Sequence[Row]], list[Table]]
     notes: Sequence[str] = ()
     pictures: Callable[[Sequence[Row]], Mapping[str, bytes]] = _no_pictures
+    facts: Callable[[Sequence[Row]], Mapping[str, Any]] = _no_facts
     budgets: Sequence[str] = ("1GB",)
     own_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 

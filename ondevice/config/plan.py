@@ -14,7 +14,7 @@ class PlanConfig(StepConfig):
 
     machine: str | None = option(
         None,
-        "JSON file of another machine to plan for, written there by `ondevice bench machine` "
+        "JSON file of the machine to plan for, written there by `ondevice bench machine` "
         "(default: this machine)",
         FILLED,
         Group.MEMORY,

@@ -41,6 +41,14 @@ class TrainConfig(StepConfig):
         "give free heap memory back to the system near the predicted peak",
         group=Group.MEMORY,
     )
+    machine: str | None = option(
+        None,
+        "JSON file that `ondevice bench machine` wrote on this machine: how its heap behaves "
+        "(default: as measured on Linux x86-64)",
+        FILLED,
+        Group.MEMORY,
+        metavar="FILE",
+    )
     steps: int = option(100, "optimizer steps", COUNT, Group.TRAINING)
     learning_rate: float = option(
         1e-4, "highest learning rate of the schedule", ABOVE_ZERO, Group.TRAINING

@@ -328,6 +328,12 @@ class PeakModel:
         """The same of those inside a `Tiled` operation, which hold a tile of tokens; 0 for none."""
         return max((value for value, inside in self._layer_values() if inside), default=0)
 
+    @cached_property
+    def largest_logits_bytes(self) -> int:
+        """The logits of one row over a chunk of the vocabulary."""
+        heads = (block.head for block in self.lowered.blocks if block.head is not None)
+        return max((head.streamed(self.execution)[0] for head in heads), default=0)
+
     @property
     def mapped_value(self) -> int:
         """The largest value that is mapped where it is long; 0 where an MLP's are not tiled.

@@ -18,15 +18,17 @@ from ondevice.operations.base import WHOLE
 from ondevice.operations.values import F32
 from ondevice.units import format_bytes
 from runtime.lowering.lower import LoweredModel, Sizes, lower
-from runtime.planner.allocators.model import held_by_allocator
+from runtime.planner.allocators.model import (
+    held_by_allocator,
+    with_kept,
+    with_materialized,
+)
 from runtime.planner.demand import Demand
 from runtime.planner.peak import BlockPeak, PeakModel
 from runtime.storage.read_ahead import BUFFER_BYTES
 from runtime.system.machine import Machine
 
 GRAPH_FACTOR = 7  # bytes of an opened graph, and of what describes it, for each of its file
-HEAP_SLACK_PER_KEPT = 0.02
-RESIDENT_SLACK = 1.03
 EVALUATION_LANES = 8  # rows evaluated side by side, where they fit
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 MARGIN = 0.97  # of the budget that a plan may predict
@@ -290,14 +292,14 @@ class Planner:
         if demand.backward:
             for count in layers:
                 more = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
-                added = int(more * (1 + HEAP_SLACK_PER_KEPT)) if plan.slack_bytes else more
+                added = with_kept(self.machine, more)
                 if added > spare:
                     break
                 kept, kept_bytes = count, added
         spare -= kept_bytes
         if not self.machine.packed:
             for index in layers:
-                size = int(model.materialized_bytes(index) * RESIDENT_SLACK)
+                size = with_materialized(self.machine, model.materialized_bytes(index))
                 if materialized_bytes + size > spare:
                     break
                 materialized, materialized_bytes = materialized + 1, materialized_bytes + size

@@ -56,7 +56,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     """
     with _meter(config) as meter:
         bundle = open_checked(config.bundle)
-        chosen = plan_training(config, bundle)
+        chosen = plan_training(config, bundle, _this_machine(config, bundle))
         meter.aim(chosen.predicted_peak_bytes)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
@@ -132,6 +132,14 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
         return trainer.run()
 
 
+def _this_machine(config: TrainConfig, bundle: Bundle) -> Machine:
+    """This machine and process; how its heap behaves comes from a file, where there is one."""
+    machine = machine_for(bundle, config.arithmetic)
+    if config.machine is None:
+        return machine
+    return msgspec.structs.replace(machine, heap=read_machine(Path(config.machine)).heap)
+
+
 def _meter(config: TrainConfig) -> Meter:
     relieve = trim_heap if config.heap_relief else None
     return Meter(budget_bytes=config.budget_bytes, relieve=relieve)
@@ -146,6 +154,7 @@ def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:
         output=str(folder.path.resolve()),
         eval_data=None if config.eval_data is None else absolute(config.eval_data),
         adapter=None if config.adapter is None else absolute(config.adapter),
+        machine=None if config.machine is None else absolute(config.machine),
     )
 
 
@@ -157,7 +166,7 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
     except msgspec.ValidationError as problem:
         raise BundleError(f"{path} is damaged: {problem}") from None
     manifest = bundle.manifest
-    machine = machine_for(bundle, config.arithmetic)
+    machine = _this_machine(config, bundle)
     wanted = training(config, manifest)
     reason = kept_plan(stored, manifest, machine, wanted)
     if not reason:

@@ -26,6 +26,24 @@ class Blas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_bytes: int = 0
 
 
+class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much more than what is alive the C library's heap holds; the rest is arithmetic.
+
+    flat_bytes: whatever is alive. share: of what is alive on it; share_beside_mapped: the same
+    where values too long for it are mapped. share_of_logits: of a chunk of logits.
+    share_of_kept, share_of_materialized: of activations that are kept for the backward pass, and of
+    weights that stay dequantized. The defaults were fitted by `ondevice bench machine` on Linux
+    x86-64 with glibc 2.36.
+    """
+
+    flat_bytes: int = 1_040_000
+    share: float = 0.087
+    share_beside_mapped: float = 0.03
+    share_of_logits: float = 0.40
+    share_of_kept: float = 0.02
+    share_of_materialized: float = 0.085
+
+
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan has to know of a machine, and of the process that will train on it.
 
@@ -38,6 +56,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allocator: Literal["glibc", "mlx"]
     process_bytes: int
     blas: Blas = Blas()
+    heap: Heap = Heap()
 
     @property
     def packed(self) -> bool:
@@ -45,14 +64,20 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.arithmetic == "packed"
 
 
+class _Report(msgspec.Struct):
+    """What is read of the JSON that `ondevice bench machine` writes."""
+
+    measured_machine: Machine
+
+
 def read_machine(path: Path) -> Machine:
-    """The machine in a JSON file.
+    """The machine in a JSON file that `ondevice bench machine` has written.
 
     Raises:
         UsageError: it cannot be read, or is not one.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Machine)
+        return msgspec.json.decode(path.read_bytes(), type=_Report).measured_machine
     except OSError as problem:
         raise UsageError(f"--machine {path} cannot be read: {problem.strerror}") from None
     except msgspec.DecodeError as problem:

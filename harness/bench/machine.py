@@ -1,0 +1,173 @@
+"""`ondevice bench machine`: how this machine's heap behaves, and how fast it is.
+
+Short trainings that never give free memory back show what the heap holds beyond what is alive; a
+least-squares fit over them gives the shares of `runtime.system.machine.Heap`. The JSON can be given
+to `ondevice plan --machine` and `ondevice train --machine`; everything works without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from harness.bench.benchmark import Bench, Benchmark, Row, measured_variant, megabytes
+from harness.bench.targets import PREDICTED_UNDER
+from harness.measure.command import ondevice
+from harness.measure.repeats import Outcome
+from harness.report.table import Table
+from ondevice.bundle.store import open_bundle
+from ondevice.methods import METHODS
+from runtime.lowering.lower import lower
+from runtime.planner.plan import Plan
+from runtime.system.heap import LONG_VALUE_BYTES
+from runtime.system.machine import Heap, Machine
+
+MODELS = ("gemma3-270m", "qwen2.5-0.5b")
+LENGTHS = (64, 128, 256)
+BUDGETS = ("min", "1.5xmin", "2.5xmin")
+# what the heap's extra bytes are a share of, in the order of the fit; the first is 1
+FEATURES = ("flat_bytes", "share", "share_of_logits", "share_of_kept", "share_of_materialized")
+Features = dict[str, float]
+
+
+def _rows(bench: Bench) -> Iterator[Row]:
+    def measured(bundle: Path, model: str, length: int) -> Row:
+        variants = [replace(one, heap_relief=False) for one in bench.ours(*METHODS)]
+        outcomes = bench.in_turn(bundle, length, variants, lambda summary: _extra(bundle, summary))
+        return {
+            "variants": [
+                measured_variant(variant, outcome) | {"extra_bytes": _most(outcome)}
+                for variant, outcome in outcomes.items()
+            ]
+        }
+
+    yield from bench.rows(measured)
+    yield {"model": "speeds", "tokens": 0, "failed": None, "speeds": _speeds()}
+
+
+def _most(outcome: Outcome) -> int | None:
+    return max((process["extra_bytes"] for process in outcome.processes), default=None)
+
+
+def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the footprint held beyond the process and what is alive, and what that may depend on."""
+    plan = msgspec.convert(summary["plan"], Plan)
+    manifest = open_bundle(bundle).manifest
+    lowered = lower(manifest, plan.bucket, plan.sizes, plan.arithmetic == "packed")
+    tile = lowered.execution.largest_tile_bytes()
+    on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
+    fixed = plan.process_bytes + plan.active_bytes
+    return {
+        "extra_bytes": summary["peak_footprint_bytes"] - fixed,
+        "features": {
+            "flat_bytes": 1.0,
+            "share": float(max(0, on_heap)),
+            "share_of_logits": float(4 * plan.bucket * plan.chunk_rows),
+            "share_of_kept": float(plan.kept_bytes),
+            "share_of_materialized": float(plan.materialized_bytes),
+        },
+        "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,
+        "machine": summary["machine_value"],
+    }
+
+
+def _speeds() -> dict[str, float]:
+    return dict(json.loads(ondevice("speeds", module="harness.bench.speeds_process")))
+
+
+def fit(rows: Sequence[Row]) -> Heap:
+    """The shares that explain what was measured, none below zero.
+
+    Least squares relative to each peak; then the flat part is raised until all but one in twenty
+    are within the target below the measured peak.
+    """
+    processes = [process for process in _processes(rows) if not process["mapped"]]
+    names = [n for n in FEATURES if any(process["features"][n] for process in processes)]
+    peaks = np.array([process["peak_footprint_bytes"] for process in processes], float)
+    table = np.array([[process["features"][name] for name in names] for process in processes])
+    extra = np.array([process["extra_bytes"] for process in processes], float)
+    scale = table.max(axis=0)
+    found = np.zeros(len(names))
+    free = list(range(len(names)))
+    while free:
+        part = (table / scale / peaks[:, None])[:, free]
+        solved = np.linalg.lstsq(part, extra / peaks, rcond=None)[0]
+        if (solved >= 0).all():
+            found[free] = solved / scale[free]
+            break
+        free = [index for index, value in zip(free, solved, strict=True) if value >= 0]
+    short = (extra - table @ found) - PREDICTED_UNDER * peaks
+    found[0] = max(0.0, found[0] + float(np.quantile(short, 0.95)))
+    fitted = {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
+    fitted["flat_bytes"] = int(fitted["flat_bytes"])
+    return msgspec.structs.replace(Heap(), **fitted)
+
+
+def _processes(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [
+        process
+        for row in rows
+        for variant in row.get("variants", ())
+        for process in variant["processes"]
+    ]
+
+
+def measured_machine(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the JSON holds besides its rows: the machine as plans take it, with its own heap."""
+    processes = _processes(rows)
+    if not processes:
+        return {}
+    machine = msgspec.convert(processes[-1]["machine"], Machine)
+    if machine.allocator == "glibc":
+        machine = msgspec.structs.replace(machine, heap=fit(rows))
+    return {"measured_machine": msgspec.to_builtins(machine)}
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    found = measured_machine(rows)
+    shares: list[tuple[str, ...]] = [("the heap's constant", "measured", "default")]
+    if found:
+        heap, default = found["measured_machine"]["heap"], msgspec.to_builtins(Heap())
+        shares += [(name, f"{heap[name]:g}", f"{default[name]:g}") for name in default]
+    cells: list[tuple[str, ...]] = [
+        ("model", "tokens", "method", "budget", "peak MB", "beyond what is alive MB")
+    ]
+    cells += [
+        (
+            *(row["model"], str(row["tokens"]), one["method"], one["budget"]),
+            megabytes(one["peak_footprint_bytes"]),
+            megabytes(one["extra_bytes"]),
+        )
+        for row in rows
+        for one in row.get("variants", ())
+    ]
+    speeds: list[tuple[str, ...]] = [("speed", "value")]
+    for row in rows:
+        speeds += [(name, f"{value:.3g}") for name, value in row.get("speeds", {}).items()]
+    return [
+        Table("Constants for `--machine`", shares, 1),
+        Table("What they were fitted to", cells, 4),
+        Table("Speeds", speeds, 1),
+    ]
+
+
+MACHINE = Benchmark(
+    "this machine for `--machine`: what its heap holds beyond what is alive, and its speeds",
+    None,
+    MODELS,
+    LENGTHS,
+    _rows,
+    _tables,
+    (
+        "share_beside_mapped is not fitted: it applies to rows of 2,048 tokens and more",
+        "two steps reach the peak of all (--steps 2 --repeats 1)",
+    ),
+    budgets=BUDGETS,
+    facts=measured_machine,
+)

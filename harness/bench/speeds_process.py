@@ -1,0 +1,56 @@
+"""How fast this machine computes what a training step is made of, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+from runtime.system.backend import prepare
+
+prepare()
+
+import mlx.core as mx  # noqa: E402
+
+from runtime.engine.arrays import arrays_for  # noqa: E402
+from runtime.engine.dequantize import dequantize  # noqa: E402
+from runtime.storage.weights import Tile  # noqa: E402
+
+ROUNDS = 7
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The median of a few rounds, after one that is not counted."""
+    found = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        mx.eval(work())
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def speeds() -> dict[str, float]:
+    """Products in float32, dequantizing of 4-bit weights, and exponentials, on MLX's device."""
+    gpu = mx.default_device() == mx.Device(mx.gpu)
+    arrays = arrays_for("gpu" if gpu else "cpu")
+    size, rows, columns = 1024, 2048, 1024
+    a, b = mx.random.normal((size, size)), mx.random.normal((size, size))
+    words = mx.zeros((rows, columns // 8), mx.uint32)
+    tile = Tile(words, mx.ones((rows, columns // 64)), None)
+    x, top = mx.random.normal((rows, columns)), mx.full((rows, 1), 9.0)
+    mx.eval(a, b, tile.words, tile.scales, x, top)
+    return {
+        "float32 products, GFLOP/s": 2e-9 * size**3 / _seconds(lambda: a @ b),
+        "dequantized 4-bit weights, G/s": 1e-9
+        * rows
+        * columns
+        / _seconds(lambda: dequantize(tile, 4, arrays)),
+        "exponentials, G/s": 1e-9 * rows * columns / _seconds(lambda: arrays.exp_below(x, top)),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(speeds()))
+    sys.exit(0)

@@ -1,0 +1,104 @@
+"""Training in a process of its own that never gives free heap memory back.
+
+`ondevice train` gives it back near the predicted peak, and stops where it passes its budget. Here
+neither happens, so that the error of the prediction itself can be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.system.backend import prepare
+
+prepare()
+
+import mlx.core as mx  # noqa: E402
+import msgspec  # noqa: E402
+
+from ondevice.config.train import TrainConfig  # noqa: E402
+from ondevice.errors import OnDeviceError  # noqa: E402
+from ondevice.methods import METHODS  # noqa: E402
+from runtime.data.rows import RANDOM_ROWS, RandomRows, row_index  # noqa: E402
+from runtime.methods.adapters import Adapters  # noqa: E402
+from runtime.methods.protocol import Row, Start  # noqa: E402
+from runtime.methods.registry import method  # noqa: E402
+from runtime.run.budget import machine_for  # noqa: E402
+from runtime.run.open import open_checked, open_session  # noqa: E402
+from runtime.run.start import plan_training  # noqa: E402
+from runtime.storage.scratch import MappedTensors  # noqa: E402
+from runtime.system.footprint import Meter  # noqa: E402
+
+
+def train_unaided(config: TrainConfig, scratch: Path) -> dict[str, Any]:
+    """Train as configured: the time of each step but the first, the peaks, and the plan."""
+    with Meter() as meter:
+        bundle = open_checked(config.bundle)
+        manifest = bundle.manifest
+        machine = machine_for(bundle, config.arithmetic)
+        plan = plan_training(config, bundle, machine)
+        session = open_session(bundle, plan)
+        tensors = MappedTensors(scratch, "adapters", Adapters.shapes(manifest))
+        adapters = Adapters.initial(manifest, config.seed, tensors)
+        blocks, width = len(manifest.blocks), manifest.hidden_size
+        begin = Start(session.model, plan, adapters, scratch, blocks, width)
+        running = method(config.method).start(config, begin)
+        rows = RandomRows(config.seed, manifest.vocab_size, config.max_seq_length, RANDOM_ROWS)
+        step_s = []
+        for step in range(config.steps):
+            start = time.perf_counter()
+            row = Row(*rows.row(row_index(config.seed, step, len(rows))))
+            running.step(step, config.learning_rate, [[row]])
+            step_s.append(time.perf_counter() - start)
+    return {
+        "step_s": step_s[1:],
+        "peak_footprint_bytes": meter.peak_bytes,
+        "peak_rss_bytes": meter.peak_rss_bytes,
+        "mlx_peak_bytes": mx.get_peak_memory(),
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "plan": plan.to_json(),
+        "machine_value": msgspec.to_builtins(machine),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the figures as JSON, and errors as the command line does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.bench.unaided_process", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("bundle")
+    parser.add_argument("--method", choices=tuple(METHODS), required=True)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", default="1GB")
+    parser.add_argument("--max-seq-length", type=int, default=256)
+    parser.add_argument("--scratch", type=Path, default=Path())
+    given = parser.parse_args(argv)
+    try:
+        config = TrainConfig(
+            bundle=given.bundle,
+            budget=given.budget,
+            max_seq_length=given.max_seq_length,
+            method=given.method,
+            data=f"random:{given.seed}",
+            steps=given.steps,
+            seed=given.seed,
+        )
+        with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
+            found = train_unaided(config, Path(scratch))
+    except OnDeviceError as problem:
+        print(f"ondevice: {problem}", file=sys.stderr)
+        return problem.exit_code
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
