@@ -141,13 +141,14 @@ def choose_bucket(manifest: Manifest, length: int) -> int:
 
 
 class Planner:
-    """Plans for one manifest and machine.
+    """Plans for one manifest and machine, whose device need not be that of the bundle's graphs.
 
     The last lowered model is kept, and only that: the planner's own memory counts, too.
     """
 
     def __init__(self, manifest: Manifest, machine: Machine) -> None:
-        self.manifest, self.machine = manifest, machine
+        self.manifest = msgspec.structs.replace(manifest, device=machine.device)
+        self.machine = machine
         self._lowered: tuple[tuple[int, Sizes], LoweredModel] | None = None
 
     def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:

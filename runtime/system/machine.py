@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from ondevice.errors import UsageError
+
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Blas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,9 +23,9 @@ class Blas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the larger factor. OpenBLAS 0.3 takes a panel of 1.1 MB and 320 columns of float32.
     """
 
-    threads: int = 1
-    panel_bytes: int = 0
-    row_bytes: int = 0
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    panel_bytes: Bytes = 0
+    row_bytes: Bytes = 0
 
 
 class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +56,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Literal["cpu", "gpu"]
     arithmetic: Literal["packed", "unpacked"]
     allocator: Literal["glibc", "mlx"]
-    process_bytes: int
+    process_bytes: Bytes
     blas: Blas = Blas()
     heap: Heap = Heap()
 

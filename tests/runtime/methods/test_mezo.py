@@ -51,14 +51,14 @@ def copy_of(adapters: Adapters) -> Adapters:
 
 
 def mezo(
-    program: Model, adapters: Adapters, folder: Path, seed: int, rows: int, **options: object
+    model: Model, adapters: Adapters, folder: Path, seed: int, rows: int, **options: object
 ) -> MeZO:
     queries = int(options.get("queries", 1))  # type: ignore[call-overload]
-    shape = (1, program.bucket, program.bundle.manifest.hidden_size)
+    shape = (1, model.bucket, model.bundle.manifest.hidden_size)
     scratch = Activations(folder, 1, 2 * queries * rows, shape)
     kind = str(options.pop("kind", "gaussian"))
     noise, epsilon = Noise(seed, kind), 1e-3
-    return MeZO(lambda length: program, adapters, scratch, noise, epsilon, **options)  # type: ignore[arg-type]
+    return MeZO(lambda length: model, adapters, scratch, noise, epsilon, **options)  # type: ignore[arg-type]
 
 
 @at_length("steps", 12, 50)
@@ -67,7 +67,7 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
     tiny: Tiny, rng: Rng, seed: int, family: str, steps: int, tmp_path: Path
 ) -> None:
     bundle = tiny(family)
-    program = model_of(bundle, 16, tile_values=20_000, query_block=9, chunk_rows=700)
+    model = model_of(bundle, 16, tile_values=20_000, query_block=9, chunk_rows=700)
     adapters = adapters_of(bundle, rng)
     options = {
         "queries": int(rng.integers(1, 3)),
@@ -79,11 +79,11 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
         copy_of(adapters), noise, 1e-3, options["queries"], options["weight_decay"]
     )
     lanes = int(rng.integers(2, 7))
-    method = mezo(program, adapters, tmp_path, seed, 2, lanes=lanes, **options)
+    method = mezo(model, adapters, tmp_path, seed, 2, lanes=lanes, **options)
     for step in range(steps):
         rows = rows_of(bundle, rng, 2)
         rate = float(rng.uniform(1e-3, 1e-1))
-        loss, gradients = oracle.step(program, rows, step, rate)
+        loss, gradients = oracle.step(model, rows, step, rate)
         result = method.step(step, rate, [rows[:1], rows[1:]])
         assert result.record == [rate, gradients]
         assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=1e-12)
@@ -97,12 +97,12 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
 
 def test_a_deferred_update_is_the_update(tiny: Tiny, rng: Rng, seed: int, tmp_path: Path) -> None:
     bundle = tiny("gemma3")
-    program, start = model_of(bundle, 16), adapters_of(bundle, rng)
+    model, start = model_of(bundle, 16), adapters_of(bundle, rng)
     rows = rows_of(bundle, rng, 1)
     found = []
     for defer in (True, False):
         adapters = copy_of(start)
-        method = mezo(program, adapters, tmp_path, seed, 1, defer=defer)
+        method = mezo(model, adapters, tmp_path, seed, 1, defer=defer)
         for step in range(4):
             method.step(step, 0.1, [rows])
         method.settle()
@@ -111,10 +111,10 @@ def test_a_deferred_update_is_the_update(tiny: Tiny, rng: Rng, seed: int, tmp_pa
 
 
 def gradient_of(
-    program: Model, adapters: Adapters, rows: list[Row], folder: Path
+    model: Model, adapters: Adapters, rows: list[Row], folder: Path
 ) -> dict[str, np.ndarray]:
-    manifest = program.bundle.manifest
-    shape = (1, program.bucket, manifest.hidden_size)
+    manifest = model.bundle.manifest
+    shape = (1, model.bucket, manifest.hidden_size)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
     found: dict[str, np.ndarray] = {}
 
@@ -124,7 +124,7 @@ def gradient_of(
             found[f"{block.tensor(name)}.lora_b"] = np.array(db)  # type: ignore[attr-defined]
 
     tokens = sum(len(row.targets) for row in rows)
-    Backprop(program, adapters, scratch).gradients(rows, tokens, keep)
+    Backprop(model, adapters, scratch).gradients(rows, tokens, keep)
     return found
 
 
@@ -137,14 +137,14 @@ def test_projected_gradients_are_directional_derivatives(
     of a fifth of the gradient's length.
     """
     bundle = tiny("qwen2")
-    program, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
     rows = rows_of(bundle, rng, 2)
-    gradient = gradient_of(program, adapters, rows, tmp_path)
+    gradient = gradient_of(model, adapters, rows, tmp_path)
     length = float(np.sqrt(sum(np.square(g).sum() for g in gradient.values())))
     errors = []
     for direction in range(20):
         noise = Noise(seed + direction)
-        method = replace(mezo(program, adapters, tmp_path, 0, 2), noise=noise, epsilon=5e-4)
+        method = replace(mezo(model, adapters, tmp_path, 0, 2), noise=noise, epsilon=5e-4)
         result = method.step(0, 1e-9, [rows])
         assert result.record is not None
         expected = sum(
@@ -163,15 +163,15 @@ def test_the_mean_estimate_points_along_the_gradient(
 ) -> None:
     """The mean of g z over n directions is the gradient plus noise of about sqrt(d / n)."""
     bundle = tiny("llama", lora_rank=1, lora_targets="o_proj")
-    program, adapters = (
+    model, adapters = (
         model_of(bundle, 16, tile_values=1 << 20, chunk_rows=1000),
         adapters_of(bundle, rng),
     )
     rows = rows_of(bundle, rng, 1)
-    gradient = gradient_of(program, adapters, rows, tmp_path)
+    gradient = gradient_of(model, adapters, rows, tmp_path)
     total = {name: np.zeros_like(g) for name, g in gradient.items()}
     queries = 50
-    method = mezo(program, adapters, tmp_path, seed, 1, queries=queries, lanes=16)
+    method = mezo(model, adapters, tmp_path, seed, 1, queries=queries, lanes=16)
     for step in range(count // queries):
         result = method.step(step, 1e-12, [rows])
         assert result.record is not None
@@ -204,8 +204,8 @@ def test_losses_that_are_not_finite_are_skipped_and_counted(
     tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
 ) -> None:
     bundle = tiny("qwen3")
-    program, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
-    method = mezo(program, adapters, tmp_path, seed, 1)
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    method = mezo(model, adapters, tmp_path, seed, 1)
     rows = rows_of(bundle, rng, 1)
     name = next(iter(adapters.tensors))
     sound = adapters.tensors[name]

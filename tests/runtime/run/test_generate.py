@@ -111,7 +111,7 @@ def test_ends_are_those_of_the_checkpoint(bundle: Bundle, tmp_path: Path) -> Non
         assert load_encoder(folder).ends == found
 
 
-def test_it_ends_with_the_ladder_and_refuses_what_does_not_fit(bundle: Bundle) -> None:
+def test_it_ends_with_the_longest_bucket_and_refuses_what_does_not_fit(bundle: Bundle) -> None:
     assert len(list(generate(str(bundle.path), "the", None, 1000))) <= 30
     with pytest.raises(UsageError, match="the bundle's longest is 32"):
         list(generate(str(bundle.path), "a" * 40, None, 1))

@@ -1,15 +1,65 @@
-"""The device that a bundle's graphs need: made the default, or refused with the way out."""
+"""This machine and its process as a plan counts them; and the device that a bundle needs."""
 
 from __future__ import annotations
 
+import mmap
 import re
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from ondevice.errors import UsageError
-from runtime.system.backend import use_device
+from runtime.system import backend
+from runtime.system.backend import ROUNDED_TO_BYTES, round_up, this_machine, use_device
+from runtime.system.footprint import read_footprint
+
+HELD_BYTES = 50_000_000
+NOISE_BYTES = 4_000_000  # what the process of the tests gives back or takes meanwhile
+
+
+def test_the_process_is_read_in_the_process() -> None:
+    this_machine("cpu", "auto")  # gives back what is free
+    before = this_machine("cpu", "auto").process_bytes
+    held = mmap.mmap(-1, HELD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.write(b"\1" * HELD_BYTES)
+    now = this_machine("cpu", "auto").process_bytes
+    assert now - before == pytest.approx(HELD_BYTES, abs=NOISE_BYTES)
+    reading = read_footprint().footprint_bytes
+    assert reading - NOISE_BYTES < now < reading + NOISE_BYTES
+    held.close()
+    assert this_machine("cpu", "auto").process_bytes == pytest.approx(before, abs=NOISE_BYTES)
+
+
+def test_a_reading_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings of equal processes differ a little; the plan is the same, and for the larger."""
+    for reading in (0, 1, 31_415_926, 31_400_000, 31_399_999, 1 << 40):
+        found = round_up(reading)
+        assert found % ROUNDED_TO_BYTES == 0
+        assert reading < found <= reading + 2 * ROUNDED_TO_BYTES
+    assert round_up(31_415_926) == round_up(31_450_000) == 31_600_000
+    reading = read_footprint()
+    monkeypatch.setattr(backend, "read_footprint", lambda: reading)
+    assert this_machine("cpu", "auto").process_bytes == round_up(reading.footprint_bytes)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "arithmetic"),
+    [
+        ("cpu", "auto", "unpacked"),
+        ("gpu", "auto", "packed"),
+        ("cpu", "packed", "packed"),
+        ("gpu", "unpacked", "unpacked"),
+    ],
+)
+def test_arithmetic_is_the_device_s_unless_it_is_asked_for(
+    device: str, asked: str, arithmetic: str
+) -> None:
+    found = this_machine(device, asked)
+    assert (found.device, found.arithmetic) == (device, arithmetic)
+    heap = sys.platform == "linux" and device == "cpu"
+    assert found.allocator == ("glibc" if heap else "mlx")
 
 
 def test_graphs_for_a_gpu_that_is_not_here_name_their_bundle(

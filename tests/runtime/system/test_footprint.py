@@ -122,6 +122,7 @@ def test_what_is_free_is_given_back_near_the_budget_or_what_is_aimed_at(
         assert meter.now_bytes == level + 1
     assert given_back[0] == 41  # at once, and then not at every reading
     assert len(given_back) == pytest.approx(40 / memory.RELIEF_SAMPLES, abs=1)
+    assert meter.reliefs == len(given_back)
     assert not meter.over_budget
 
 
@@ -130,6 +131,18 @@ def test_without_a_budget_or_an_aim_nothing_is_given_back(monkeypatch: pytest.Mo
     meter = Meter(relieve=lambda: pytest.fail("nothing was aimed at"))
     for _ in range(40):
         assert meter.now_bytes == 1 << 50
+    assert meter.reliefs == 0
+
+
+def test_without_a_way_to_give_memory_back_no_relief_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings(monkeypatch, [1 << 50])
+    meter = Meter(budget_bytes=1000)
+    meter.aim(100)
+    for _ in range(40):
+        assert meter.now_bytes == 1 << 50
+    assert meter.reliefs == 0
 
 
 PLACED = """

@@ -1,0 +1,257 @@
+"""A run keeps its plan: it is executed again as it is stored, or planned anew, and that is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.numpy import load_file
+from support.plans import LINUX, plan_of, task_of
+from support.runs import adapter
+
+from ondevice.bundle.store import Bundle
+from ondevice.config.train import TrainConfig
+from ondevice.errors import BudgetError, BundleError
+from runtime.planner.plan import Plan
+from runtime.run import budget, start
+from runtime.run.events import Events
+from runtime.system.footprint import Meter
+from runtime.system.machine import Heap, Machine
+
+Tiny = Callable[..., Bundle]
+BUDGET = 40_000_000
+STEPS, STOPPED_AFTER = 6, 3
+
+
+class Unwatched(Meter):
+    """Never over budget: the process of the tests is larger than the one that is planned for."""
+
+    @property
+    def over_budget(self) -> bool:
+        return False
+
+
+class StoppedError(Exception):
+    """What ends a run in the middle."""
+
+
+def on(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
+    """Let this machine be the written down one, with other facts."""
+    machine: Machine = msgspec.structs.replace(LINUX, **facts)
+    monkeypatch.setattr(budget, "this_machine", lambda device, arithmetic: machine)
+    monkeypatch.setattr(start, "Meter", Unwatched)
+
+
+def stopping(entry: dict[str, Any], total: int) -> None:
+    if entry["step"] == STOPPED_AFTER + 1:  # the step before it is the last that was saved
+        raise StoppedError
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run that was never stopped, and the same, stopped after a few steps."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        on(patch)
+        for name, events in (("whole", Events()), ("stopped", Events(step=stopping))):
+            config = TrainConfig(
+                bundle=str(tiny("gemma3").path), data="random:5", output=str(folder / name),
+                max_seq_length=64, batch_size=2, budget="40MB", steps=STEPS, save_every=1,
+                learning_rate=1e-2,
+            )  # fmt: skip
+            if name == "whole":
+                start.train(config, events)
+            else:
+                with pytest.raises(StoppedError):
+                    start.train(config, events)
+    assert (folder / "stopped" / "saves" / f"step-{STOPPED_AFTER:08d}").exists()
+    return folder / "whole", folder / "stopped"
+
+
+@pytest.fixture
+def stopped(runs: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs[1], tmp_path / "stopped"))
+
+
+def plan_in(run: Path) -> Plan:
+    return msgspec.convert(json.loads((run / "plan.json").read_bytes()), Plan)
+
+
+def resumed(run: Path, given: str | None = None) -> tuple[Plan, str]:
+    """The plan that is executed, and what is said."""
+    plans: list[Plan] = []
+    notes: list[str] = []
+    start.resume(run, Events(plan=plans.append, note=notes.append), given)
+    (plan,) = plans
+    assert plan == plan_in(run)
+    return plan, "\n".join(notes)
+
+
+def test_plan_json_is_the_plan(runs: tuple[Path, Path]) -> None:
+    whole, stopped = map(plan_in, runs)
+    assert whole == stopped
+    assert whole.budget_bytes == BUDGET and whole.predicted_peak_bytes <= BUDGET
+    assert whole.kept_layers and whole.materialized_layers  # what a larger process costs it
+
+
+@pytest.mark.parametrize("more", [-2_000_000, 0, 500_000])
+def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    before = plan_in(stopped)
+    assert before.predicted_peak_bytes + more <= BUDGET
+    on(monkeypatch, process_bytes=LINUX.process_bytes + more)
+    plan, said = resumed(stopped)
+    assert plan == before
+    assert "planned anew" not in said and f"resuming after step {STOPPED_AFTER}" in said
+    assert adapter(stopped) == adapter(runs[0])
+
+
+def test_the_plan_of_the_run_decides_and_not_the_machine(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another machine would choose by itself has other sizes."""
+    stored = msgspec.structs.replace(plan_in(stopped), tile_values=1 << 15, kept_layers=0)
+    (stopped / "plan.json").write_text(json.dumps(stored.to_json()))
+    on(monkeypatch)
+    plan, said = resumed(stopped)
+    assert plan == stored and "planned anew" not in said
+    for name, value in load_file(runs[0] / "adapters.safetensors").items():
+        assert load_file(stopped / "adapters.safetensors")[name] == pytest.approx(value, abs=1e-4)
+
+
+def test_another_budget_is_planned_anew_and_said(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch)
+    before = plan_in(stopped)
+    plan, said = resumed(stopped, "37MB")
+    assert "the run is planned anew: the budget is 37 MB, no longer 40 MB" in said
+    assert plan.budget_bytes == 37_000_000 and plan != before
+    assert 'budget = "37MB"' in (stopped / "config.toml").read_text()
+    after, said = resumed(stopped)  # the run has that budget now
+    assert after == plan and "planned anew" not in said
+
+
+def test_the_same_budget_in_other_words_is_the_same(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch)
+    before = plan_in(stopped)
+    plan, said = resumed(stopped, "40000kB")
+    assert plan == before and "planned anew" not in said
+    assert adapter(stopped) == adapter(runs[0])
+
+
+def test_a_process_that_has_outgrown_the_plan_is_planned_anew_and_said(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan_in(stopped)
+    room = BUDGET - before.predicted_peak_bytes
+    on(monkeypatch, process_bytes=LINUX.process_bytes + room + 100_000)
+    plan, said = resumed(stopped)
+    assert "the run is planned anew: it would take 40.1 MB of a budget of 40 MB" in said
+    assert "in this process" in said
+    assert plan.process_bytes > before.process_bytes
+    assert plan.predicted_peak_bytes <= BUDGET
+    cheaper = plan.materialized_bytes + plan.kept_bytes
+    assert cheaper < before.materialized_bytes + before.kept_bytes
+
+
+def test_a_process_that_no_plan_fits_is_refused_and_the_run_stays(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    on(monkeypatch, process_bytes=BUDGET)
+    with pytest.raises(BudgetError, match="the smallest that fits is"):
+        start.resume(stopped, Events())
+    assert {path: path.read_bytes() for path in files} == files
+
+
+def test_another_arithmetic_is_planned_anew_and_said(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, arithmetic="packed")
+    plan, said = resumed(stopped)
+    assert plan.arithmetic == "packed"
+    assert "planned anew: the bundle or the arithmetic has changed" in said
+
+
+def test_how_the_heap_behaves_comes_from_a_file_and_the_process_does_not(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch)
+    path = tmp_path / "machine.json"
+    elsewhere = msgspec.structs.replace(LINUX, process_bytes=1, heap=Heap(flat_bytes=54_321))
+    path.write_bytes(msgspec.json.encode({"measured_machine": elsewhere}))
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(
+        bundle=str(tiny("gemma3").path), data="random:5", output="run", max_seq_length=64,
+        budget="40MB", steps=1, machine="machine.json",
+    )  # fmt: skip
+    start.train(config, Events())
+    plan = plan_in(tmp_path / "run")
+    here = msgspec.structs.replace(LINUX, heap=elsewhere.heap)
+    assert plan == plan_of(tiny("gemma3").manifest, task_of(64), BUDGET, here)
+    assert plan != plan_of(tiny("gemma3").manifest, task_of(64), BUDGET)
+    monkeypatch.chdir("/")  # the run's own configuration says where the file is
+    after, said = resumed(tmp_path / "run")
+    assert after == plan and "planned anew" not in said
+
+
+def damaged(text: str) -> dict[str, str]:
+    """Texts of plan.json that hold no plan."""
+    plan = json.loads(text)
+    return {
+        "nothing": "",
+        "half of it": text[: len(text) // 2],
+        "a list": "[]",
+        "no object": "3",
+        "deep": "[" * 100_000,
+        "empty": "{}",
+        "a field less": json.dumps({k: v for k, v in plan.items() if k != "lanes"}),
+        "a field more": json.dumps({**plan, "more": 64}),
+        "text for bytes": json.dumps({**plan, "live_bytes": "much"}),
+        "a fraction": json.dumps({**plan, "tile_values": 0.5}),
+        "no blocks": json.dumps({**plan, "blocks": [{}]}),
+    }
+
+
+def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch)
+    path = stopped / "plan.json"
+    before = adapter(stopped)
+    for what, text in damaged(path.read_text()).items():
+        path.write_text(text)
+        with pytest.raises(BundleError, match=r"plan\.json is damaged: ") as refused:
+            start.resume(stopped, Events())
+        assert refused.value.exit_code == 4, what
+        assert len(str(refused.value)) < 1000, what
+        assert path.read_text() == text, what
+    path.unlink()
+    with pytest.raises(BundleError, match=r"plan\.json"):
+        start.resume(stopped, Events())
+    assert adapter(stopped) == before
+
+
+@pytest.mark.parametrize("relief", [True, False])
+def test_heap_reliefs_are_counted_in_the_summary(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relief: bool
+) -> None:
+    """The process of the tests is far beyond the plan, so that every relief there may be comes."""
+    on(monkeypatch)
+    calls: list[None] = []
+    monkeypatch.setattr(start, "trim_heap", lambda: calls.append(None))
+    config = TrainConfig(
+        bundle=str(tiny("gemma3").path), data="random:5", output=str(tmp_path / "run"),
+        max_seq_length=64, budget="40MB", steps=3, heap_relief=relief,
+    )  # fmt: skip
+    summary = start.train(config, Events())
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert bool(summary["heap_reliefs"]) == relief
+    assert 0 <= len(calls) - summary["heap_reliefs"] <= 3  # the last came after the summary
