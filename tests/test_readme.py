@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.runs import here
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -39,19 +40,14 @@ def scripts(text: str) -> list[str]:
 @cache
 def flags_of(command: str) -> frozenset[str]:
     """The flags in a command's own help; fails where there is no such command."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ondevice", command, "--help"], capture_output=True, text=True
-    )
+    done = here(command, "--help")
     assert done.returncode == 0, f"ondevice {command}: {done.stderr}"
     return frozenset(FLAG.findall(done.stdout)) | {"--help"}
 
 
 @cache
 def commands() -> tuple[str, ...]:
-    done = subprocess.run(
-        [sys.executable, "-m", "ondevice", "--help"], capture_output=True, text=True
-    )
-    return tuple(re.findall(r"^    ([a-z]+) +\w", done.stdout, re.MULTILINE))
+    return tuple(re.findall(r"^    ([a-z]+) +\w", here("--help").stdout, re.MULTILINE))
 
 
 def said(page: Path) -> list[str]:

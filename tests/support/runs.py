@@ -29,6 +29,8 @@ def here(*arguments: object) -> subprocess.CompletedProcess[str]:
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
             code = main(words)
+    except SystemExit as end:  # after --help
+        code = int(end.code or 0)
     finally:
         signal.signal(signal.SIGTERM, handler)
         prepare()  # exports have the heap kept otherwise
