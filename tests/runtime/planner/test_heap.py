@@ -1,4 +1,4 @@
-"""What the C library's heap keeps beyond what is alive: each of the machine's values, where it counts.
+"""What the C library's heap keeps beyond what is alive: each of the machine's values.
 
 What the values are is measured (`ondevice bench machine`); here is what the planner makes of them.
 """
