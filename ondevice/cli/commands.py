@@ -119,7 +119,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     from runtime.run.start import machine_of, plan_training
 
     machine = machine_of(config.machine)
-    plan = plan_training(config, open_bundle(config.bundle), machine)
+    with task_bar("row"), step_bar():  # which training has in its process, and plans for
+        plan = plan_training(config, open_bundle(config.bundle), machine)
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
