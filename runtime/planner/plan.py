@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -50,6 +50,9 @@ LEVELS = (
 )
 DEQUANTIZED_FROM = 3  # of LEVELS, on a CPU: larger tiles and scores leave its caches
 
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
 
 class Request(msgspec.Struct, frozen=True):
     """What is to be planned, besides the method's demand and the machine.
@@ -68,35 +71,37 @@ class Request(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan, in bytes; `predicted_peak_bytes` is the sum of what is alive at the worst moment."""
 
-    budget_bytes: int
-    predicted_peak_bytes: int
-    minimum_bytes: int
-    process_bytes: int  # the process, its BLAS, opened graphs and the prefetch thread
-    adapter_bytes: int
-    gradient_bytes: int
-    live_bytes: int
-    slack_bytes: int  # of the heap, where freed memory goes back to it
-    cache_bytes: int  # of MLX, where it keeps freed memory itself
-    mapped_value_bytes: int  # of the largest value that is mapped where it is long; 0 for none
-    value_bytes: int  # of the largest value of all tokens: so far MLX may allocate beyond a limit
-    scratch_disk_bytes: int
+    budget_bytes: Natural
+    predicted_peak_bytes: Natural
+    minimum_bytes: Natural
+    process_bytes: Natural  # the process, its BLAS, opened graphs and the prefetch thread
+    adapter_bytes: Natural
+    gradient_bytes: Natural
+    live_bytes: Natural
+    slack_bytes: Natural  # of the heap, where freed memory goes back to it
+    cache_bytes: Natural  # of MLX, where it keeps freed memory itself
+    mapped_value_bytes: Natural  # of the largest value that is mapped where it is long; 0 for none
+    value_bytes: (
+        Natural  # of the largest value of all tokens: so far MLX may allocate beyond a limit
+    )
+    scratch_disk_bytes: Natural
     bucket: int
-    rows: int
-    accumulation: int
+    rows: Count
+    accumulation: Count
     arithmetic: str
-    tile_values: int
-    query_block: int
-    tile_tokens: int  # that an MLP takes at once
-    chunk_rows: int
+    tile_values: Count
+    query_block: Count
+    tile_tokens: Count  # that an MLP takes at once
+    chunk_rows: Count
     hold: bool
     prefetch: bool
     adapter_dtype: str
-    lanes: int  # hidden states of training side by side in a block's forward
-    evaluation_lanes: int
-    kept_layers: int  # of the last layers, which keep what they would recompute (not in tiles)
-    kept_bytes: int  # what that adds to the peak
-    materialized_layers: int  # of the first layers, whose weights stay dequantized
-    materialized_bytes: int
+    lanes: Count  # hidden states of training side by side in a block's forward
+    evaluation_lanes: Count
+    kept_layers: Natural  # of the last layers, which keep what they would recompute (not in tiles)
+    kept_bytes: Natural  # what that adds to the peak
+    materialized_layers: Natural  # of the first layers, whose weights stay dequantized
+    materialized_bytes: Natural
     blocks: tuple[BlockPeak, ...]
 
     @property

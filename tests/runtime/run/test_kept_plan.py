@@ -218,6 +218,9 @@ def damaged(text: str) -> dict[str, str]:
         "a field more": json.dumps({**plan, "more": 64}),
         "text for bytes": json.dumps({**plan, "live_bytes": "much"}),
         "a fraction": json.dumps({**plan, "tile_values": 0.5}),
+        "no queries at once": json.dumps({**plan, "query_block": 0}),
+        "fewer than no rows": json.dumps({**plan, "chunk_rows": -5}),
+        "less than nothing": json.dumps({**plan, "live_bytes": -1}),
         "no blocks": json.dumps({**plan, "blocks": [{}]}),
     }
 
