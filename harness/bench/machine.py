@@ -8,6 +8,7 @@ to `ondevice plan --machine` and `ondevice train --machine`; everything works wi
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from harness.bench.benchmark import Bench, Benchmark, Row, measured_variant, megabytes
+from harness.bench.benchmark import (
+    Bench,
+    Benchmark,
+    Row,
+    failed_line,
+    measured_variant,
+    megabytes,
+)
 from harness.bench.targets import PREDICTED_UNDER
 from harness.measure.command import ondevice
 from harness.measure.repeats import Outcome
@@ -41,14 +49,14 @@ def _rows(bench: Bench) -> Iterator[Row]:
         variants = [replace(one, heap_relief=False) for one in bench.ours(*METHODS)]
         outcomes = bench.in_turn(bundle, length, variants, lambda summary: _extra(bundle, summary))
         return {
+            "speeds": _speeds(),
             "variants": [
                 measured_variant(variant, outcome) | {"extra_bytes": _most(outcome)}
                 for variant, outcome in outcomes.items()
-            ]
+            ],
         }
 
-    yield from bench.rows(measured)
-    yield {"model": "speeds", "tokens": 0, "failed": None, "speeds": _speeds()}
+    return bench.rows(measured)
 
 
 def _most(outcome: Outcome) -> int | None:
@@ -138,6 +146,8 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
     cells: list[tuple[str, ...]] = [
         ("model", "tokens", "method", "budget", "peak MB", "beyond what is alive MB")
     ]
+    for row in rows:
+        cells += failed_line(row, cells[0])
     cells += [
         (
             *(row["model"], str(row["tokens"]), one["method"], one["budget"]),
@@ -148,8 +158,10 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
         for one in row.get("variants", ())
     ]
     speeds: list[tuple[str, ...]] = [("speed", "value")]
-    for row in rows:
-        speeds += [(name, f"{value:.3g}") for name, value in row.get("speeds", {}).items()]
+    measured = [row["speeds"] for row in rows if "speeds" in row]
+    for name in measured[0] if measured else ():
+        middle = statistics.median(row[name] for row in measured)
+        speeds.append((name, f"{middle:.3g}"))
     return [
         Table("Constants for `--machine`", shares, 1),
         Table("What they were fitted to", cells, 4),

@@ -117,9 +117,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     from ondevice.bundle.store import open_bundle
     from ondevice.cli.describe import describe_plan
     from runtime.run.start import machine_of, plan_training
+    from runtime.system.footprint import Meter
 
     machine = machine_of(config.machine)
-    with task_bar("row"), step_bar():  # which training has in its process, and plans for
+    # as in `_train`: the plan counts what the process has loaded
+    with task_bar("row"), step_bar(), Meter():
         plan = plan_training(config, open_bundle(config.bundle), machine)
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))

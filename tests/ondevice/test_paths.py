@@ -70,7 +70,7 @@ TRAIN = ["train", "BUNDLE", "--max-seq-length", "16", "--steps", "1"]
         ["eval", "BUNDLE", "--max-seq-length", "16", "--data", "ODD/train.txt"],
         ["eval", "BUNDLE", "--max-seq-length", "16", "--data", "random:0", "--adapter", "ODD"],
         ["generate", "ODD", "--prompt", "a"],
-        ["generate", "BUNDLE", "--prompt", "ODD"],
+        ["generate", "BUNDLE", "--prompt", "NAME"],
     ],
     ids=lambda arguments: " ".join(arguments),
 )
@@ -86,7 +86,12 @@ def test_commands_refuse_paths_that_are_no_text(
     (odd / "train.txt").write_text("some text")
     (odd / "config.toml").write_text('bundle = "nowhere"\ndata = "random:0"\n')
     before = listing(tmp_path)
-    places = {"BUNDLE": str(origin.path), "ODD": str(odd), "ODD/train.txt": f"{odd}/train.txt"}
+    places = {
+        "BUNDLE": str(origin.path),
+        "ODD": str(odd),
+        "NAME": odd.name,
+        "ODD/train.txt": f"{odd}/train.txt",
+    }
     places |= {f"ODD/{name}": f"{odd}/{name}" for name in ("bundle", "run")}
     assert main([places.get(argument, argument) for argument in arguments]) == 2
     said = capsys.readouterr().err

@@ -184,11 +184,17 @@ def test_without_relief_every_combination_is_also_trained_without_it(
     seen: list[bool] = []
 
     def refuses(settings: Any, run: Path) -> dict[str, Any]:
-        seen.append(settings.get("heap_relief", True))
+        seen.append(True)
         raise BudgetError(f"no room in {run}; give more")
+
+    def refuses_too(bundle: str, *flags: str, module: str) -> str:
+        assert module == "harness.bench.unaided_process"
+        seen.append(False)
+        raise BudgetError(f"no room with {' '.join(flags)}; give more")
 
     monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path / "b" / MODEL)
     monkeypatch.setattr(benchmark, "measure_training", refuses)
+    monkeypatch.setattr(benchmark, "ondevice", refuses_too)
     output = tmp_path / "found.json"
     given = {"models": MODEL, "seq_lens": "16", "budget": "1GB", "bundles": str(tmp_path / "b")}
     config = BenchConfig(name="prediction", without_relief=True, output=str(output), **given)

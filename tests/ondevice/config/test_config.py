@@ -260,11 +260,9 @@ def test_help_is_in_groups_in_their_order() -> None:
     assert "MeZO" not in short.format_help()
 
 
-def test_planning_takes_what_training_takes_and_another_machine() -> None:
+def test_planning_takes_what_training_takes() -> None:
     plan, train = ({one.name for one in fields(cls)} for cls in (PlanConfig, TrainConfig))
-    assert plan - train == {"machine"} and "heap_relief" in train
-    with pytest.raises(UsageError, match="unknown key 'machine'"):
-        load(TrainConfig, None, {**TRAIN, "machine": "mac.json"})
+    assert plan < train and {"machine", "heap_relief"} <= train and "machine" in plan
 
 
 def test_methods_are_those_of_the_list() -> None:

@@ -30,7 +30,9 @@ STATUS = (
 def touched(size_bytes: int) -> mmap.mmap:
     """Anonymous memory, every page of it written."""
     block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.write(b"\1" * size_bytes)
+    page = b"\1" * mmap.PAGESIZE
+    for _ in range(size_bytes // mmap.PAGESIZE):  # at once it might be a heap's
+        block.write(page)
     return block
 
 
