@@ -21,7 +21,7 @@ from runtime.planner.plan import LEVELS, Plan
 from runtime.system.machine import Heap, Machine
 
 Tiny = Callable[..., Bundle]
-NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
 SIZES = Sizes(2048, 16, 0, most_tokens=64)
 
 
@@ -106,11 +106,13 @@ def test_what_is_kept_and_materialized_has_shares_of_its_own(tiny: Tiny) -> None
     assert kept.materialized_bytes == bare.materialized_bytes
     assert materialized.kept_bytes == bare.kept_bytes
     assert materialized.materialized_bytes == pytest.approx(1.5 * bare.materialized_bytes, rel=1e-6)
+    flat = plan_of(manifest, task, PLENTY, with_heap(flat_beside_materialized_bytes=12_345))
+    assert flat.materialized_bytes == bare.materialized_bytes + 12_345
 
 
 def test_mlx_s_own_allocator_has_no_heap(tiny: Tiny) -> None:
     manifest, task = tiny("gemma3").manifest, task_of(64)
-    large = Heap(10**9, 9.0, 9.0, 9.0, 9.0, 9.0)
+    large = Heap(10**9, 9.0, 9.0, 9.0, 9.0, 9.0, 10**9)
     with_one = msgspec.structs.replace(MAC, heap=large)
     assert plan_of(manifest, task, PLENTY, with_one) == plan_of(manifest, task, PLENTY, MAC)
 

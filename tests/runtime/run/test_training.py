@@ -16,6 +16,7 @@ import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
 from support.runs import COMMAND, adapter, here, ondevice, train_arguments
+from support.shared import Shared
 
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
@@ -127,13 +128,26 @@ def _latest(run: Path) -> str:
     return max((path.name for path in run.glob("saves/step-*")), default="")
 
 
+@pytest.fixture
+def whole(bundle: Path, shared: Shared) -> Path:
+    """A run of 120 steps that nothing interrupted."""
+
+    def train(path: Path) -> None:
+        done = ondevice(*train_arguments(bundle, path, 120, save_every=0))
+        assert done.returncode == 0, done.stderr
+
+    return shared("a run of 120 steps", train)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_save_and_leave(bundle: Path, tmp_path: Path, number: signal.Signals) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    options = {"steps": 120, "save_every": 0}
-    assert ondevice(*train_arguments(bundle, whole, **options)).returncode == 0
+def test_signals_save_and_leave(
+    bundle: Path, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    stopped = tmp_path / "stopped"
     process = subprocess.Popen(
-        [*COMMAND, *train_arguments(bundle, stopped, **options)], stderr=subprocess.PIPE, text=True
+        [*COMMAND, *train_arguments(bundle, stopped, 120, save_every=0)],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     while not (stopped / "metrics.jsonl").exists() or not (stopped / "metrics.jsonl").read_text():
         assert process.poll() is None
