@@ -175,11 +175,15 @@ class Planner:
             for lanes in demand.lanes:
                 plan = self.predict(request, demand, level, budget_bytes, smallest, lanes)
                 spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-                if spare >= -READING_BYTES:
+                if spare >= 0:
                     generous = level is levels[0] and request.layout == "budget"
                     return (
                         self._with_spare(request, demand, level, plan, spare) if generous else plan
                     )
+        for level in levels:
+            plan = self.predict(request, demand, level, budget_bytes, smallest)
+            if plan.predicted_peak_bytes - READING_BYTES <= MARGIN * budget_bytes:
+                return plan
         raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
 
     def predict(
