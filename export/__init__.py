@@ -1,1 +1,1 @@
-"""From a checkpoint to a bundle: the only package that knows foreign formats and models."""
+"""From a checkpoint to a bundle: the only package that reads checkpoint formats and models."""

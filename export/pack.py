@@ -1,4 +1,4 @@
-"""Exporting: a checkpoint is cut into blocks, quantized, traced, and written as a bundle.
+"""The export: cuts a checkpoint into blocks, quantizes and traces it, and writes a bundle.
 
 Weights pass through memory one slice of a tensor at a time.
 """
@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]  # (what is written, how much is done
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """A progress callback that shows nothing."""
 
 
 def export_bundle(config: ExportConfig, progress: Progress = no_progress) -> Bundle:
@@ -48,7 +48,7 @@ def export_bundle(config: ExportConfig, progress: Progress = no_progress) -> Bun
     Raises:
         BundleError: the checkpoint is damaged or its architecture unsupported.
         StorageError: the disk is full; nothing is left behind.
-        UsageError: the destination exists, or the settings do not fit the model.
+        UsageError: the destination exists, or the settings do not suit the model.
     """
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:
@@ -162,7 +162,7 @@ class _Tensors:
         self.total = sum(math.prod(checkpoint.shape(n)) for n in checkpoint.names())
 
     def check_space(self, cut: Cut) -> None:
-        """Raise StorageError where the disk has too little space, before anything is written."""
+        """Raise StorageError if the disk has too little space, before anything is written."""
         bits = self.config.bits + 16 / self.config.group_size
         needed = int(self.total * bits / 8)
         free = shutil.disk_usage(self.writer.folder).free

@@ -1,4 +1,4 @@
-"""Retracing: a bundle's graphs are written again for another MLX or device; its weights stay."""
+"""Retracing: writes a bundle's graphs again, for another MLX or device; the weights stay."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ondevice.operations.program import BlockType
 def retrace(path: str | Path, device: str = "auto", progress: Progress = no_progress) -> Bundle:
     """Replace a bundle's graphs by ones for the MLX that is installed and for `device`.
 
-    The new graphs are written beside the old ones before the manifest is replaced, in one step.
+    The new graphs are written to another folder before the manifest is replaced, in one step.
 
     Raises:
-        BundleError: the mlx-lm that is installed cuts the model into other programs.
+        BundleError: with the installed mlx-lm, the model would have other programs.
         UsageError: another process is using or retracing the bundle.
     """
     lock = lock_bundle(open_bundle(path).path, alone=True)
@@ -76,7 +76,7 @@ def _retrace(path: str | Path, device: str, progress: Progress) -> Bundle:
 
 
 def _needs(block_type: BlockType) -> tuple[object, ...]:
-    """What must stay as it was: a block type's values, and the weights that it reads."""
+    """What must not change: a block type's values, and the weights that it reads."""
     return (
         block_type.values,
         block_type.parameters,

@@ -1,7 +1,7 @@
 """The training methods by name: where each one's code is, and what a comparison tries for it.
 
-The names stand here and nowhere else: what code has to know of a method it asks of the module that
-METHODS names, or of a table such as SEARCHES. The order is that of tables and plots.
+Methods are named here and nowhere else. Other code asks the module that METHODS names, or a table
+such as SEARCHES, and does not compare names. Tables and plots show the methods in this order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ METHODS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Search:
-    """What `ondevice compare` does with a method where nothing else is asked for.
+    """The defaults of `ondevice compare` for one method.
 
-    `values` are training options with the values to try, every combination of them;
-    `sweep_steps` is how long each is tried; `most_steps` bounds a run that nothing but a target
-    loss would end.
+    `values` maps training options to the values to try, in every combination; each combination
+    is tried for `sweep_steps` steps; `most_steps` limits a run that otherwise ends only at a
+    target loss.
     """
 
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

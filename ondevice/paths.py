@@ -16,7 +16,7 @@ def text_path(path: str | Path) -> Path:
     """`path` itself, if it is valid UTF-8.
 
     Raises:
-        UsageError: its full name has bytes that are not UTF-8, or a null byte.
+        UsageError: the absolute path is not valid UTF-8, or has a null byte.
     """
     try:
         os.path.realpath(path).encode()

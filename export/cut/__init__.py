@@ -1,1 +1,1 @@
-"""Cutting a model of mlx-lm into programs of operations and elementwise graphs."""
+"""Cutting an mlx-lm model into programs of operations and elementwise graphs."""

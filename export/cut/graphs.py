@@ -1,7 +1,7 @@
 """Elementwise graphs: what a model computes between two products, and its vjp, as functions.
 
-Both are reduced to the inputs that they depend on, so that what a backward pass does not need is
-not kept for it.
+Both take only the inputs on which they depend, so that no value is kept for a backward pass that
+does not need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILING_PAYS = 0.5
 
 @dataclass(frozen=True)
 class ElementwiseGraph:
-    """An operation's functions to serialize, and their inputs' shapes; the same at any bucket."""
+    """The functions of an elementwise operation and the shapes of their inputs, for any bucket."""
 
     operation: Elementwise
     forward: Function
@@ -36,7 +36,7 @@ class ElementwiseGraph:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """What `cut_graph` returns.
+    """An elementwise graph as `cut_graph` returns it.
 
     parameters: shapes of the small tensors that the graph takes, by name.  signature: equal for
     equal computations.
@@ -65,7 +65,7 @@ def cut_graph(
         parameters: shapes of the small tensors that it may read.
         targets: names of what it computes.
         values: shapes of all named values, the targets among them; "x" is the hidden state.
-        stage: called with arrays and, as `_keys`, their names; what it lacks it takes for zeros.
+        stage: called with arrays and, as `_keys`, their names; missing arrays are zeros.
         tokens: the length to trace at. The functions hold at any length.
     """
     shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
@@ -150,7 +150,7 @@ def cut_graph(
 
 
 def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
-    """For each gradient the cotangent or the earlier gradient whose array it is, or ""."""
+    """For each gradient the cotangent or earlier gradient that is the same array, or ""."""
     found = []
     for passed, first in zip(vjp.passes, vjp.same, strict=True):
         if passed is not None and inputs[passed].startswith("~"):

@@ -1,10 +1,10 @@
-"""Cutting a model of mlx-lm into blocks: its products and attention, and graphs of what is between.
+"""Cutting an mlx-lm model into blocks of matrix products, attention and elementwise graphs.
 
-The model is run over taps (see `export.cut.taps`), which record its matrix products and attention
-in order, and what reaches each of them. What it computes in between is traced and becomes
-elementwise graphs. Nothing here knows an architecture. What a program cannot express is refused: a
-matrix outside linear layers, an operation between two layers, a mask that is neither causal nor a
-sliding window.
+The model runs over taps (see `export.cut.taps`), which record its matrix products and attention in
+order, with their inputs. What the model computes between these is traced and becomes elementwise
+graphs. Nothing here is specific to an architecture. A model that a program cannot express is
+refused: if it has a matrix outside linear layers, an operation between two layers, or a mask that
+is neither causal nor a sliding window.
 """
 
 from __future__ import annotations

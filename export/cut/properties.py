@@ -30,7 +30,7 @@ ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
 def treats_tokens_alike(
     function: Function, inputs: Sequence[str], outputs: Sequence[str], shapes: dict[str, Shape]
 ) -> bool:
-    """Whether the function of all tokens gives what it gives for each half of them alone.
+    """Whether the function gives the same results for all tokens at once and for each half.
 
     Norms, activations and residual sums do; rotary embeddings depend on the position. `inputs` and
     `outputs` are names whose shapes are in `shapes`; a parameter, named `@name`, has no tokens.
@@ -61,7 +61,7 @@ def treats_tokens_alike(
 
 
 def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -> Activation:
-    """The activation f where `forward` is f(g) * u of (g, u), or "" where it is no known one.
+    """The activation f if `forward` computes f(g) * u for (g, u), or "" if no known f does.
 
     Values and gradients must both be those of MLX's own f.
 

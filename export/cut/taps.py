@@ -1,8 +1,8 @@
 """Taps: stand-ins for a model's embedding, linear layers, attention and transformer layers.
 
-A tap computes nothing. It records what it was called with and returns zeros, so that running the
-model shows the order of its products and what reaches each of them; or it returns arrays that it
-was given, so that what the model computes between two products can be traced.
+A tap computes nothing. It records its inputs and returns zeros, so that running the model shows the
+order of its products and the inputs of each. Or it returns given arrays, so that what the model
+computes between two products can be traced.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SHORTEST_PROBE = 13
 
 
 def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
-    """A sequence length that no other dimension of an array in the model can equal.
+    """A sequence length that differs from every other dimension of an array in the model.
 
     Other dimensions are sizes in its configuration or parameters, or factors of them (a matrix of
-    416 rows may be 13 heads of 32), so the length is the first that divides none of these.
+    416 rows may be 13 heads of 32). So the length is the smallest that divides none of these.
     """
     sizes = {value for value in config.values() if type(value) is int and value > 0}
     sizes |= {size for _, value in tree_flatten(model.parameters()) for size in value.shape}
@@ -36,7 +36,7 @@ def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tap: its name in the model, the arrays it was given, the one it returned."""
+    """One call of a tap: the layer's name in the model, its inputs, and the returned array."""
 
     name: str
     inputs: tuple[mx.array, ...]
@@ -44,7 +44,7 @@ class Call:
 
 
 class EmbeddingCall(Call):
-    """A look-up of tokens; it has no inputs, since token ids are no activations."""
+    """A look-up of tokens; it has no inputs, since token ids are not activations."""
 
 
 class LayerCall(Call):
@@ -73,7 +73,7 @@ class Tape:
         self._outputs = outputs
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
-        """What the next call is to return, where its result has this shape."""
+        """The array that the next call returns, of this shape."""
         return mx.zeros(shape) if self._outputs is None else self._outputs[len(self.calls)]
 
     def record(self, call: Call) -> mx.array:
@@ -138,7 +138,7 @@ MASK = "causal"  # what a layer is given for a mask while it is cut
 
 
 class Taps:
-    """A model with taps in place; `tape` is where they record to now.
+    """A model with its taps in place, which record to the current `tape`.
 
     `probe` is the sequence length to run the model at: no other dimension has this size, so an axis
     of it is the tokens'.

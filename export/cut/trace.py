@@ -23,12 +23,12 @@ Function = Callable[..., list[mx.array]]
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace tells about a function, of each output in order.
+    """Facts about a traced function; each list has one entry for each output.
 
     Attributes:
         depends: the positions of the inputs that the output depends on.
-        passes: the position of the input that the output is, untouched; or None.
-        same: the position of the first output that is the same array; None where it is the first.
+        passes: the position of the input that the output is, unchanged; or None.
+        same: the position of the first output that is the same array; None if it is the first.
         output_shapes: the output's shape.
         signature: equal for equal computations: primitives, arguments, shapes and constants.
         workspace_bytes: the peak of what MLX allocates to evaluate the graph, less its outputs.

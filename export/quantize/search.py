@@ -23,7 +23,7 @@ STRETCH = {4: np.linspace(-0.15, 0.45, 19), 8: np.linspace(-0.01, 0.03, 5)}
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized rows, and what quantizing did to them.
+    """Quantized rows, and the errors of the quantization.
 
     packed: (R, C * bits / 32).  scales: (R, C / group_size).  square_sum, error_sum: of the squares
     of the values and of the errors.  error_max: the largest error's magnitude.

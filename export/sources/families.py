@@ -1,7 +1,7 @@
 """The architectures that can be exported, and their configurations as mlx-lm spells them.
 
-Invariant: mlx-lm understands a configuration that leaves here as the original library understands
-the one that came in; a setting that mlx-lm would silently ignore is refused by name.
+Invariant: the returned configuration means to mlx-lm what the given one means to the original
+library. A setting that mlx-lm would silently ignore is refused by name.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
     """mlx-lm's own model for a normalised configuration, with random parameters.
 
-    They are lazy: one takes memory only when it is evaluated. Raises BundleError where the model
-    class cannot be built from the configuration.
+    The parameters are lazy: each takes memory only when it is evaluated. Raises BundleError where
+    the model class cannot be built from the configuration.
     """
     try:
         module = importlib.import_module(f"mlx_lm.models.{family}")

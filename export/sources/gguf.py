@@ -1,8 +1,8 @@
-"""A GGUF file as a model source: what llama.cpp's converter changed is changed back.
+"""A GGUF file as a checkpoint, with the changes of llama.cpp's converter undone.
 
-It renames the tensors, adds 1 to Gemma's norm weights, and reorders the query and key rows of
-llama. All three are undone here, so that rows are what the original checkpoint held, up to the
-file's quantization.
+The converter renames the tensors, adds 1 to Gemma's norm weights, and reorders the query and key
+rows of llama. All three are undone here, so that rows equal those of the original checkpoint, up to
+the file's quantization.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as a Hugging Face configuration."""
+"""Converts the metadata of a GGUF file to a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _rope_scaling(file: GGUFFile, arch: str, head_dim: int, where: str) -> dict[
 
 
 def llama3_factors(base: float, head_dim: int, scaling: dict[str, Any]) -> F32:
-    """What Llama 3 divides each rotary frequency by, (head_dim / 2,)."""
+    """The factors (head_dim / 2,) by which Llama 3 divides the rotary frequencies."""
     wavelength = 2 * np.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     length, factor = scaling["original_max_position_embeddings"], scaling["factor"]

@@ -1,4 +1,4 @@
-"""One GGUF file, mapped: its metadata as Python values, its tensors dequantized by rows.
+"""One memory-mapped GGUF file: its metadata as Python values, its tensors dequantized by rows.
 
 The gguf library dequantizes, but does not read the header: its reader keeps an array object for
 each token of the vocabulary. For Gemma 3's 262 thousand tokens it took 27 s and 715 MB, where this

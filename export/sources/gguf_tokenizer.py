@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF file's metadata as Hugging Face tokenizer files.
+"""Converts the vocabulary in a GGUF file's metadata to Hugging Face tokenizer files.
 
 There are two sorts: SentencePiece ("llama"), whose merges follow from the scores of its tokens, and
 byte-level BPE ("gpt2"), whose merges are stored. Invariant: a token keeps its id.
@@ -143,7 +143,7 @@ def _token(metadata: dict[str, Any], key: str, tokens: Sequence[str], where: str
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """Token -> id; of two tokens that are spelled alike, the first one's."""
+    """Ids by token; if two tokens have the same text, the id of the first."""
     vocabulary: dict[str, int] = {}
     for index, token in enumerate(tokens):
         vocabulary.setdefault(token, index)

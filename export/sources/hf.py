@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a model source: config.json, safetensors files and a tokenizer.
+"""A Hugging Face folder as a checkpoint: config.json, safetensors files and a tokenizer.
 
 The weights may be floats or quantized by MLX.
 """
@@ -36,7 +36,7 @@ _TEXT_MODEL = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 class HFCheckpoint(Checkpoint):
     """A folder with config.json and safetensors files (F32, F16, BF16, or MLX affine 4 and 8 bits).
 
-    Raises BundleError where a file is missing, truncated or inconsistent, or holds other tensors
+    Raises BundleError if a file is missing, truncated or inconsistent, or holds other tensors
     than the configuration implies.
     """
 

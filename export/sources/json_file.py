@@ -1,4 +1,4 @@
-"""A JSON object from a file of a checkpoint folder."""
+"""Reads a JSON object from a file of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.errors import BundleError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds. Raises BundleError where it is missing or holds no object."""
+    """The object that a file holds. Raises BundleError if it is missing or holds no object."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

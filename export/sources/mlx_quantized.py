@@ -1,4 +1,4 @@
-"""Matrices that MLX has quantized already: how each is packed, and whether its parts fit together.
+"""Matrices that MLX has already quantized: how each is packed, and checks of its parts.
 
 Such a matrix is three tensors: "weight", packed integers, and "scales" and "biases" of each group.
 """

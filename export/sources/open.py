@@ -1,4 +1,4 @@
-"""Opening a model source by what the user wrote: a folder, a GGUF file, a hub id, random:PRESET."""
+"""Opening the checkpoint that a user names: a folder, a GGUF file, a hub id, random:PRESET."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HUB_FILES = ["config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES]
 
 
 def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:
-    """Open a model source. Names and shapes are checked; no weights are read yet.
+    """Open a checkpoint. Names and shapes are checked; no weights are read yet.
 
     Args:
-        source: a Hugging Face folder; a .gguf file; "random:PRESET"; or, where there is no such
+        source: a Hugging Face folder; a .gguf file; "random:PRESET"; or, if there is no such
             path, a hub id "org/name".
         seed: of random weights; other sources do not use it.
 

@@ -1,4 +1,4 @@
-"""Models with random weights in the shapes of published ones: for time, memory and tests.
+"""Random weights in the shapes of published models, to measure time and memory, and for tests.
 
 Invariant: a row depends on the seed, the tensor's name and the row's number, not on which rows are
 read with it.

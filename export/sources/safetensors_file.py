@@ -1,4 +1,4 @@
-"""One safetensors file: its tensors, to be read by rows as NumPy arrays.
+"""One safetensors file, whose tensors are read by rows as NumPy arrays.
 
 The library maps the file and checks its header: the tensors fill the file without gap or overlap,
 and each has the bytes that its shape and type need.
@@ -33,7 +33,7 @@ class StoredTensor:
     def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows start:stop of a tensor of F32, F16, BF16 or U32, as a fresh array.
 
-        They have the file's type, but for BF16, which becomes float32.
+        They have the file's type, except that BF16 becomes float32.
         """
         read_as = _READ_AS[self.dtype]
         if start == stop:  # the library refuses an empty slice
@@ -45,7 +45,7 @@ class StoredTensor:
 class SafetensorsFile:
     """A mapped safetensors file; `tensors` are its tensors by name.
 
-    Raises BundleError where the file is truncated or inconsistent.
+    Raises BundleError if the file is truncated or inconsistent.
     """
 
     def __init__(self, path: Path) -> None:

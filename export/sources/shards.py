@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint folder: one, or several that an index or their names list.
+"""The weight files of a checkpoint folder: a single file, or shards listed by an index or name.
 
 Invariant: every file that is opened lies directly in the folder, and none is missing.
 """

@@ -1,7 +1,7 @@
-"""What every model source offers: a configuration, named tensors to be read by rows, a tokenizer.
+"""The interface of checkpoints: a configuration, named tensors read by rows, and a tokenizer.
 
-Invariant: a source that is open has exactly the parameters that its family's model class needs, in
-the shapes that its configuration implies; reading rows takes no more memory than those rows.
+Invariant: an open checkpoint has exactly the parameters that its family's model class needs, in the
+shapes that its configuration implies. Reading rows takes no more memory than those rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Prequantized:
 
 
 class Checkpoint(ABC):
-    """A model source. Tensors are named as in mlx-lm, without an outer "language_model." prefix.
+    """A checkpoint. Tensors are named as in mlx-lm, without an outer "language_model." prefix.
 
     Attributes:
         family: the name of a module under mlx_lm.models.
@@ -70,7 +70,7 @@ class Checkpoint(ABC):
         """Rows start:stop of a tensor, (stop - start, in) or (stop - start,), as a fresh array."""
 
     def prequantized(self, name: str) -> Prequantized | None:
-        """The packed layout of a matrix, or None where the source holds plain numbers."""
+        """The packed layout of a matrix, or None if the source holds plain numbers."""
         self.shape(name)
         return None
 
@@ -106,7 +106,7 @@ def check_tensors(
     """Compare the names and shapes that a source has with those that its model needs.
 
     Raises BundleError that names the first tensors that are missing, of another shape, or unknown.
-    `found` is without tensors that are not the language model's, such as a vision tower's.
+    `found` must not contain tensors outside the language model, such as a vision tower's.
     """
     missing = [name for name in expected if name not in found]
     if missing:

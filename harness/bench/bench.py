@@ -1,8 +1,8 @@
 """`ondevice bench`: the benchmarks by name, and running one of them.
 
-Every figure comes from fresh processes, repeated in turn. Invariant: the JSON holds complete rows
-only and is rewritten after each; `complete` says whether it has all of them. It names the machine,
-the versions, the commit and the command, and no path of this machine.
+Every figure comes from fresh processes, and variants alternate. Invariant: the JSON holds complete
+rows only, and is rewritten after each; `complete` says whether it has all of them. It names the
+machine, the versions, the commit and the command, and no path of this machine.
 """
 
 from __future__ import annotations

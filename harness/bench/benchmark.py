@@ -1,4 +1,4 @@
-"""The parts of every benchmark: what it measures, how its processes train, how rows are shown.
+"""The base of every benchmark: what it measures, how it trains, and how its rows are shown.
 
 A benchmark makes rows, one for each model and length, and tables of those rows. Invariant: tables
 and pictures are drawn from the rows alone, which are the JSON that is written.
@@ -91,7 +91,7 @@ class Bench:
     def budget(self, bundle: Path, length: int, variant: Variant) -> str:
         """The budget that a variant trains under, as a size.
 
-        The paper's plan has nothing to choose, so its budget is the machine's memory.
+        The paper's plan does not depend on the budget, so its budget is the machine's memory.
         """
         if variant.plan == "paper":
             return str(memory_bytes())
@@ -108,7 +108,7 @@ class Bench:
         kept: Callable[[dict[str, Any]], Process],
         profile: bool = False,
     ) -> dict[Variant, Outcome]:
-        """Train every variant `--repeats` times; `kept` is what to keep of each summary."""
+        """Train every variant `--repeats` times; `kept` extracts what to keep of each summary."""
 
         def run(variant: Variant) -> Process:
             process, summary = self.train(bundle, length, variant, profile)
@@ -145,7 +145,7 @@ class Bench:
         return {"step_s": seconds[1:], **{key: summary[key] for key in keys}}, summary
 
     def _train_unaided(self, settings: Mapping[str, object]) -> tuple[Process, dict[str, Any]]:
-        """The same without giving heap memory back, and with no budget that could end it."""
+        """Train without giving heap memory back, and without ending at the budget."""
         names = ("method", "budget", "max_seq_length", "steps")
         flags = [flag(name, settings[name]) for name in names]
         flags += [flag("seed", self.config.seed), flag("scratch", str(self.runs))]
@@ -186,7 +186,7 @@ class Benchmark:
     """One entry of `ondevice bench`.
 
     `models`, `lengths` (for some models `own_lengths`) and `budgets` are measured where the command
-    line names no others; `pictures` returns PNG bytes by the end of a file's name.
+    line names no others; `pictures` returns PNG bytes by file name suffix.
     """
 
     text: str
@@ -203,12 +203,12 @@ class Benchmark:
 
 
 def place(row: Row) -> tuple[str, str]:
-    """The first cells of a line: model and tokens."""
+    """The first cells of a table line: model and tokens."""
     return row["model"], str(row["tokens"])
 
 
 def failed_line(row: Row, head: Sequence[str], at: int = 3) -> list[tuple[str, ...]]:
-    """The line of a row without measurements, its reason in cell number `at`; else none."""
+    """The table line of a row that failed, with its reason in cell `at`; none for other rows."""
     if not row["failed"]:
         return []
     blank = [""] * (len(head) - at - 1)

@@ -112,7 +112,7 @@ def layers_and_head(blocks: Sequence[Block]) -> tuple[Sequence[Block], Block]:
 
 
 def together(profiles: Sequence[Sequence[Block]]) -> list[Block]:
-    """One profile of several processes: median seconds, largest peaks."""
+    """The profiles of several processes as one: median seconds, largest peaks."""
     found: list[Block] = []
     for blocks in zip(*profiles, strict=True):
         one: Block = {"name": blocks[0]["name"]}

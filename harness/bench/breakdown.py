@@ -25,7 +25,7 @@ OTHERS = "other planned"
 
 
 def breakdown(plan: Mapping[str, Any], peak_bytes: int) -> dict[str, Any]:
-    """The bytes of each owner, and of what is not accounted for, with its share of the peak."""
+    """The bytes of each owner, and the remainder with its share of the peak."""
     owners = {name: int(plan.get(key, 0)) for key, name in OWNERS.items()}
     owners[OTHERS] = plan["predicted_peak_bytes"] - sum(owners.values())
     remainder = peak_bytes - sum(owners.values())

@@ -1,6 +1,6 @@
 """`ondevice bench curve`: the time of a step against the budget, from the smallest to 4 GB.
 
-Every budget is a fresh process, in turn. Invariant: a rise is reported only where every timed step
+Every budget runs in a fresh process. Invariant: a rise is reported only where every timed step
 of a larger budget took longer than every one of a smaller budget with another plan. Two budgets
 with the same plan show how much of a difference is noise.
 """

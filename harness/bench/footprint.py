@@ -1,4 +1,4 @@
-"""`ondevice bench footprint`: the smallest footprint of each model and length, and what holds it.
+"""`ondevice bench footprint`: the smallest footprint of each model and length, broken down.
 
 Each method trains under its smallest budget in fresh processes. Invariant: the peak is the largest
 of the processes, and the breakdown is of the process that had it.

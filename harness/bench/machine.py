@@ -1,8 +1,8 @@
 """`ondevice bench machine`: how this machine's heap behaves, and how fast it is.
 
-Short trainings that never give free memory back show what the heap holds beyond what is alive; a
-least-squares fit over them gives the shares of `runtime.system.machine.Heap`. The JSON can be given
-to `ondevice plan --machine` and `ondevice train --machine`; everything works without it.
+Short trainings that never give free memory back show how much the heap holds beyond the memory in
+use; a least-squares fit over them gives the values of `runtime.system.machine.Heap`. `ondevice plan
+--machine` and `ondevice train --machine` read the JSON; everything also works without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runtime.system.machine import Heap, Machine
 MODELS = ("gemma3-270m", "qwen2.5-0.5b")
 LENGTHS = (64, 128, 256)
 BUDGETS = ("min", "1.5xmin", "2.5xmin")
-# what the heap's extra bytes are a share of, in the order of the fit; the first is 1
+# the quantities that the heap's extra bytes are shares of; the first is 1
 FEATURES = (
     "flat_bytes",
     "share",
@@ -72,7 +72,7 @@ def _most(outcome: Outcome) -> int | None:
 
 
 def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What the footprint held beyond the process and what is alive, and what that may depend on."""
+    """The bytes beyond the process and the memory in use, and the quantities to fit them by."""
     plan = msgspec.convert(summary["plan"], Plan)
     manifest = open_bundle(bundle).manifest
     lowered = lower(manifest, plan.bucket, plan.sizes, plan.arithmetic == "packed")
@@ -105,10 +105,10 @@ def _speeds() -> dict[str, float]:
 
 
 def fit(rows: Sequence[Row]) -> Heap:
-    """The shares that explain what was measured, none below zero.
+    """The heap values that best explain the measurements, none below zero.
 
-    Least squares relative to each peak; then the flat part is raised until all but one in twenty
-    are within the target below the measured peak.
+    They minimize the squared errors relative to each peak. Then the flat part is raised until 95 %
+    of the predictions are at most `PREDICTED_UNDER` below the measured peak.
     """
     processes = [process for process in _processes(rows) if not process["mapped"]]
     names = [n for n in FEATURES if any(process["features"][n] for process in processes)]
@@ -142,7 +142,7 @@ def _processes(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def measured_machine(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the JSON holds besides its rows: the machine as plans take it, with its own heap."""
+    """The entry `measured_machine` of the JSON: this machine, with the fitted heap values."""
     processes = _processes(rows)
     if not processes:
         return {}

@@ -1,7 +1,7 @@
 """`ondevice bench peers`: our training beside the usual tools, a row for each model and length.
 
-A turn runs each program once, one after the other. Invariant: a program that cannot run is in the
-report with its reason, and no path of this machine is.
+The programs run one after the other, and then again. Invariant: a program that cannot run is in the
+report with its reason, and the report has no path of this machine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _figures(name: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
 
 
 def notes(found: Sequence[dict[str, Any]], set_before: dict[str, str]) -> list[str]:
-    """What the figures do not say by themselves."""
+    """Notes below the table, for what the figures do not show."""
     texts = [
         f"NOT OUR CHOICE: {name}={value} was set in the environment and ours ran with it; unset it "
         "to measure what ondevice chooses"

@@ -60,7 +60,7 @@ def _rows(bench: Bench) -> Iterator[Row]:
 
 
 def _reliefs(summary: dict[str, Any]) -> dict[str, Any]:
-    """How often a run gave free heap memory back; None where its summary does not say."""
+    """How often a run gave free heap memory back; None if its summary does not say."""
     return {RELIEFS: summary.get(RELIEFS)}
 
 
@@ -70,7 +70,7 @@ def _most_reliefs(outcome: Outcome) -> int | None:
 
 
 def _error(outcome: Outcome) -> float | None:
-    """Of the largest measured peak; None where none was measured."""
+    """The prediction's error as a share of the largest measured peak; None without a peak."""
     peak = most(outcome, "peak_footprint_bytes")
     if peak is None:
         return None

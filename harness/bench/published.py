@@ -1,4 +1,4 @@
-"""The papers' figures as they were printed, with the table, the device and the setting of each.
+"""Figures printed in papers, with the table, the device and the settings of each.
 
 Invariant: nothing here was measured by us. Megabytes are 10^6 bytes, as phys_footprint is printed.
 """

@@ -1,4 +1,4 @@
-"""How fast this machine computes what a training step is made of, in a process of its own."""
+"""A process that measures how fast this machine computes the parts of a training step."""
 
 from __future__ import annotations
 

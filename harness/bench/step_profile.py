@@ -1,8 +1,8 @@
-"""`ondevice bench profile`: where a step's time goes, the methods side by side.
+"""`ondevice bench profile`: where a step's time goes, for each method.
 
-Every variant runs with and without profiling, in turn: profiling evaluates the graph at every
-boundary between parts, and what that costs is measured too. Invariant: the owners and the rest
-(Python, and whatever has no owner) sum to the profiled step.
+Every variant runs with and without profiling: profiling evaluates the graph at every boundary
+between parts, and what that costs is measured too. Invariant: the owners (kinds of work) and the
+rest (Python, and all that has no owner) sum to the profiled step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The targets of this project, which measurements are compared with."""
+"""The project's targets for footprint and prediction, with which measurements are compared."""
 
 from __future__ import annotations
 

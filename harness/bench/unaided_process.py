@@ -1,7 +1,7 @@
-"""Training in a process of its own that never gives free heap memory back.
+"""A training process that never gives free heap memory back, to measure the prediction's error.
 
-`ondevice train` gives it back near the predicted peak, and stops where it passes its budget. Here
-neither happens, so that the error of the prediction itself can be seen.
+`ondevice train` gives it back near the predicted peak, and stops when it exceeds its budget. Here
+neither happens, so that the error of the prediction itself is visible.
 """
 
 from __future__ import annotations

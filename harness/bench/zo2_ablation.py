@@ -1,6 +1,6 @@
 """An ablation like ZO2's Table 3: how much slower block-wise MeZO is without each feature.
 
-Every variant is a process of `harness.bench.ablation_process`; the processes run in turn. The gain
+Every variant is a process of `harness.bench.ablation_process`; their order alternates. The gain
 from reading ahead depends on where the weights file is, so it is measured with the file in the
 system's cache, and with its pages dropped before each step.
 """

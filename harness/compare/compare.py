@@ -1,9 +1,9 @@
 """`ondevice compare`: which method reaches the wanted quality first, and what it costs.
 
 Each method runs in fresh processes, one at a time, on the same rows in the same order, from the
-same adapters, under the same budget, after a sweep over the values that its options may take.
-Invariant: what is found is a function of the run folders alone, so an interrupted comparison
-continues where it was, and a finished one is only reported again.
+same adapters, under the same budget, after a sweep over values of its options. Invariant: the
+result depends on the run folders alone, so an interrupted comparison continues where it stopped,
+and a finished one is only reported again.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Comparison:
     measure: Measure
 
     def run(self) -> dict[str, Any]:
-        """Run what is not finished yet, and write what was found; returns `compare.json`.
+        """Run what is not finished yet, and write the results; returns those of `compare.json`.
 
         Raises:
             InterruptedRunError: a signal arrived; the same command continues.
-            BudgetError, DivergedError: not one method could run.
+            BudgetError, DivergedError: no method could run.
         """
         found = {method: self._method(method) for method in self.config.method_names}
         if not any(finding.curve and finding.curve.points for finding in found.values()):
@@ -127,7 +127,7 @@ class Comparison:
         return Finding(trial, tried, chosen, outcome, reason, curve, summary, profile)
 
     def _profile(self, trial: Trial) -> dict[str, Any] | None:
-        """Where a step's time and memory go; None where the profiled run did not finish."""
+        """Where a step's time and memory go; None if the profiled run did not finish."""
         method = trial.method
         self.note(f"{method}: profile, {PROFILE_STEPS} steps")
         settings = {

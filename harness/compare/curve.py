@@ -1,4 +1,4 @@
-"""The learning curve of a run: each evaluation, with what training had cost until then.
+"""The learning curve of a run: each evaluation, with the cost of training up to it.
 
 Invariant: nothing is interpolated. A loss counts as reached at the first evaluation at or below
 it, with the steps, passes, seconds and peak memory until then; a loss that no evaluation shows is
@@ -20,7 +20,7 @@ COLUMNS = ("step", "loss", "seconds", "footprint_bytes")
 
 @dataclass(frozen=True)
 class Point:
-    """An evaluation, and what training had cost until then."""
+    """An evaluation, and the cost of training up to it."""
 
     step: int
     loss: float
@@ -60,7 +60,7 @@ class Curve:
 
 
 def read_curve(run: Path) -> Curve:
-    """The curve of a run, also of one that ended early."""
+    """The curve of the run in a folder; the run may have ended early."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     evaluations = json.loads((run / "evaluations.json").read_text())

@@ -1,4 +1,4 @@
-"""What a comparison found for one method: its sweep, its run and its profile."""
+"""The results of a comparison for one method: its sweep, its run and its profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Finding:
     """A method's sweep and its run.
 
     `chosen` is the index of the trial that was run, `outcome` "finished", "diverged" or "over
-    budget"; `curve`, `summary` and `profile` are None where the run did not get so far.
+    budget"; `curve`, `summary` and `profile` are None if the run did not get so far.
     """
 
     trial: Trial | None

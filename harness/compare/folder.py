@@ -1,4 +1,4 @@
-"""The directory of a comparison: what it holds, and whether it holds this comparison.
+"""The directory of a comparison: its files, and the check that they are of this comparison.
 
 config.toml   the settings
 sweep/   runs/   profile/   a run folder for each trial, each method, each method's profile

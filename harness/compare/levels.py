@@ -1,4 +1,4 @@
-"""The levels of a comparison: held-out losses for which it asks what each method cost to reach."""
+"""The levels of a comparison: held-out losses, whose cost it reports for each method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the way from the baseline to the goal
 
 @dataclass(frozen=True)
 class Level:
-    """A held-out loss, and what it stands for."""
+    """A held-out loss, and why it is a level."""
 
     loss: float
     meaning: str

@@ -1,4 +1,4 @@
-"""The notes below a comparison's table: what its reader has to know, and what it leaves open."""
+"""The notes below a comparison's table: its conditions, and what it does not show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RISE = 0.1  # share of the loss's fall: a larger rise after the best loss gets a
 
 
 def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
-    """What a reader of the table has to know, and what the comparison leaves open."""
+    """The notes of a comparison, one text each."""
     every = by_method(config.eval_every, int)
     said = [
         "Training seconds are those of the steps, without evaluations, saves and the sweep.",

@@ -32,7 +32,7 @@ class Trial:
 class Tried:
     """How a trial ended: "finished", "diverged" or "over budget", or "rose" in a longer run.
 
-    The losses are held-out ones, before and after its steps; None where they are not known.
+    The losses are held-out ones, before and after its steps; None if they are not known.
     """
 
     trial: Trial
@@ -53,7 +53,7 @@ def grid(config: CompareConfig, method: str) -> list[Trial]:
 
 
 def choose(tried: Sequence[Tried]) -> int | None:
-    """The index of the finished trial with the lowest held-out loss; None where there is none."""
+    """The index of the finished trial with the lowest held-out loss; None if there is none."""
     losses = [
         math.inf if one.loss is None or one.outcome != "finished" else one.loss for one in tried
     ]

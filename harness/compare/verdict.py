@@ -1,6 +1,6 @@
 """A comparison's result in a few sentences: which method was first at each level, at what cost.
 
-It is drawn from the levels alone, so it says nothing that the table below it does not show.
+It uses the levels alone, so it says nothing that the table below it does not show.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Measurements: commands in fresh processes, repeated in turn, and the machine they ran on."""
+"""Measurements: commands in fresh processes, repeated alternately, and the machine's facts."""

@@ -1,4 +1,4 @@
-"""Commands of `ondevice` in fresh processes, whose errors become ours."""
+"""Runs commands of `ondevice` in fresh processes, and raises their errors here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ondevice(*arguments: str, module: str = "ondevice") -> str:
 
 
 def flag(name: str, value: object) -> str:
-    """An option as it is typed: --no-profile, --max-seq-length=256."""
+    """An option as it is typed, such as --no-profile or --max-seq-length=256."""
     words = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{words}" if value else f"--no-{words}"
@@ -52,7 +52,7 @@ def flag(name: str, value: object) -> str:
 
 
 def _message(stderr: str) -> str:
-    """The error message at the end of a command's stderr; empty where there is none."""
+    """The error message at the end of a command's stderr; empty if there is none."""
     lines = [line.rpartition("\r")[2] for line in stderr.replace("\r\n", "\n").split("\n")]
     starts = [
         index

@@ -22,7 +22,7 @@ FIELDS = 8  # guests' time follows, which is part of user time
 
 @dataclass
 class OtherLoad:
-    """Cores that other programs kept busy on average; None where the system does not say."""
+    """Cores that other programs kept busy on average; None if the system does not say."""
 
     cores: float | None = None
 

@@ -1,4 +1,4 @@
-"""The pages of a file in the system's cache: dropping them, and measuring which share is cached.
+"""A file's pages in the system's cache: dropping them, and measuring the cached share.
 
 Dropping is a request (POSIX_FADV_DONTNEED) that does not apply to pages in use, so the share that
 stays is measured (mincore). A hypervisor's cache below this system is out of reach.

@@ -1,4 +1,4 @@
-"""A fresh process, run to its end: its output, the end of its stderr, and how it ended.
+"""Running a fresh process to its end, for its output, its last errors and its exit code.
 
 Its stderr is passed on to ours as it comes. Invariant: the process receives exactly one signal for
 each that we receive, and we outlive it. It runs in a process group of its own, so that a

@@ -1,4 +1,4 @@
-"""Repeated measurements in fresh processes, taken in turn, and statistics of them.
+"""Repeated measurements in fresh processes, with alternating variants, and their statistics.
 
 Variants run A B A B, so that a drift of the machine affects all of them alike; ratios are between
 processes of the same turn. Invariant: a variant that fails stays, with its reason.
@@ -20,7 +20,7 @@ Note = Callable[[str], None]
 
 @dataclass
 class Outcome:
-    """What a variant's processes measured, turn by turn; `failed` says why there are no more."""
+    """The measurements of a variant's processes, in order; `failed` says why they ended."""
 
     processes: list[Process] = field(default_factory=list)
     failed: str | None = None
@@ -32,9 +32,9 @@ def in_turn(
     note: Note,
     once: Collection[str] = (),
 ) -> dict[str, Outcome]:
-    """Run every variant `repeats` times, in turn; one that has failed is not tried again.
+    """Run every variant `repeats` times, alternately; a failed one is not tried again.
 
-    once: variants of which a single process is enough, in the first turn.
+    once: variants that run only once, in the first turn.
 
     Raises:
         InterruptedRunError: a signal arrived.
@@ -55,7 +55,7 @@ def in_turn(
 
 
 def reason(problem: OnDeviceError) -> str:
-    """What is wrong, without the advice on how to continue.
+    """The message of an error, without the advice on how to continue.
 
     Raises:
         InterruptedRunError: the problem is that a signal arrived, which is no failure.
@@ -66,7 +66,7 @@ def reason(problem: OnDeviceError) -> str:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """The median, the least and the most; None where there are no values."""
+    """The median, the least and the most; None if there are no values."""
     if not values:
         return None
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
@@ -85,22 +85,22 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def most(outcome: Outcome, key: str) -> int | None:
-    """The largest value of any process; None where none ran."""
+    """The largest value of any process; None if none ran."""
     return max((process[key] for process in outcome.processes), default=None)
 
 
 def time_ratio(over: Outcome, under: Outcome) -> Spread | None:
-    """How many times longer a step of `over` takes, turn by turn; None where one did not run."""
+    """How many times longer a step of `over` takes, turn by turn; None if one did not run."""
     return turn_ratio(over, under, lambda process: statistics.median(process["step_s"]))
 
 
 def turn_ratio(over: Outcome, under: Outcome, value: Callable[[Process], float]) -> Spread | None:
-    """The ratios of `value` within the turns in which both ran; None where there are none."""
+    """The ratios of `value` within the turns in which both ran; None if there are none."""
     pairs = zip(over.processes, under.processes, strict=False)
     return spread([value(a) / value(b) for a, b in pairs])
 
 
 def peak_ratio(over: Outcome, under: Outcome) -> float | None:
-    """The ratio of the largest footprints; None where one did not run."""
+    """The ratio of the largest footprints; None if one did not run."""
     a, b = (most(outcome, "peak_footprint_bytes") for outcome in (over, under))
     return a / b if a and b else None

@@ -1,1 +1,1 @@
-"""Slow, obvious reference implementations, which every fast path is compared with."""
+"""Slow, obvious reference implementations, with which every fast path is compared."""

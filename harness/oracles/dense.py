@@ -1,4 +1,4 @@
-"""A run repeated on the dense model: the same rows, optimizer and steps, without a budget.
+"""Repeats a run on the dense model: the same rows, optimizer and steps, without a budget.
 
 `python -m harness.oracles.dense RUN --steps N` repeats a run's steps on mlx-lm's own model, with
 every weight dequantized and MLX's autograd over the whole graph, evaluates as the run did, and
@@ -94,7 +94,7 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
 
 
 def differences(found: DenseRun, run: Path) -> dict[str, float]:
-    """The largest difference of a step's loss, and that of the loss after, where it is known."""
+    """The largest difference of a step's loss, and of the final held-out loss if it is known."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     steps = zip(losses, found.losses, strict=False)

@@ -1,4 +1,4 @@
-"""Perplexity of a checkpoint as it is, before our quantization.
+"""Perplexity of an unchanged checkpoint, before the export quantizes it.
 
 `python -m harness.oracles.perplexity SOURCE TOKENS --rows N` loads a checkpoint into mlx-lm's own
 model in float32 and evaluates the first N rows of a token file (a run's `valid.tokens`).

@@ -1,4 +1,4 @@
-"""One program of `harness.peers.programs`, run in a fresh process and measured.
+"""Runs one program of `harness.peers.programs` in a fresh process, and measures it.
 
 Every program trains the same shapes with random weights on the same number of random tokens: batch
 1, LoRA on every linear layer of the blocks, AdamW, and the same number of threads.
@@ -110,7 +110,7 @@ class Setup:
 
 
 def run_peer(command: Sequence[str], result: Path) -> dict[str, Any]:
-    """Run a peer's process to its end; what it left in `result`.
+    """Run a peer's process to its end; returns what it wrote to `result`.
 
     Raises:
         OnDeviceError: it could not run, with its reason.
@@ -132,7 +132,7 @@ def run_peer(command: Sequence[str], result: Path) -> dict[str, Any]:
 
 @contextmanager
 def environment(threads: int, as_it_comes: bool) -> Iterator[None]:
-    """Let child processes use `threads` threads; as it comes: without what `prepare` sets."""
+    """Let child processes use `threads` threads; `as_it_comes` undoes what `prepare` sets."""
     changes: dict[str, str | None] = dict.fromkeys(THREADS, str(threads))
     if as_it_comes:
         changes |= dict.fromkeys(PREPARED)

@@ -1,1 +1,1 @@
-"""Tables, figures and pages, whatever they show."""
+"""Tables, figures and pages for reports of any content."""

@@ -1,4 +1,4 @@
-"""A page of HTML that needs no other file: pictures are inside it, every text is escaped."""
+"""A page of HTML that needs no other file: it contains its pictures, and all text is escaped."""
 
 from __future__ import annotations
 

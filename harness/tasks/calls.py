@@ -168,7 +168,7 @@ ACTIONS = _read_table(_TABLE)
 def generate(seed: int, count: int, split: str) -> list[Example]:
     """`count` examples of a split; example i depends on (seed, split, i) alone.
 
-    Each group of `len(ACTIONS)` examples has every action once, in an order of its own. Raises
+    Each group of `len(ACTIONS)` examples has every action once, in random order. Raises
     ValueError for a split that is not one of SPLITS.
     """
     if split not in SPLITS:

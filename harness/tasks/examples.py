@@ -1,4 +1,4 @@
-"""A training example of a task, a prompt and its completion, and the JSONL file of many."""
+"""Training examples of a task, each a prompt and its completion, and their JSONL file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ondevice.files import write_atomic
 
 @dataclass(frozen=True)
 class Example:
-    """What the model sees, and what must follow (with its space)."""
+    """A prompt, and the completion that must follow (with its leading space)."""
 
     prompt: str
     completion: str

@@ -66,7 +66,7 @@ def label_accuracy(
 
 
 def word_tokens(encoder: TextEncoder, words: Sequence[str]) -> Tokens:
-    """The token of each word. Raises DataError where a word has several."""
+    """The token of each word. Raises DataError if a word has several."""
     tokens = [encoder.encode(word) for word in words]
     for word, one in zip(words, tokens, strict=True):
         if len(one) != 1:

@@ -62,7 +62,7 @@ def draw(rows: dict[str, str], count: int, seed: int) -> list[Example]:
 
 
 def prompt_of(sentence: str) -> str:
-    """What the label word completes."""
+    """The prompt for a sentence, which the label word completes."""
     return f"{sentence} It was"
 
 
@@ -85,7 +85,7 @@ def read_jsonl(file: Path) -> list[Example]:
     """The rows of a file that `prepare` wrote.
 
     Raises:
-        DataError: it is something else.
+        DataError: the file holds something else.
     """
     found = []
     try:

@@ -1,4 +1,4 @@
-"""What must hold of a manifest before any byte it points to is used."""
+"""The checks of a manifest before any byte that it refers to is used."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _check_text(manifest: Manifest) -> None:
     try:
         document = msgspec.to_builtins(manifest)
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:  # what can be read as Python's JSON need not be JSON
+    except ValueError:  # Python reads some documents that are not valid JSON
         raise BundleError(
             "manifest: a number that is not finite, or a text that is not valid Unicode"
         ) from None
@@ -134,7 +134,7 @@ def _check_layout(manifest: Manifest) -> None:
 
 
 def _check_block_type(manifest: Manifest, block_type: BlockType) -> None:
-    """Every value is made once, before it is used, and is used."""
+    """Check that every value is computed once, before it is used, and that it is used."""
     values, where = block_type.values, f"block type {block_type.name}"
     known = {block_type.input} if block_type.input else set()
     operations = block_type.operations
@@ -172,7 +172,7 @@ def _check_block_type(manifest: Manifest, block_type: BlockType) -> None:
 
 
 def _check_block(manifest: Manifest, position: int, block: Block) -> None:
-    """The embedding comes first, the head last, and every tensor is there."""
+    """Check that the embedding comes first, the head last, and that every tensor exists."""
     where = f"block {position} ({block.label})"
     block_type = manifest.block_types.get(block.type)
     if block_type is None:

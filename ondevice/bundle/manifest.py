@@ -1,7 +1,7 @@
 """The bundle's manifest: which blocks there are, their programs, and where every byte lies.
 
-Plain data. A manifest that `read_manifest` has returned is well formed; `ondevice.bundle.checks`
-says whether its references resolve, its shapes agree and its extents lie inside the weights file.
+It is plain data. `read_manifest` checks that all fields are there and of the right type;
+`ondevice.bundle.checks` checks references, shapes and the ranges of bytes in the weights file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_DEPTH = 20  # of lists and objects inside each other
 
 
 class Manifest(Record, frozen=True):
-    """All of manifest.json.
+    """The content of manifest.json.
 
     `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS` and
     `GRAPH.vjp.TOKENS`.
@@ -53,7 +53,7 @@ class Manifest(Record, frozen=True):
 
     @property
     def tables(self) -> Tables:
-        """What operations refer to by name."""
+        """The tensors and graphs to which operations refer by name."""
         return Tables(
             self.matrices,
             self.vectors,
@@ -71,7 +71,7 @@ class Manifest(Record, frozen=True):
         return tuple(n for n in names if targets == "all-linear" or n.split(".")[-1] in targets)
 
     def matrices_of(self, block: Block) -> list[Matrix]:
-        """The matrices that a block multiplies by."""
+        """The matrices by which a block multiplies."""
         return [
             self.matrices[name]
             for operation in self.block_types[block.type].operations
@@ -83,7 +83,7 @@ def read_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in the bytes of a manifest.json.
 
     Raises:
-        BundleError: naming the place in the document that is not as it must be.
+        BundleError: the document is damaged or of another version; the message names the place.
     """
     try:
         document = msgspec.json.decode(data)
@@ -106,7 +106,7 @@ def read_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _is_deeper(node: Any, depth: int) -> bool:
-    """Whether lists and objects lie deeper inside each other: they may hold anything."""
+    """Whether lists and objects are nested deeper than `depth`."""
     if not isinstance(node, dict | list):
         return False
     inside = node.values() if isinstance(node, dict) else node
@@ -114,6 +114,6 @@ def _is_deeper(node: Any, depth: int) -> bool:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """manifest.json as it is written."""
+    """The bytes of manifest.json."""
     document = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(manifest)}
     return json.dumps(document, indent=1, sort_keys=False).encode()

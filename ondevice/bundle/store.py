@@ -1,9 +1,9 @@
 """The bundle on disk: written whole or not at all, and checked before a byte of it is used.
 
 manifest.json   what `ondevice.bundle.manifest` describes; the last file written
-weights.bin     every tensor at its extent; a block's tensors lie together, page-aligned
+weights.bin     every tensor in its range of bytes; a block's tensors lie together, page-aligned
 graphs/         serialized elementwise graphs, one file per graph, direction and bucket
-tokenizer/      the tokenizer's files as Hugging Face knows them
+tokenizer/      the tokenizer's files, named as Hugging Face names them
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
-NEW, OLD = "new", "old"  # of a bundle in the making: itself, and the one that it replaces
+NEW, OLD = "new", "old"  # the unfinished bundle, and the one that it replaces
 MAX_MANIFEST_BYTES = 256 << 20
 
 
@@ -58,7 +58,7 @@ class Bundle:
             raise BundleError(f"{self.weights_path} is altered: its SHA-256 differs; export again")
 
     def verify_small(self) -> None:
-        """Check the graphs and the tokenizer, all but the weights."""
+        """Check the checksums of all files except the weights."""
         small = {g.file: g.sha256 for g in self.manifest.graphs.values()}
         small |= {name: file.sha256 for name, file in self.manifest.files.items()}
         for name, expected in small.items():
@@ -78,7 +78,7 @@ class Bundle:
 
 
 def lock_bundle(bundle: Path, alone: bool) -> int:
-    """Keep a bundle's files while they are used, or from being used: a descriptor to close.
+    """Lock a bundle, shared or (`alone`) exclusively; closing the returned descriptor unlocks it.
 
     Raises:
         UsageError: another process is using the bundle, or replacing its graphs.
@@ -101,7 +101,7 @@ def open_bundle(path: str | Path) -> Bundle:
 
     Raises:
         BundleError: not a bundle, truncated, inconsistent, or not readable.
-        UsageError: the path is no text.
+        UsageError: the path is not valid UTF-8.
     """
     folder = text_path(path)
     with reading_errors(folder / MANIFEST):
@@ -145,10 +145,10 @@ def _read_manifest(folder: Path) -> Manifest:
 class BundleWriter:
     """Builds a bundle beside its destination and moves it there in one rename.
 
-    Use as a context manager: leaving it by an exception, Ctrl-C included, removes every trace. All
-    is in a folder `.NAME.partial` that one process at a time has locked: `new` is the bundle in the
-    making. A bundle that is replaced spends the time between two renames as `old`; where a killed
-    process left it so, the next writer puts it back before it clears the folder.
+    Use it as a context manager: an exception, Ctrl-C included, removes everything that was written.
+    The unfinished bundle is the folder `.NAME.partial/new`, and one process at a time locks
+    `.NAME.partial`. A bundle that is replaced is first renamed to `.NAME.partial/old`. If a killed
+    process left it there, the next writer puts it back before it clears the folder.
     """
 
     def __init__(self, destination: Path, force: bool = False) -> None:
@@ -200,7 +200,7 @@ class BundleWriter:
             raise UsageError(f"{self.destination} is not a bundle; it is not replaced")
 
     def _locked(self) -> int:
-        """Make `.NAME.partial`, or take over what a killed process left, and lock it."""
+        """Create `.NAME.partial`, or reuse one that a killed process left, and lock it."""
         while True:
             with suppress(FileExistsError):  # not exist_ok, which looks again, and may find nothing
                 self.place.mkdir()
@@ -222,7 +222,7 @@ class BundleWriter:
                 os.close(lock)
 
     def _put_back(self) -> bool:
-        """Undo a replacement that went half-way; whether there was one."""
+        """Undo an unfinished replacement of a bundle; returns whether there was one."""
         old = self.place / OLD
         if os.path.lexists(self.destination) or not (old / MANIFEST).is_file():
             return False
@@ -240,7 +240,7 @@ class BundleWriter:
             os.close(self._lock)
 
     def _empty(self) -> None:
-        # without its manifest nobody takes for a whole bundle what is being removed
+        # without its manifest, a half-removed bundle cannot be taken for a complete one
         (self.place / OLD / MANIFEST).unlink(missing_ok=True)
         for left in self.place.iterdir():
             if left.is_dir() and not left.is_symlink():
@@ -252,7 +252,7 @@ class BundleWriter:
         self._write(bytes(-self.offset % alignment))
 
     def align_block(self) -> None:
-        """Start a block's tensors on a page of their own."""
+        """Pad to the start of a page, where the next block's tensors begin."""
         self.align(PAGE)
 
     def tensor(self, chunks: Iterable[bytes], dtype: str, shape: tuple[int, ...]) -> Extent:

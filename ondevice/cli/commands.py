@@ -1,7 +1,7 @@
 """The commands: each checks its configuration, calls `export`, `runtime` or `harness`, and prints.
 
-What a command needs is imported inside it, so that help and refusals come at once and a training
-process loads nothing of the others.
+Each handler imports what it needs, so that help and errors come at once, and a training process
+does not load the code of other commands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Command:
     """A command: its name, what it does in one line and in more, its options and its handler.
 
     `settings` is the class of its options, below `ondevice.config`: it is imported when the command
-    is typed, so that a training process carries nothing of the others. `resumes` says whether
+    is typed, so that a training process does not load the others. `resumes` says whether
     `--resume RUN` may take the place of all options.
     """
 

@@ -33,7 +33,7 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 
 
 def facts_of(bundle: Bundle) -> dict[str, Any]:
-    """What `ondevice inspect --json` prints."""
+    """The facts of a bundle, as `ondevice inspect --json` prints them."""
     m = bundle.manifest
     return {
         "bundle": str(bundle.path),
@@ -69,7 +69,7 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
 
 
 def describe_bundle(bundle: Bundle) -> str:
-    """What `ondevice inspect` prints."""
+    """A bundle as text, as `ondevice inspect` prints it."""
     m = bundle.manifest
     parameters = sum(x.rows * x.columns for x in m.matrices.values())
     graphs = sum(graph.nbytes for graph in m.graphs.values())
@@ -119,7 +119,7 @@ def _operations(block_type: BlockType) -> list[str]:
 
 
 def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
-    """What `ondevice plan` prints; `train` prints it without the blocks."""
+    """A plan as text, for `ondevice plan`, and without the blocks for `ondevice train`."""
     rows = [
         ("process and its libraries", plan["process_bytes"]),
         ("adapters of the current block", plan["adapter_bytes"]),
@@ -159,7 +159,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
 
 
 def _tiles(plan: dict[str, Any]) -> str:
-    """How much of each large operation is done at once."""
+    """The tile sizes of a plan in words."""
     bucket = plan["bucket"]
     weights = f"{plan['tile_values']} dequantized weights"
     if plan["arithmetic"] == "packed":
@@ -186,7 +186,7 @@ def describe_evaluation(result: dict[str, Any]) -> str:
 
 
 def describe_summary(summary: dict[str, Any]) -> str:
-    """What `ondevice train` ends with."""
+    """The last lines that `ondevice train` prints."""
     final = summary["final_train_loss"]
     loss = "" if final is None else f", final training loss {final:.4f}"
     speed = "no step was needed"

@@ -133,7 +133,7 @@ def _check_command(word: str) -> None:
 
 
 def _not_known(words: list[str], parser: argparse.ArgumentParser) -> str:
-    """Which arguments a command does not take, and what may have been meant."""
+    """The message for arguments that a command does not have, with similar ones."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     there = [name for name in parser._option_string_actions if name.startswith("--")]
     near = [FLAGS_ELSEWHERE.get(flag) for flag in flags if FLAGS_ELSEWHERE.get(flag) in there]

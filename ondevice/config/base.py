@@ -42,7 +42,7 @@ class Group(StrEnum):
 
 
 class Check(NamedTuple):
-    """Which values of a field's type are allowed, and how to say so."""
+    """A condition on a field's value, and the words that describe it in messages."""
 
     allows: Callable[[Any], bool]
     wanted: str
@@ -105,7 +105,7 @@ def output_option(default: Any, text: str, metavar: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Checks itself: no configuration exists with a value that is not allowed (UsageError)."""
+    """Base of configurations; creating one with a value that is not allowed raises UsageError."""
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
 
@@ -182,7 +182,7 @@ def add_arguments(
 
 
 def usage(cls: type[Config]) -> str:
-    """The arguments of a command in one line: those that are needed, and [options]."""
+    """The usage line of a command: its required arguments, and [options]."""
     words: list[str] = []
     for one in fields(cls):
         name = f"{_flag(one)} {_metavar(one)}"
@@ -261,7 +261,7 @@ def _metavar(one: Field[Any]) -> str:
 
 
 def _normal(one: Field[Any], value: Any) -> Any:
-    """A value that fits the field, as the field's own type."""
+    """A valid value, converted to the field's type."""
     if one.type == "float":
         return float(value)
     if one.type == "tuple[float, ...]":
@@ -285,7 +285,7 @@ def _shown(value: Any) -> str:
 
 
 def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
-    """What is missing from `values` or wrong in each by itself; their keys are known."""
+    """Messages for values that are missing or not allowed; all keys are known."""
     found = []
     for one in fields(cls):
         value, check = values.get(one.name, one.default), one.metadata["check"]

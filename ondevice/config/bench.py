@@ -1,7 +1,7 @@
-"""What `ondevice bench` is told to do: a configuration like those of `ondevice.config.base`.
+"""The options of `ondevice bench`.
 
-Lists (models, lengths, plans, budgets, peers) are one text with commas, each name once. A list that
-is left out is the benchmark's own: where it reproduces a paper's table, what the paper measured.
+Lists (models, lengths, plans, budgets, peers) are one text with commas, with each name once. If a
+list is left out, the benchmark's default applies: in a paper's table, what the paper measured.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TIMED = Check(lambda value: value >= 2, "2 or more: the first step of a process
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(Config):
-    """`ondevice bench`: a measurement, made on this machine."""
+    """The options of `ondevice bench`, which runs a benchmark on this machine."""
 
     positional = "name"
 
@@ -93,12 +93,12 @@ class BenchConfig(Config):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The models of the command line; empty for the benchmark's own."""
+        """The models given on the command line; empty for the benchmark's default."""
         return _parts(self.models) if self.models else ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of the command line, rising; empty for the benchmark's own."""
+        """The lengths given on the command line, ascending; empty for the benchmark's default."""
         return tuple(sorted(map(int, _parts(self.seq_lens)))) if self.seq_lens else ()
 
     @property
@@ -108,10 +108,10 @@ class BenchConfig(Config):
 
     @property
     def budgets(self) -> tuple[str, ...]:
-        """The budgets of the command line, in its order; empty for the benchmark's own."""
+        """The budgets given on the command line, in order; empty for the benchmark's default."""
         return _parts(self.budget) if self.budget else ()
 
     @property
     def peer_names(self) -> tuple[str, ...]:
-        """The programs of the command line; empty for the benchmark's own."""
+        """The programs given on the command line; empty for the benchmark's default."""
         return _parts(self.peers) if self.peers else ()

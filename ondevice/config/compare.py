@@ -1,7 +1,8 @@
-"""What `ondevice compare` is told to do: a configuration like those of `ondevice.config.base`.
+"""The options of `ondevice compare`.
 
-Some options can differ between methods. They are one text: "500" gives every method the same,
-"mebp=500,mezo=4000" gives each its own; values to try are separated by colons, "mebp=1e-4:3e-4".
+Some options can differ between methods. They are one text: "500" is for every method, and
+"mebp=500,mezo=4000" gives each method another value. Values to try are separated by colons, as in
+"mebp=1e-4:3e-4".
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NO_SEARCH = Search()
 
 
 def by_method(text: str, read: Callable[[str], T]) -> dict[str, T]:
-    """What `read` makes of each method's part of "500" or "mebp=500,mezo=4000".
+    """The value of each method in "500" or "mebp=500,mezo=4000", converted by `read`.
 
     Raises:
         ValueError: a part cannot be read, a method comes twice, or there is no such method.
@@ -87,7 +88,7 @@ _SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARC
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(BundleConfig):
-    """`ondevice compare`: methods side by side, on the same rows and under the same budget."""
+    """The options of `ondevice compare`, which trains several methods under one budget."""
 
     data: str = required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
     eval_data: str | None = option(None, "held-out data (else valid of --data)", FILLED)
@@ -145,7 +146,7 @@ class CompareConfig(BundleConfig):
     def searched(self, method: str) -> dict[str, tuple[float, ...]]:
         """The values that the sweep of a method tries, by training option.
 
-        Values that name no method are for those that have the option in SEARCHES.
+        Values that name no method apply to the methods that have the option in SEARCHES.
         """
         default = SEARCHES.get(method, _NO_SEARCH).values
         found = {}
@@ -162,7 +163,7 @@ class CompareConfig(BundleConfig):
         return by_method(self.sweep_steps, int).get(method, default)
 
     def most_steps(self, method: str) -> int | None:
-        """How many steps a method may take; None where only time ends its run."""
+        """How many steps a method may take; None if only time ends its run."""
         if self.steps is not None:
             return by_method(self.steps, int)[method]
         return None if self.max_seconds else SEARCHES.get(method, _NO_SEARCH).most_steps

@@ -1,4 +1,4 @@
-"""`ondevice eval`: the loss of a bundle, with or without an adapter."""
+"""The options of `ondevice eval`, which measures the loss of a bundle or adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.config.shared import BundleConfig, adapter_dtype_field, adapter_fi
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(BundleConfig):
-    """`ondevice eval`: the loss of a bundle, with or without an adapter."""
+    """The options of `ondevice eval`, which measures the loss of a bundle or adapter."""
 
     data: str = required(
         "held-out data: a .txt or .jsonl file, a folder with valid, or random:SEED", "DATA"

@@ -1,4 +1,4 @@
-"""`ondevice export`: a checkpoint into a bundle."""
+"""The options of `ondevice export`, which converts a checkpoint to a bundle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAYERS = Check(
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Config):
-    """`ondevice export`: a checkpoint into a bundle."""
+    """The options of `ondevice export`, which converts a checkpoint to a bundle."""
 
     positional: ClassVar[str] = "source"
 

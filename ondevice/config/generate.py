@@ -1,4 +1,4 @@
-"""`ondevice generate`: the model's continuation of a prompt."""
+"""The options of `ondevice generate`, which continues a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.config.shared import adapter_field, bundle_field
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Config):
-    """`ondevice generate`: the model's continuation of a prompt."""
+    """The options of `ondevice generate`, which continues a prompt."""
 
     bundle: str = bundle_field()
     prompt: str = option(MISSING, "text to continue")

@@ -1,4 +1,4 @@
-"""`ondevice inspect`: what a bundle holds."""
+"""The options of `ondevice inspect`, which shows what a bundle holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.config.shared import bundle_field
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(Config):
-    """`ondevice inspect`: what a bundle holds."""
+    """The options of `ondevice inspect`, which shows what a bundle holds."""
 
     bundle: str = bundle_field()
     verify: bool = option(False, "compare every file with its checksum")

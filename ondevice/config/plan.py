@@ -1,4 +1,4 @@
-"""`ondevice plan`: how training would use a memory budget, without training."""
+"""The options of `ondevice plan`, which shows how training would use a memory budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.config.shared import StepConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(StepConfig):
-    """`ondevice plan`: how training would use a memory budget, without training."""
+    """The options of `ondevice plan`, which shows how training would use a memory budget."""
 
     machine: str | None = option(
         None,

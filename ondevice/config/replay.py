@@ -1,4 +1,4 @@
-"""`ondevice replay`: a MeZO run's adapter, rebuilt from its log."""
+"""The options of `ondevice replay`, which rebuilds a MeZO run's adapter from its log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ondevice.config.shared import adapter_field
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Config):
-    """`ondevice replay`: a MeZO run's adapter, rebuilt from its log and its initial adapter."""
+    """The options of `ondevice replay`, which rebuilds a MeZO run's adapter from its log."""
 
     positional: ClassVar[str] = "run"
 

@@ -1,4 +1,4 @@
-"""`ondevice retrace`: a bundle's graphs traced again."""
+"""The options of `ondevice retrace`, which traces a bundle's graphs again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.config.shared import DEVICES, bundle_field
 
 @dataclass(frozen=True, kw_only=True)
 class RetraceConfig(Config):
-    """`ondevice retrace`: a bundle's graphs traced again, for this MLX or another device."""
+    """The options of `ondevice retrace`, which traces a bundle's graphs again."""
 
     bundle: str = bundle_field()
     device: str = choice("auto", "device that the graphs are for", *DEVICES)

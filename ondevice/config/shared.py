@@ -1,4 +1,4 @@
-"""Options that several commands have: a bundle and a memory budget, and what a training step is."""
+"""Options that several commands share: bundle, memory budget, and the size of a training step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ TRAIN_DATA = "training data: a .txt or .jsonl file, a folder with train and vali
 
 
 def bundle_field() -> Any:
-    """The bundle that a command uses."""
+    """The field for the bundle that a command uses."""
     return required("bundle directory, written by `ondevice export`", "BUNDLE")
 
 
 def adapter_field(text: str) -> Any:
-    """A trained LoRA adapter to apply."""
+    """The field for a trained LoRA adapter to apply."""
     return option(None, text, FILLED, metavar="PATH")
 
 
 def adapter_dtype_field() -> Any:
-    """The precision of the current block's adapters."""
+    """The field for the precision of the current block's adapters."""
     text = "precision of the current block's adapters in memory; on disk they are float32"
     return choice("float32", text, "float32", "bfloat16", group=Group.MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BundleConfig(Config):
-    """A bundle, used under a memory budget."""
+    """Options of commands that use a bundle under a memory budget."""
 
     bundle: str = bundle_field()
     budget: str = option(
@@ -66,7 +66,7 @@ class BundleConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig(BundleConfig):
-    """What a training step is, as far as its memory depends on it."""
+    """Options of a training step on which its memory depends."""
 
     method: str = choice(
         "mebp",

@@ -1,4 +1,4 @@
-"""`ondevice train`: LoRA adapters from a bundle and data."""
+"""The options of `ondevice train`, which trains LoRA adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(StepConfig):
-    """`ondevice train`: LoRA adapters from a bundle and data."""
+    """The options of `ondevice train`, which trains LoRA adapters."""
 
     data: str = required(TRAIN_DATA, "DATA")
     output: str = output_option("run", "run directory to write", "RUN")

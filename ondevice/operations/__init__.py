@@ -1,6 +1,6 @@
-"""The operations of programs: all that is known of each without running it, a file for each.
+"""The operations that a block can consist of, one file each: all but the code that runs them.
 
-An operation's file says which values it takes and makes, what its backward reads, what must hold of
-its shapes, and how many bytes it holds while it runs. Its kernel has the same name in
+An operation's file says which values it reads and computes, which values its backward reads, how
+its shapes are checked, and how many bytes it needs while it runs. Its kernel has the same name in
 `runtime.engine.kernels`. Everything here is arithmetic: it imports neither MLX nor NumPy.
 """

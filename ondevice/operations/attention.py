@@ -1,4 +1,4 @@
-"""Attention: causal, or over a sliding window, with grouped key and value heads."""
+"""The operation Attention: causal, optionally with a sliding window, with grouped heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ondevice.operations.values import F32, Shape, T, shape_at
 class Attention(Operation, frozen=True):
     """softmax(q k^T scale) v for q (1, H, T, D) and k, v (1, K, T, D), H a multiple of K.
 
-    A token sees itself and those before it, of these the last `window` where one is given.
+    A token attends to itself and to earlier tokens; with `window`, to the last `window` of these.
     """
 
     inputs: tuple[str, str, str]
@@ -40,7 +40,7 @@ class Attention(Operation, frozen=True):
         return math.prod(shape_at(visit.values[self.outputs[0]], visit.tokens)[:-1]) * F32
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
-        """A block of scores and what is made of it; keys or values in rows that a product takes."""
+        """A block of scores, its mask and probabilities, and a copied block of keys or values."""
         q, k, v = (shape_at(visit.values[name], execution.bucket) for name in self.inputs)
         heads, length = q[1], q[2]
         block = min(length, execution.query_block)

@@ -1,6 +1,6 @@
-"""What every operation tells of itself, and what it is asked with.
+"""The base class of operations: what the lowering and the planner ask of each, without running it.
 
-A new operation is a class in a file of its own here, a kernel of the same name in
+A new operation is a class in a new file here, a kernel of the same name in
 `runtime.engine.kernels`, and a line in each of the two tables (`ondevice.operations.table`,
 `runtime.engine.kernels.table`).
 """
@@ -21,7 +21,7 @@ WHOLE = 1 << 62  # more tokens, or values, than there are
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise BundleError where something that must hold of a manifest does not."""
+    """Raise BundleError with this message unless the condition on a manifest holds."""
     if not condition:
         raise BundleError(f"manifest: {message:.1000}")
 
@@ -55,10 +55,10 @@ class Execution:
     packed: bool
 
     def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
-        """A tile of so many values while it is dequantized.
+        """Bytes in memory while a tile of `values` values is dequantized.
 
-        The words, flipped and masked words, codes and results; and its scales: as they are, and of
-        4 bits a sixteenth of them for each half.
+        These are the words, the flipped and the masked words, the integer codes, the results, and
+        the scales; for 4 bits also the scales divided by 16, for even and for odd columns.
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
@@ -68,14 +68,14 @@ class Execution:
         return 3 * values * matrix.bits // 8 + scales + ready
 
     def tile_bytes(self, matrix: Matrix, values: int) -> int:
-        """A tile ready to be multiplied: its words, scales and biases, or its values and shift."""
+        """Bytes of a tile that can be multiplied: words, scales and biases, or values and shift."""
         if self.packed:
             share = values / (matrix.rows * matrix.columns)
             return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
         return values * F32 + (0 if matrix.biases is None else _per_group(matrix, values))
 
     def largest_tile_bytes(self) -> int:
-        """The most that one tile of a matrix takes while it is dequantized."""
+        """The most bytes that any matrix's tile takes while it is dequantized."""
         return max(
             self.dequantizing_bytes(matrix, self.tile_rows[name] * matrix.columns)
             for name, matrix in self.tables.matrices.items()
@@ -83,23 +83,23 @@ class Execution:
 
 
 def materialized_bytes(matrix: Matrix) -> int:
-    """A whole matrix as float32, with the shifts of affine groups."""
+    """Bytes of a whole matrix as float32, with the shifts of affine groups."""
     shifts = 0 if matrix.biases is None else matrix.groups * F32
     return matrix.rows * matrix.columns * F32 + shifts
 
 
 def _per_group(matrix: Matrix, values: int) -> int:
-    """Bytes of one float32 for each group of so many values."""
+    """Bytes of one float32 for each group among `values` values."""
     return values // matrix.group_size * F32
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One execution of an operation, whose bytes are asked for.
+    """One execution of an operation, for questions about the bytes that it takes.
 
-    `wanted` are the results to compute, or backward the values to return gradients for; `lanes`
-    hidden states of `tokens` tokens visit it together; `tensor` gives the full name of a tensor of
-    the block.
+    wanted: forward the results to compute, backward the values to return gradients for.
+    lanes: how many hidden states run together, of `tokens` tokens each.
+    tensor: maps the name of a tensor within the block to its full name.
     """
 
     backward: bool
@@ -128,9 +128,9 @@ class Operation(
     """
 
     runs_once_per_tile: ClassVar[bool] = False
-    """Whether all lanes visit it together (each tile of its weights serves all of them)."""
+    """Whether it runs once for all batch lanes, so that each tile of weights is loaded once."""
     in_schedule: ClassVar[bool] = True
-    """Whether schedules run it; the head is a pass of its own, after its block."""
+    """Whether schedules run it; the head is False, since it runs separately after its block."""
     reversible: ClassVar[bool] = True
     """Whether schedules run its backward."""
     takes_parameters: ClassVar[bool] = False
@@ -150,7 +150,7 @@ class Operation(
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The values it makes."""
+        """The values that it computes."""
         return ()
 
     @property
@@ -165,7 +165,7 @@ class Operation(
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Values that the forward makes besides where a backward will follow."""
+        """Further values that the forward computes if a backward will follow."""
         return ()
 
     @property
@@ -184,7 +184,7 @@ class Operation(
         return ""
 
     def tile_unit(self, bucket: int) -> int:
-        """The tokens that a tile of tokens must be a multiple of."""
+        """The number of tokens of which a tile of tokens must be a multiple."""
         return 1
 
     def on_device(self, device: str) -> Operation:
@@ -200,15 +200,15 @@ class Operation(
         return ()
 
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        """Full names of the matrices that it dequantizes as a whole, tile by tile."""
+        """Full names of the matrices that it dequantizes completely, one tile after another."""
         return ()
 
     def learns(self, adapted: frozenset[str]) -> bool:
-        """Whether adapters are trained in it."""
+        """Whether any of its matrices has an adapter, given the adapted names."""
         return any(name in adapted for name in self.adaptable)
 
     def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
-        """The results that lead back to an adapter of its own."""
+        """The results that depend on an adapter of this operation."""
         return ()
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
@@ -222,9 +222,9 @@ class Operation(
 
     @property
     def shared_gradients(self) -> tuple[str, ...]:
-        """For each gradient, whose array it is: a cotangent, an earlier gradient, or "" its own.
+        """For each gradient the cotangent or earlier gradient that is the same array, or "".
 
-        Empty where no gradient ever is another's.
+        Empty if every gradient is a new array.
         """
         return ()
 
@@ -233,19 +233,19 @@ class Operation(
         raise NotImplementedError(f"{self.label} has no statistics")
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
-        """The bytes that it holds while it runs, besides the values it takes and makes."""
+        """The bytes that it needs while it runs, besides the values that it reads and computes."""
         raise NotImplementedError
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
-        """The most rows of a factor that a BLAS packs, where they are not the tokens."""
+        """The rows of the factor that a BLAS packs, if there may be more of them than tokens."""
         return 0
 
     def streamed(self, execution: Execution) -> tuple[int, int]:
-        """Of a pass over a matrix: the bytes of what a chunk yields, and of all that it holds."""
+        """If it streams a matrix: bytes of a chunk's result, and of chunk and result together."""
         return 0, 0
 
     def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
-        """The keys of the serialized functions that it opens at a sequence bucket."""
+        """The keys of the serialized functions that it runs at a sequence bucket."""
         return ()
 
     def check(
@@ -260,9 +260,9 @@ class Operation(
     def check_weights(
         self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
     ) -> None:
-        """Check the tensors that it refers to in one block. Raises BundleError."""
+        """Check the tensors that it uses in one block. Raises BundleError."""
 
     def describe(self, values: Mapping[str, Shape]) -> str:
-        """One line for people."""
+        """One line that describes it to people."""
         made = ", ".join("x".join(map(str, values[name][1:])) for name in self.results)
         return self.label + (f" -> {made}" if made else "")

@@ -1,6 +1,7 @@
-"""Elementwise graphs: what lies between matrix products, serialized by MLX's export.
+"""The operation Elementwise: a serialized MLX function between matrix products.
 
-Norms, rotary embeddings, activations and residuals: one graph forward and one for its vjp.
+It computes norms, rotary embeddings, activations or residual sums. One graph is for the forward,
+one for its vector-Jacobian product (vjp).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Elementwise(Operation, frozen=True):
     """A serialized function of `inputs`, and its vjp.
 
     The vjp takes `vjp_inputs` (cotangents are `~name`) and returns the gradients of `vjp_outputs`.
-    `vjp_same` is for each of these the cotangent whose array it is, or the earlier value whose
-    gradient it is, or "". `tokenwise` says that every token is treated alike: a graph of a tile
-    of tokens serves any number of them; `gated` names f where the graph is
-    f(first input) * second, which a CPU computes in place of running it.
+    `vjp_same` says for each gradient which array it is: a cotangent, the gradient of an earlier
+    value, or "" for a new array. `tokenwise` says that every token is treated alike, so that a
+    graph for a tile of tokens serves any number of tiles. `gated` names f if the graph computes
+    f(first input) * second input; on a CPU a kernel then computes this without the graph.
     """
 
     inputs: tuple[str, ...]
@@ -55,14 +56,14 @@ class Elementwise(Operation, frozen=True):
         return self.graph_tokens(bucket)
 
     def graph_tokens(self, bucket: int) -> int:
-        """For how many tokens the graphs are made that serve a sequence bucket.
+        """The number of tokens that the graphs for a sequence bucket were traced at.
 
-        Where tokens are treated alike, graphs of a tile of tokens serve any multiple of it.
+        If tokens are treated alike, this is one tile, which then runs several times.
         """
         return token_tile_unit(bucket) if self.tokenwise else bucket
 
     def on_device(self, device: str) -> Operation:
-        """On a CPU a kernel computes gated activations: it needs less memory and time."""
+        """On a CPU, `Gated` for a gated activation: its kernel needs less memory and time."""
         if self.gated and device == "cpu":
             return Gated(self.inputs[:2], self.outputs[:1], self.gated)  # type: ignore[arg-type]
         return self
@@ -84,7 +85,7 @@ class Elementwise(Operation, frozen=True):
         return tuple(graph_key(self.graph, direction, tokens) for direction in directions)
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
-        """A graph's own values and results that nobody wants; run by tiles, all results."""
+        """The graph's workspace, and its unwanted results; all results if it runs tile by tile."""
         tokens = self.graph_tokens(execution.bucket)
         direction = "vjp" if visit.backward else "forward"
         graph = execution.tables.graphs[graph_key(self.graph, direction, tokens)]
@@ -118,7 +119,7 @@ class Elementwise(Operation, frozen=True):
         if self.tokenwise:
             for name in (*activations, *self.outputs):
                 require(values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
-        # whether the graph computes it is not known here, as of all that graphs compute
+        # whether the graph really computes this cannot be checked without running it
         good = not self.gated or self.may_be_gated(values)
         require(good, f"{where}: {self.gated} of {self.inputs}, {self.vjp_inputs}")
         self._check_graphs(where, values, parameters, tables)
@@ -130,7 +131,7 @@ class Elementwise(Operation, frozen=True):
         parameters: Mapping[str, tuple[int, ...]],
         tables: Tables,
     ) -> None:
-        """There is a graph of the right signature for every sequence bucket."""
+        """Check that there is a graph of the right signature for every sequence bucket."""
 
         def shapes(names: Sequence[str], tokens: int) -> tuple[tuple[int, ...], ...]:
             return tuple(
@@ -153,9 +154,9 @@ class Elementwise(Operation, frozen=True):
                     require(found == shapes(names, tokens), f"{where}: signature {found}")
 
     def _check_same(self, where: str, values: Mapping[str, Shape]) -> None:
-        """A gradient is a cotangent that the vjp takes, an earlier gradient, or its own array.
+        """Check that each gradient is named a cotangent, an earlier gradient, or a new array.
 
-        Whether the graph does as it says is not known here, as of all that graphs compute.
+        Whether the graph really returns that array cannot be checked without running it.
         """
         as_many = len(self.vjp_same) == len(self.vjp_outputs)
         require(as_many, f"{where}: its vjp's gradients: {self.vjp_same}")
@@ -169,7 +170,7 @@ class Elementwise(Operation, frozen=True):
             require(alike, f"{where}: its gradient of {name} is said to be {same}")
 
     def may_be_gated(self, values: Mapping[str, Shape]) -> bool:
-        """Whether it makes one value of two of its shape, and its vjp two of all three."""
+        """Whether its signature is that of f(a) * b: two inputs and one output of one shape."""
         names = (*self.inputs, *self.outputs)
         if (len(self.inputs), len(self.outputs)) != (2, 1) or not set(names) <= set(values):
             return False

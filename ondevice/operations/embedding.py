@@ -1,4 +1,4 @@
-"""Embedding: the rows of a matrix that belong to tokens."""
+"""The operation Embedding: looks up the rows of a matrix that belong to tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.operations.values import F32, Shape, T
 
 
 class Embedding(Operation, frozen=True):
-    """Looks up rows of `matrix` (a full name) for tokens; it begins the first block."""
+    """Looks up a row of `matrix` (a full name) for each token; the first block begins with it."""
 
     outputs: tuple[str]
     matrix: str

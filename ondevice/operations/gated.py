@@ -1,6 +1,6 @@
-"""Gated: the activation of an MLP times its other half, f(g) * u, computed without a graph.
+"""The operation Gated: f(g) * u as in SwiGLU and GeGLU, computed by a kernel without a graph.
 
-The lowering puts it in place of an elementwise graph where the device has a kernel for it.
+The lowering replaces an elementwise graph by it if the device has a kernel for it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ class Gated(Operation, frozen=True):
         return frozenset(self.inputs)
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
-        """A chunk of scratch, and the gradients that nobody wants."""
+        """A chunk of scratch, and the gradients that are computed but not wanted."""
         made = self.inputs if visit.backward else self.outputs
         return SCRATCH_BYTES + (len(made) - len(visit.wanted)) * visit.bytes_of(self.outputs[0])

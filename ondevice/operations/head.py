@@ -1,4 +1,4 @@
-"""Head: logits over the vocabulary, the loss and its gradient, in one pass over the matrix."""
+"""The operation Head: the loss over the vocabulary and its gradient, in one pass over W."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ondevice.operations.values import F32, Shape, T
 
 
 class Head(Operation, frozen=True):
-    """The loss of logits h W^T against targets, for h (1, T, D); it ends the last block."""
+    """The loss of the logits h W^T, for h (1, T, D), against targets; it ends the last block."""
 
     inputs: tuple[str]
     matrix: str
@@ -33,7 +33,7 @@ class Head(Operation, frozen=True):
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
         """The hidden states of all lanes with their gradients, and a chunk of the vocabulary.
 
-        `visit.backward` says whether the gradient of the hidden states is wanted.
+        `visit.backward` says whether the gradient of the hidden states is computed.
         """
         h = visit.bytes_of(self.inputs[0])
         matrix = execution.tables.matrices[self.matrix]
@@ -41,11 +41,11 @@ class Head(Operation, frozen=True):
         waiting = 3 * visit.lanes * h  # h and its halves, and the rows of the targets
         values = execution.chunk_rows * matrix.columns
         dequantizing = execution.dequantizing_bytes(matrix, values)
-        joined = gradient  # of its halves, when the last chunk has gone
+        joined = gradient  # of its halves, after the last chunk is freed
         return waiting + gradient + max(dequantizing, scoring_bytes(matrix, execution), joined)
 
     def streamed(self, execution: Execution) -> tuple[int, int]:
-        """Of a chunk of the vocabulary: its logits, and with them the chunk itself."""
+        """Bytes of a vocabulary chunk's logits, and of the chunk and its logits together."""
         matrix = execution.tables.matrices[self.matrix]
         return logits_bytes(execution), scoring_bytes(matrix, execution)
 
@@ -62,11 +62,11 @@ class Head(Operation, frozen=True):
 
 
 def logits_bytes(execution: Execution) -> int:
-    """The logits of one row of tokens over one chunk of the vocabulary."""
+    """Bytes of the logits of one row of tokens over one chunk of the vocabulary."""
     return execution.bucket * execution.chunk_rows * F32
 
 
 def scoring_bytes(matrix: Matrix, execution: Execution) -> int:
-    """A chunk of the vocabulary, and its logits, which become their exponentials."""
+    """Bytes of a chunk of the vocabulary and its logits (exponentials replace the logits)."""
     values = execution.chunk_rows * matrix.columns
     return execution.tile_bytes(matrix, values) + logits_bytes(execution)

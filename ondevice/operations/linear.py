@@ -1,4 +1,4 @@
-"""Linear: products of one value with frozen matrices, with LoRA and bias."""
+"""The operation Linear: products of one value with frozen matrices, with LoRA and bias."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ondevice.operations.values import F32, Shape, T
 
 
 class Product(Record, frozen=True):
-    """One product: the matrix `name`, relative to the block, makes `output`."""
+    """One product: `output` = input times the matrix `name`, which is relative to the block."""
 
     name: str
     output: str
@@ -103,7 +103,7 @@ class Linear(Operation, frozen=True):
 
 
 def _forward(name: str, matrix: Matrix, visit: Visit, execution: Execution) -> int:
-    """The halves of the inputs, and a tile: while it is dequantized, or multiplied by one lane."""
+    """Bytes of the split inputs, and of a tile while it is dequantized or multiplied."""
     rows = execution.tile_rows[name]
     values = rows * matrix.columns
     multiplied = _part(matrix, rows, visit.tokens) + execution.tile_bytes(matrix, values)
@@ -112,7 +112,7 @@ def _forward(name: str, matrix: Matrix, visit: Visit, execution: Execution) -> i
 
 
 def _backward(name: str, matrix: Matrix, visit: Visit, execution: Execution) -> int:
-    """A tile as it is dequantized and its part of dy; then the halves of dx."""
+    """Bytes of a tile and its part of dy; or, if larger, of the two halves of dx."""
     rows = execution.tile_rows[name]
     halves = visit.tokens * matrix.columns * F32
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
@@ -120,5 +120,5 @@ def _backward(name: str, matrix: Matrix, visit: Visit, execution: Execution) -> 
 
 
 def _part(matrix: Matrix, rows: int, tokens: int) -> int:
-    """The part of y or dy that belongs to so many rows; all of them need no part."""
+    """Bytes of the part of y or dy for `rows` rows; 0 if these are all rows, without a copy."""
     return tokens * rows * F32 if rows < matrix.rows else 0

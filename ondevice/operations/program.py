@@ -1,4 +1,4 @@
-"""Programs: a block as a list of operations over named values, and the blocks that share one."""
+"""Programs, which are lists of operations over named values, and the blocks that share them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Program:
 
     @property
     def head(self) -> Operation | None:
-        """The last operation, where it is a pass of its own."""
+        """The last operation if it is a head, which schedules do not run; else None."""
         last = self.operations[-1] if self.operations else None
         return None if last is None or last.in_schedule else last
 
@@ -31,7 +31,7 @@ class Program:
 class BlockType(Record, frozen=True):
     """The program that equal blocks share.
 
-    `parameters` are the shapes of the small tensors (norm weights) that elementwise graphs take as
+    `parameters` are the shapes of the small tensors (norm weights) that elementwise graphs read as
     `@name`.
     """
 
@@ -43,7 +43,7 @@ class BlockType(Record, frozen=True):
     operations: tuple[Stored, ...]
 
     def program(self, device: str) -> Program:
-        """What a device runs: some operations have a kernel of their own there."""
+        """The program as it runs on a device, which has special kernels for some operations."""
         operations = tuple(operation.on_device(device) for operation in self.operations)
         return Program(self.name, self.input, self.output, self.values, operations)
 
@@ -60,5 +60,5 @@ class Block(Record, frozen=True):
 
     @property
     def label(self) -> str:
-        """What people call it."""
+        """Its name in messages: the type if it has no name."""
         return self.name or self.type

@@ -1,4 +1,4 @@
-"""The table of operations that a bundle may hold; what reads a manifest learns of them here."""
+"""The table of the operations that a bundle may hold, by which a manifest is decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of what a bundle stores: stretches of the weights file, matrices, and graphs."""
+"""Records of stored data in a manifest: byte ranges, matrices, graphs and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A part of the manifest: immutable, and without keys that nobody knows."""
+    """Base of the manifest's records: immutable, and unknown keys are an error."""
 
 
 class Extent(Record, frozen=True):
@@ -60,7 +60,7 @@ class Matrix(Record, frozen=True):
 
 
 class Graph(Record, frozen=True):
-    """One serialized function: its file, checksum, signature and the bytes it needs inside."""
+    """One serialized function: its file, checksum, signature, and the bytes of its workspace."""
 
     file: str
     nbytes: int

@@ -1,8 +1,8 @@
-"""Tiled: operations that treat every token alike, run on one tile of tokens after another.
+"""The operation Tiled: runs a sequence of other operations on one tile of tokens at a time.
 
-The lowering makes it of an MLP: what lies inside is several times as wide as the hidden states and
-need exist for a tile of tokens only, forward and backward (as the sequence tiling of ALST,
-arXiv 2506.13996). The weights are read and dequantized once for each tile.
+The lowering replaces an MLP by it. The values inside an MLP are several times as wide as the hidden
+states, and with Tiled they exist for one tile of tokens only, forward and backward (like the
+sequence tiling of ALST, arXiv 2506.13996). The weights are read and dequantized for each tile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ondevice.operations.base import Execution, Operation, Visit
 
 
 class Tiled(Operation, frozen=True):
-    """One value in, one out, and the operations from one to the other; never in a bundle."""
+    """The operations `inside` that lead from one input to one output; never in a bundle."""
 
     inputs: tuple[str]
     outputs: tuple[str]
@@ -61,5 +61,5 @@ class Tiled(Operation, frozen=True):
         return tuple(key for one in self.inside for key in one.graph_keys(bucket, backward))
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
-        """Nothing beside what its own instructions hold, which the planner adds up."""
+        """0: the planner adds up what the instructions inside it need."""
         return 0

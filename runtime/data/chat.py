@@ -1,9 +1,9 @@
-"""Conversations as text: a bundle's chat template, as the tools of Hugging Face render it.
+"""Conversations as text: renders a bundle's chat template as Hugging Face's transformers does.
 
-A template is a Jinja program of whoever published the model, so it runs in Jinja's sandbox. It
-expects of its surroundings what transformers documents: blocks that leave no line of their own,
-`raise_exception`, `strftime_now`, a `tojson` that keeps characters, and tags for loop control and
-for `generation`. Jinja is loaded by processes that render, never by training.
+A template is a Jinja program written by the model's publisher, so it runs in Jinja's sandbox. The
+sandbox provides what transformers documents: blocks that leave no empty lines, `raise_exception`,
+`strftime_now`, a `tojson` that keeps characters, and tags for loop control and for `generation`.
+Processes that render load Jinja; training never does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOWN = 40  # characters of texts that differ
 class ChatTemplate:
     """The chat template of a bundle's tokenizer folder.
 
-    Raises DataError where the folder has none, or one that cannot be read.
+    Raises DataError if the folder has none, or one that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class ChatTemplate:
         """The conversation up to where the model's answer begins.
 
         `messages` is a list of objects with a `role` and a `content`; `tools` are declarations
-        of functions, for templates that show them. Raises ValueError where it is no such list,
+        of functions, for templates that show them. Raises ValueError if it is no such list,
         or where the template refuses it (roles in a wrong order, say).
         """
         return self._render(checked_messages(messages), checked_tools(tools), asks=True)
@@ -85,9 +85,9 @@ class ChatTemplate:
 
     @property
     def ending(self) -> str:
-        """What the template writes after an answer, without white space; empty where nothing.
+        """What the template writes after an answer, without white space; empty if there is nothing.
 
-        Raises ValueError where the template refuses a question and its answer.
+        Raises ValueError if the template refuses a question and its answer.
         """
         conversation = [{"role": role, "content": _PROBE} for role in ("user", "assistant")]
         return self._render(conversation, None, asks=False).rpartition(_PROBE)[2].strip()

@@ -1,4 +1,4 @@
-"""Messages and tools as data hold them, in the one form that chat templates can rely on."""
+"""Checking messages and tools, and bringing them into the form that chat templates expect."""
 
 from __future__ import annotations
 

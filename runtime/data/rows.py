@@ -1,9 +1,9 @@
 """Rows of tokens to train on: read from a mapped token file, or drawn from a seed.
 
-Text becomes tokens in a process of its own (`runtime.data.tokenizing`), so the tokenizer's memory
-is never part of the training footprint; what it leaves is a token file, of which only the row at
-hand is copied. Which row comes when is a function of (seed, position): nothing is shuffled in
-place, so a resumed run sees the rows that an unbroken one would have seen.
+Text becomes tokens in another process (`runtime.data.tokenizing`), so the tokenizer's memory
+is never part of the training footprint; it writes a token file, from which training
+copies one row at a time. The order of rows is a function of (seed, position): nothing is shuffled
+in place, so a resumed run sees the same rows as an uninterrupted one.
 
 Token file, all little-endian: the header (magic `ondvtok\\0`, version and seq_length as uint32,
 then rows that were dropped, rows and tokens as uint64), one index entry per row (start as int64,
@@ -50,7 +50,7 @@ class Rows(Protocol):
 
 
 def random_seed(data: str) -> int | None:
-    """The seed in `random:SEED`; None where `data` names a path. Raises UsageError."""
+    """The seed in `random:SEED`; None if `data` names a path. Raises UsageError."""
     if not data.startswith("random:"):
         return None
     digits = data.removeprefix("random:")
@@ -60,10 +60,10 @@ def random_seed(data: str) -> int | None:
 
 
 def split_file(data: str | Path, split: str) -> Path | None:
-    """The file that holds `split` (train, valid or test); None where a directory has none.
+    """The file that holds `split` (train, valid or test); None if a directory has none.
 
-    A file is itself, whatever the split. Raises DataError where nothing is at `data`, or where
-    a directory has the split twice, UsageError where the path is no text.
+    A file is itself, whatever the split. Raises DataError if nothing is at `data`, or where
+    a directory has the split twice, UsageError if the path is not valid UTF-8.
     """
     path = text_path(data)
     if path.is_file():
@@ -85,7 +85,7 @@ def prepare_tokens(
     """Tokenize `split` of `data` in another process into `out_file`, and return `out_file`.
 
     Rows predict at most `seq_length` tokens. Raises DataError for data or a tokenizer that
-    cannot be used, StorageError where the file cannot be written.
+    cannot be used, StorageError if the file cannot be written.
     """
     file = split_file(data, split)
     if file is None:
@@ -117,7 +117,7 @@ def prepare_tokens(
 
 
 class TokenRows:
-    """The rows of a token file, mapped; `vocab_size` is what the model can embed.
+    """The rows of a token file, mapped; `vocab_size` is the model's number of tokens.
 
     Everything is checked once, in pieces, before a row is read. Raises DataError.
     """
@@ -149,7 +149,7 @@ class TokenRows:
         return len(self._index)
 
     def row(self, index: int) -> tuple[Tokens, int]:
-        """Row `index`, see Rows. Raises IndexError where there is no such row."""
+        """Row `index`, see Rows. Raises IndexError if there is no such row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         start, length, loss_start = self._index[index].item()
@@ -194,7 +194,7 @@ class RandomRows:
         return self._count
 
     def row(self, index: int) -> tuple[Tokens, int]:
-        """Row `index`, see Rows. Raises IndexError where there is no such row."""
+        """Row `index`, see Rows. Raises IndexError if there is no such row."""
         if not 0 <= index < self._count:
             raise IndexError(f"row {index} of {self._count}")
         words = _hashed(1, self._seed, index, np.arange(self.seq_length + 1, dtype=np.uint64))

@@ -13,12 +13,12 @@ TOKENS = ("train.tokens", "valid.tokens")
 
 
 def absolute(data: str) -> str:
-    """A path that holds from any directory; `random:SEED` as it is."""
+    """The absolute path; `random:SEED` is returned unchanged."""
     return data if data.startswith("random:") else str(Path(data).resolve())
 
 
 def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Rows, Rows | None]:
-    """Training rows, and evaluation rows where the data have any.
+    """The training rows, and the evaluation rows if there are any.
 
     Raises:
         DataError: there is nothing to train on.

@@ -1,4 +1,4 @@
-"""A bundle's tokenizer, as data and prompts need it. Never loaded by a training process."""
+"""A bundle's tokenizer for data and prompts; a training process never loads it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from runtime.data.chat import ChatTemplate
 class TextEncoder:
     """A bundle's tokenizer: text to ids without special tokens, and the ids of those it adds.
 
-    `decode` leaves `special` tokens out. `ends` are those by which the checkpoint's own generation
-    ends. `chat` reads the chat template, of which only conversations have need.
+    `decode` leaves `special` tokens out. `ends` are the tokens that end generation, according to
+    the checkpoint. `chat` reads the chat template, which only conversations need.
     """
 
     encode: Callable[[str], list[int]]
@@ -32,7 +32,7 @@ class TextEncoder:
 
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
-    """The tokenizer of a bundle. Raises DataError where it has none or it cannot be read."""
+    """The tokenizer of a bundle. Raises DataError if it has none or it cannot be read."""
     folder = bundle_dir / "tokenizer"
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -81,7 +81,7 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
 
 
 def _ends(folder: Path) -> frozenset[int]:
-    """The end tokens of generation_config.json, where there is one: an id, several, or none."""
+    """The end tokens of generation_config.json, if there is one: an id, several, or none."""
     file = folder / "generation_config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
     found = config.get("eos_token_id", [])

@@ -55,7 +55,7 @@ def text_chunks(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Ite
 def packed_rows(parts: Iterable[list[int]], bos: int | None, seq_length: int) -> Iterator[Row]:
     """A stream of tokens, given in parts, as rows of `seq_length` targets; the last may be short.
 
-    With `bos` each row is it and the next `seq_length` tokens, without it `seq_length` + 1
+    With `bos` each row is this token and the next `seq_length` tokens, without it `seq_length` + 1
     tokens of which the first is the last of the row before: each token is a target once (but,
     without `bos`, for the very first).
     """
@@ -74,13 +74,13 @@ def packed_rows(parts: Iterable[list[int]], bos: int | None, seq_length: int) ->
 
 
 def json_row(line: bytes, encoder: TextEncoder, seq_length: int) -> Row | None:
-    """One line of JSONL as a row; None where nothing to predict is left within `seq_length`.
+    """One line of JSONL as a row; None if nothing to predict is left within `seq_length`.
 
     `{"text"}` predicts all of it, `{"prompt", "completion"}` the completion; EOS follows, and
     BOS comes first, where the tokenizer has them. `{"messages"}` (and `"tools"`) predicts the
     last message, with the special tokens that the chat template writes and no others. The
     row begins with the tokens of what is given, as it does when a model completes a prompt.
-    Raises ValueError, and DataError where a chat template is wanted and missing.
+    Raises ValueError, and DataError if a chat template is wanted and missing.
     """
     value = json.loads(line)
     row = value if isinstance(value, dict) else {}
@@ -139,7 +139,7 @@ def read_rows(file: Path, encoder: TextEncoder, seq_length: int) -> Iterator[Row
 def write_token_file(rows: Iterable[Row | None], seq_length: int, out_file: Path) -> int:
     """Write `rows` as a token file, atomically; returns how many there were.
 
-    Raises DataError where there are none to write.
+    Raises DataError if there are none to write.
     """
     folder = out_file.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Running lowered programs with MLX."""
+"""Running lowered programs with MLX: executor, kernels, weights and graphs."""

@@ -1,10 +1,10 @@
-"""Elementwise work on evaluated arrays, chosen once for a device: in place on a CPU, anew on a GPU.
+"""Elementwise work on evaluated arrays: in place by NumPy on a CPU, by MLX on a GPU.
 
-On a CPU NumPy's loops change MLX's arrays where they lie: they are vector code where MLX's CPU
-backend takes one value at a time (0.6 ns a value for exp against 6 to 17, 0.1 to 0.5 for strided
-copies against 0.7 to 1.4), and they need no memory of their own. MLX documents such views of its
-arrays. What is changed must be evaluated, and nobody else may hold it, nor a view of it; callers go
-on with what is returned.
+On a CPU, NumPy changes MLX's arrays in place. Its loops are vector code, whereas MLX's CPU
+backend computes one value at a time (0.6 ns a value for exp against 6 to 17, 0.1 to 0.5 for strided
+copies against 0.7 to 1.4), and they need no further memory. MLX documents such views of its
+arrays. An array that is changed must be evaluated, and no other array or view may share its memory.
+Callers must use the returned array afterwards.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-# as in MLX, what is no number any more is no reason to warn: the loss tells
+# no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 def view(x: mx.array) -> npt.NDArray[np.float32]:
-    """The memory of x, evaluated."""
+    """The memory of x, evaluated, as a NumPy array."""
     return np.asarray(x)
 
 
 class Arrays(Protocol):
-    """What kernels do with arrays besides matrix products."""
+    """The operations on arrays that kernels need besides matrix products."""
 
     def put(self, whole: mx.array, where: Any, part: mx.array) -> None:
         """whole[where] = part, evaluated."""
@@ -37,25 +37,25 @@ class Arrays(Protocol):
         """whole[where] += part, evaluated; `part` may be broadcast."""
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
-        """x[where] in memory of its own, evaluated."""
+        """A contiguous copy of x[where], evaluated."""
 
     def row_max(self, x: mx.array) -> mx.array:
         """The largest of the last axis (..., n), kept as (..., 1), evaluated."""
 
     def exp_below(self, x: mx.array, most: mx.array) -> mx.array:
-        """e**(x - most) of x (..., n) and what it never exceeds, (..., 1); x is consumed."""
+        """e**(x - most) for x (..., n) and its upper bound `most` (..., 1); x is consumed."""
 
     def weighed(self, x: mx.array, mean: mx.array, weights: mx.array, scale: float) -> mx.array:
-        """(x - mean) * weights * scale of x and weights (..., n), mean (..., 1); x is consumed."""
+        """(x - mean) * weights * scale for x, weights (..., n), mean (..., 1); x is consumed."""
 
     def both(
         self, first: Callable[[], mx.array], second: Callable[[], mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """Two results that do not depend on each other, side by side where that pays."""
+        """Two independent results, computed in parallel if that is faster."""
 
 
 class _Streams(threading.local):
-    """MLX's streams belong to the thread that made them."""
+    """A second MLX stream for each thread, since streams belong to their thread."""
 
     @cached_property
     def second(self) -> mx.Stream:
@@ -66,7 +66,7 @@ _streams = _Streams()
 
 
 class CpuArrays:
-    """With NumPy, where the arrays lie."""
+    """Arrays changed in place with NumPy."""
 
     def put(self, whole: mx.array, where: Any, part: mx.array) -> None:
         view(whole)[where] = view(part)
@@ -146,5 +146,5 @@ class GpuArrays:
 
 
 def arrays_for(device: str) -> Arrays:
-    """What works on "cpu" or "gpu"."""
+    """The implementation for "cpu" or "gpu"."""
     return GpuArrays() if device == "gpu" else CpuArrays()

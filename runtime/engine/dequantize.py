@@ -1,4 +1,4 @@
-"""Packed integers to float32, a tile at a time, at several G values/s on a CPU.
+"""Dequantizing packed integers to float32, a tile at a time, with vector operations of a CPU.
 
 Even columns are the low halves of each byte, odd ones the high halves; they are dequantized to
 separate matrices, and products take x split likewise. Flipping the top bit of each code gives two's
@@ -48,7 +48,7 @@ def _scaled(words: mx.array, scales: mx.array) -> mx.array:
 
 
 def split(x: mx.array, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
-    """x (T, C) as the column sets that `dequantize` yields, each contiguous."""
+    """x (T, C) split into the column sets that `dequantize` returns, each contiguous."""
     if bits == 8:
         return (x,)
     return arrays.contiguous(x, EVEN), arrays.contiguous(x, ODD)

@@ -1,7 +1,7 @@
 """Running the instructions of lowered programs, forward and reversed.
 
-Invariant: after each instruction its results are evaluated and whatever died with it is dropped, so
-that what is alive is what the schedule says.
+Invariant: after each instruction its results are evaluated, and the values that it frees are
+dropped, so the memory in use is what the schedule says.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Executor:
 
     @classmethod
     def of(cls, tools: Tools) -> Executor:
-        """With the kernels of the table."""
+        """An executor with the kernels of the table."""
         return cls({one: make(tools) for one, make in KERNELS.items()}, tools.profile)
 
     def forward(
@@ -42,7 +42,7 @@ class Executor:
         lanes: list[Values],
         loras: Sequence[Loras],
     ) -> None:
-        """Run forwards for every batch lane; their values are left with what survives."""
+        """Run forward instructions for every batch lane, changing the lanes' values."""
         for instruction in instructions:
             run = Run(self, block, program, instruction, tokens)
             self._forward(run, lanes, loras)
@@ -57,7 +57,7 @@ class Executor:
         loras: Loras,
         gradients: Gradients,
     ) -> None:
-        """Recompute and reverse one lane, adding to the gradients of adapters."""
+        """Run one lane's backward instructions, adding to the gradients of adapters."""
         for instruction in instructions:
             run = Run(self, block, program, instruction, tokens)
             if instruction.backward:
@@ -66,7 +66,7 @@ class Executor:
                 self._forward(run, [values], [loras])
 
     def _forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
-        """One operation for every lane; what dies with it is dropped lane by lane if it can be."""
+        """Run one operation for every lane; freed values are dropped lane by lane if possible."""
         operation = run.instruction.operation
         kernel = self.kernels[type(operation)]
         with self.profile.span(f"{operation.label} forward"):

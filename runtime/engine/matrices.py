@@ -1,4 +1,4 @@
-"""The frozen matrices as kernels take them: read and dequantized a tile of rows at a time."""
+"""The frozen matrices for kernels: read and dequantized one tile of rows at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the ro
 
 @dataclass(frozen=True)
 class Matrices:
-    """Tiles of matrices, of as many rows as the lowering says.
+    """Tiles of matrices, with as many rows as the lowering has decided.
 
-    `tile_rows` is keyed by where a matrix begins in weights.bin. With `hold`, what was dequantized
-    stays until `release` (a whole block at once, as MeBP's paper does it). The matrices that begin
-    at the offsets `kept` stay dequantized for good in `materialized`.
+    The keys of `tile_rows` are the offsets of matrices in weights.bin. With `hold`, dequantized
+    tiles stay until `release` (a whole block at once, as in the MeBP paper). The matrices at the
+    offsets `kept` stay dequantized in `materialized` for the whole run.
     """
 
     weights: Weights
@@ -67,5 +67,5 @@ class Matrices:
         return dense(self.weights.gather(matrix, chosen), matrix.bits, self.arrays)
 
     def release(self) -> None:
-        """Let go of what `hold` has kept."""
+        """Free the tiles that `hold` has kept."""
         self._held.clear()

@@ -1,4 +1,4 @@
-"""The blocks of a bundle at one sequence bucket, forward and reversed: all that methods see."""
+"""The forward and backward of a bundle's blocks at one sequence bucket, as methods call them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Model:
     def forward_lanes(
         self, block: Block, xs: list[mx.array], loras: Sequence[Loras]
     ) -> list[mx.array]:
-        """A layer's outputs (1, bucket, D) of several inputs, each with adapters of its own.
+        """A layer's outputs (1, bucket, D) of several inputs, each with its adapters.
 
         Every tile of the weights is read and dequantized once and serves all of them; none of the
         results depends on the others. `xs` is emptied.
@@ -114,7 +114,7 @@ class Model:
         return [values[program.output] for values in lanes]
 
     def forward_keeping(self, block: Block, x: mx.array, loras: Loras) -> tuple[mx.array, Values]:
-        """A layer's output (1, bucket, D), and what `backward` would otherwise recompute."""
+        """A layer's output (1, bucket, D), and the values that spare `backward` recomputation."""
         lowered = self._lowered[block]
         program = lowered.program
         values: Values = {program.input: x}
@@ -129,8 +129,8 @@ class Model:
     ) -> tuple[mx.array | None, Gradients]:
         """A layer's vjp at x (1, bucket, D): dx, and (dA, dB) per adapted matrix.
 
-        dx is None in the first layer, before which nothing is trained. `kept` is what
-        `forward_keeping` has returned; it is consumed.
+        dx is None in the first layer, since nothing before it is trained. `kept` is what
+        `forward_keeping` returned; it is consumed.
         """
         lowered = self._lowered[block]
         program = lowered.program
@@ -146,7 +146,7 @@ class Model:
         return values.get(gradient_of(program.input)), gradients
 
     def hidden(self, x: mx.array, scored: slice) -> mx.array:
-        """The head's operand at the positions `scored`, (N, D), of its input (1, bucket, D)."""
+        """The head operation's input (N, D) at the positions `scored`, for x (1, bucket, D)."""
         block = self.blocks[-1]
         values: Values = {self._lowered[block].program.input: x}
         (whole,) = self._forward(block, [values], [{}])
@@ -161,7 +161,7 @@ class Model:
         gradient: bool,
         predictions: bool = False,
     ) -> list[HeadResult]:
-        """The head over hidden states h (N, D) against targets (N,), in one pass for all lanes."""
+        """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
         block = self.blocks[-1]
         head = self._lowered[block].head
         assert head is not None
@@ -172,7 +172,7 @@ class Model:
             return kernel.run(hs, targets, matrix, gradient, predictions)
 
     def head_backward(self, x: mx.array, dh: mx.array, scored: slice) -> mx.array:
-        """dx (1, bucket, D) at the head's input x, from dh (N, D) at the positions `scored`."""
+        """dx (1, bucket, D) of the head block's input x, from dh (N, D) at positions `scored`."""
         block = self.blocks[-1]
         lowered = self._lowered[block]
         program = lowered.program
@@ -185,7 +185,7 @@ class Model:
         return values[gradient_of(program.input)]
 
     def release(self, block: Block) -> None:
-        """Give the block's mapped pages back, and what was dequantized of it."""
+        """Free the block's mapped pages and its dequantized weights."""
         self.matrices.release()
         self.weights.release(block)
 

@@ -1,7 +1,7 @@
-"""Where a step's time and memory go: exclusive seconds per owner, seconds and peak per block.
+"""The profile of a step: seconds of each kind of work, and time and peak memory of each block.
 
-Off by default, and then free of cost. On, it evaluates between the parts that it tells apart, which
-costs some overlap: a profile explains a step, it does not time one.
+It is off by default, and then costs nothing. If it is on, MLX evaluates after each part, which
+prevents some overlap; a profile therefore explains a step, but does not time it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mlx.core as mx
 
 @dataclass
 class BlockUse:
-    """Sums over the visits of one block."""
+    """Sums over all runs of one block."""
 
     visits: int = 0
     seconds: float = 0.0
@@ -27,7 +27,7 @@ class BlockUse:
 
 @dataclass
 class Profile:
-    """Collects while `on`; `seconds` is exclusive of inner spans."""
+    """Collects measurements while `on`; `seconds` of a span exclude the spans inside it."""
 
     on: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class Profile:
         return self._span(owner) if self.on else nullcontext()
 
     def block(self, name: str, direction: str) -> AbstractContextManager[None]:
-        """Count time and the allocator's peak inside as one visit of a block."""
+        """Count the time and the allocator's peak inside as one run of a block."""
         return self._block(name, direction) if self.on else nullcontext()
 
     def settle(self, *arrays: Any) -> None:
-        """Evaluate now, so that the time falls into the open span; nothing while off."""
+        """Evaluate now, so that the current span includes the time; does nothing while off."""
         if self.on:
             mx.eval(*arrays)
 
@@ -84,7 +84,7 @@ class Profile:
     def to_json(self, steps: int) -> dict[str, Any]:
         """Seconds a step per owner; per block seconds a step (also per owner) and peak bytes.
 
-        A block's figures are told apart by direction.
+        Each block has separate figures for forward and backward.
         """
         names = list(dict.fromkeys(name for name, _ in self.blocks))
         return {

@@ -1,6 +1,6 @@
-"""Row sums to the last bits of float32.
+"""Row sums with the full precision of float32.
 
-MLX's `sum` adds in order and loses 3e-6 over a vocabulary chunk; a product with ones keeps 2e-7.
+MLX's `sum` has an error of 3e-6 over a vocabulary chunk; a product with ones has one of 2e-7.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Products with one tile of a quantized matrix, in either arithmetic, and their sums over tiles.
 
-*packed*: `quantized_matmul` on the words as they lie. *unpacked*: the tile's columns as float32 and
-GEMM; the affine shift of each group folds into a small product of its own. A tile is dequantized
-once, however many inputs are multiplied by it.
+*packed*: `quantized_matmul` on the packed words. *unpacked*: the tile's columns are dequantized to
+float32 and multiplied by GEMM; the affine shifts of the groups are a separate small product. A tile
+is dequantized once, however many inputs are multiplied by it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runtime.storage.weights import Tile
 
 @dataclass(frozen=True)
 class Input:
-    """x (T, C) and its columns as dequantized tiles take them."""
+    """x (T, C), and its columns split like those of dequantized tiles."""
 
     x: mx.array
     parts: tuple[mx.array, ...]
@@ -79,7 +79,7 @@ class RowSum:
     whole: mx.array | None = None  # packed products, or the sums of shifts (T, G)
 
     def add(self, part: mx.array, tile: ReadyTile, fade: mx.array | None = None) -> None:
-        """Add `part` (T, R') times the tile; what was there is first scaled by `fade` (T, 1)."""
+        """Scale the sum by `fade` (T, 1), then add `part` (T, R') times the tile."""
         if not tile.columns:
             self._add_whole(tile.quantized(part, transpose=False), fade)
             mx.eval(self.whole)
@@ -97,7 +97,7 @@ class RowSum:
         self, part: mx.array, columns: tuple[mx.array, ...], fade: mx.array | None
     ) -> None:
         for column in columns:
-            half = self.halves.pop(0)  # so that nobody else holds what the product is added to
+            half = self.halves.pop(0)  # leaves no other reference to the array that is added to
             half = half if fade is None else half * fade
             self.halves.append(mx.addmm(half, part, column))
             del half

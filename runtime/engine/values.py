@@ -1,4 +1,4 @@
-"""Values, adapters and gradients by name, as kernels take and make them."""
+"""Types for values, adapters and gradients by name, which kernels read and write."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Values = dict[str, mx.array]
 
 
 def accumulate(total: Gradients, fresh: Gradients) -> None:
-    """Add gradients to those that are there, in their place, evaluated; `fresh` is emptied."""
+    """Add the gradients `fresh` to existing ones, evaluated; `fresh` is emptied."""
     while fresh:
         name, pair = fresh.popitem()
         if name in total:
             before = total.pop(name)
             pair = (before[0] + pair[0], before[1] + pair[1])
-            del before  # so that nobody else holds what is given to the sum
+            del before  # so that there is no other reference to the summands
             mx.eval(pair)
         total[name] = pair

@@ -1,1 +1,1 @@
-"""From a program to what runs, in order: schedules, tiles, frees and rematerialization."""
+"""Lowering programs to instructions: schedules, tiles, frees and rematerialization."""

@@ -1,4 +1,4 @@
-"""Lowering: from the programs of a bundle to what runs, in order, at one sequence bucket.
+"""Lowering: turns the programs of a bundle into instructions for one sequence bucket.
 
 All that is decided before anything runs is decided here: tiles of tokens and of weights, the order
 of instructions, when values are freed, and what is recomputed. The planner adds up what this says,
@@ -25,7 +25,7 @@ from runtime.lowering.schedule import (
 )
 from runtime.lowering.token_tiles import fold, tile_tokens, tiled_of, unfold
 
-LEAST_CHUNK_ROWS = 64  # of the vocabulary
+LEAST_CHUNK_ROWS = 64  # the fewest rows of the vocabulary in a chunk
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Sizes:
 class LoweredBlock:
     """One block as it runs.
 
-    `forward` leaves the output; `keeping` leaves besides the values `kept`; `backward` goes from
-    the block's input and the gradient of its output to the gradient of its input (not in the first
-    layer, where nobody reads it), `backward_kept` the same with the values of `kept` at hand. The
-    head's own pass over the vocabulary is `head`.
+    `forward` computes the output. `keeping` computes the output and keeps the values `kept`.
+    `backward` computes the gradient of the input (except in the first layer, where nothing reads
+    it) from the input and the gradient of the output; `backward_kept` also uses the values `kept`.
+    `head` is the operation that passes over the vocabulary, in the last block.
     """
 
     block: Block
@@ -112,7 +112,7 @@ class LoweredModel:
         return max(units, default=0)
 
     def graph_keys(self, backward: bool) -> set[str]:
-        """The serialized functions that rows of the bucket's length open."""
+        """The keys of the serialized functions that rows of the bucket's length use."""
         return {
             key
             for block in self.blocks
@@ -149,8 +149,8 @@ def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> Lowere
 def rows_at_once(rows: int, columns: int, values: int) -> int:
     """How many rows of a matrix are dequantized at once: tiles of at most so many values.
 
-    All tiles are alike: a smaller last one would save nothing, and leave the heap a hole that the
-    others do not fit.
+    All tiles have about the same size: a smaller last tile would save nothing, and leave a hole in
+    the heap that the others do not fit.
     """
     most = max(1, values // columns)
     return math.ceil(rows / math.ceil(rows / most))

@@ -1,11 +1,11 @@
-"""The order in which a program's operations run, and when each value dies.
+"""The order in which a program's operations run, and when each value is freed.
 
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
 values that its backward reads (and no others), then runs the operations' backwards in reverse; an
-operation whose inputs need no gradient is left out. Where there is memory for it, the forward keeps
-those values instead; only what is inside a `Tiled` operation is always recomputed. What a norm or a
-transposition makes of inputs that wait for their own backward is recomputed where it is read.
-Gradients are named `~value`.
+operation whose inputs need no gradient is left out. If there is memory for it, the forward keeps
+those values instead; only values inside a `Tiled` operation are always recomputed. Results of cheap
+operations, such as norms, are recomputed just before they are read, if their inputs are in memory
+then. Gradients are named `~value`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Instruction:
     """One operation, run forward or backward.
 
     `wanted` are the results to compute (forward) or the values to return gradients for (backward);
-    `statistics` are the values that a forward makes for its backward alone; `frees` are the values
-    and gradients that die with the instruction. `same` is for each wanted gradient the cotangent or
-    the earlier gradient whose array it is afterwards, or "".
+    `statistics` are the values that a forward computes only for its backward; `frees` are the
+    values and gradients that are freed after the instruction. `same` says for each wanted gradient
+    which cotangent or earlier gradient is the same array afterwards, or "" for a new array.
     """
 
     backward: bool
@@ -48,7 +48,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class _Use:
-    """An instruction before it is known what dies with it, and the values that it reads."""
+    """An instruction without the values that it frees, but with the values that it reads."""
 
     backward: bool
     operation: Operation
@@ -66,13 +66,13 @@ class _Reverse:
 
 
 def forward_schedule(program: Program) -> tuple[Instruction, ...]:
-    """All operations in order, but for a head; only the output survives."""
+    """All operations except a head, in order; only the output is not freed."""
     uses = [_forward(one) for one in program.operations if one.in_schedule]
     return _with_frees(uses, {program.output}, statistics=False)
 
 
 def needs_gradient(program: Program, adapted: frozenset[str], input_wanted: bool) -> frozenset[str]:
-    """The values whose gradients lead to an adapter (or to the block's input, where wanted)."""
+    """The values whose gradients lead to an adapter (or, if wanted, to the block's input)."""
     needy = {program.input} if input_wanted else set()
     for operation in program.operations:
         if any(name in needy for name in operation.activations):
@@ -82,14 +82,14 @@ def needs_gradient(program: Program, adapted: frozenset[str], input_wanted: bool
 
 
 def kept_values(program: Program, adapted: frozenset[str], input_wanted: bool) -> frozenset[str]:
-    """What the backward reads of the forward and does not recompute, without the block's input."""
+    """The forward's values that the backward reads and does not recompute, except the input."""
     return _waiting(program, _reverse(program, adapted, input_wanted)) - {program.input}
 
 
 def keeping_schedule(
     program: Program, adapted: frozenset[str], input_wanted: bool
 ) -> tuple[Instruction, ...]:
-    """The forward, after which the output and `kept_values` survive."""
+    """The forward that frees neither the output nor `kept_values`."""
     uses = [_forward(one) for one in program.operations if one.in_schedule]
     survivors = {program.output, *kept_values(program, adapted, input_wanted)}
     return _with_frees(uses, survivors, statistics=True)
@@ -98,9 +98,10 @@ def keeping_schedule(
 def backward_schedule(
     program: Program, adapted: frozenset[str], input_wanted: bool, kept: bool = False
 ) -> tuple[Instruction, ...]:
-    """Recompute, then reverse. `~output` is given; `~input` is left where `input_wanted`.
+    """The instructions that recompute values, and then run the backwards in reverse order.
 
-    With `kept`, the values that `keeping_schedule` leaves are given too, and only the reverse runs.
+    They start from `~output`, and end with `~input` if `input_wanted`. With `kept`, they also start
+    from the values that `keeping_schedule` leaves, and recompute nothing but cheap operations.
     """
     reverse = _reverse(program, adapted, input_wanted)
     again = _recomputed_late(program, reverse)
@@ -144,17 +145,17 @@ def _recompute(program: Program, needed: frozenset[str]) -> list[_Use]:
 
 
 def _waiting(program: Program, reverse: Sequence[_Reverse]) -> frozenset[str]:
-    """The values that the reverse reads and does not recompute where they are read."""
+    """The values that must exist before the backwards run."""
     read = frozenset[str]().union(*(one.read for one in reverse))
     late = (operation.results for operation, _ in _recomputed_late(program, reverse))
     return frozenset(read.difference(*late))
 
 
 def _recomputed_late(program: Program, reverse: Sequence[_Reverse]) -> list[tuple[Operation, int]]:
-    """The cheap operations to run again, and before which position of the reverse.
+    """The cheap operations to run again, each with the backward before which it runs.
 
-    Their inputs are read there or later, so that they are alive anyway; what is made of matrix
-    products alone, as an activation, takes time, and waits.
+    Their inputs are read there or later, so they are in memory anyway. Operations on nothing but
+    matrix products, such as activations, are excluded, because recomputing those takes time.
     """
     products = {name for one in program.operations for name in one.products}
     found: list[tuple[Operation, int]] = []
@@ -174,9 +175,9 @@ def _recomputed_late(program: Program, reverse: Sequence[_Reverse]) -> list[tupl
 def _with_frees(
     uses: Sequence[_Use], survivors: set[str], statistics: bool
 ) -> tuple[Instruction, ...]:
-    """The uses as instructions that know what dies with each.
+    """The uses as instructions, each with the values that are freed after it.
 
-    `statistics` says whether forwards make them: they do where a backward follows.
+    `statistics` says whether forwards compute these values, as they do if a backward follows.
     """
     last: dict[str, int] = {}
     frees: list[list[str]] = [[] for _ in uses]
@@ -187,7 +188,7 @@ def _with_frees(
         made = tuple(map(gradient_of, use.wanted)) if use.backward else use.wanted
         made = (*made, *made_besides[position])
         for name in made:
-            if not use.backward and name in last:  # recomputed: gone until then
+            if not use.backward and name in last:  # freed in between, since it is recomputed here
                 frees[last[name]].append(name)
         last.update(dict.fromkeys((*made, *use.read), position))
     for name, position in last.items():
@@ -200,7 +201,7 @@ def _with_frees(
 
 
 def _with_shared(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The same instructions, which know the gradients that are one array."""
+    """The same instructions, with the gradients that share one array filled in as `same`."""
     array: dict[str, object] = {}
     found = []
     for one in instructions:
@@ -214,9 +215,10 @@ def _with_shared(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
 
 
 def _shared(instruction: Instruction, array: dict[str, object]) -> Iterator[str]:
-    """For each wanted gradient the one whose array it is; `array` knows it from then on.
+    """For each wanted gradient the name whose array it shares, or ""; updates `array`.
 
-    Two results that are one array, added to one array, are one array again.
+    If two gradients share one array, and both are added to another shared array, the sums share one
+    array too.
     """
     operation = instruction.operation
     names = [gradient_of(name) for name in operation.results]

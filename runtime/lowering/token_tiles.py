@@ -1,7 +1,7 @@
-"""Folding the operations of a layer that treat every token alike into one that runs by tiles.
+"""Folding the operations of an MLP into one operation that runs on tiles of tokens.
 
-An MLP is linear, elementwise, linear: what lies between is several times as wide as the hidden
-states, and need exist for a tile of tokens only (`ondevice.operations.tiled`).
+An MLP is linear, elementwise, linear. Its inner values are several times as wide as the hidden
+states, and with tiles they exist for a few tokens only (`ondevice.operations.tiled`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ondevice.operations.tiled import Tiled
 
 
 def fold(program: Program) -> Program:
-    """The program with its longest such stretch as one `Tiled` operation, if there is any."""
+    """The program with its longest foldable sequence as one `Tiled` operation, if there is one."""
     stretches = []
     for first in range(len(program.operations)):
         for last in range(first, len(program.operations)):
@@ -32,22 +32,22 @@ def fold(program: Program) -> Program:
 
 
 def unfold(program: Program, tiled: Tiled) -> Program:
-    """The operations inside a `Tiled` one as a program of their own."""
+    """A program of the operations inside a `Tiled` operation."""
     (source,), (result,) = tiled.inputs, tiled.outputs
     name = f"{program.name}.{result}"
     return replace(program, name=name, input=source, output=result, operations=tiled.inside)
 
 
 def tiled_of(program: Program) -> Tiled | None:
-    """The `Tiled` operation of a folded program; None where nothing was folded."""
+    """The `Tiled` operation of a folded program; None if nothing was folded."""
     return next((one for one in program.operations if isinstance(one, Tiled)), None)
 
 
 def tile_tokens(program: Program, bucket: int, at_most: int) -> int:
     """The tokens that the `Tiled` operation of a folded program takes at once.
 
-    A divisor of the bucket that is a multiple of what its operations need: the largest that is no
-    more than `at_most`, or the smallest where there is none; the bucket where nothing is tiled.
+    It is a divisor of the bucket, and a multiple of what the operations need: the largest that is
+    at most `at_most`, else the smallest. If nothing is tiled, it is the bucket.
     """
     tiled = tiled_of(program)
     if tiled is None:
@@ -58,7 +58,7 @@ def tile_tokens(program: Program, bucket: int, at_most: int) -> int:
 
 
 def _is_foldable(program: Program, first: int, last: int) -> bool:
-    """From products to one product by something elementwise, one value in and one value out."""
+    """Whether operations are linear, elementwise, linear, with one value in and one out."""
     inside, after = program.operations[first : last + 1], program.operations[last + 1 :]
     if not inside[0].products or len(inside[-1].products) != 1:
         return False

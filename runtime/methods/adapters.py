@@ -1,7 +1,7 @@
 """LoRA adapters: initialised, held, checked, written and read as mlx-lm does.
 
-While they are trained they live in a scratch file (`runtime.storage.scratch`); those of one block
-at a time are in memory, as float32 or bfloat16. What is trained and written is float32.
+During training they live in a scratch file (`runtime.storage.scratch`). Those of one block at a
+time are in memory, as float32 or bfloat16. Training updates and saves the float32 values.
 
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
 `adapter_config.json` is what `mlx_lm.generate --adapter-path` reads.
@@ -70,7 +70,7 @@ class Adapters:
 
     @classmethod
     def initial(cls, manifest: Manifest, seed: int, into: Tensors | None = None) -> Adapters:
-        """A uniform in +-1/sqrt(in), keyed by (seed, name); B zero. `into` is what holds them."""
+        """New adapters in `into`: A uniform in +-1/sqrt(in), keyed by (seed, name), and B zero."""
         tensors: Tensors = {} if into is None else into
         for name, shape in cls.shapes(manifest).items():
             if name.endswith("lora_a"):
@@ -84,7 +84,7 @@ class Adapters:
         return cls(manifest, tensors)
 
     def in_dtype(self, dtype: str) -> Adapters:
-        """The same tensors, of which blocks get copies in another dtype."""
+        """The same adapters, except that blocks run with copies in another dtype."""
         return Adapters(self.manifest, self.tensors, dtype)
 
     def loras(self, block: Block) -> dict[str, Lora]:
@@ -104,7 +104,7 @@ class Adapters:
         return value
 
     def config(self) -> dict[str, Any]:
-        """adapter_config.json."""
+        """The content of adapter_config.json."""
         lora = self.manifest.lora
         keys = sorted({n for block in self.manifest.layers for n in self.manifest.adapted(block)})
         return {
@@ -120,7 +120,7 @@ class Adapters:
         }
 
     def check_finite(self) -> None:
-        """Raise DivergedError where a value is not finite."""
+        """Raise DivergedError if a value is not finite."""
         for name, tensor in self.tensors.items():
             if not mx.isfinite(tensor).all().item():
                 raise DivergedError(f"{name} is no longer finite; lower --learning-rate")
@@ -140,7 +140,7 @@ class Adapters:
         write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
 
     def _write(self, file: IO[bytes]) -> None:
-        """The format safetensors, one tensor at a time: its own writer would hold all of them."""
+        """Write a safetensors file tensor by tensor; the library would hold all in memory."""
         header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
         end = 0
         for name, shape in self.shapes(self.manifest).items():
@@ -154,13 +154,11 @@ class Adapters:
 
     @classmethod
     def load(cls, manifest: Manifest, source: Path, into: Tensors | None = None) -> Adapters:
-        """Read adapters (a folder, or the file itself) and check all that can be checked.
-
-        `into` is what holds them.
+        """Read adapters (a folder, or the file itself) into `into`, and check them.
 
         Raises:
             BundleError: they are damaged or belong to another bundle.
-            UsageError: the path is no text.
+            UsageError: the path is not valid UTF-8.
         """
         source = text_path(source)
         path = source / WEIGHTS if source.is_dir() else source
@@ -185,7 +183,7 @@ class Adapters:
 
 
 def _check_config(manifest: Manifest, path: Path) -> None:
-    """Refuse adapters of other weights or another scale; a file without a config says neither."""
+    """Refuse adapters of other weights or another scale, as far as a config states these."""
     if not path.exists():
         return
     try:

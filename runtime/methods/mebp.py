@@ -2,7 +2,7 @@
 
 Forward block by block, keeping only each block's input; then the blocks in reverse, each
 recomputing what its backward needs. All rows of a micro-batch visit a block together, so a block's
-gradients are complete, handed on and dropped before the next block's begin.
+gradients are complete, applied and freed before the next block's backward begins.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Kept = dict[tuple[int, int], Values]  # by block and row
 class Backprop:
     """Exact gradients over a model.
 
-    `activations` holds a slot per block for each row; `lanes` rows travel side by side through the
-    forward pass. The last `kept_layers` layers keep what their backward needs; the others recompute
-    it.
+    `activations` holds a slot per block for each row; `lanes` rows go through each block together
+    in the forward pass. The last `kept_layers` layers keep what their backward needs; the others
+    recompute it.
     """
 
     model: Model
@@ -111,7 +111,7 @@ class Backprop:
                 self.activations.put(index + 1, row, ys.pop(0))
 
     def _head(self, rows: Sequence[Row], tokens: int) -> StepLoss:
-        """Losses, and their gradients in place of the head's inputs."""
+        """The losses; the gradients of the head's inputs replace these inputs."""
         head = len(self.model.blocks) - 1
         block = self.model.blocks[head]
         result = StepLoss(0.0, 0, 0)
@@ -137,7 +137,7 @@ class Backprop:
 
 
 def _groups(rows: Sequence[Row], most: int) -> list[list[int]]:
-    """Rows that share a pass over the vocabulary: together at most `most` scored positions."""
+    """Groups of rows for one pass over the vocabulary, of at most `most` scored positions."""
     groups: list[list[int]] = []
     room = 0
     for index, row in enumerate(rows):
@@ -181,7 +181,7 @@ class MeBP:
         return StepResult(loss, sum(map(len, parts)))
 
     def settle(self) -> None:
-        """Updates are applied as they are found: nothing is pending."""
+        """Does nothing: each update is applied at once, so none is pending."""
 
     def write(self, path: Path) -> None:
         self.optimizer.write(path)
@@ -194,7 +194,7 @@ class MeBP:
 
 
 def demand(config: StepConfig) -> Demand:
-    """A checkpoint of every block boundary for each row, and the gradients of one layer."""
+    """Needs a checkpoint of every block boundary for each row, and one layer's gradients."""
     return Demand(
         rows=config.batch_size,
         hidden_states=config.batch_size,

@@ -1,13 +1,13 @@
-"""Memory-efficient zeroth-order optimization, block by block: MeZO's Algorithms 1 and 2 as ZO2.
+"""Memory-efficient zeroth-order optimization (MeZO), block by block as in ZO2.
 
-SPSA along noise z that is drawn again whenever it is needed:
+MeZO's Algorithms 1 and 2 are SPSA along noise z, which is drawn again whenever it is needed:
 
     g = (loss(theta + eps z) - loss(theta - eps z)) / (2 eps)      theta <- theta - rate g z
 
 Both perturbed hidden states visit a block together, so its weights are read and dequantized once
 for them. The update of a step is applied to a block when the next step visits it (ZO2, section 5),
 or by `settle`: the arithmetic is the same. Perturbed values are computed from theta, never restored
-by subtraction. The monolithic oracle is `harness.oracles.reference.MonolithicMeZO`.
+by subtraction. The reference on the whole model is `harness.oracles.reference.MonolithicMeZO`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_LANES = 16  # hidden states side by side, where they fit
 
 
 class Lane(NamedTuple):
-    """One hidden state on its way: a row under one query's perturbation."""
+    """One hidden state between blocks: a row under one query's perturbation."""
 
     query: int
     row: int
@@ -69,7 +69,7 @@ class MeZO:
     keeps_log: ClassVar[bool] = True
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
-        """See `Method.step`; all parts travel together, at the bucket of their longest row."""
+        """See `Method.step`; all parts run together, at the bucket of their longest row."""
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
         lanes = [
@@ -204,14 +204,14 @@ class MeZO:
             self._pending = None
 
     def write(self, path: Path) -> None:
-        """The state beside the settled adapters: how many losses in a row were not finite."""
+        """Write the state besides the adapters: how many losses in a row were not finite."""
         write_atomic(path, json.dumps({"skipped": self.skipped}).encode())
 
     def read(self, path: Path) -> None:
         """Read what `write` wrote.
 
         Raises:
-            BundleError: it is not that.
+            BundleError: the file holds something else.
         """
         try:
             self.skipped = int(json.loads(path.read_bytes())["skipped"])
@@ -219,7 +219,7 @@ class MeZO:
             raise BundleError(f"{path} is damaged: {problem!r}") from None
 
     def log_header(self) -> str:
-        """The log from which `ondevice replay` rebuilds the run's adapters."""
+        """The header of the log from which `ondevice replay` rebuilds the run's adapters."""
         weights = self.adapters.manifest.weights_sha256
         noise = self.noise
         initial = digest(self.adapters)
@@ -232,9 +232,9 @@ def _hidden_states(config: StepConfig) -> int:
 
 
 def demand(config: StepConfig) -> Demand:
-    """One checkpoint for each hidden state, and two perturbed copies of a block's adapters a query.
+    """Needs a checkpoint for each hidden state, and two perturbed copies of a block's adapters.
 
-    Queries whose hidden states are done give theirs up; so many are alive at once at most.
+    The copies of a query are freed once its hidden states are done.
     """
     hidden_states = _hidden_states(config)
     return Demand(

@@ -1,7 +1,7 @@
-"""The directions z that MeZO perturbs along: values, never stored.
+"""The directions z along which MeZO perturbs, computed when needed and never stored.
 
-z of a tensor is a function of (seed, step, query, tensor name) alone; the name says which block it
-is of. It is the same in any order of execution, on resume, and on another worker.
+z of a tensor is a function of (seed, step, query, tensor name) alone. It is the same in any order
+of execution, on resume, and on another worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mlx.core as mx
 
 
 def key_of(*parts: int | str) -> mx.array:
-    """A random key that is a function of its parts alone (randomness is a value)."""
+    """A random key that depends on nothing but its parts."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     key: mx.array = mx.random.key(int.from_bytes(digest[:8], "little") >> 1)
     return key

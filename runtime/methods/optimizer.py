@@ -1,8 +1,8 @@
 """The optimizer, applied to a few tensors at a time; its state lives in a mapped scratch file.
 
 The rules are mlx.optimizers' own (AdamW with bias correction, as PyTorch's; SGD). They treat every
-value alike, so that tensors are joined before them: a dozen small operations cost the same for many
-values as for few. Only what is being updated has its moments in memory.
+value alike, so small tensors are joined first: an operation costs the same for many values as for
+few. Only the tensors that are being updated have their moments in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, ste
 
 
 def moments(name: str) -> tuple[str, ...]:
-    """What an optimizer keeps for each trained value, by name."""
+    """The names of the values that an optimizer keeps for each trained value."""
     return MOMENTS if name == "adamw" else ()
 
 
@@ -58,12 +58,12 @@ class Group:
         return list(accumulate(map(math.prod, self.shapes)))
 
     def moment(self, which: str) -> str:
-        """What its moments are called."""
+        """The name of one of the group's moments."""
         return f"{self.names[0]}.{which}"
 
 
 def groups(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[Group]:
-    """Adjacent tensors of at most `most` values together; a larger one is alone."""
+    """Groups of adjacent tensors with at most `most` values; a larger tensor is alone."""
     found: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():
@@ -77,7 +77,7 @@ def groups(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[Group]:
 
 
 class Optimizer:
-    """Updates adapters in place, and keeps their moments in a file that vanishes."""
+    """Updates adapters in place, and keeps their moments in a scratch file."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a training method is: how one step turns rows into an update of the adapters.
+"""The interface of training methods: how one step turns rows into an update of the adapters.
 
 A method sees the blocks of a model, the adapters, and the rows of a step; it never sees budgets or
 architectures. It declares what it needs (`runtime.planner.demand`) before anything is planned.
@@ -68,8 +68,8 @@ class StepResult:
     """What a step did.
 
     `loss` is that of the batch; `forward_passes` counts rows run forward for the objective (not
-    recomputation); `skipped` says that nothing was learned because a loss was not finite, the
-    `skipped`-th time in a row; `record` is what the trajectory log keeps of it.
+    recomputation); `skipped` is above 0 if nothing was learned because a loss was not finite, and
+    counts such steps in a row; `record` is the step's line in the trajectory log.
     """
 
     loss: StepLoss
@@ -88,10 +88,10 @@ Models = Callable[[int], Model]  # of the smallest sequence bucket that holds so
 
 
 class Method(Protocol):
-    """One way to train. Its state besides the adapters is what `write` writes and `read` reads.
+    """One way to train; `write` and `read` save and restore its state besides the adapters.
 
-    `keeps_log` says whether a log is kept from which the run can be rebuilt: `log_header` is its
-    first line, asked for before the first step, and each step's line is its `StepResult.record`.
+    `keeps_log` says whether the run writes a log from which it can be rebuilt. Its first line is
+    `log_header`, read before the first step, and each step's line is `StepResult.record`.
     """
 
     @property
@@ -117,7 +117,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What a method begins with: a planned model, adapters, and a folder for scratch files."""
+    """What a method starts with: a planned model, adapters, and a folder for scratch files."""
 
     models: Models
     plan: Plan
@@ -128,15 +128,15 @@ class Start:
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
-        """The largest activation checkpoint: (1, T, D)."""
+        """The shape of the largest activation checkpoint: (1, T, D)."""
         return 1, self.plan.bucket, self.hidden_size
 
 
 class Implementation(Protocol):
-    """The module of a method."""
+    """What the module of a method must define."""
 
     def demand(self, config: StepConfig) -> Demand:
-        """What training as configured needs, for the planner."""
+        """What this configuration of training needs, for the planner."""
         ...
 
     def start(self, config: TrainConfig, begin: Start) -> Method:

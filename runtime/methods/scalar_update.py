@@ -1,4 +1,4 @@
-"""Updates that a few scalars describe: steps along noise that is drawn again, never stored.
+"""Updates described by a few scalars: steps along noise that is drawn again, never stored.
 
 Each step of a zeroth-order method is its learning rate and one projected gradient per direction
 (MeZO, section 2.1: storage-efficient zeroth-order optimization).

@@ -37,7 +37,7 @@ def digest(adapters: Adapters) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """What a log belongs to and how its noise is drawn."""
+    """The header of a log: which run it belongs to, and how its noise is drawn."""
 
     seed: int
     noise: str
@@ -47,7 +47,7 @@ class Header:
     format: str = FORMAT
 
     def check(self) -> None:
-        """Raise ValueError where a field is not what it must be: the file may be anybody's."""
+        """Raise ValueError for an invalid field, since anybody may have written the file."""
         if self.format != FORMAT:
             raise ValueError(f"its format is {self.format!r}, not {FORMAT!r}")
         if self.noise not in KINDS:
@@ -65,7 +65,7 @@ class Header:
 
 
 def start_log(path: Path, header_line: str) -> None:
-    """Begin a log."""
+    """Write the header of a new log."""
     write_atomic(path, header_line.encode())
 
 
@@ -83,7 +83,7 @@ def truncate_log(path: Path, steps: int) -> None:
 
 
 def read_log(path: Path) -> tuple[Header, list[Update | None]]:
-    """The header, and every step's update (None where it was skipped).
+    """The header, and every step's update (None if it was skipped).
 
     Raises:
         BundleError: the file is not a log, or is damaged.
@@ -115,7 +115,7 @@ def _updates(header: Header, lines: list[str]) -> Iterator[Update | None]:
 
 
 def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> Adapters:
-    """The adapters after the updates, tensor by tensor: the bits that training left.
+    """The adapters after all updates, equal to the trained ones bit for bit.
 
     Raises:
         BundleError: the log does not belong to the bundle or to the initial adapters.

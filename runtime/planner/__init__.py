@@ -1,1 +1,1 @@
-"""What a memory budget buys: pure arithmetic over lowered programs."""
+"""Memory plans for a budget, by pure arithmetic over lowered programs."""

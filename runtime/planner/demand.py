@@ -1,6 +1,6 @@
-"""What a training method needs in memory and on disk, as the planner is told it.
+"""What a training method needs in memory and on disk.
 
-Every method declares its own (`runtime.methods`); the planner knows no method by name.
+Every method in `runtime.methods` declares its demand; the planner knows no method by name.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 class Demand:
     """The needs of one step.
 
-    rows: rows of a micro-batch whose backward visits a block together (values kept for each).
+    rows: rows of a micro-batch whose backward runs block by block together; each keeps its values.
     hidden_states: activation checkpoints of one block boundary that a step stores at once.
     slots: block boundaries whose checkpoints are stored at once; None for every boundary.
-    lanes: how many batch lanes may visit a block together, most first; the plan takes what fits.
-    lanes_in_spare_memory: up to so many lanes share a forward pass where that raises no peak.
+    lanes: numbers of batch lanes that may visit a block together, descending; the first that fits.
+    lanes_in_spare_memory: the most lanes in a forward pass, if more lanes do not raise the peak.
     backward: whether blocks run backward; gradients and kept values exist only then.
     holds_gradients: whether the gradients of all layers are held until the step's last micro-batch.
-    adapter_copies: copies of a block's adapters alive while the block runs.
-    scratch_copies: what is alive besides them while they are made, in adapters of a block.
+    adapter_copies: copies of a block's adapters in memory while the block runs.
+    scratch_copies: further memory while these are made, in multiples of a block's adapters.
     all_adapters: whether the adapters of all blocks are in memory at once.
-    trains: whether adapters are trained: they live in a scratch file, and evaluations are planned.
+    trains: whether adapters are trained; then they live in a scratch file, and evaluations occur.
     moments: float32 values of optimizer state for each trained value, in a scratch file.
     """
 

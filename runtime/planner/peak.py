@@ -1,7 +1,7 @@
-"""The bytes alive while each block of a lowered model runs.
+"""The peak of the bytes in use while each block of a lowered model runs.
 
-It follows the instructions of `runtime.lowering`, adds up the values they make and free, and what
-each operation holds while it runs (`ondevice.operations`).
+For each instruction of `runtime.lowering` it adds up the values that exist then, and what the
+operation needs while it runs (`ondevice.operations`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.planner.demand import Demand
 
 @dataclass(frozen=True)
 class BlockPeak:
-    """Peak bytes alive while a block runs forward and backward."""
+    """The peak bytes in use while a block runs forward, and while it runs backward."""
 
     name: str
     forward_bytes: int
@@ -45,7 +45,7 @@ class _Held:
         return sum(array.nbytes for array in set(self._arrays.values()))
 
     def take(self, made: dict[str, tuple[int, str]]) -> int:
-        """Hold these, each of so many bytes or the array of another name; returns the new bytes."""
+        """Add names, each with its bytes or the name whose array it shares; returns new bytes."""
         fresh = 0
         for name, (nbytes, same) in made.items():
             array = self._arrays.get(same)
@@ -61,7 +61,7 @@ class _Held:
 
 
 class PeakModel:
-    """What is alive while the blocks of a lowered model run under a method's demand."""
+    """The bytes in use while the blocks of a lowered model run, for one training method."""
 
     def __init__(
         self, manifest: Manifest, lowered: LoweredModel, demand: Demand, adapter_dtype: str
@@ -75,14 +75,14 @@ class PeakModel:
 
     @cached_property
     def all_adapter_bytes(self) -> int:
-        """The float32 adapters of all layers."""
+        """Bytes of the float32 adapters of all layers."""
         return sum(self.block_adapter_bytes(block) for block in self.manifest.layers)
 
     @cached_property
     def adapter_bytes(self) -> int:
-        """The adapters in memory while a layer runs.
+        """Bytes of the adapters in memory while a layer runs.
 
-        Of rounded adapters, those of the current matrix are float32 again while it is multiplied.
+        If adapters are rounded, those of the current matrix also exist as float32.
         """
         one = self._most_adapters // 2 if self._rounded else self._most_adapters
         current = one * self.demand.adapter_copies
@@ -94,9 +94,10 @@ class PeakModel:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """All layers' gradients where micro-batches accumulate, else the largest layer's.
+        """Bytes of gradients: of all layers if micro-batches accumulate, else of the largest layer.
 
-        Those of several rows are added up layer by layer, of tiles of tokens matrix by matrix.
+        A further row adds a layer's gradients while they are summed; without further rows, a tile
+        of tokens adds those of one matrix.
         """
         if not self.demand.backward:
             return 0
@@ -105,19 +106,19 @@ class PeakModel:
 
     @property
     def perturbing_bytes(self) -> int:
-        """What is alive besides a block's adapters while copies of them are made."""
+        """Extra bytes while perturbed copies of a block's adapters are made."""
         return self.demand.scratch_copies * self._most_adapters
 
     @cached_property
     def only_in_layers(self) -> int:
-        """Of adapters and gradients, what is gone where the embedding or the head runs."""
+        """Bytes of adapters and gradients that are free while the embedding or the head runs."""
         if self.demand.all_adapters:
             return 0
         return self.adapter_bytes + self.gradient_bytes - self._held_gradients
 
     @property
     def _held_gradients(self) -> int:
-        """All layers' gradients, until the last micro-batch of a step."""
+        """Bytes of the gradients that are held until the last micro-batch of a step."""
         return self.all_adapter_bytes if self.demand.holds_gradients else 0
 
     @cached_property
@@ -125,7 +126,7 @@ class PeakModel:
         return max(self.block_adapter_bytes(block) for block in self.manifest.layers)
 
     def block_adapter_bytes(self, block: Block) -> int:
-        """The float32 adapters of one block."""
+        """Bytes of the float32 adapters of one block."""
         return sum(self._adapters(block).values())
 
     @cached_property
@@ -135,7 +136,7 @@ class PeakModel:
 
     @cached_property
     def _largest_tiled_adapter(self) -> int:
-        """The largest of a matrix that is multiplied by one tile of tokens after the other."""
+        """Bytes of the largest adapter of a matrix that runs on one tile of tokens at a time."""
         sizes = []
         for layer in self.lowered.layers:
             tiled = tiled_of(layer.program)
@@ -156,7 +157,7 @@ class PeakModel:
     # Blocks.
 
     def block(self, index: int, lanes: int) -> BlockPeak:
-        """The peaks of one block, with so many lanes forward."""
+        """The peaks of one block, with `lanes` hidden states in its forward."""
         lowered = self.lowered.blocks[index]
         program = lowered.program
         backward = 0
@@ -168,7 +169,7 @@ class PeakModel:
         return BlockPeak(lowered.block.label, self.forward(index, lanes), backward)
 
     def forward(self, index: int, lanes: int) -> int:
-        """Bytes alive while `lanes` hidden states pass a block."""
+        """Peak bytes while `lanes` hidden states run through a block together."""
         if (index, lanes) not in self._forwards:
             self._forwards[index, lanes] = self._forward(self.lowered.blocks[index], lanes)
         return self._forwards[index, lanes]
@@ -188,9 +189,9 @@ class PeakModel:
         return found
 
     def free_lanes(self, live: int, at_least: int, most: int) -> int:
-        """How many hidden states fit side by side into `live` bytes in every block's forward.
+        """How many hidden states can run through every block together within `live` bytes.
 
-        A layer's adapters are among them.
+        These bytes include a layer's adapters.
         """
         last = len(self.manifest.blocks) - 1
         for lanes in range(most, at_least, -1):
@@ -203,7 +204,7 @@ class PeakModel:
         return at_least
 
     def kept_bytes(self, index: int) -> int:
-        """What a layer's backward reads of its forward, for all rows of a micro-batch."""
+        """Bytes of the forward values that a layer keeps for its backward, for all rows."""
         lowered = self.lowered.blocks[index]
         bucket = self.lowered.bucket
         visit = Visit(False, (), 1, bucket, lowered.program.values, lowered.block.tensor)
@@ -212,17 +213,17 @@ class PeakModel:
         return self.demand.rows * kept
 
     def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: int) -> int:
-        """The most that is alive at once where the last `kept` layers recompute the least.
+        """The peak bytes if the last `kept` layers keep values instead of recomputing them.
 
-        What a layer keeps is part of what its own backward has alive; the head and the layers
-        above it come on top of what waits below them.
+        What a layer keeps is part of its own backward's peak. While the head or a later layer runs,
+        what earlier layers keep is in memory too.
         """
         head = len(blocks) - 1
         most = max(max(b.forward_bytes, b.backward_bytes) for b in blocks)
         waiting = 0
         for index in range(head - kept, head):
             own = self.kept_bytes(index)
-            row = own // self.demand.rows  # what the current row has kept is alive in its block
+            row = own // self.demand.rows  # already part of the block's peak for the current row
             others = waiting + own - row
             busy = max(blocks[index].backward_bytes, blocks[index].forward_bytes, row)
             most = max(most, others + busy)
@@ -238,7 +239,7 @@ class PeakModel:
         lanes: int,
         tokens: int,
     ) -> int:
-        """The most alive along a schedule over so many tokens, from what is alive before."""
+        """The peak bytes along a schedule, given the values that exist before it."""
         held = _Held()
         plain = Visit(False, (), lanes, tokens, program.values, lowered.block.tensor)
         statistics = _statistic_bytes(program, plain)
@@ -259,7 +260,7 @@ class PeakModel:
             work = self._working_bytes(lowered, program, one, lanes, tokens)
             held.drop(one.frees)
             after = held.nbytes
-            others = max(before, after)  # lanes that wait, or are done and rid of what died
+            others = max(before, after)  # lanes before or after this instruction
             if one.operation.runs_once_per_tile:
                 others = before + fresh
             peak = max(peak, (lanes - 1) * others + before + fresh + work)
@@ -268,7 +269,7 @@ class PeakModel:
     def _working_bytes(
         self, lowered: LoweredBlock, program: Program, one: Instruction, lanes: int, tokens: int
     ) -> int:
-        """What an instruction holds besides what it takes and makes; tiles of tokens are views."""
+        """Bytes that an instruction needs besides its inputs and results."""
         if one.body is not None:
             body = one.body
             return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
@@ -279,32 +280,32 @@ class PeakModel:
     # Weights.
 
     def materialized_bytes(self, index: int) -> int:
-        """A layer's weights as float32, with the shifts of affine groups."""
+        """Bytes of a layer's weights as float32, with the shifts of affine groups."""
         block = self.manifest.blocks[index]
         return sum(map(materialized_bytes, self.manifest.matrices_of(block)))
 
     def _held_weights(self, lowered: LoweredBlock) -> int:
-        """The weights that stay dequantized while the block runs."""
+        """Bytes of the weights that stay dequantized while the block runs."""
         if not self.lowered.hold:
             return 0
         return sum(map(materialized_bytes, self.manifest.matrices_of(lowered.block)))
 
     @cached_property
     def largest_packed_bytes(self) -> int:
-        """The most that the matrices of one block take in weights.bin."""
+        """The most bytes that the matrices of one block take in weights.bin."""
         return max(
             sum(matrix.nbytes for matrix in self.manifest.matrices_of(block))
             for block in self.manifest.blocks
         )
 
     def graph_file_bytes(self) -> int:
-        """The files of all graphs that rows of the bucket's length open."""
+        """Bytes of the files of all graphs that rows of the bucket's length use."""
         keys = self.lowered.graph_keys(self.demand.backward)
         return sum(self.manifest.graphs[key].nbytes for key in keys)
 
     @cached_property
     def packed_rows(self) -> int:
-        """The most rows of a factor that a BLAS packs: tokens, or a group's heads x queries."""
+        """The most rows that a BLAS packs: tokens, or in attention a group's heads x queries."""
         rows = (
             operation.packed_rows(block.program.values, self.execution)
             for block in self.lowered.blocks
@@ -315,42 +316,42 @@ class PeakModel:
     # Values, for models of an allocator.
 
     def largest_value(self) -> int:
-        """The bytes of the largest value that passes between a layer's operations."""
+        """Bytes of the largest value between a layer's operations."""
         return max(self.largest_whole_value, self.largest_tiled_value)
 
     @cached_property
     def largest_whole_value(self) -> int:
-        """The same of values that hold all tokens, whatever is tiled."""
+        """Bytes of the largest value that holds all tokens of the bucket."""
         return max(value for value, inside in self._layer_values() if not inside)
 
     @cached_property
     def largest_tiled_value(self) -> int:
-        """The same of those inside a `Tiled` operation, which hold a tile of tokens; 0 for none."""
+        """Bytes of the largest value that holds one tile of tokens; 0 if nothing is tiled."""
         return max((value for value, inside in self._layer_values() if inside), default=0)
 
     @cached_property
     def largest_logits_bytes(self) -> int:
-        """The logits of one row over a chunk of the vocabulary."""
+        """Bytes of the logits of one row over a chunk of the vocabulary."""
         heads = (block.head for block in self.lowered.blocks if block.head is not None)
         return max((head.streamed(self.execution)[0] for head in heads), default=0)
 
     @property
     def mapped_value(self) -> int:
-        """The largest value that is mapped where it is long; 0 where an MLP's are not tiled.
+        """Bytes of the largest value that may be mapped outside the heap; 0 if no MLP is tiled.
 
-        There values of many lengths lie beside each other, and leave holes for each other.
+        Without tiles, values of many sizes lie on the heap and fit each other's holes.
         """
         return self.largest_whole_value if self.lowered.is_tiled else 0
 
     def off_heap(self, index: int) -> tuple[int, int, int]:
-        """What of a block's peak may be no heap's: the largest tile; logits, and all of a chunk."""
+        """Bytes that may lie outside the heap: the largest tile, the logits, a whole head chunk."""
         tile = self.execution.largest_tile_bytes()
         head = self.lowered.blocks[index].head
         logits, chunk = (0, 0) if head is None else head.streamed(self.execution)
         return tile, logits, chunk
 
     def _layer_values(self) -> Iterator[tuple[int, bool]]:
-        """The bytes of every value of a layer, and whether a `Tiled` operation has it inside."""
+        """The bytes of every value of a layer, and whether it is inside a `Tiled` operation."""
         programs = {layer.block.type: layer for layer in self.lowered.layers}
         for layer in programs.values():
             tiled = tiled_of(layer.program)
@@ -361,7 +362,7 @@ class PeakModel:
 
 
 def _statistic_bytes(program: Program, visit: Visit) -> dict[str, int]:
-    """The bytes of the values that a forward makes for its backward alone."""
+    """The bytes of the values that a forward computes only for its backward."""
     return {
         name: operation.statistic_bytes(name, visit)
         for operation in program.operations

@@ -1,7 +1,7 @@
-"""What a budget buys: tile and block sizes, what is kept, and the peak they lead to.
+"""The memory plan for a budget: tile sizes, what is kept in memory, and the predicted peak.
 
-Pure arithmetic over lowered programs. A budget is used in this order: what is needed at all, larger
-tiles of tokens and of weights, what the backward would recompute, weights that stay dequantized.
+Planning is pure arithmetic over lowered programs. A budget is spent on, in this order: the minimum,
+larger tiles of tokens and weights, kept activations, and weights that stay dequantized.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from runtime.planner.peak import BlockPeak, PeakModel
 from runtime.storage.read_ahead import BUFFER_BYTES
 from runtime.system.machine import Machine
 
-GRAPH_FACTOR = 7  # bytes of an opened graph, and of what describes it, for each of its file
-EVALUATION_LANES = 8  # rows evaluated side by side, where they fit
+GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file
+EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
-MARGIN = 0.97  # of the budget that a plan may predict
-# readings of two processes that do the same differ by up to so much: what `ondevice plan` says
-# is the smallest budget must not be refused by `ondevice train`
+MARGIN = 0.97  # the share of the budget that a predicted peak may reach
+# The readings of two equal processes differ by up to this much. `ondevice train` must not refuse
+# the smallest budget that `ondevice plan` has named.
 READING_BYTES = 200_000
 
 # MeBP as its paper describes it: a whole layer dequantized at once, all scores and all logits
 PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, hold=True)
-LONG_TOKENS = 512  # an MLP takes no more at once: its weights cost nothing much beside so many
+LONG_TOKENS = 512  # the most that an MLP takes at once: more would save hardly any time
 LEVELS = (
     Sizes(4 << 20, 256, 128_000_000, most_tokens=LONG_TOKENS),
     Sizes(4 << 20, 256, 96_000_000, most_tokens=LONG_TOKENS),
@@ -51,16 +51,16 @@ LEVELS = (
     Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
     Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
 )
-DEQUANTIZED_FROM = 3  # of LEVELS, on a CPU: larger tiles and scores leave its caches
+DEQUANTIZED_FROM = 3  # the first of LEVELS on a CPU: larger tiles do not fit its caches
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What is to be planned, besides the method's demand and the machine.
+    """What to plan for, besides the method's demand and the machine.
 
-    `layout` is "budget" (what this planner is for) or "paper".
+    `layout` is "budget", or "paper" for the memory plan of the MeBP paper.
     """
 
     bucket: int
@@ -72,7 +72,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan, in bytes; `predicted_peak_bytes` is the sum of what is alive at the worst moment."""
+    """A memory plan; `predicted_peak_bytes` is the predicted peak footprint of the process."""
 
     budget_bytes: Natural
     predicted_peak_bytes: Natural
@@ -81,12 +81,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     adapter_bytes: Natural
     gradient_bytes: Natural
     live_bytes: Natural
-    slack_bytes: Natural  # of the heap, where freed memory goes back to it
-    cache_bytes: Natural  # of MLX, where it keeps freed memory itself
-    mapped_value_bytes: Natural  # of the largest value that is mapped where it is long; 0 for none
-    value_bytes: (
-        Natural  # of the largest value of all tokens: so far MLX may allocate beyond a limit
-    )
+    slack_bytes: Natural  # that the heap holds beyond what is in use
+    cache_bytes: Natural  # that MLX's own cache may hold
+    mapped_value_bytes: Natural  # of the largest value that may be mapped outside the heap
+    value_bytes: Natural  # of the largest value, by which MLX may pass its limit
     scratch_disk_bytes: Natural
     bucket: int
     rows: Count
@@ -99,11 +97,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     hold: bool
     prefetch: bool
     adapter_dtype: str
-    lanes: Count  # hidden states of training side by side in a block's forward
+    lanes: Count  # hidden states that run through a block's forward together
     evaluation_lanes: Count
-    kept_layers: Natural  # of the last layers, which keep what they would recompute (not in tiles)
-    kept_bytes: Natural  # what that adds to the peak
-    materialized_layers: Natural  # of the first layers, whose weights stay dequantized
+    kept_layers: Natural  # how many of the last layers keep activations
+    kept_bytes: Natural  # what the kept activations add to the peak
+    materialized_layers: Natural  # how many of the first layers stay dequantized
     materialized_bytes: Natural
     blocks: tuple[BlockPeak, ...]
 
@@ -122,7 +120,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def active_bytes(self) -> int:
-        """What MLX has allocated at the worst moment."""
+        """The bytes that MLX has allocated at the peak."""
         fixed = self.adapter_bytes + self.gradient_bytes
         return self.live_bytes + fixed + self.kept_bytes + self.materialized_bytes
 
@@ -135,7 +133,7 @@ def choose_bucket(manifest: Manifest, length: int) -> int:
     """The smallest sequence bucket that holds `length` tokens.
 
     Raises:
-        UsageError: the longest is shorter.
+        UsageError: the longest bucket is shorter.
     """
     for bucket in manifest.buckets:
         if bucket >= length:
@@ -151,7 +149,7 @@ def choose_bucket(manifest: Manifest, length: int) -> int:
 class Planner:
     """Plans for one manifest and machine, whose device need not be that of the bundle's graphs.
 
-    The last lowered model is kept, and only that: the planner's own memory counts, too.
+    It keeps only the last lowered model, because its own memory counts for the footprint.
     """
 
     def __init__(self, manifest: Manifest, machine: Machine) -> None:
@@ -195,7 +193,7 @@ class Planner:
         minimum_bytes: int,
         lanes: int | None = None,
     ) -> Plan:
-        """The peak of one choice of sizes; `lanes` defaults to the fewest that the method takes."""
+        """The plan for given sizes; `lanes` defaults to the fewest that the method accepts."""
         model = self.model(request, demand, sizes)
         lowered, manifest = model.lowered, self.manifest
         lanes = demand.lanes[-1] if lanes is None else lanes
@@ -245,13 +243,13 @@ class Planner:
         )
 
     def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
-        """The peak of a plan that was made before, with the process as the machine says it is."""
+        """The peak of an earlier plan, with the process memory of the current machine value."""
         model = self.model(request, demand, plan.sizes)
         others = plan.predicted_peak_bytes - plan.process_bytes
         return others + self._process_bytes(request, model)
 
     def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
-        """What is alive under some sizes."""
+        """The model of bytes in use under given sizes."""
         key = (request.bucket, sizes)
         if self._lowered is None or self._lowered[0] != key:
             self._lowered = None
@@ -259,7 +257,7 @@ class Planner:
         return PeakModel(self.manifest, self._lowered[1], demand, request.adapter_dtype)
 
     def _process_bytes(self, request: Request, model: PeakModel) -> int:
-        """The process with its BLAS, the graphs that it opens and the prefetch thread."""
+        """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
         found = self.machine.process_bytes + blas.threads * panel
@@ -271,13 +269,13 @@ class Planner:
         return found
 
     def _levels(self, request: Request) -> tuple[Sizes, ...]:
-        """What a plan chooses among, from generous to frugal."""
+        """The sizes that a plan can choose, from generous to frugal."""
         if request.layout == "paper":
             return (PAPER,)
         return LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
 
     def _least(self, request: Request, demand: Demand) -> int:
-        """The lowest peak of all choices; the smallest tiles need not have it."""
+        """The lowest peak of all levels, which need not be that of the smallest tiles."""
         return min(
             self.predict(request, demand, level, 0, 0).predicted_peak_bytes
             for level in self._levels(request)
@@ -286,7 +284,7 @@ class Planner:
     def _without_token_tiles(
         self, request: Request, demand: Demand, level: Sizes, budget_bytes: int, smallest: int
     ) -> Plan | None:
-        """The plan for long rows whose budget can keep all that a backward would recompute."""
+        """The plan without tiles of tokens, if the budget can keep all activations; else None."""
         if not demand.backward or request.bucket <= level.most_tokens:
             return None
         whole = replace(level, most_tokens=WHOLE)
@@ -298,7 +296,7 @@ class Planner:
     def _with_spare(
         self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int
     ) -> Plan:
-        """Buy time with what the budget leaves, the cheapest time first."""
+        """Spend the rest of the budget on kept activations, then on dequantized weights."""
         model = self.model(request, demand, sizes)
         layers = range(1, len(self.manifest.blocks) - 1)
         kept = kept_bytes = materialized = materialized_bytes = weights = 0
@@ -352,7 +350,7 @@ class Planner:
 
 
 def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: PeakModel) -> int:
-    """The scratch files of a run: activation checkpoints, adapters and the optimizer's moments."""
+    """Bytes of a run's scratch files: activation checkpoints, adapters, optimizer state."""
     slots = len(manifest.blocks) if demand.slots is None else demand.slots
     row_bytes = request.bucket * manifest.hidden_size * F32
     trained = model.all_adapter_bytes if demand.trains else 0

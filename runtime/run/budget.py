@@ -1,4 +1,4 @@
-"""The budget's promise: a plan for what is configured, and an error once a run passes it."""
+"""The budget of a run: a plan that fits it, and an error once the footprint exceeds it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=
 
 
 class Wanted(NamedTuple):
-    """What is to be planned."""
+    """A plan's request and the method's demand."""
 
     request: Request
     demand: Demand
@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
 
 
 def training(config: StepConfig, manifest: Manifest) -> Wanted:
-    """What training as configured needs.
+    """What this configuration of training needs.
 
     Raises:
         UsageError: rows are longer than the bundle has graphs for.
@@ -60,7 +60,7 @@ def plan_evaluation(
     arithmetic: str = "auto",
     adapter_dtype: str = "float32",
 ) -> Plan:
-    """The plan for forward passes over rows of `length` tokens on this machine.
+    """The plan on this machine for forward passes over rows of `length` tokens.
 
     Raises:
         BudgetError: nothing fits.
@@ -82,9 +82,9 @@ def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
 
 
 def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
-    """This machine, with the process as it is now.
+    """This machine, with the current footprint of the process.
 
-    It is read while a lowered model is in memory, as one will be while the run goes on.
+    It is measured while a lowered model is in memory, because one will be during the run.
     """
     manifest = bundle.manifest
     lowered = lower(manifest, manifest.buckets[-1], LEVELS[-1], packed=False)
@@ -94,9 +94,9 @@ def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
 
 
 def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> str:
-    """Why a stored plan cannot be executed again; empty where it can.
+    """The reason why a stored plan cannot be executed again; empty if it can.
 
-    It is executed as it is unless another budget is given, the bundle or the arithmetic has
+    It is executed unchanged unless another budget is given, the bundle or the arithmetic has
     changed, or the process has grown so much that the plan no longer fits.
     """
     if plan.budget_bytes != wanted.budget_bytes:
@@ -116,7 +116,7 @@ def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) 
 
 
 def check_budget(meter: Meter, plan: Plan, state: str) -> None:
-    """Keep the promise: raise BudgetError once the footprint has passed the budget."""
+    """Raise BudgetError if the footprint has exceeded the budget."""
     if meter.over_budget:
         raise BudgetError(
             f"the run passed its budget: footprint {format_bytes(meter.peak_bytes, up=True)} > "

@@ -1,4 +1,4 @@
-"""Evaluation: loss, perplexity and accuracy of held-out rows, under a budget like all else."""
+"""Evaluation: loss, perplexity and accuracy of held-out rows, under a memory budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runtime.system.heap import trim_heap
 
 
 def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
-    """Loss, perplexity and next-token accuracy over rows; `exact` is the share all right."""
+    """Loss, perplexity and next-token accuracy over rows; `exact` is the share of perfect rows."""
     total = sum(losses, StepLoss(0.0, 0, 0))
     loss = total.loss_sum / total.tokens
     return {
@@ -42,7 +42,7 @@ def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
 
 
 def evaluate(model: Model, adapters: Adapters, rows: Sequence[Row]) -> list[StepLoss]:
-    """Loss and accuracy of each row, forward only; all rows visit each block side by side."""
+    """Loss and accuracy of each row, forward only; all rows visit each block together."""
     xs = [model.embed(row.inputs) for row in rows]
     model.release(model.blocks[0])
     for index, block in enumerate(model.blocks[1:-1], start=1):

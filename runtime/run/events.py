@@ -1,4 +1,4 @@
-"""What the caller of a run can watch while it goes on."""
+"""Callbacks by which the caller of a run can watch it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from runtime.planner.plan import Plan
 
 @dataclass
 class Events:
-    """Hooks; every one may be left alone.
+    """The callbacks; each is optional.
 
-    plan: the plan, once it is made. note: one line for people. step: a step's line of metrics.jsonl
-    and how many steps there will be. evaluation: what is evaluated, rows done, rows in all.
+    plan: receives the plan, once it is made. note: receives one line for people. step: receives a
+    step's line of metrics.jsonl and the number of all steps. evaluation: receives what is
+    evaluated, the rows done, and the number of all rows.
     """
 
     plan: Callable[[Plan], None] = lambda plan: None

@@ -1,8 +1,8 @@
-"""A run's directory: what it holds, and how a save becomes visible all at once.
+"""A run's directory: its files, and how a save becomes visible in one step.
 
     config.toml   plan.json   metrics.jsonl   evaluations.json   summary.json
-    trajectory.jsonl   where the method logs its steps
-    adapters.safetensors, adapter_config.json   those of the last save, for mlx-lm
+    trajectory.jsonl   if the method logs its steps
+    adapters.safetensors, adapter_config.json   the adapter of the last save, for mlx-lm
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
 
 A save is written beside its place, flushed, and renamed; the one before it is removed after that.
@@ -58,7 +58,7 @@ class RunFolder:
 
     @contextmanager
     def created(self) -> Iterator[None]:
-        """Make the directory, and keep a second process from it.
+        """Create the directory, and lock it against other processes.
 
         Raises:
             UsageError: a run is there already, or another process has begun one.
@@ -92,7 +92,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep a second process from the same run.
+        """Lock the run against other processes.
 
         Raises:
             UsageError: another process is training it.
@@ -110,7 +110,7 @@ class RunFolder:
         write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
 
     def save(self, step: int, adapters: Adapters, method: Method) -> None:
-        """Make the state after `step` steps the one that resuming finds.
+        """Save the state after `step` steps, from which `--resume` will continue.
 
         Raises:
             StorageError: the disk is full; the save before this one is intact.
@@ -123,7 +123,7 @@ class RunFolder:
         adapters.save(self.path)
 
     def _write(self, place: Path, step: int, adapters: Adapters, method: Method) -> None:
-        """Write a save beside its place, rename it, and remove what was before it."""
+        """Write a save under another name, rename it, and remove the save before it."""
         partial = self.saves / f".{place.name}.partial"
         with storage_errors(place):
             try:
@@ -150,7 +150,7 @@ class RunFolder:
                     shutil.rmtree(old)
 
     def evaluations(self, done: int) -> dict[str, Any]:
-        """The evaluations so far, without those of steps that were lost with a process."""
+        """The evaluations up to the last save, by step."""
         path = self.path / EVALUATIONS
         if not path.exists():
             return {}
@@ -161,14 +161,14 @@ class RunFolder:
         }
 
     def latest(self) -> Path | None:
-        """The newest whole save; partial ones were never renamed into place."""
+        """The newest save; incomplete ones were never renamed into place."""
         found = sorted(self.saves.glob("step-*")) if self.saves.exists() else []
         return found[-1] if found else None
 
     def restore(
         self, manifest: Manifest, place: Path, into: Tensors | None = None
     ) -> tuple[int, Adapters]:
-        """The step and adapters of a save, checked; `into` is what holds the adapters.
+        """The step of a save, and its checked adapters in `into`.
 
         Raises:
             BundleError: the save is damaged, belongs to another bundle or is of another version.

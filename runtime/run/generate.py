@@ -1,4 +1,4 @@
-"""Greedy generation from a bundle, a full forward per token: for looking at what was learned.
+"""Greedy generation from a bundle, with a full forward per token, to see what training has changed.
 
 There is no key-value cache; the cost of a token is that of a row. For serving, hand the adapters
 to mlx-lm.
@@ -44,7 +44,7 @@ def generate(
 
     Raises:
         DataError: the bundle has no tokenizer, or no chat template where one is wanted.
-        UsageError: the prompt is no text or is longer than the longest sequence bucket.
+        UsageError: the prompt is not valid Unicode or is longer than the longest sequence bucket.
     """
     from runtime.data.text_encoder import load_encoder
 
@@ -93,7 +93,7 @@ def generate(
         if end >= 0:
             yield text[len(shown) : end]
             return
-        # half a character waits for its other bytes, and what may become the ending for its rest
+        # hold back incomplete characters, and text that may become the ending
         if not text.endswith("�") and not _begins(ending, text):
             yield text[len(shown) :]
             shown = text

@@ -1,4 +1,4 @@
-"""A bundle opened for a plan: checked, mapped, limits set, a model for every bucket in use."""
+"""Opening a bundle for a plan: checks, mapped weights, memory limits, and models by bucket."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Session:
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def model(self, length: int) -> Model:
-        """The model of the smallest sequence bucket that the plan has room for.
+        """The model of the smallest sequence bucket for `length` tokens that fits the plan.
 
-        That is the smallest one that holds `length` tokens and whose tiles of tokens are no larger
-        than planned: a shorter bucket that tiles do not divide would take more memory.
+        Its tiles of tokens must be no larger than planned: a shorter bucket that tiles do not
+        divide would take more memory.
         """
         bucket = choose_bucket(self.bundle.manifest, length)
         for shorter in self.bundle.manifest.buckets:
@@ -72,7 +72,7 @@ class Session:
 
 
 def open_checked(path: str) -> Bundle:
-    """Open a bundle whose graphs this MLX can run, with every checksum verified."""
+    """Open a bundle, and check its MLX version and every checksum."""
     bundle = open_bundle(path)
     bundle.check_mlx()
     bundle.verify()
@@ -82,8 +82,7 @@ def open_checked(path: str) -> Bundle:
 def open_session(bundle: Bundle, plan: Plan) -> Session:
     """Set up the device and its limits for a plan, and map the weights.
 
-    What opening the bundle has left on the heap is given back: it would lie between the blocks of
-    all that follows.
+    It also gives free heap memory back, so that none lies between later blocks.
     """
     use_device(bundle.manifest.device, bundle.path)
     limit_memory(max(0, plan.active_bytes - plan.value_bytes), plan.cache_bytes)

@@ -1,4 +1,4 @@
-"""`ondevice replay`: a run's adapter from its trajectory and its initial adapter alone."""
+"""`ondevice replay`: rebuilds a run's adapter from its trajectory and its initial adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def replay(
     run's seed, or read from where its configuration says.
 
     Raises:
-        UsageError: `run` has no trajectory (its method keeps none).
+        UsageError: `run` has no trajectory (its method writes none).
         BundleError: the trajectory does not belong to the bundle or to the initial adapters.
     """
     text_path(output)

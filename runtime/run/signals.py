@@ -1,4 +1,4 @@
-"""Signals that end a run at a whole step."""
+"""Signals that end a run after the current step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stop:
 
 @contextmanager
 def catching_signals() -> Iterator[Stop]:
-    """Note the first signal and go on to the step's end; a second Ctrl-C ends at once."""
+    """Record the first signal, so that the step can end; a second Ctrl-C ends at once."""
     stop = Stop()
 
     def note(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""Starting a run, and going on with one: its folder, plan, data, adapters and method."""
+"""Starting and resuming a run: its folder, plan, data, adapters and method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runtime.system.machine import Machine, read_machine
 
 
 def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = None) -> Plan:
-    """The plan for training as configured, on a machine (default: this one, with this process).
+    """The plan for this configuration of training, on a machine (default: this machine).
 
     Raises:
         BudgetError: nothing fits.
@@ -52,7 +52,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     """Start a run. Returns its summary.
 
     Raises:
-        OnDeviceError: of the type that says what is wrong; a refused run leaves nothing behind.
+        OnDeviceError: the run was refused, or failed; a refused run leaves no files behind.
     """
     with _meter(config) as meter:
         bundle = open_checked(config.bundle)
@@ -86,10 +86,10 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
 
 
 def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, Any]:
-    """Go on with the run in `path` from its last save, by the plan that it was started with.
+    """Continue the run in `path` from its last save, with its plan.
 
-    It is planned anew under another `budget`, or where its plan no longer fits: then tile sizes
-    may differ, which change results in the last bits.
+    A new plan is made under another `budget`, or if the plan no longer fits. Tile sizes may then
+    differ, which changes the last bits of results.
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
@@ -133,7 +133,7 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
 
 
 def _this_machine(config: TrainConfig, bundle: Bundle) -> Machine:
-    """This machine and process; how its heap behaves comes from a file, where there is one."""
+    """This machine and process, with the heap values of `--machine FILE` if it is given."""
     machine = machine_for(bundle, config.arithmetic)
     if config.machine is None:
         return machine
@@ -146,7 +146,7 @@ def _meter(config: TrainConfig) -> Meter:
 
 
 def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """The same configuration, which holds from any working directory."""
+    """The configuration with absolute paths, valid from any working directory."""
     return replace(
         config,
         bundle=str(Path(config.bundle).resolve()),

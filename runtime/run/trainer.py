@@ -1,7 +1,7 @@
-"""The training loop: steps, evaluations, saves, and the budget's promise.
+"""The training loop: steps, evaluations, saves, and the check of the memory budget.
 
-Invariant: whatever ends a run (its last step, a signal, its budget), the state that is left is a
-whole number of steps, and going on from it gives the bits that an uninterrupted run would have.
+Invariant: whatever ends a run (its last step, a signal, its budget), the saved state is that after
+a whole number of steps, and resuming gives the same bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SKIPS = 10  # steps in a row without a finite loss that end a run
 
 @dataclass
 class Progress:
-    """How far a run has come in the processes before this one.
+    """How far earlier processes have brought a run.
 
     done: steps. seconds: of training. evaluations: by when ("before", a step's number, "after").
     """
@@ -49,7 +49,7 @@ class Progress:
 
 
 class Trainer:
-    """One run in progress."""
+    """The training loop of one run."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Trainer:
         self.evaluations = dict(before.evaluations)
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
-        if not self.ended:  # then what was measured at the end was of another one
+        if not self.ended:  # then an evaluation "after" is of an earlier end of the run
             self.evaluations.pop("after", None)
 
     def run(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Trainer:
         self._evaluate_if_due()
 
     def _step(self) -> tuple[dict[str, Any], list[Any] | None]:
-        """One step: its line of metrics.jsonl, and what the trajectory keeps of it."""
+        """Train one step; returns its lines of metrics.jsonl and of the trajectory."""
         start = time.perf_counter()
         config = self.config
         size, count = config.batch_size, config.grad_accumulation

@@ -1,6 +1,6 @@
-"""Activation checkpoints in a memory-mapped scratch file that vanishes with the process.
+"""Activation checkpoints in a memory-mapped scratch file that disappears with the process.
 
-Slot i of a row holds the input of block i, and later the gradient that has reached it.
+Slot i of a row holds the input of block i, and during the backward the gradient of that input.
 """
 
 from __future__ import annotations

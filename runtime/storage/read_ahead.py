@@ -1,8 +1,7 @@
 """A thread that reads the next block while the current one computes.
 
-It brings pages into the system's file cache and keeps none of them: its only memory is one buffer
-of `BUFFER_BYTES`, which the plan counts. A block is fetched up to `AHEAD_BYTES`; of a head that
-streams a large vocabulary only the beginning.
+It brings pages into the system's file cache. Its only memory is one buffer of `BUFFER_BYTES`, which
+the plan counts. It reads at most `AHEAD_BYTES` of a block, so of a large head only the beginning.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class ReadAhead:
         """Ask for bytes start:stop; returns at once.
 
         Raises:
-            BundleError: an earlier request could not be read. That the last one could not is not
-                told: whoever uses what it was for will find out.
+            BundleError: an earlier request could not be read. A failure of the last request is
+                found when its bytes are used.
         """
         if self._problems:
             raise BundleError(f"{self._path} cannot be read: {self._problems[0]}")

@@ -1,8 +1,8 @@
-"""Scratch files that vanish with the process, mapped into memory, and tensors that live in them.
+"""Memory-mapped scratch files that disappear with the process, and tensors that live in them.
 
-A file is unlinked as soon as it is open and its space is allocated before it is used, so that a
-full disk is an error at the start and not a crash in the middle. Its pages belong to the file: the
-system writes them out when it needs the memory, and they are no part of the footprint.
+A file is unlinked as soon as it is open. Its space is allocated before it is used, so a full disk
+is an error at the start and not a crash later. The footprint does not include its pages, since the
+system can write them to the file when it needs the memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def map_scratch(folder: Path, name: str, size: int) -> mmap.mmap:
 
 
 def drop_pages(mapped: mmap.mmap, offset: int, size: int) -> None:
-    """Unmap whole pages from this process; the file keeps them."""
+    """Drop whole pages from this process's memory; the file keeps their content."""
     if sys.platform != "darwin" and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED, offset, size)
 

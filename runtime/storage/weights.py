@@ -1,6 +1,6 @@
 """Frozen weights, memory-mapped: copied out tile by tile, released block by block.
 
-Nothing of weights.bin stays in memory: a tile is copied from the map into a fresh array when a
+No part of weights.bin stays in memory: a tile is copied from the map into a fresh array when a
 kernel asks for it, and `release` drops a block's pages from the process once it is done.
 """
 

@@ -1,8 +1,8 @@
-"""Setting up the process and the device (BLAS, allocator, run-ahead), and describing both.
+"""Setting up the process and the device (BLAS, allocator, MLX's run-ahead), and describing both.
 
-`prepare` must run before MLX is first imported. On Linux it interposes an optimized BLAS for the
-reference one that MLX's wheel links, and has freed memory kept in one heap or given back; on macOS
-there is nothing to do (Accelerate). Not run on a Mac so far.
+`prepare` must run before MLX is first imported. On Linux it loads an optimized BLAS in place of the
+reference BLAS in MLX's wheel, and sets whether the heap keeps freed memory. On macOS it does almost
+nothing, because MLX uses Accelerate there. It has not been run on a Mac so far.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from runtime.system.machine import Blas, Machine
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 
-# What OpenBLAS packs factors into: a panel for each thread, and where several share a product, 320
-# columns of float32 of the tokens' side
+# The buffers into which OpenBLAS packs factors: a panel for each thread and, with several threads,
+# 320 float32 columns of the factor that holds the tokens
 PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` found: the BLAS in use, and a warning for the user where it is slow."""
+    """The result of `prepare`: the BLAS in use, and a warning if it is slow."""
 
     blas: str
     warning: str = ""
@@ -41,8 +41,8 @@ class Prepared:
 def prepare(keep_heap: bool = True) -> Prepared:
     """Set up BLAS and allocator. Call before anything imports `mlx.core`.
 
-    `keep_heap` is for work that uses the same sizes again and again, as training does; without it
-    freed memory goes back at once, which keeps the peak of an export low.
+    `keep_heap` is for work that allocates the same sizes repeatedly, as training does. Without it
+    freed memory goes back to the system at once, which keeps the peak of an export low.
     """
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1")
     if sys.platform == "darwin":
@@ -90,7 +90,7 @@ def _dlopen(path: str) -> bool:
 
 
 def blas_threads() -> int:
-    """How many threads the interposed OpenBLAS computes with; 1 where it is another BLAS."""
+    """The number of threads of the loaded OpenBLAS; 1 for another BLAS."""
     libraries = ctypes.CDLL(None)
     if not hasattr(libraries, "openblas_get_num_threads"):
         return 1
@@ -98,7 +98,7 @@ def blas_threads() -> int:
 
 
 def this_machine(device: str, arithmetic: str) -> Machine:
-    """This machine, and the process that asks: call it after all imports.
+    """This machine and the current process. Call it after all imports.
 
     `device` is what graphs were traced for; `arithmetic` is "packed", "unpacked" or "auto": packed
     on a GPU, which multiplies quantized matrices as they are, unpacked on a CPU.
@@ -117,7 +117,7 @@ def this_machine(device: str, arithmetic: str) -> Machine:
 
 
 def round_up(process_bytes: int) -> int:
-    """A reading of the process rounded up: readings of equal processes differ a little."""
+    """A footprint rounded up, because the footprints of equal processes differ a little."""
     return -(-(process_bytes + READING_NOISE_BYTES) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
 
 
@@ -138,7 +138,7 @@ def use_device(device: str, bundle: Path) -> None:
 
 
 def limit_memory(live_bytes: int, cache_bytes: int) -> None:
-    """Bound MLX's allocator: `cache_bytes` of freed buffers kept, run-ahead stopped above both."""
+    """Limit MLX's cache to `cache_bytes`, and its run-ahead to `live_bytes` above that."""
     import mlx.core as mx
 
     mx.set_cache_limit(cache_bytes)
@@ -146,7 +146,7 @@ def limit_memory(live_bytes: int, cache_bytes: int) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """The machine and the versions a measurement was made with."""
+    """The machine and the versions of this process, for summaries and reports."""
     from importlib import metadata
 
     return {

@@ -42,7 +42,7 @@ class Footprint:
 def read_footprint() -> Footprint:
     """The footprint of this process now.
 
-    Raises OnDeviceError where the system offers no such figure.
+    Raises OnDeviceError if the system offers no such figure.
     """
     return _reader()()
 
@@ -148,8 +148,8 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
     return read
 
 
-NEAR_BYTES = 1_500_000  # to what is aimed at: about what is allocated between two samples
-RELIEF_SAMPLES = 6  # at least so many between two calls
+NEAR_BYTES = 1_500_000  # distance from the aim: about what is allocated between two samples
+RELIEF_SAMPLES = 6  # the fewest samples between two calls
 
 
 class Meter:
@@ -157,8 +157,8 @@ class Meter:
 
     `reset_peak` restarts the sampled peak only; the kernel's counts from the process's start.
     A failed reading ends sampling and is raised by the next property read, never dropped. Near the
-    budget, or the lower peak that `aim` has set, `relieve` is called, which is to give memory back
-    that is free but held.
+    budget, or near the predicted peak set by `aim`, it calls `relieve`, which should give free
+    memory back to the system.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Meter:
             self._relieve()
 
     def aim(self, peak_bytes: int) -> None:
-        """Keep what is free but held from carrying the footprint beyond a predicted peak."""
+        """Set the predicted peak near which free memory is given back to the system."""
         budget = self._budget_bytes
         self._aim_bytes = peak_bytes if budget is None else min(peak_bytes, budget)
 
@@ -256,7 +256,7 @@ class Meter:
 
     @property
     def reliefs(self) -> int:
-        """How many times memory that was free but held was given back near the prediction."""
+        """How many times free memory was given back near the prediction."""
         return self._reliefs
 
     @property

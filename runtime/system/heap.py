@@ -1,6 +1,6 @@
-"""The C library's heap, which serves MLX's buffers on a CPU: what it keeps, and giving it back.
+"""Settings of the C library's heap, which holds MLX's buffers on a CPU, and releasing free memory.
 
-On macOS, and where the C library is not glibc, nothing is done.
+Nothing is done on macOS, or if the C library is not glibc.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest that glibc lets its heap serve
+MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest block that glibc allows on its heap
 NEVER_TRIM_BYTES = (1 << 31) - 1
-MAPPED_BLOCK_BYTES = 256 << 10  # from here on, where the heap is not kept
-LONG_VALUE_BYTES = 6_000_000  # from here on a value of all tokens is mapped
+MAPPED_BLOCK_BYTES = 256 << 10  # larger blocks are mapped if the heap is not kept
+LONG_VALUE_BYTES = 6_000_000  # larger values of all tokens are mapped
 
 
 def tune_heap(keep: bool) -> None:
-    """Serve large blocks from one heap that is kept, or map each afresh.
+    """Allocate large blocks on one heap that keeps freed memory (`keep`), or map each one newly.
 
-    Fresh pages cost more than the arithmetic on them. The heap reuses freed memory at any size,
-    where MLX's own cache needs nearly equal sizes: at half the footprint half the time.
+    New pages cost more time than the arithmetic on them. The heap reuses freed memory at any size,
+    whereas MLX's own cache needs nearly equal sizes; the heap took half the memory and time.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
@@ -29,11 +29,11 @@ def tune_heap(keep: bool) -> None:
 
 
 def place_values(value_bytes: int) -> None:
-    """Serve values of all tokens, of so many bytes, from the kept heap, or map long ones afresh.
+    """Keep values of `value_bytes` on the heap, or map them outside it if they are long.
 
-    A few long values come and go among thousands of tiles, which leave holes that none of them
-    fits. glibc maps a block only where neither a hole nor the heap's end has room for it, so the
-    end is kept short for them, too.
+    On the heap, thousands of tiles leave holes into which the few long values do not fit. glibc
+    maps a block only if neither a hole nor the end of the heap has room for it, so the free end is
+    kept short as well.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
@@ -45,7 +45,7 @@ def place_values(value_bytes: int) -> None:
 
 
 def trim_heap() -> None:
-    """Give the heap's free pages back to the system; they fault in again when they are used."""
+    """Give the heap's free pages back to the system; they become resident again on use."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

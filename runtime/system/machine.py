@@ -1,7 +1,7 @@
-"""The machine that a plan is made for, as a value: a plan for a Mac can be made on Linux.
+"""The machine that a plan is made for, as plain data: Linux can make a plan for a Mac.
 
-`runtime.system.backend.this_machine` reads the machine and the process it runs in; a file that
-`ondevice bench machine` has written describes another one, or this one as it was measured.
+`runtime.system.backend.this_machine` describes this machine and the current process. A file that
+`ondevice bench machine` wrote describes another machine, or adds measured heap values to this one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Blas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The library of matrix products on a CPU, and what it packs factors into.
+    """The memory of the library that multiplies matrices on a CPU.
 
-    `panel_bytes` for each thread, and where several share a product, `row_bytes` for each row of
-    the larger factor. OpenBLAS 0.3 takes a panel of 1.1 MB and 320 columns of float32.
+    It packs factors into `panel_bytes` for each thread and, with several threads, `row_bytes` for
+    each row of the larger factor. In OpenBLAS 0.3 these are 1.1 MB, and 320 values of float32.
     """
 
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -29,14 +29,17 @@ class Blas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much more than what is alive the C library's heap holds; the rest is arithmetic.
+    """How much memory the C library's heap holds beyond what is in use.
 
-    flat_bytes: whatever is alive. share: of what is alive on it; share_beside_mapped: the same
-    where values too long for it are mapped. share_of_logits: of a chunk of logits.
-    share_of_kept, share_of_materialized: of activations that are kept for the backward pass, and of
-    weights that stay dequantized; flat_beside_materialized_bytes: where there are any of these. The
-    defaults were fitted by `ondevice bench machine` on Linux
-    x86-64 with glibc 2.36.
+    flat_bytes: a fixed part.
+    share: a share of the bytes in use on the heap.
+    share_beside_mapped: replaces `share` if long values are mapped outside the heap.
+    share_of_logits: a share of one chunk of logits.
+    share_of_kept: a share of the activations that are kept for the backward pass.
+    share_of_materialized: a share of the weights that stay dequantized.
+    flat_beside_materialized_bytes: a fixed part, if any weights stay dequantized.
+
+    The defaults were fitted on Linux x86-64 with glibc 2.36.
     """
 
     flat_bytes: int = 1_040_000
@@ -52,7 +55,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan has to know of a machine, and of the process that will train on it.
 
     process_bytes: footprint of the process after its imports, before it opens a bundle's graphs.
-    allocator: what keeps freed buffers: "glibc", its heap, or "mlx", its own cache (every GPU).
+    allocator: where freed buffers are kept: in the heap ("glibc"), or in MLX's cache ("mlx").
     """
 
     device: Literal["cpu", "gpu"]
@@ -64,12 +67,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def packed(self) -> bool:
-        """Whether products take the quantized words as they are."""
+        """Whether matrix products read the quantized words directly."""
         return self.arithmetic == "packed"
 
 
 class _Report(msgspec.Struct):
-    """What is read of the JSON that `ondevice bench machine` writes."""
+    """The part of `ondevice bench machine`'s JSON that plans read."""
 
     measured_machine: Machine
 
@@ -78,7 +81,7 @@ def read_machine(path: Path) -> Machine:
     """The machine in a JSON file that `ondevice bench machine` has written.
 
     Raises:
-        UsageError: it cannot be read, or is not one.
+        UsageError: the file cannot be read, or describes no machine.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Report).measured_machine

@@ -1,4 +1,4 @@
-"""What a kernel is, and what it is given to run one instruction with."""
+"""The interface of kernels, and what a kernel receives to run one instruction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tools:
 
 
 class Runs(Protocol):
-    """Runs instructions: what a kernel calls for those inside its own."""
+    """Runs instructions; a kernel calls it for the instructions inside its own."""
 
     def forward(
         self,
@@ -60,7 +60,7 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """One instruction of a block's program, over so many tokens."""
+    """One instruction of a block's program, for a number of tokens."""
 
     executor: Runs
     block: Block
@@ -79,7 +79,7 @@ class Kernel(Protocol):
     """Runs one operation, forward and backward, with evaluated results."""
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
-        """Add the wanted results, and the statistics, to the values of every lane."""
+        """Compute the wanted results and the statistics, and add them to every lane's values."""
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        """The wanted gradients by value; adapters' own are added to `gradients`."""
+        """The wanted gradients by value name; those of adapters are added to `gradients`."""

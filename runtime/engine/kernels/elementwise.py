@@ -1,7 +1,7 @@
 """The elementwise kernel: serialized graphs between matrix products, forward and vjp.
 
 A graph that treats every token alike runs a tile of tokens at a time, so that its intermediates are
-small: they stay in the processor's cache and hardly count for the peak.
+small: they stay in the processor's cache, and add hardly anything to the peak.
 """
 
 from __future__ import annotations

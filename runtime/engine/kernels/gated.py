@@ -1,9 +1,9 @@
-"""A gated activation on a CPU: what SwiGLU and GeGLU compute between their products, and its vjp.
+"""The gated kernel: the activation of SwiGLU and GeGLU and its vjp, on a CPU.
 
 y = f(g) * u with f(g) = g s(z), where s is the logistic function: SiLU has z = g; GELU's tanh form
 (Hendrycks and Gimpel, arXiv 1606.08415) has z = 2 sqrt(2 / pi) (g + 0.044715 g**3), for
-1 + tanh v = 2 s(2 v). Then f'(g) = s + f(g) (1 - s) z'. NumPy computes it, whose exp is vector
-code, a chunk at a time, so that what is needed in between stays in the processor's cache.
+1 + tanh v = 2 s(2 v). Then f'(g) = s + f(g) (1 - s) z'. NumPy computes it, because its exp is
+vector code. It works in chunks, so that intermediate values stay in the processor's cache.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttenti
     loss = m + log z - l_target        d loss / d h = G / z - W_target
 
 Each chunk is read and dequantized once for all batch lanes; the result of a lane does not depend on
-the others. Positions without a target never get here. The reference is
+the others. Callers pass only positions that have a target. The reference is
 `harness.oracles.reference.head`.
 """
 
@@ -32,7 +32,7 @@ Targets = npt.NDArray[np.int64]
 class HeadResult:
     """Per position: loss (N,), the most likely token (N,), and dh (N, D) of the summed loss.
 
-    Predictions cost a pass over the logits and are made only where they are asked for.
+    Predictions cost a pass over the logits, and are computed only on request.
     """
 
     loss: mx.array
@@ -53,7 +53,7 @@ class _Lane:
     weighted: RowSum
 
     def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
-        """Take in the logits of a chunk of the vocabulary, whose first row is `start`."""
+        """Add the logits of a chunk of the vocabulary, whose first row is `start`."""
         logits = chunk.transposed_product(self.given)
         mx.eval(logits)
         top = self.arrays.row_max(logits)

@@ -55,10 +55,10 @@ class LoraProducts:
         return results
 
     def _products(self, xs: Sequence[mx.array], matrix: Matrix) -> list[mx.array]:
-        """x W^T of every x. Tiles write into outputs that are there before them.
+        """x W^T of every x; the tiles write into outputs that are allocated before them.
 
-        Were products of tiles kept to be joined, they would fill the holes that the tiles leave in
-        the heap, and every tile would need a new place.
+        If the products of tiles were kept and joined later, they would fill the holes that freed
+        tiles leave in the heap, and every tile would need new memory.
         """
         matrices, arrays = self.matrices, self.matrices.arrays
         inputs = [Input.of(x, matrix, matrices.packed, arrays) for x in xs]
@@ -81,11 +81,11 @@ class LoraProducts:
         return outputs
 
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
-        """s (dy B^T) (T, r) of dy (T, R), which dA and dx share."""
+        """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
         return (dy @ lora.b.T) * lora.scale
 
     def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
-        """dy W (T, C) of dy (T, R): dx without the part of an adapter."""
+        """dy W (T, C) for dy (T, R): dx without the adapter's part."""
         matrices = self.matrices
         total = RowSum(matrices.arrays)
         for start, stop in matrices.ranges(matrix):
@@ -98,13 +98,13 @@ class LoraProducts:
         return total.result(matrix.group_size)
 
     def add_lora_input(self, dx: mx.array, lora: Lora, dy_b: mx.array) -> mx.array:
-        """dx with the part of an adapter, of its `through_b`."""
+        """dx with the adapter's part added, which follows from `through_b`."""
         return mx.addmm(dx, dy_b, lora.a.T)
 
     def backward_lora(
         self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """dA (C, r) and dB (r, R) of x (T, C), dy (T, R) and its `through_b`."""
+        """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
         # not x^T (T, r): threads of a BLAS would pack all of x between them
         da = mx.contiguous((dy_b.T @ x).T)
         db = ((x @ lora.a) * lora.scale).T @ dy

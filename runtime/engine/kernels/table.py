@@ -1,4 +1,4 @@
-"""The table of kernels: what runs each operation of a lowered program."""
+"""The table of kernels: the kernel that runs each operation of a lowered program."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from runtime.lowering.schedule import Body
 
 @dataclass(frozen=True)
 class TiledKernel:
-    """The `Tiled` operation; its backward recomputes a tile before it reverses it."""
+    """The `Tiled` operation; the backward of each tile first recomputes its values."""
 
     tools: Tools
 

@@ -1,1 +1,1 @@
-"""Models of what a memory allocator holds beyond what is alive."""
+"""Models of the memory that an allocator holds beyond what is in use."""

@@ -1,8 +1,8 @@
-"""What the C library's heap keeps beyond what is alive, on a CPU.
+"""The memory that glibc's heap holds beyond what is in use, on a CPU.
 
-glibc serves freed memory again at any size, so most of a step's memory is reused; what lies between
-the blocks in use is a few shares of what is alive (`runtime.system.machine.Heap`), which
-`ondevice bench machine` measures. LOG.md has what else was tried.
+glibc reuses freed memory for requests of any size, so most of a step's memory is reused. The rest,
+holes between blocks in use, is modelled by a few shares of the memory in use. These are the values
+of `runtime.system.machine.Heap`, which `ondevice bench machine` fits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from runtime.system.machine import Heap
 
 
 def unused_bytes(heap: Heap, model: PeakModel, alive_bytes: int, index: int) -> int:
-    """What the heap keeps while a block runs with so many bytes alive, adapters included.
+    """Unused bytes of the heap while block `index` runs with `alive_bytes` in use.
 
-    The current tile of weights, which is one block, leaves no holes; nor do logits too large for
-    the heap, which are mapped. Where long values are mapped, too, less is left between the others.
+    The current tile of weights leaves no holes, and neither do logits that are too large for the
+    heap and therefore mapped. If long values are mapped as well, fewer holes are left.
     """
     tile, logits, chunk = model.off_heap(index)
     mapped = logits > MOST_HEAP_BLOCK_BYTES

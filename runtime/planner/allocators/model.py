@@ -1,4 +1,4 @@
-"""What the allocator holds at the worst moment: what is alive, and what it keeps besides."""
+"""What the allocator holds at the peak: the memory in use, and what it keeps beyond that."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from runtime.planner.allocators.glibc import unused_bytes
 from runtime.planner.peak import BlockPeak, PeakModel
 from runtime.system.machine import Machine
 
-# MLX's own cache reuses buffers of nearly equal sizes only; more than this is never kept
+# MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
 CACHE_PER_LIVE = 1.5
 
 
 @dataclass(frozen=True)
 class Held:
-    """Alive, besides adapters and gradients; unused between blocks of a heap; and kept by MLX."""
+    """Bytes in use without adapters and gradients, unused in the heap, and in MLX's cache."""
 
     live_bytes: int
     slack_bytes: int
@@ -24,10 +24,10 @@ class Held:
 def held_by_allocator(
     machine: Machine, model: PeakModel, blocks: tuple[BlockPeak, ...], cache_bytes: int
 ) -> Held:
-    """What is held while blocks of these peaks run; MLX's cache is limited to `cache_bytes`.
+    """What the allocator holds while these blocks run, with an MLX cache of at most `cache_bytes`.
 
-    While the embedding and the head run no layer's adapters and gradients are in memory: so much
-    more of theirs fits.
+    While the embedding or the head runs, no layer's adapters and gradients are in memory, which
+    leaves more room for other values.
     """
     heap = machine.heap if machine.allocator == "glibc" else None
     found = [(model.perturbing_bytes, 0)]
@@ -44,13 +44,13 @@ def held_by_allocator(
 
 
 def with_kept(machine: Machine, live_bytes: int) -> int:
-    """So many bytes more of kept activations, with what the allocator keeps on top of them."""
+    """Bytes of additional kept activations, with what the allocator holds beyond them."""
     share = machine.heap.share_of_kept if machine.allocator == "glibc" else 0.0
     return int(live_bytes * (1 + share))
 
 
 def with_materialized(machine: Machine, weight_bytes: int) -> int:
-    """So many bytes of weights that stay dequantized, with what the allocator keeps besides."""
+    """Bytes of weights that stay dequantized, with what the allocator holds beyond them."""
     heap = machine.heap
     if machine.allocator != "glibc" or not weight_bytes:
         return weight_bytes
