@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
-from support.runs import COMMAND, adapter, here, ondevice, train_arguments
+from support.runs import COMMAND, adapter, here, ondevice, struck, train_arguments
+from support.waiting import HANGS_S, wait_until
 
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
@@ -130,20 +131,13 @@ def _latest(run: Path) -> str:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_leave(bundle: Path, tmp_path: Path, number: signal.Signals) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    options = {"steps": 120, "save_every": 0}
+    options = {"steps": 12, "save_every": 0}
     assert ondevice(*train_arguments(bundle, whole, **options)).returncode == 0
-    process = subprocess.Popen(
-        [*COMMAND, *train_arguments(bundle, stopped, **options)], stderr=subprocess.PIPE, text=True
-    )
-    while not (stopped / "metrics.jsonl").exists() or not (stopped / "metrics.jsonl").read_text():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, said = process.communicate()
-    assert process.returncode == 130, said
-    assert number.name in said and "--resume" in said
-    saved = int(_latest(stopped).removeprefix("step-"))
-    assert 0 < saved < 120
+    done = struck(number, "step 5", *train_arguments(bundle, stopped, **options))
+    assert done.returncode == 130, done.stderr
+    assert number.name in done.stderr and "--resume" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert _latest(stopped) == "step-00000005"
     assert ondevice("train", "--resume", stopped).returncode == 0
     assert adapter(stopped) == adapter(whole)
 
@@ -307,13 +301,11 @@ def test_disk_full_while_training_keeps_the_last_save(bundle: Path, tmp_path: Pa
         process = subprocess.Popen(
             [*COMMAND, *train_arguments(bundle, run, 100000)], stderr=subprocess.PIPE, text=True
         )
-        while len(list(run.glob("saves/step-*"))) == 0:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_until(lambda: _latest(run), process)
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:  # until the disk is full
                 file.write(bytes(4096))
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=HANGS_S)
         assert process.returncode == 5, said
         assert "disk is full" in said and "Traceback" not in said
         assert len(list(run.glob("saves/step-*"))) == 1
@@ -322,9 +314,7 @@ def test_disk_full_while_training_keeps_the_last_save(bundle: Path, tmp_path: Pa
             [*COMMAND, "train", "--resume", str(run)], stderr=subprocess.PIPE, text=True
         )
         before = _latest(run)
-        while _latest(run) == before:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_until(lambda: _latest(run) != before, process)
         process.kill()
         process.wait()
     finally:
