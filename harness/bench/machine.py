@@ -31,6 +31,7 @@ from harness.measure.repeats import Outcome
 from harness.report.table import Table
 from ondevice.bundle.store import open_bundle
 from ondevice.methods import METHODS
+from ondevice.operations.base import materialized_bytes
 from runtime.lowering.lower import lower
 from runtime.planner.plan import Plan
 from runtime.system.heap import LONG_VALUE_BYTES
@@ -40,7 +41,14 @@ MODELS = ("gemma3-270m", "qwen2.5-0.5b")
 LENGTHS = (64, 128, 256)
 BUDGETS = ("min", "1.5xmin", "2.5xmin")
 # what the heap's extra bytes are a share of, in the order of the fit; the first is 1
-FEATURES = ("flat_bytes", "share", "share_of_logits", "share_of_kept", "share_of_materialized")
+FEATURES = (
+    "flat_bytes",
+    "share",
+    "share_of_logits",
+    "share_of_kept",
+    "share_of_materialized",
+    "flat_beside_materialized_bytes",
+)
 Features = dict[str, float]
 
 
@@ -70,15 +78,22 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     lowered = lower(manifest, plan.bucket, plan.sizes, plan.arithmetic == "packed")
     tile = lowered.execution.largest_tile_bytes()
     on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
-    fixed = plan.process_bytes + plan.active_bytes
+    layers = manifest.layers[: plan.materialized_layers]
+    matrices = [matrix for block in layers for matrix in manifest.matrices_of(block)]
+    weights = sum(map(materialized_bytes, matrices))
+    alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
+    planned_for = msgspec.convert(summary["machine_value"], Machine)
+    kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
+    fixed = plan.process_bytes + alive + int(kept) + weights
     return {
         "extra_bytes": summary["peak_footprint_bytes"] - fixed,
         "features": {
             "flat_bytes": 1.0,
             "share": float(max(0, on_heap)),
             "share_of_logits": float(4 * plan.bucket * plan.chunk_rows),
-            "share_of_kept": float(plan.kept_bytes),
-            "share_of_materialized": float(plan.materialized_bytes),
+            "share_of_kept": kept,
+            "share_of_materialized": float(weights),
+            "flat_beside_materialized_bytes": float(weights > 0),
         },
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,
         "machine": summary["machine_value"],
@@ -113,7 +128,7 @@ def fit(rows: Sequence[Row]) -> Heap:
     short = (extra - table @ found) - PREDICTED_UNDER * peaks
     found[0] = max(0.0, found[0] + float(np.quantile(short, 0.95)))
     fitted = {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
-    fitted["flat_bytes"] = int(fitted["flat_bytes"])
+    fitted |= {name: int(value) for name, value in fitted.items() if name.endswith("_bytes")}
     return msgspec.structs.replace(Heap(), **fitted)
 
 

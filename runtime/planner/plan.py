@@ -294,7 +294,7 @@ class Planner:
         """Buy time with what the budget leaves, the cheapest time first."""
         model = self.model(request, demand, sizes)
         layers = range(1, len(self.manifest.blocks) - 1)
-        kept = kept_bytes = materialized = materialized_bytes = 0
+        kept = kept_bytes = materialized = materialized_bytes = weights = 0
         if demand.backward:
             for count in layers:
                 more = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
@@ -305,10 +305,11 @@ class Planner:
         spare -= kept_bytes
         if not self.machine.packed:
             for index in layers:
-                size = with_materialized(self.machine, model.materialized_bytes(index))
-                if materialized_bytes + size > spare:
+                weights += model.materialized_bytes(index)
+                more = with_materialized(self.machine, weights)
+                if more > spare:
                     break
-                materialized, materialized_bytes = materialized + 1, materialized_bytes + size
+                materialized, materialized_bytes = materialized + 1, more
         return msgspec.structs.replace(
             plan,
             predicted_peak_bytes=plan.predicted_peak_bytes + kept_bytes + materialized_bytes,

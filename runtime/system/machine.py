@@ -34,7 +34,8 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flat_bytes: whatever is alive. share: of what is alive on it; share_beside_mapped: the same
     where values too long for it are mapped. share_of_logits: of a chunk of logits.
     share_of_kept, share_of_materialized: of activations that are kept for the backward pass, and of
-    weights that stay dequantized. The defaults were fitted by `ondevice bench machine` on Linux
+    weights that stay dequantized; flat_beside_materialized_bytes: where there are any of these. The
+    defaults were fitted by `ondevice bench machine` on Linux
     x86-64 with glibc 2.36.
     """
 
@@ -43,7 +44,8 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_beside_mapped: float = 0.03
     share_of_logits: float = 0.40
     share_of_kept: float = 0.02
-    share_of_materialized: float = 0.085
+    share_of_materialized: float = 0.03
+    flat_beside_materialized_bytes: int = 2_000_000
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -88,8 +88,8 @@ def test_commands_refuse_paths_that_are_no_text(
     before = listing(tmp_path)
     places = {
         "BUNDLE": str(origin.path),
+        "NAME": ODD,
         "ODD": str(odd),
-        "NAME": odd.name,
         "ODD/train.txt": f"{odd}/train.txt",
     }
     places |= {f"ODD/{name}": f"{odd}/{name}" for name in ("bundle", "run")}

@@ -51,5 +51,9 @@ def with_kept(machine: Machine, live_bytes: int) -> int:
 
 def with_materialized(machine: Machine, weight_bytes: int) -> int:
     """So many bytes of weights that stay dequantized, with what the allocator keeps besides."""
-    share = machine.heap.share_of_materialized if machine.allocator == "glibc" else 0.0
-    return int(weight_bytes * (1 + share))
+    heap = machine.heap
+    if machine.allocator != "glibc" or not weight_bytes:
+        return weight_bytes
+    return (
+        int(weight_bytes * (1 + heap.share_of_materialized)) + heap.flat_beside_materialized_bytes
+    )

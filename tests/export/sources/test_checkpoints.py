@@ -132,8 +132,13 @@ def test_multimodal_gemma_is_its_text_half(tmp_path: Path) -> None:
         "tie_word_embeddings",
     ):
         del config[key]
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    text = {**config, "rope_parameters": rope, "layer_types": kinds, "model_type": "gemma3_text"}
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = {
+        **config,
+        "rope_parameters": rope,
+        "layer_types": layer_types,
+        "model_type": "gemma3_text",
+    }
     outer = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
     for prefix in ("language_model.model.", "model.language_model."):
         renamed: dict[str, Any] = {prefix + n.removeprefix("model."): a for n, a in arrays.items()}

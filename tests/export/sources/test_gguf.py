@@ -33,8 +33,8 @@ def to_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[
     """llama.cpp's converter, by its own tables: the name, the +1 of Gemma, llama's row order."""
     family = config["model_type"]
     arch = next(arch for arch, known in ARCHITECTURES.items() if known == family)
-    kind = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    mapped = gguf.get_tensor_name_map(kind, config["num_hidden_layers"]).get_name(
+    arch_number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    mapped = gguf.get_tensor_name_map(arch_number, config["num_hidden_layers"]).get_name(
         name, try_suffixes=(".weight", ".bias")
     )
     assert mapped is not None
@@ -69,12 +69,12 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
     more.get("change", lambda _: None)(writer)
     for name, array in arrays.items():
         mapped, changed = to_llama_cpp(name, array, config)
-        kind = gguf.GGMLQuantizationType.F32 if array.ndim == 1 else more.get("kind")
-        if kind is None:
+        stored_as = gguf.GGMLQuantizationType.F32 if array.ndim == 1 else more.get("stored_as")
+        if stored_as is None:
             writer.add_tensor(mapped, changed.astype(np.float16))
         else:
-            packed = gguf.quants.quantize(np.ascontiguousarray(changed), kind)
-            writer.add_tensor(mapped, packed, raw_dtype=kind)
+            packed = gguf.quants.quantize(np.ascontiguousarray(changed), stored_as)
+            writer.add_tensor(mapped, packed, raw_dtype=stored_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -83,17 +83,17 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("tiny-")])
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_gguf_gives_back_the_original(tmp_path: Path, preset: str, kind: str) -> None:
+@pytest.mark.parametrize("stored_as", ["F32", "F16", "BF16", "Q8_0"])
+def test_gguf_gives_back_the_original(tmp_path: Path, preset: str, stored_as: str) -> None:
     config, arrays = weights_of(preset)
-    chosen = None if kind == "F16" else gguf.GGMLQuantizationType[kind]
-    read = open_checkpoint(str(write_gguf(tmp_path / "m.gguf", config, arrays, kind=chosen)))
+    chosen = None if stored_as == "F16" else gguf.GGMLQuantizationType[stored_as]
+    read = open_checkpoint(str(write_gguf(tmp_path / "m.gguf", config, arrays, stored_as=chosen)))
     assert read.family == config["model_type"]
     assert read.names() == list(arrays)
     assert read.tokenizer_files() == {}
     for key, value in config.items():
         assert read.config[key] == value, key
-    error = {"F32": 1e-7, "F16": 3e-4, "BF16": 2e-3, "Q8_0": 3e-3}[kind]
+    error = {"F32": 1e-7, "F16": 3e-4, "BF16": 2e-3, "Q8_0": 3e-3}[stored_as]
     for name, array in arrays.items():
         np.testing.assert_allclose(whole(read, name), array, atol=error)
         np.testing.assert_array_equal(read.rows(name, 3, 17), whole(read, name)[3:17])

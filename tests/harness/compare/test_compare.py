@@ -270,11 +270,11 @@ def test_errors_of_a_process_are_ours(tmp_path: Path, capfd: pytest.CaptureFixtu
     with pytest.raises(BundleError, match="no bundle"):
         measure_training({"bundle": str(tmp_path / "none"), "data": "random:1"}, tmp_path / "run")
     assert "no bundle" in capfd.readouterr().err
-    for code, kind in (("raise SystemExit(9)", "code 9"), ("import os; os.abort()", "SIGABRT")):
+    for code, ending in (("raise SystemExit(9)", "code 9"), ("import os; os.abort()", "SIGABRT")):
         (tmp_path / "ondevice.py").write_text(f"import sys; sys.stderr.write('oh'); {code}\n")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(process, "ROOT", tmp_path)
-            with pytest.raises(OnDeviceError, match=kind) as raised:
+            with pytest.raises(OnDeviceError, match=ending) as raised:
                 command.ondevice("train")
         assert type(raised.value) is OnDeviceError
 

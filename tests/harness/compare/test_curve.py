@@ -1,4 +1,4 @@
-"""Steps to quality: what counts as reached, and what was spent by then."""
+"""Steps to quality: what counts as reached, and what it had taken by then."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ import pytest
 
 from harness.compare.verdict import verdict
 
-Spent = tuple[float, float] | None  # seconds, MB
+Cost = tuple[float, float] | None  # seconds, MB
 
 
-def level(loss: float, meaning: str = "some", **reached: Spent) -> dict[str, Any]:
+def level(loss: float, meaning: str = "some", **reached: Cost) -> dict[str, Any]:
     points = {
-        name: None if spent is None else {"seconds": spent[0], "peak_bytes": int(spent[1] * 1e6)}
-        for name, spent in reached.items()
+        name: None if cost is None else {"seconds": cost[0], "peak_bytes": int(cost[1] * 1e6)}
+        for name, cost in reached.items()
     }
     return {"loss": loss, "meaning": meaning, "reached": points}
 

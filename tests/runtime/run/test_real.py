@@ -8,6 +8,7 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.lengths import at_length
 from support.plans import plan_of, task_of
 from support.shared import Shared
 
@@ -60,9 +61,10 @@ def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
     head = gemma.manifest.matrices["model.embed_tokens"]
     w = reference.dequantized(session.weights, head)
     logits = model.hidden(x, slice(len(row.inputs))) @ w.T
-    dense = reference.dense_model(gemma)(mx.array(row.inputs.astype(np.int32))[None])[0]
-    assert reference.relative_error(logits, dense) <= 1e-4
-    loss = reference.batch_loss(reference.dense_model(gemma), [(row.tokens, row.first)])
+    dense = reference.dense_model(gemma)
+    expected = dense(mx.array(row.inputs.astype(np.int32))[None])[0]
+    assert reference.relative_error(logits, expected) <= 1e-4
+    loss = reference.batch_loss(dense, [(row.tokens, row.first)])
     assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
 
 
@@ -107,8 +109,9 @@ def _worst(errors: dict[str, float]) -> str:
     return f"{errors[name]:.1e} ({name})"
 
 
+@at_length("steps", 2, 5)
 def test_mezo_is_the_monolithic_algorithm(
-    gemma: Bundle, row: Row, tmp_path: Path, seed: int
+    gemma: Bundle, row: Row, tmp_path: Path, seed: int, steps: int
 ) -> None:
     session = open_session(gemma, plan_of(gemma.manifest, task_of(64, "mezo"), 300_000_000))
     model = session.model(len(row.inputs))
@@ -119,7 +122,7 @@ def test_mezo_is_the_monolithic_algorithm(
     )
     scratch = Activations(tmp_path, 1, 2, (1, model.bucket, gemma.manifest.hidden_size))
     method = MeZO(session.model, adapters, scratch, noise, 1e-3)
-    for step in range(5):
+    for step in range(steps):
         loss, gradients = oracle.step(model, [row], step, 1e-4)
         result = method.step(step, 1e-4, [[row]])
         assert result.record == [1e-4, gradients]

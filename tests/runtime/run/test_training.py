@@ -16,6 +16,7 @@ import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
 from support.runs import COMMAND, adapter, here, ondevice, struck, train_arguments
+from support.shared import Shared
 from support.waiting import HANGS_S, wait_until
 
 
@@ -128,12 +129,23 @@ def _latest(run: Path) -> str:
     return max((path.name for path in run.glob("saves/step-*")), default="")
 
 
+@pytest.fixture
+def whole(bundle: Path, shared: Shared) -> Path:
+    """A run of 12 steps that nothing interrupted."""
+
+    def train(path: Path) -> None:
+        done = ondevice(*train_arguments(bundle, path, 12, save_every=0))
+        assert done.returncode == 0, done.stderr
+
+    return shared("a run of 12 steps", train)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_save_and_leave(bundle: Path, tmp_path: Path, number: signal.Signals) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    options = {"steps": 12, "save_every": 0}
-    assert ondevice(*train_arguments(bundle, whole, **options)).returncode == 0
-    done = struck(number, "step 5", *train_arguments(bundle, stopped, **options))
+def test_signals_save_and_leave(
+    bundle: Path, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    stopped = tmp_path / "stopped"
+    done = struck(number, "step 5", *train_arguments(bundle, stopped, 12, save_every=0))
     assert done.returncode == 130, done.stderr
     assert number.name in done.stderr and "--resume" in done.stderr
     assert "Traceback" not in done.stderr

@@ -29,10 +29,10 @@ STATUS = (
 
 
 def touched(size_bytes: int) -> mmap.mmap:
-    """Anonymous memory, every page of it written."""
+    """Anonymous memory, every page of it written, with hardly any of the heap's."""
     block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     page = b"\1" * mmap.PAGESIZE
-    for _ in range(size_bytes // mmap.PAGESIZE):  # at once it might be a heap's
+    for _ in range(0, size_bytes, mmap.PAGESIZE):
         block.write(page)
     return block
 
