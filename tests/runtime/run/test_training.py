@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -106,9 +107,8 @@ def test_kills_and_the_same_bytes(
         if not started:
             arguments = train_arguments(bundle, killed, **options)
         process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.DEVNULL)
-        before = _latest(killed)
-        while _latest(killed) == before and process.poll() is None:
-            time.sleep(0.005)  # let it make some progress, so that the kills fit the run
+        # let it make some progress, so that the kills fit the run
+        wait_until(partial(_has_gone_on, process, killed, _latest(killed)))
         time.sleep(rng.uniform(0, 0.12))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -123,6 +123,10 @@ def test_kills_and_the_same_bytes(
     assert [m["step"] for m in metrics] == list(range(1, steps + 1))
     assert [m["loss"] for m in metrics] == [m["loss"] for m in expected]
     print(f"{kills} kills, {inside} inside a save")
+
+
+def _has_gone_on(process: subprocess.Popen[bytes], run: Path, before: str) -> bool:
+    return _latest(run) != before or process.poll() is not None
 
 
 def _latest(run: Path) -> str:
