@@ -32,6 +32,9 @@ GRAPH_FACTOR = 7  # bytes of an opened graph, and of what describes it, for each
 EVALUATION_LANES = 8  # rows evaluated side by side, where they fit
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 MARGIN = 0.97  # of the budget that a plan may predict
+# readings of two processes that do the same differ by up to so much: what `ondevice plan` says
+# is the smallest budget must not be refused by `ondevice train`
+READING_BYTES = 200_000
 
 # MeBP as its paper describes it: a whole layer dequantized at once, all scores and all logits
 PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, hold=True)
@@ -172,7 +175,7 @@ class Planner:
             for lanes in demand.lanes:
                 plan = self.predict(request, demand, level, budget_bytes, smallest, lanes)
                 spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-                if spare >= 0:
+                if spare >= -READING_BYTES:
                     generous = level is levels[0] and request.layout == "budget"
                     return (
                         self._with_spare(request, demand, level, plan, spare) if generous else plan

@@ -16,9 +16,18 @@ from runtime.planner.peak import PeakModel
 from runtime.planner.plan import Plan, Planner, Request
 from runtime.run.budget import EVALUATION
 from runtime.system.backend import PANEL_BYTES, ROW_BYTES
-from runtime.system.machine import Blas, Machine
+from runtime.system.machine import Blas, Heap, Machine
 
-LINUX = Machine("cpu", "unpacked", "glibc", 32_000_000, Blas(1, PANEL_BYTES, ROW_BYTES))
+HEAP = Heap(
+    flat_bytes=1_000_000,
+    share=0.1,
+    share_beside_mapped=0.03,
+    share_of_logits=0.4,
+    share_of_kept=0.02,
+    share_of_materialized=0.1,
+    flat_beside_materialized_bytes=0,
+)
+LINUX = Machine("cpu", "unpacked", "glibc", 32_000_000, Blas(1, PANEL_BYTES, ROW_BYTES), HEAP)
 MAC = Machine("gpu", "packed", "mlx", 60_000_000)
 EVAL = "eval"  # not a method, but planned like one
 PLENTY = 1_000_000_000

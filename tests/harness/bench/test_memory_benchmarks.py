@@ -23,9 +23,11 @@ from harness.bench.published import MESP_PEAK_MB, MODELS
 from harness.bench.step_profile import PROFILE, REST, order, owners
 from harness.bench.targets import PEAK_MB
 from harness.measure.bundles import bundle_of
+from harness.measure.command import ondevice
 from ondevice.config.bench import BenchConfig, times_smallest
 from ondevice.errors import BudgetError, OnDeviceError, UsageError
 from runtime.planner.plan import Plan
+from runtime.system.machine import read_machine
 
 MODEL = "tiny-qwen2"
 PLAN = {
@@ -390,6 +392,20 @@ def test_curve(bundles: Path, tmp_path: Path) -> None:
     assert "tile_values" in found["variants"][0]["processes"][0]["choices"]
     assert text.count("of the smallest of 2 budgets takes x") == 2
     assert (tmp_path / f"found-{MODEL}-16.png").exists()
+
+
+def test_machine(bundles: Path, tmp_path: Path) -> None:
+    """What it finds is a machine that plans take."""
+    found, text = run(bundles, tmp_path, "machine", budget="1.5xmin")
+    assert all(speed > 0 for speed in found["speeds"].values())
+    assert [one["extra_bytes"] is None for one in found["variants"]] == [False, False]
+    machine = read_machine(tmp_path / "found.json")
+    assert machine.process_bytes > 10_000_000 and machine.heap.flat_bytes >= 0
+    assert "Constants for `--machine`" in text and "share_of_logits" in text
+    flags = ["--max-seq-length=16", "--budget=1GB", "--json"]
+    flags.append(f"--machine={tmp_path / 'found.json'}")
+    plan = json.loads(ondevice("plan", str(bundles / MODEL), *flags))
+    assert plan["process_bytes"] >= machine.process_bytes
 
 
 def test_profile(bundles: Path, tmp_path: Path) -> None:

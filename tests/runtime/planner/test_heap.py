@@ -17,6 +17,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE
 from ondevice.operations.values import F32
 from runtime.lowering.lower import Sizes
+from runtime.planner.allocators.glibc import unused_bytes
 from runtime.planner.plan import LEVELS, Plan
 from runtime.system.machine import Heap, Machine
 
@@ -81,17 +82,13 @@ def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024)
-    chunk = peak_model_of(manifest, task, SIZES).execution.chunk_rows
-    logits = 1024 * chunk * F32
+    model = peak_model_of(manifest, task, SIZES)
+    logits, last = 1024 * model.execution.chunk_rows * F32, len(manifest.blocks) - 1
     assert slack(manifest, task, SIZES, share_of_logits=0.5) == logits // 2
+    heap = with_heap(share_of_logits=0.5).heap
+    assert unused_bytes(heap, model, 10**6, last) == logits // 2
     monkeypatch.setattr("runtime.planner.allocators.glibc.MOST_HEAP_BLOCK_BYTES", logits - 1)
-    last = len(manifest.blocks) - 1
-    assert all(peak_model_of(manifest, task, SIZES).off_heap(last))
-    plan = predicted(manifest, task, SIZES, machine=with_heap(share_of_logits=0.5))
-    head = plan.blocks[-1]
-    others = max(max(b.forward_bytes, b.backward_bytes) for b in plan.blocks[:-1])
-    if max(head.forward_bytes, head.backward_bytes) > others + logits:  # the head is the worst
-        assert plan.slack_bytes == 0
+    assert unused_bytes(heap, model, 10**6, last) == 0
 
 
 def test_what_is_kept_and_materialized_has_shares_of_its_own(tiny: Tiny) -> None:

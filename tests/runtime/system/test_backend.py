@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from support.memory import touched
 
 from ondevice.errors import UsageError
 from runtime.system import backend
@@ -22,8 +22,7 @@ NOISE_BYTES = 4_000_000  # what the process of the tests gives back or takes mea
 def test_the_process_is_read_in_the_process() -> None:
     this_machine("cpu", "auto")  # gives back what is free
     before = this_machine("cpu", "auto").process_bytes
-    held = mmap.mmap(-1, HELD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    held.write(b"\1" * HELD_BYTES)
+    held = touched(HELD_BYTES)
     now = this_machine("cpu", "auto").process_bytes
     assert now - before == pytest.approx(HELD_BYTES, abs=NOISE_BYTES)
     reading = read_footprint().footprint_bytes

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.memory import touched
 from support.waiting import wait_until
 
 from ondevice.errors import OnDeviceError
@@ -26,15 +27,6 @@ STATUS = (
     b"Name:\tVmRSS: 1 kB\nVmPeak:\t  900 kB\nVmHWM:\t    7000 kB\nVmRSS:\t    6000 kB\n"
     b"RssAnon:\t    2000 kB\nRssFile:\t    3900 kB\nRssShmem:\t     100 kB\nVmData:\t   1 kB\n"
 )
-
-
-def touched(size_bytes: int) -> mmap.mmap:
-    """Anonymous memory, every page of it written, with hardly any of the heap's."""
-    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    page = b"\1" * mmap.PAGESIZE
-    for _ in range(0, size_bytes, mmap.PAGESIZE):
-        block.write(page)
-    return block
 
 
 def samplers() -> set[threading.Thread]:
