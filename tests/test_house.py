@@ -12,6 +12,7 @@ import pytest
 from support.source_rules import (
     PACKAGES,
     ROOT,
+    calls_of_sleep,
     classes_told_apart,
     draws_without_the_seed,
     imported_modules,
@@ -57,6 +58,14 @@ OTHER_MEANING = {
 }
 UNSEEDED = {
     ("tests/conftest.py", "secrets.randbits(32)"): "the seed fixture itself",
+}
+
+SLEEPING = {
+    ("tests/support/waiting.py", "time.sleep(0.01)"): "between two looks",
+    (
+        "tests/runtime/run/test_training.py",
+        "time.sleep(rng.uniform(0, 0.12))",
+    ): "until a kill that may come at any moment",
 }
 
 GONE = re.compile(
@@ -108,6 +117,11 @@ def test_no_test_imports_another_or_a_conftest() -> None:
 def test_every_draw_of_a_test_can_be_repeated() -> None:
     """A failure prints its seed; what is drawn without it could not be drawn again."""
     none(refused(draws_without_the_seed, modules("tests"), UNSEEDED))
+
+
+def test_no_test_waits_for_a_clock() -> None:
+    """On a busy machine nothing has happened by then; what does happen can be waited for."""
+    none(refused(calls_of_sleep, modules("tests"), SLEEPING))
 
 
 def test_names_of_operations_and_methods_are_told_apart_where_they_belong() -> None:

@@ -5,53 +5,37 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.runs import here
-
-COMMAND = [sys.executable, "-m", "ondevice", "export"]
+from support.runs import here, struck
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:
     return here("export", *arguments)
 
 
+TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been and more will be
+
+
+@pytest.mark.parametrize("moment", [TENSOR, "graphs"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_exports_leave_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    output = tmp_path / "bundle"
-    partial = tmp_path / ".bundle.partial" / "new"
-    process = subprocess.Popen(
-        [*COMMAND, "random:gemma3-270m", "-o", str(output)],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # background jobs ignore it
-    )
-    while not (partial / "weights.bin").exists() or (partial / "weights.bin").stat().st_size == 0:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, said = process.communicate()
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
+def test_interrupted_exports_leave_nothing(
+    tmp_path: Path, number: signal.Signals, moment: str
+) -> None:
+    done = struck(number, moment, "export", "random:tiny-llama", "-o", tmp_path / "bundle")
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_export_is_replaced_by_the_next(tmp_path: Path) -> None:
-    output = tmp_path / "bundle"
-    process = subprocess.Popen([*COMMAND, "random:gemma3-270m", "-o", str(output)])
-    while not (tmp_path / ".bundle.partial" / "new").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert not output.exists()
+    output, partial = tmp_path / "bundle", tmp_path / ".bundle.partial" / "new"
+    done = struck(signal.SIGKILL, TENSOR, "export", "random:tiny-qwen2", "-o", output)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert partial.is_dir() and not output.exists()
     done = export("random:tiny-llama", "-o", output, "--seq-lens", "16")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]

@@ -37,6 +37,47 @@ def here(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, said.getvalue(), warned.getvalue())
 
 
+# a signal where progress is told, before its bar shows it
+STRUCK = """
+import os, signal, sys
+from contextlib import contextmanager
+
+import ondevice.cli.progress as progress
+
+number, moment, *arguments = sys.argv[1:]
+
+def told(where):
+    if moment == where:
+        os.kill(os.getpid(), int(number))
+
+def striking(bar, where):
+    @contextmanager
+    def made(*a, **k):
+        with bar(*a, **k) as show:
+            yield lambda *what: (told(where(*what)), show(*what))
+    return made
+
+progress.task_bar = striking(progress.task_bar, lambda what, done, total: what)
+progress.step_bar = striking(progress.step_bar, lambda entry, total: f"step {entry['step']}")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it
+from ondevice.cli.main import main
+
+sys.exit(main(arguments))
+"""
+
+
+def struck(
+    number: signal.Signals, moment: str, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """As `ondevice`, but the process gets a signal at a moment that no clock decides.
+
+    moment: "step N", when its line of metrics is written and it is not yet saved; or the task
+    that the command's progress names: "evaluating (before)", "graphs", a tensor's name.
+    """
+    command = [sys.executable, "-c", STRUCK, str(int(number)), moment, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:
     given = {
         "data": "random:5",

@@ -142,6 +142,12 @@ def draws_without_the_seed(tree: ast.Module) -> Found:
                 yield node, ast.unparse(node)
 
 
+def calls_of_sleep(tree: ast.Module) -> Found:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("time.sleep", "sleep"):
+            yield node, ast.unparse(node)
+
+
 # --- imports and words ------------------------------------------------------------------------
 
 

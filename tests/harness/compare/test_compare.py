@@ -8,7 +8,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from html import escape
@@ -20,6 +19,7 @@ import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
 from support.curves import curve_of
+from support.waiting import wait_until
 
 from harness.compare.compare import compare, step_limit
 from harness.compare.curve import read_curve
@@ -289,13 +289,11 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
     arguments += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
-    arguments += ["--steps=mebp=40,mezo=10", "--eval-every=mebp=20,mezo=5", "--sweep-steps=3"]
+    arguments += ["--steps=mebp=100,mezo=10", "--eval-every=mebp=50,mezo=5", "--sweep-steps=3"]
     arguments += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
     started = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     metrics = out / "runs" / "mebp" / "metrics.jsonl"
-    while not metrics.exists() or not metrics.read_text():
-        assert started.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: metrics.exists() and metrics.read_text(), started)
     started.send_signal(signal.SIGTERM)
     _, said = started.communicate()
     assert started.returncode == 130 and "same command again" in said, said
@@ -311,10 +309,10 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report == json.loads((out / "compare.json").read_text())
     mebp, mezo = report["methods"]["mebp"], report["methods"]["mezo"]
-    assert mebp["curve"]["steps"]["step"] == list(range(1, 41))
-    assert [point["step"] for point in mebp["curve"]["points"]] == [0, 20, 40]
+    assert mebp["curve"]["steps"]["step"] == list(range(1, 101))
+    assert [point["step"] for point in mebp["curve"]["points"]] == [0, 50, 100]
     assert [point["step"] for point in mezo["curve"]["points"]] == [0, 5, 10]
-    assert mebp["last"]["forward_passes"] == 40 * 2
+    assert mebp["last"]["forward_passes"] == 100 * 2
     assert mezo["last"]["forward_passes"] == 10 * 2 * 2
     assert mebp["curve"]["points"][0]["loss"] == mezo["curve"]["points"][0]["loss"]
     assert mebp["stopped"] == mezo["stopped"] == "steps"

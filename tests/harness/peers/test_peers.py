@@ -98,17 +98,27 @@ def test_reasons_name_no_interpreter() -> None:
 
 
 def test_our_own_processes_are_no_neighbours() -> None:
-    script = "import time; end = time.time() + 0.6\nwhile time.time() < end: pass"
+    busy_s = 0.5
+    works = f"import time\nwhile time.process_time() < {busy_s}: pass\nprint(flush=True)"
     with other_load() as alone:
-        subprocess.run([sys.executable, "-c", script], check=True)
-    neighbour = subprocess.Popen([sys.executable, "-c", script])  # not ended, so not yet ours
-    with other_load() as beside:
-        time.sleep(0.4)
-    neighbour.wait()
+        subprocess.run([sys.executable, "-c", works], check=True, stdout=subprocess.DEVNULL)
+    before = time.monotonic()
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", f"{works}\ninput()"],  # not ended, so not yet ours
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as neighbour,
+        other_load() as beside,
+    ):
+        assert neighbour.stdout is not None
+        neighbour.stdout.readline()
+        seconds = time.monotonic() - before
     if not STAT.exists():
         assert alone.cores is None
     else:
-        assert alone.cores is not None and beside.cores is not None and beside.cores > 0.3
+        assert alone.cores is not None and beside.cores is not None
+        assert beside.cores * seconds > 0.7 * busy_s  # other programs can only add to it
     assert busy_ticks("cpu  1 2 4 8 16 32 64 128 256 512\ncpu0 1") == 1 + 2 + 4 + 32 + 64 + 128
 
 

@@ -6,8 +6,7 @@ That gradients and MeZO's steps are those of the rounded values is in `test_ever
 from __future__ import annotations
 
 import json
-import subprocess
-import time
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.models import adapters_of
 from support.plans import predicted, task_of
-from support.runs import COMMAND, adapter, ondevice, train_arguments
+from support.runs import adapter, ondevice, struck, train_arguments
 
 from harness.oracles.dense import run_dense
 from ondevice.bundle.store import Bundle
@@ -91,16 +90,11 @@ def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, method: str) -> None:
     given = {"adapter_dtype": HALF, "method": method}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    arguments = [train_arguments(tiny("qwen3").path, run, 40, **given) for run in (whole, killed)]
+    arguments = [train_arguments(tiny("qwen3").path, run, 8, **given) for run in (whole, killed)]
     assert ondevice(*arguments[0]).returncode == 0
-    process = subprocess.Popen([*COMMAND, *arguments[1]], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not list(killed.glob("saves/step-*")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.005)
-    process.kill()
-    process.communicate()
-    assert not (killed / "summary.json").exists()
+    done = struck(signal.SIGKILL, "step 4", *arguments[1])
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(killed.glob("saves/step-*")) and not (killed / "summary.json").exists()
     done = ondevice("train", "--resume", killed)
     assert done.returncode == 0, done.stderr
     assert adapter(killed) == adapter(whole)

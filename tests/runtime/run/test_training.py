@@ -9,14 +9,16 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
-from support.runs import COMMAND, adapter, here, ondevice, train_arguments
+from support.runs import COMMAND, adapter, here, ondevice, struck, train_arguments
 from support.shared import Shared
+from support.waiting import HANGS_S, wait_until
 
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
@@ -105,9 +107,8 @@ def test_kills_and_the_same_bytes(
         if not started:
             arguments = train_arguments(bundle, killed, **options)
         process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.DEVNULL)
-        before = _latest(killed)
-        while _latest(killed) == before and process.poll() is None:
-            time.sleep(0.005)  # let it make some progress, so that the kills fit the run
+        # let it make some progress, so that the kills fit the run
+        wait_until(partial(_has_gone_on, process, killed, _latest(killed)))
         time.sleep(rng.uniform(0, 0.12))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -124,19 +125,23 @@ def test_kills_and_the_same_bytes(
     print(f"{kills} kills, {inside} inside a save")
 
 
+def _has_gone_on(process: subprocess.Popen[bytes], run: Path, before: str) -> bool:
+    return _latest(run) != before or process.poll() is not None
+
+
 def _latest(run: Path) -> str:
     return max((path.name for path in run.glob("saves/step-*")), default="")
 
 
 @pytest.fixture
 def whole(bundle: Path, shared: Shared) -> Path:
-    """A run of 120 steps that nothing interrupted."""
+    """A run of 12 steps that nothing interrupted."""
 
     def train(path: Path) -> None:
-        done = ondevice(*train_arguments(bundle, path, 120, save_every=0))
+        done = ondevice(*train_arguments(bundle, path, 12, save_every=0))
         assert done.returncode == 0, done.stderr
 
-    return shared("a run of 120 steps", train)
+    return shared("a run of 12 steps", train)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -144,20 +149,11 @@ def test_signals_save_and_leave(
     bundle: Path, whole: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     stopped = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [*COMMAND, *train_arguments(bundle, stopped, 120, save_every=0)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (stopped / "metrics.jsonl").exists() or not (stopped / "metrics.jsonl").read_text():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, said = process.communicate()
-    assert process.returncode == 130, said
-    assert number.name in said and "--resume" in said
-    saved = int(_latest(stopped).removeprefix("step-"))
-    assert 0 < saved < 120
+    done = struck(number, "step 5", *train_arguments(bundle, stopped, 12, save_every=0))
+    assert done.returncode == 130, done.stderr
+    assert number.name in done.stderr and "--resume" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert _latest(stopped) == "step-00000005"
     assert ondevice("train", "--resume", stopped).returncode == 0
     assert adapter(stopped) == adapter(whole)
 
@@ -321,13 +317,11 @@ def test_disk_full_while_training_keeps_the_last_save(bundle: Path, tmp_path: Pa
         process = subprocess.Popen(
             [*COMMAND, *train_arguments(bundle, run, 100000)], stderr=subprocess.PIPE, text=True
         )
-        while len(list(run.glob("saves/step-*"))) == 0:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_until(lambda: _latest(run), process)
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:  # until the disk is full
                 file.write(bytes(4096))
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=HANGS_S)
         assert process.returncode == 5, said
         assert "disk is full" in said and "Traceback" not in said
         assert len(list(run.glob("saves/step-*"))) == 1
@@ -336,9 +330,7 @@ def test_disk_full_while_training_keeps_the_last_save(bundle: Path, tmp_path: Pa
             [*COMMAND, "train", "--resume", str(run)], stderr=subprocess.PIPE, text=True
         )
         before = _latest(run)
-        while _latest(run) == before:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_until(lambda: _latest(run) != before, process)
         process.kill()
         process.wait()
     finally:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.bundles import Tiny
-from support.runs import COMMAND, adapter, here, ondevice, train_arguments
+from support.runs import adapter, here, ondevice, struck, train_arguments
 from support.shared import Shared
 
 from ondevice.config.train import TrainConfig
@@ -108,16 +106,11 @@ def test_no_setting_of_the_machine_changes_the_result(
 def test_killed_and_resumed_is_the_same(bundle: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"save_every": 3, "eval_data": "random:3", "eval_rows": 1, "eval_every": 7}
-    assert ondevice(*mezo_arguments(bundle, whole, 60, **options)).returncode == 0
-    process = subprocess.Popen(
-        [*COMMAND, *mezo_arguments(bundle, killed, 60, **options)], stderr=subprocess.DEVNULL
-    )
+    assert ondevice(*mezo_arguments(bundle, whole, 24, **options)).returncode == 0
+    done = struck(signal.SIGKILL, "step 11", *mezo_arguments(bundle, killed, 24, **options))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     log = killed / "trajectory.jsonl"
-    while not log.exists() or log.read_text().count("\n") < 11:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert len(log.read_text().splitlines()) == 1 + 11  # two steps more than are saved
     assert ondevice("train", "--resume", killed).returncode == 0
     assert adapter(killed) == adapter(whole)
     assert log.read_text() == (whole / "trajectory.jsonl").read_text()
@@ -140,17 +133,11 @@ def test_ten_losses_that_are_not_finite_end_the_run(bundle: Path, tmp_path: Path
 
 def test_a_signal_ends_an_evaluation_with_the_state_saved(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = {"eval_data": "random:3", "eval_rows": 20_000, "eval_every": 2, "save_every": 0}
-    process = subprocess.Popen(
-        [*COMMAND, *mezo_arguments(bundle, run, 4, **options)], stderr=subprocess.PIPE, text=True
-    )
-    while not (run / "config.toml").exists():  # the first evaluation comes next
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "evaluating (before)" in said and "after step 0" in said
+    options = {"eval_data": "random:3", "eval_rows": 9, "eval_every": 2, "save_every": 0}
+    arguments = mezo_arguments(bundle, run, 4, **options)
+    done = struck(signal.SIGTERM, "evaluating (before)", *arguments)
+    assert done.returncode == 130, done.stderr
+    assert "evaluating (before)" in done.stderr and "after step 0" in done.stderr
     assert (run / "saves" / "step-00000000").exists()
 
 
@@ -205,7 +192,8 @@ def test_runs_end_where_they_are_told_to(bundle: Path, tmp_path: Path, method: s
     done = ondevice(*train_arguments(bundle, timed, 10_000, stop_seconds=0.5, **common))
     assert done.returncode == 0, done.stderr
     facts = summary(timed)
-    assert facts["stopped"] == "seconds" and 0.5 <= facts["seconds"] < 5  # type: ignore[operator]
+    assert facts["stopped"] == "seconds" and facts["seconds"] >= 0.5  # type: ignore[operator]
+    assert facts["steps"] < 10_000  # type: ignore[operator]
     done = ondevice(*train_arguments(bundle, reached, 10_000, stop_loss=1000, **common))
     assert done.returncode == 0, done.stderr
     facts = summary(reached)

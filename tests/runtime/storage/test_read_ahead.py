@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.waiting import wait_until
 
 from ondevice.errors import BundleError
 from runtime.storage.read_ahead import ReadAhead
@@ -17,13 +16,6 @@ from runtime.storage.read_ahead import ReadAhead
 
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "read-ahead"}
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def fails(ahead: ReadAhead) -> bool:
@@ -47,8 +39,7 @@ def test_the_thread_ends_with_its_owner(tmp_path: Path, rng: np.random.Generator
     assert mine.is_alive()
     del ahead
     gc.collect()
-    mine.join(20)
-    assert not mine.is_alive()
+    wait_until(lambda: not mine.is_alive())
 
 
 def test_what_cannot_be_read_is_said_at_the_next_request(tmp_path: Path) -> None:

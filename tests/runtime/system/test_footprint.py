@@ -7,12 +7,13 @@ import mmap
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.memory import touched
+from support.waiting import wait_until
 
 from ondevice.errors import OnDeviceError
 from runtime.system import footprint as memory
@@ -26,6 +27,10 @@ STATUS = (
     b"Name:\tVmRSS: 1 kB\nVmPeak:\t  900 kB\nVmHWM:\t    7000 kB\nVmRSS:\t    6000 kB\n"
     b"RssAnon:\t    2000 kB\nRssFile:\t    3900 kB\nRssShmem:\t     100 kB\nVmData:\t   1 kB\n"
 )
+
+
+def samplers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "footprint-meter"}
 
 
 def test_the_text_of_the_kernel_is_read() -> None:
@@ -61,19 +66,15 @@ def test_the_peak_is_kept_after_the_memory_is_gone_until_it_is_reset() -> None:
     with Meter(interval_s=0.001) as meter:
         before = meter.now_bytes
         block = touched(BLOCK_BYTES)
-        deadline = time.monotonic() + 5
         samples = meter.samples
-        while meter.samples < samples + 3 and time.monotonic() < deadline:
-            time.sleep(0.002)
+        wait_until(lambda: meter.samples > samples + 2)
         block.close()
         assert abs(meter.now_bytes - before) < SLACK_BYTES
         assert meter.peak_bytes - before == pytest.approx(BLOCK_BYTES, abs=SLACK_BYTES)
         assert meter.peak_rss_bytes >= meter.peak_bytes
         meter.reset_peak()
         assert abs(meter.peak_bytes - before) < SLACK_BYTES
-    taken = meter.samples
-    time.sleep(0.01)
-    assert meter.samples == taken  # the thread has ended
+    assert not samplers()
 
 
 def test_the_budget_is_compared_with_the_peak() -> None:
@@ -196,7 +197,7 @@ def test_a_failed_sample_is_raised_not_dropped(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(OnDeviceError, match="no reading"), Meter(interval_s=0.001) as meter:
         monkeypatch.setattr(memory, "read_footprint", fail)
-        time.sleep(0.05)
+        wait_until(lambda: not samplers())
         assert meter.peak_bytes >= 0
 
 
