@@ -40,6 +40,8 @@ def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = 
         UsageError: rows are longer than the bundle has graphs for, or the machine cannot be read.
     """
     machine = machine or machine_for(bundle, config.arithmetic)
+    if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
+        machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
     return make_plan(bundle.manifest, machine, training(config, bundle.manifest))
 
 
@@ -164,7 +166,10 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
     try:
         stored = msgspec.convert(read_json(path), Plan)
     except msgspec.ValidationError as problem:
-        raise BundleError(f"{path} is damaged: {problem}") from None
+        raise BundleError(
+            f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with that "
+            f"one, or train anew from its adapter (--adapter {folder.path})"
+        ) from None
     manifest = bundle.manifest
     machine = _this_machine(config, bundle)
     wanted = training(config, manifest)

@@ -14,6 +14,7 @@ import msgspec
 from ondevice.errors import UsageError
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Blas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,13 +43,13 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     The defaults were fitted on Linux x86-64 with glibc 2.36.
     """
 
-    flat_bytes: int = 1_040_000
-    share: float = 0.087
-    share_beside_mapped: float = 0.03
-    share_of_logits: float = 0.40
-    share_of_kept: float = 0.02
-    share_of_materialized: float = 0.03
-    flat_beside_materialized_bytes: int = 2_000_000
+    flat_bytes: Bytes = 1_040_000
+    share: Share = 0.087
+    share_beside_mapped: Share = 0.03
+    share_of_logits: Share = 0.40
+    share_of_kept: Share = 0.02
+    share_of_materialized: Share = 0.03
+    flat_beside_materialized_bytes: Bytes = 2_000_000
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
