@@ -167,8 +167,8 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
         stored = msgspec.convert(read_json(path), Plan)
     except msgspec.ValidationError as problem:
         raise BundleError(
-            f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with that "
-            f"one, or train anew from its adapter (--adapter {folder.path})"
+            f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with "
+            f"that one, or train anew from its adapter (--adapter {folder.path})"
         ) from None
     manifest = bundle.manifest
     machine = _this_machine(config, bundle)
