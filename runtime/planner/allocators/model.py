@@ -10,6 +10,8 @@ from runtime.system.machine import Machine
 
 # MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
 CACHE_PER_LIVE = 1.5
+# a few weights that stay dequantized cannot cost more than a quarter of themselves on top
+MOST_BESIDE_MATERIALIZED = 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,5 @@ def with_materialized(machine: Machine, weight_bytes: int) -> int:
     heap = machine.heap
     if machine.allocator != "glibc" or not weight_bytes:
         return weight_bytes
-    return (
-        int(weight_bytes * (1 + heap.share_of_materialized)) + heap.flat_beside_materialized_bytes
-    )
+    flat = min(heap.flat_beside_materialized_bytes, weight_bytes // MOST_BESIDE_MATERIALIZED)
+    return int(weight_bytes * (1 + heap.share_of_materialized)) + flat
