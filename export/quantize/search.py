@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-F32 = npt.NDArray[np.float32]
+from export.packed import F32, pack_codes
+
 CHUNK_VALUES = 1 << 16  # searched at once: so many fit a core's cache
 # candidates, by bits: by how much the largest value lies beyond the integers' negative end
 STRETCH = {4: np.linspace(-0.15, 0.45, 19), 8: np.linspace(-0.01, 0.03, 5)}
@@ -66,7 +67,7 @@ def quantize_rows(w: F32, bits: int, group_size: int, threads: int = 2) -> Quant
     with ThreadPoolExecutor(threads) as pool:
         sums = list(pool.map(work, starts))
     return Quantized(
-        _pack(codes.reshape(rows, columns), bits),
+        pack_codes(codes.reshape(rows, columns), bits),
         scales.reshape(rows, columns // group_size),
         sum(s[0] for s in sums),
         sum(s[1] for s in sums),
@@ -106,10 +107,3 @@ def _search(w: F32, bits: int) -> tuple[F32, npt.NDArray[np.float16]]:
     np.rint(q, out=q)
     np.clip(q, low, high, out=q)
     return q, scales
-
-
-def _pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
-    """Unsigned integers (R, C) in words (R, C * bits / 32), the first in the lowest bits."""
-    if bits == 4:
-        codes = (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
-    return np.ascontiguousarray(codes).view("<u4")

@@ -1,0 +1,74 @@
+"""How a matrix is stored in a bundle, and rows of a matrix in that form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The stored form of a quantized matrix: value = scale * q + bias, for each group of a row.
+
+    q are unsigned integers of `bits` bits. "symmetric" stores no biases: they are
+    -2**(bits - 1) * scale. `scale_dtype` is the type of the scales and biases: "float16" or
+    "float32".
+    """
+
+    bits: int
+    group_size: int
+    layout: Literal["symmetric", "affine"]
+    scale_dtype: Literal["float16", "float32"]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of storage for each value, with its share of scales and biases."""
+        numbers = 2 if self.layout == "affine" else 1
+        return self.bits + numbers * 8 * np.dtype(self.scale_dtype).itemsize / self.group_size
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of a quantized matrix.
+
+    words: (R, C * bits / 32) uint32, the first integer in the lowest bits.
+    scales, biases: (R, C / group_size); `biases` is None if the layout is symmetric.
+    """
+
+    words: npt.NDArray[np.uint32]
+    scales: npt.NDArray[np.floating[Any]]
+    biases: npt.NDArray[np.floating[Any]] | None
+
+    def values(self, packing: Packing) -> F32:
+        """The values (R, C) that the rows stand for."""
+        scales = self.scales.astype(np.float32)[..., None]
+        codes = unpack_codes(self.words, packing.bits)
+        q = codes.reshape(len(codes), -1, packing.group_size).astype(np.float32)
+        if self.biases is None:
+            found = (q - 2.0 ** (packing.bits - 1)) * scales
+        else:
+            found = q * scales + self.biases.astype(np.float32)[..., None]
+        return found.reshape(codes.shape).astype(np.float32, copy=False)
+
+
+def pack_codes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
+    """Unsigned integers (R, C) of 4 or 8 bits in words (R, C * bits / 32)."""
+    if bits == 4:
+        codes = (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
+    return np.ascontiguousarray(codes).view("<u4")
+
+
+def unpack_codes(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint8]:
+    """The unsigned integers (R, C) of 4 or 8 bits in words (R, C * bits / 32)."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return octets
+    codes = np.empty((len(octets), 2 * octets.shape[1]), np.uint8)
+    codes[:, 0::2] = octets & 15
+    codes[:, 1::2] = octets >> 4
+    return codes
