@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ondevice.bundle.store import Bundle
 from ondevice.operations.program import Block
+from ondevice.operations.tensors import Matrix
 from ondevice.operations.values import gradient_of
 from runtime.engine.arrays import arrays_for
 from runtime.engine.executor import Executor
@@ -78,6 +79,15 @@ class Model:
             self.profile,
         )
         return Executor.of(tools)
+
+    @cached_property
+    def head_matrix(self) -> Matrix:
+        """The matrix that turns hidden states into logits."""
+        block = self.blocks[-1]
+        head = self._lowered[block].head
+        assert head is not None
+        (name,) = head.matrices(block.tensor)
+        return self.bundle.manifest.matrices[name]
 
     @cached_property
     def _lowered(self) -> dict[Block, LoweredBlock]:
@@ -162,14 +172,9 @@ class Model:
         predictions: bool = False,
     ) -> list[HeadResult]:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
-        block = self.blocks[-1]
-        head = self._lowered[block].head
-        assert head is not None
-        (name,) = head.matrices(block.tensor)
         kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
         with self.profile.span("head"):
-            matrix = self.bundle.manifest.matrices[name]
-            return kernel.run(hs, targets, matrix, gradient, predictions)
+            return kernel.run(hs, targets, self.head_matrix, gradient, predictions)
 
     def head_backward(self, x: mx.array, dh: mx.array, scored: slice) -> mx.array:
         """dx (1, bucket, D) of the head block's input x, from dh (N, D) at positions `scored`."""
