@@ -34,40 +34,47 @@ from ondevice.operations.elementwise import graph_key
 from ondevice.operations.tensors import Extent, Graph, Matrix
 from ondevice.operations.values import shape_at
 
-SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
-Progress = Callable[[str, int, int], None]  # (what is written, how much is done, of how much)
-
 
 def no_progress(what: str, done: int, total: int) -> None:
     """A progress callback that shows nothing."""
 
 
-def export_bundle(config: ExportConfig, progress: Progress = no_progress) -> Bundle:
+def export_bundle(
+    config: ExportConfig, progress: Progress = no_progress, engine: Engine | None = None
+) -> Bundle:
     """Export `config.source` to a bundle at `config.output`.
 
+    The engine runs the model, to calibrate the quantization and to measure its quality. Without
+    one the quality is not measured.
+
     Raises:
+        BudgetError: the memory budget is too small to calibrate or to measure.
         BundleError: the checkpoint is damaged or its architecture unsupported.
+        DataError: the calibration data cannot be used.
         StorageError: the disk is full; nothing is left behind.
         UsageError: the destination exists, or the settings do not suit the model.
     """
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:
         with BundleWriter(Path(config.output), config.force) as writer:
-            return _export(config, checkpoint, writer, progress)
+            return _export(config, checkpoint, writer, progress, engine)
     finally:
         checkpoint.close()
 
 
 def _export(
-    config: ExportConfig, checkpoint: Checkpoint, writer: BundleWriter, progress: Progress
+    config: ExportConfig,
+    checkpoint: Checkpoint,
+    writer: BundleWriter,
+    progress: Progress,
+    engine: Engine | None,
 ) -> Bundle:
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
-    targets = _lora_targets(config, cut)
-    tensors = _Tensors(config, checkpoint, writer, progress)
-    tensors.check_space(cut)
-    tensors.write(cut)
-    nbytes, digest = writer.finish_weights()
+    lora = _lora(config, cut)
+    stored = stored_forms(config, checkpoint, cut)
+    _check_space(checkpoint, writer, stored)
+    tensors = Tensors(checkpoint, writer, stored, progress)
     buckets = tuple(config.seq_lens)
     graphs = write_graphs(cut, buckets, writer.folder, GRAPHS, progress)
     files = {
@@ -76,32 +83,68 @@ def _export(
     }
     first = cut.blocks[0]
     (lookup,) = cut.block_types[first.type].operations[0].matrices(first.tensor)
-    embedding = tensors.matrices[lookup]
-    manifest = Manifest(
+    vocabulary, width = checkpoint.shape(f"{lookup}.weight")
+    provenance = {
+        **checkpoint.provenance,
+        "exporter": f"ondevice {__version__}",
+        "mlx_lm": metadata.version("mlx-lm"),
+        "settings": _settings(config),
+    }
+    matrices, vectors, nbytes = float_tables(checkpoint, stored)
+    source = Manifest(
         mlx_version=metadata.version("mlx"),
         device=device,
         family=checkpoint.family,
         config=checkpoint.config,
-        hidden_size=embedding.columns,
-        vocab_size=embedding.rows,
-        lora={"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets},
+        hidden_size=width,
+        vocab_size=vocabulary,
+        lora={**lora, "targets": []},
         buckets=buckets,
         weights_nbytes=nbytes,
-        weights_sha256=digest,
-        matrices=tensors.matrices,
-        vectors=tensors.vectors,
+        weights_sha256="",
+        matrices=matrices,
+        vectors=vectors,
         block_types=cut.block_types,
         blocks=tuple(cut.blocks),
         graphs=graphs,
         files=files,
-        provenance={
-            **checkpoint.provenance,
-            "exporter": f"ondevice {__version__}",
-            "mlx_lm": metadata.version("mlx-lm"),
-            "settings": _settings(config),
-        },
+        provenance=provenance,
     )
-    return writer.commit(manifest)
+    original = Original(Bundle(writer.folder, source), checkpoint, engine, config)
+    if config.calibrate is None:
+        tensors.write(cut)
+    else:
+        provenance["calibration"] = original.calibrate(tensors, cut)
+    nbytes, digest = writer.finish_weights()
+    manifest = msgspec.structs.replace(
+        source,
+        lora=lora,
+        weights_nbytes=nbytes,
+        weights_sha256=digest,
+        matrices=tensors.matrices,
+        vectors=tensors.vectors,
+        provenance=provenance,
+    )
+    quality = original.quality_of(Bundle(writer.folder, manifest))
+    return writer.commit(msgspec.structs.replace(manifest, quality=quality))
+
+
+def _lora(config: ExportConfig, cut: Cut) -> dict[str, Any]:
+    targets = _lora_targets(config, cut)
+    return {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets}
+
+
+def _check_space(
+    checkpoint: Checkpoint, writer: BundleWriter, stored: Mapping[str, Stored]
+) -> None:
+    """Raise StorageError if the disk has too little space, before anything is written."""
+    needed = stored_bytes(checkpoint, stored)
+    free = shutil.disk_usage(writer.folder).free
+    if needed > free:
+        raise StorageError(
+            f"the bundle needs about {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are "
+            f"free at {writer.destination.parent}; make room or choose another --output"
+        )
 
 
 def _lora_targets(config: ExportConfig, cut: Cut) -> Any:
@@ -142,157 +185,6 @@ def _settings(config: ExportConfig) -> dict[str, Any]:
         for name, (value, default) in values.items()
         if value != default
     }
-
-
-class _Tensors:
-    """Writes a checkpoint's tensors to a bundle, block after block, and remembers where."""
-
-    def __init__(
-        self,
-        config: ExportConfig,
-        checkpoint: Checkpoint,
-        writer: BundleWriter,
-        progress: Progress,
-    ) -> None:
-        self.config, self.checkpoint, self.writer = config, checkpoint, writer
-        self.progress = progress
-        self.matrices: dict[str, Matrix] = {}
-        self.vectors: dict[str, Extent] = {}
-        self.done = 0
-        self.total = sum(math.prod(checkpoint.shape(n)) for n in checkpoint.names())
-
-    def check_space(self, cut: Cut) -> None:
-        """Raise StorageError if the disk has too little space, before anything is written."""
-        bits = self.config.bits + 16 / self.config.group_size
-        needed = int(self.total * bits / 8)
-        free = shutil.disk_usage(self.writer.folder).free
-        if needed > free:
-            raise StorageError(
-                f"the bundle needs about {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are "
-                f"free at {self.writer.destination.parent}; make room or choose another --output"
-            )
-
-    def write(self, cut: Cut) -> None:
-        for block in cut.blocks:
-            self.writer.align_block()
-            block_type = cut.block_types[block.type]
-            for name, shape in block_type.parameters.items():
-                self._vector(block.tensor(name), shape)
-            for operation in block_type.operations:
-                bits = self.config.bits if operation.adaptable else self.config.embedding_bits
-                vectors = operation.vectors(block.tensor)
-                for name in operation.matrices(block.tensor):
-                    self._matrix(name, bits)
-                    if (bias := f"{name}.bias") in vectors:
-                        self._vector(bias, self.matrices[name].packed.shape[:1])
-        self.writer.align_block()
-
-    def _vector(self, name: str, shape: tuple[int, ...]) -> None:
-        if name in self.vectors:
-            return
-        value = self.checkpoint.rows(name, 0, shape[0])
-        self._check(name, value, 0)
-        self.vectors[name] = self.writer.tensor([value.tobytes()], "float32", shape)
-        self._advance(name, value.size)
-
-    def _matrix(self, name: str, bits: int) -> None:
-        if name in self.matrices:
-            return
-        tensor = f"{name}.weight"
-        rows, columns = self.checkpoint.shape(tensor)
-        ready = self.checkpoint.prequantized(tensor)
-        if ready is not None:
-            self.matrices[name] = self._copied(name, rows, columns, ready.bits, ready.group_size)
-            return
-        group = self.config.group_size
-        if columns % group:
-            fitting = [str(size) for size in (32, 64, 128) if columns % size == 0]
-            raise UsageError(
-                f"{name} has {columns} columns, which --group-size {group} does not divide; "
-                f"use {' or '.join(fitting) or 'another model'}"
-            )
-        scales: list[npt.NDArray[np.float16]] = []
-        squares = errors = peak = 0.0
-
-        def packed() -> Iterator[bytes]:
-            nonlocal squares, errors, peak
-            for start, stop in self._slices(rows, columns):
-                value = self.checkpoint.rows(tensor, start, stop)
-                self._check(tensor, value, start)
-                result = quantize_rows(value, bits, group)
-                if not np.isfinite(result.scales).all():
-                    raise BundleError(
-                        f"{tensor} holds values too large for float16 scales, up to "
-                        f"{np.abs(value).max():.3g}: the checkpoint is damaged, download or "
-                        "convert it again"
-                    )
-                scales.append(result.scales)
-                squares += result.square_sum
-                errors += result.error_sum
-                peak = max(peak, result.error_max)
-                yield result.packed.tobytes()
-                self._advance(name, value.size)
-
-        words = self.writer.tensor(packed(), "uint32", (rows, columns * bits // 32))
-        steps = self.writer.tensor(
-            (part.tobytes() for part in scales), "float16", (rows, columns // group)
-        )
-        error = {
-            "relative_rms": math.sqrt(errors / squares) if squares else 0.0,
-            "rms": math.sqrt(errors / (rows * columns)),
-            "max": peak,
-        }
-        self.matrices[name] = Matrix(
-            rows, columns, bits, group, "symmetric", words, steps, None, error
-        )
-
-    def _copied(self, name: str, rows: int, columns: int, bits: int, group: int) -> Matrix:
-        """Write a matrix that MLX has quantized already, unchanged but for float32 scales."""
-        tensor = f"{name}.weight"
-        scales: list[bytes] = []
-        biases: list[bytes] = []
-
-        def packed() -> Iterator[bytes]:
-            for start, stop in self._slices(rows, columns):
-                words, scale, bias = self.checkpoint.packed_rows(tensor, start, stop)
-                self._check(tensor, scale, start)
-                self._check(tensor, bias, start)
-                scales.append(scale.astype(np.float32).tobytes())
-                biases.append(bias.astype(np.float32).tobytes())
-                yield words.tobytes()
-                self._advance(name, (stop - start) * columns)
-
-        words = self.writer.tensor(packed(), "uint32", (rows, columns * bits // 32))
-        groups = (rows, columns // group)
-        return Matrix(
-            rows,
-            columns,
-            bits,
-            group,
-            "affine",
-            words,
-            self.writer.tensor(scales, "float32", groups),
-            self.writer.tensor(biases, "float32", groups),
-        )
-
-    def _slices(self, rows: int, columns: int) -> Iterator[tuple[int, int]]:
-        step = max(1, SLICE_VALUES // columns)
-        for start in range(0, rows, step):
-            yield start, min(rows, start + step)
-
-    def _check(self, name: str, value: npt.NDArray[Any], row: int) -> None:
-        finite = np.isfinite(value)
-        if not finite.all():
-            at = np.argwhere(~finite)[0].tolist()
-            at[0] += row
-            raise BundleError(
-                f"{name} holds {value[~finite][0]} at {at} ({(~finite).sum()} such values in this "
-                "slice): the checkpoint is damaged, download or convert it again"
-            )
-
-    def _advance(self, name: str, values: int) -> None:
-        self.done += values
-        self.progress(name, self.done, self.total)
 
 
 def write_graphs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +31,30 @@ class Packing:
         """Bits of storage for each value, with its share of scales and biases."""
         numbers = 2 if self.layout == "affine" else 1
         return self.bits + numbers * 8 * np.dtype(self.scale_dtype).itemsize / self.group_size
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The stored form of a matrix of floats."""
+
+    dtype: Literal["float32", "float16", "bfloat16"]
+
+    @property
+    def bits(self) -> int:
+        """Bits of storage for each value."""
+        return 32 if self.dtype == "float32" else 16
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.bits
+
+    def bytes_of(self, values: F32) -> bytes:
+        """The stored bytes of values; those beyond the type's range become infinite."""
+        dtype = ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
+        return values.astype(dtype).tobytes()
+
+
+Stored = Packing | Plain
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,15 @@ class BundleWriter:
         self._digest.update(data)
         self.offset += len(data)
 
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes of weights.bin that have been written."""
+        path = self.folder / WEIGHTS
+        with storage_errors(path):
+            self._weights.flush()
+        with reading_errors(path), path.open("rb") as file:
+            file.seek(offset)
+            return file.read(count)
+
     def finish_weights(self) -> tuple[int, str]:
         """Flush weights.bin. Returns its size in bytes and its SHA-256."""
         with storage_errors(self.folder / WEIGHTS):

@@ -8,8 +8,10 @@ from typing import ClassVar
 from ondevice.config.base import (
     ABOVE_ZERO,
     COUNT,
+    FILLED,
     INCREASING,
     NOT_NEGATIVE,
+    SIZE,
     Check,
     Config,
     Group,
@@ -19,9 +21,20 @@ from ondevice.config.base import (
     required,
 )
 from ondevice.config.shared import DEVICES
+from ondevice.units import parse_bytes
 
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _are_names(text: str) -> bool:
+    return all(name.isidentifier() for name in _names(text))
+
+
+_NAMES = Check(_are_names, "names of layers such as k_proj,v_proj, or none")
 _LAYERS = Check(
-    lambda text: text == "all-linear" or all(n.strip().isidentifier() for n in text.split(",")),
+    lambda text: text == "all-linear" or _are_names(text),
     "all-linear, or names of layers such as q_proj,v_proj",
 )
 
@@ -40,12 +53,68 @@ class ExportConfig(Config):
     output: str = output_option(MISSING, "bundle directory to write", "BUNDLE")
     force: bool = option(False, "replace a bundle that is there already")
     seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
-    bits: int = choice(4, "bits per weight of the linear layers", 4, 8, group=Group.QUANTIZATION)
+    bits: int | str | None = choice(
+        None,
+        "bits per weight of the linear layers: quantized (4, 8), floats (16, 32), or chosen for each "
+        "layer by what it loses (auto); without it, a quantized checkpoint keeps its values, and "
+        "another gets 4",
+        4,
+        8,
+        16,
+        32,
+        "auto",
+        group=Group.QUANTIZATION,
+    )
+    embedding_bits: int | None = choice(
+        None,
+        "bits per weight of the embedding and the LM head (default: those of --bits)",
+        4,
+        8,
+        16,
+        32,
+        group=Group.QUANTIZATION,
+    )
     group_size: int = choice(
         64, "weights that share one scale", 32, 64, 128, group=Group.QUANTIZATION
     )
-    embedding_bits: int = choice(
-        4, "bits per weight of the embedding and the LM head", 4, 8, group=Group.QUANTIZATION
+    layout: str = choice(
+        "affine",
+        "what a group of 4-bit weights stores: a scale and an offset (affine), or a scale alone "
+        "(symmetric), which saves 0.25 bits per weight in groups of 64",
+        "affine",
+        "symmetric",
+        group=Group.QUANTIZATION,
+    )
+    eight_bit: str = option(
+        "k_proj,v_proj",
+        "linear layers that get 8 bits where others get 4, by name; or none",
+        _NAMES,
+        Group.QUANTIZATION,
+        metavar="NAMES",
+    )
+    calibrate: str | None = option(
+        None,
+        "text or conversations to quantize for, by GPTQ: your training data is the best choice; "
+        "formats as for `ondevice train --data`",
+        FILLED,
+        Group.QUANTIZATION,
+        metavar="DATA",
+    )
+    calibration_tokens: int = option(
+        8192, "tokens of the data that are used to calibrate", COUNT, Group.QUANTIZATION
+    )
+    quality: bool = option(
+        True,
+        "measure how far the bundle's predictions are from the checkpoint's (never done for "
+        "random:PRESET)",
+        group=Group.QUANTIZATION,
+    )
+    budget: str = option(
+        "1GB",
+        "memory footprint that the export may reach, such as 300MB or 512MiB",
+        SIZE,
+        Group.MEMORY,
+        metavar="SIZE",
     )
     lora_rank: int = option(8, "rank of the adapters", COUNT, Group.LORA)
     lora_alpha: float = option(
@@ -70,8 +139,23 @@ class ExportConfig(Config):
     device: str = choice("auto", "device that the graphs are for", *DEVICES, group=Group.GRAPHS)
 
     @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return parse_bytes(self.budget)
+
+    @property
+    def head_bits(self) -> int | str | None:
+        """The bits of the embedding and the LM head; None to keep a quantized source's values."""
+        return self.bits if self.embedding_bits is None else self.embedding_bits
+
+    @property
+    def eight_bit_names(self) -> tuple[str, ...]:
+        """The names of linear layers that get 8 bits."""
+        return () if self.eight_bit == "none" else _names(self.eight_bit)
+
+    @property
     def lora_target_names(self) -> tuple[str, ...] | None:
         """The layer names to adapt, or None for every linear layer."""
         if self.lora_targets == "all-linear":
             return None
-        return tuple(name.strip() for name in self.lora_targets.split(","))
+        return _names(self.lora_targets)

@@ -60,7 +60,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 class Request(msgspec.Struct, frozen=True):
     """What to plan for, besides the method's demand and the machine.
 
-    `layout` is "budget", or "paper" for the memory plan of the MeBP paper.
+    `layout` is "budget", "paper" for the memory plan of the MeBP paper, or "whole" for blocks that
+    take all tokens at once.
     """
 
     bucket: int
@@ -272,7 +273,10 @@ class Planner:
         """The sizes that a plan can choose, from generous to frugal."""
         if request.layout == "paper":
             return (PAPER,)
-        return LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
+        levels = LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
+        if request.layout == "whole":
+            return tuple(replace(level, most_tokens=WHOLE) for level in levels)
+        return levels
 
     def _least(self, request: Request, demand: Demand) -> int:
         """The lowest peak of all levels, which need not be that of the smallest tiles."""

@@ -1,0 +1,100 @@
+"""How each matrix of a model is stored: the recipe that an export follows.
+
+A quantized checkpoint keeps its values, unless bits are asked for. A float checkpoint is quantized
+to 4 bits in affine groups. Keys and values take 8 bits: their matrices are small, and errors there
+harm all later tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from export.cut.model import Cut
+from export.packed import Packing, Plain, Stored
+from export.sources.source import Checkpoint
+from ondevice.config.export import ExportConfig
+from ondevice.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Use:
+    """A matrix, the block that uses it first, and whether LoRA may adapt it there."""
+
+    name: str
+    block: int
+    adaptable: bool
+
+
+def matrices(cut: Cut) -> Iterator[Use]:
+    """Every matrix of a model once, in the order of its blocks."""
+    known: set[str] = set()
+    for index, block in enumerate(cut.blocks):
+        for operation in cut.block_types[block.type].operations:
+            for name in operation.matrices(block.tensor):
+                if name not in known:
+                    known.add(name)
+                    yield Use(name, index, bool(operation.adaptable))
+
+
+def stored_forms(config: ExportConfig, checkpoint: Checkpoint, cut: Cut) -> dict[str, Stored]:
+    """The stored form of each matrix.
+
+    Raises:
+        UsageError: the group size does not divide a matrix, or an option contradicts the source.
+    """
+    found: dict[str, Stored] = {}
+    for use in matrices(cut):
+        asked = config.bits if use.adaptable else config.head_bits
+        ready = checkpoint.prequantized(f"{use.name}.weight")
+        if ready is not None and asked is None:
+            found[use.name] = ready
+            continue
+        found[use.name] = _form(config, checkpoint, use, asked)
+    if config.calibrate is not None and not any(
+        isinstance(one, Packing) and one != checkpoint.prequantized(f"{name}.weight")
+        for name, one in found.items()
+    ):
+        raise UsageError(
+            f"--calibrate {config.calibrate}: nothing is quantized, since the values of the "
+            "checkpoint are kept; add --bits 4 to quantize it again"
+        )
+    return found
+
+
+def _form(
+    config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | str | None
+) -> Stored:
+    if asked in (16, 32):
+        dtype = checkpoint.float_type(f"{use.name}.weight") if asked == 16 else "float32"
+        return Plain("bfloat16" if dtype == "float32" and asked == 16 else dtype)
+    bits = 4 if asked in (None, "auto") else int(asked)
+    if use.name.split(".")[-1] in config.eight_bit_names:
+        bits = 8
+    columns = checkpoint.shape(f"{use.name}.weight")[1]
+    group = config.group_size
+    if columns % group:
+        fitting = [str(size) for size in (32, 64, 128) if columns % size == 0]
+        raise UsageError(
+            f"{use.name} has {columns} columns, which --group-size {group} does not divide; "
+            f"use {' or '.join(fitting) or 'another model'}"
+        )
+    return Packing(bits, group, "symmetric" if bits == 8 else config.layout, "float16")
+
+
+def stored_bytes(checkpoint: Checkpoint, stored: Mapping[str, Stored]) -> int:
+    """The bytes of all tensors in a bundle, without padding."""
+    bits = 0.0
+    for name in checkpoint.names():
+        values = math.prod(checkpoint.shape(name))
+        form = stored.get(name.removesuffix(".weight"))
+        bits += values * (32 if form is None else form.bits_per_weight)
+    return math.ceil(bits / 8)
+
+
+def bits_per_weight(checkpoint: Checkpoint, stored: Mapping[str, Stored]) -> float:
+    """The mean bits of storage of a value in a matrix, with its share of scales and biases."""
+    sizes = {name: math.prod(checkpoint.shape(f"{name}.weight")) for name in stored}
+    total = sum(size * stored[name].bits_per_weight for name, size in sizes.items())
+    return total / sum(sizes.values())

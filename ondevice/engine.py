@@ -1,0 +1,111 @@
+"""What an export asks of the runtime, as protocols: neither imports the other.
+
+`ondevice.cli` hands the runtime's implementation (`runtime.run.export_engine`) to the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ondevice.bundle.store import Bundle
+from ondevice.row_reader import RowReader
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    F32 = npt.NDArray[np.float32]
+    Tokens = npt.NDArray[np.int32]
+
+Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of how much)
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row of tokens (T + 1,): the first T are inputs, the last T targets.
+
+    Losses count from target `first` on.
+    """
+
+    tokens: Tokens
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a model's next-token predictions are from those of its source, over `tokens` tokens.
+
+    `divergence` is the mean KL(source || model) of the distributions, and the losses are mean
+    cross-entropies; all are in nats per token.
+    """
+
+    divergence: float
+    source_loss: float
+    loss: float
+    tokens: int
+    rows: int
+
+
+class Products(Protocol):
+    """Products of one input with one or several matrices, which are about to be computed."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The matrices, by full name."""
+
+    def inputs(self) -> Iterator[F32]:
+        """The input (T, C) of every row, without padding. Read it at once: memory is reused."""
+
+
+class BlockPass(Protocol):
+    """One forward pass of rows through all blocks, which stops before the products of a block."""
+
+    def embed(self) -> None:
+        """Run the first block."""
+
+    def layer(self, index: int) -> Iterator[Products]:
+        """Run the layer at `index` in the manifest's blocks, stopping before every product.
+
+        The matrices are read after the caller has gone on, so that the caller may replace them.
+        """
+
+    def head(self) -> Products:
+        """What the head is about to multiply."""
+
+
+class Engine(Protocol):
+    """Runs models block by block under the memory budget of an export."""
+
+    def rows(self, bundle: Bundle, data: str, length: int, tokens: int) -> Sequence[TokenRow]:
+        """Rows of `data`, spread evenly over it, with about `tokens` tokens in all.
+
+        A row has at most `length` targets.
+
+        Raises:
+            DataError: the data cannot be used.
+        """
+
+    def open(self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow]) -> BlockPass:
+        """A pass of rows through a model whose weights `reader` gives.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+        """
+
+    def compare(
+        self, source: Bundle, reader: RowReader, model: Bundle, rows: Sequence[TokenRow]
+    ) -> Comparison:
+        """Compare a bundle's predictions with those of its source.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+        """
+
+    def spare_bytes(self) -> int:
+        """The memory that is left of the budget while a block runs."""
+
+    def check(self, doing: str) -> None:
+        """Raise BudgetError if the process has exceeded the budget; `doing` says when."""

@@ -1,0 +1,130 @@
+"""What an export asks of the runtime: passes over a checkpoint's blocks, and comparisons.
+
+It implements `ondevice.engine`. The models read their float weights from the checkpoint, a tile of
+rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.bundle.store import Bundle
+from ondevice.engine import Comparison, Progress, TokenRow
+from ondevice.errors import BudgetError
+from ondevice.row_reader import RowReader
+from ondevice.units import format_bytes
+from runtime.data.rows import Rows, open_rows
+from runtime.engine.divergence import Divergence, compare_heads
+from runtime.planner.demand import Demand, lane_choices
+from runtime.planner.plan import EVALUATION_LANES, MARGIN, Request, choose_bucket
+from runtime.run.block_pass import RowPass
+from runtime.run.budget import Wanted, machine_for, make_plan
+from runtime.run.open import Session, open_session
+from runtime.storage.row_weights import RowWeights
+from runtime.storage.weights import WeightSource
+from runtime.system.footprint import Meter
+
+FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
+"""What a forward pass without adapters needs: rows that travel together."""
+HEAD_ROWS = 8  # rows whose logits are compared in one pass over the vocabulary
+
+
+@dataclass
+class ExportEngine:
+    """Runs models under the meter's budget; scratch files go to `scratch`."""
+
+    meter: Meter
+    budget_bytes: int
+    scratch: Path
+    progress: Progress
+    _planned_bytes: int = 0
+
+    def rows(self, bundle: Bundle, data: str, length: int, tokens: int) -> list[TokenRow]:
+        """Rows of `data`, spread evenly over it, with about `tokens` tokens in all."""
+        vocabulary = bundle.manifest.vocab_size
+        file = self.scratch / "export.tokens"
+        found = open_rows(bundle.path, vocabulary, data, "train", length, file)
+        return _spread(found, tokens)
+
+    def open(self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow]) -> RowPass:
+        """A pass of rows through a model whose weights `reader` gives."""
+        session = self._session(source, RowWeights(source.manifest, reader), rows)
+        return RowPass(session, rows, self.scratch, self._watch)
+
+    def compare(
+        self, source: Bundle, reader: RowReader, model: Bundle, rows: Sequence[TokenRow]
+    ) -> Comparison:
+        """Compare a bundle's predictions with those of its source, both block by block."""
+        passes = (
+            self.open(source, reader, rows),
+            RowPass(self._session(model, None, rows), rows, self.scratch, self._watch),
+        )
+        layers = range(1, len(model.manifest.blocks) - 1)
+        for one in passes:
+            one.embed()
+            for index in layers:
+                for _ in one.layer(index):
+                    pass
+                self.progress("comparing", 0, 0)
+        found: list[Divergence] = []
+        for start in range(0, len(rows), HEAD_ROWS):
+            chosen = range(start, min(len(rows), start + HEAD_ROWS))
+            scored = {i: slice(rows[i].first, len(rows[i].tokens) - 1) for i in chosen}
+            first, second = (
+                [one.hidden(index, scored[index]) for index in chosen] for one in passes
+            )
+            targets = [rows[i].tokens[1 + rows[i].first :].astype(np.int64) for i in chosen]
+            models = (passes[0].models[start], passes[1].models[start])
+            found += compare_heads(*models, first, second, targets)
+            self._watch()
+        tokens = sum(len(one.loss) for one in found)
+        return Comparison(
+            divergence=sum(float(one.divergence.sum()) for one in found) / tokens,
+            source_loss=sum(float(one.source_loss.sum()) for one in found) / tokens,
+            loss=sum(float(one.loss.sum()) for one in found) / tokens,
+            tokens=tokens,
+            rows=len(rows),
+        )
+
+    def spare_bytes(self) -> int:
+        """The memory that is left of the budget while a block runs."""
+        return max(0, int(MARGIN * self.budget_bytes) - self._planned_bytes)
+
+    def check(self, doing: str) -> None:
+        """Raise BudgetError if the process has exceeded the budget."""
+        if self.meter.over_budget:
+            peak = format_bytes(self.meter.peak_bytes, up=True)
+            raise BudgetError(
+                f"the export passed its budget {doing}: footprint {peak} > "
+                f"{format_bytes(self.budget_bytes)}; give a larger --budget"
+            )
+
+    def _watch(self) -> None:
+        self.check("while it ran the model")
+
+    def _session(
+        self, bundle: Bundle, weights: WeightSource | None, rows: Sequence[TokenRow]
+    ) -> Session:
+        """A session under the most generous plan in which blocks take all tokens at once."""
+        bucket = choose_bucket(bundle.manifest, max(len(row.tokens) - 1 for row in rows))
+        request = Request(bucket, layout="whole", prefetch=False)
+        wanted = Wanted(request, FORWARD, self.budget_bytes)
+        plan = make_plan(bundle.manifest, machine_for(bundle, "auto"), wanted)
+        self._planned_bytes = max(self._planned_bytes, plan.predicted_peak_bytes)
+        return open_session(bundle, plan, weights)
+
+
+def _spread(rows: Rows, tokens: int) -> list[TokenRow]:
+    """About so many tokens in rows that are spread evenly, in their order."""
+    found: list[TokenRow] = []
+    count = max(1, min(len(rows), tokens))
+    sample = [rows.row(i * len(rows) // count) for i in range(min(count, 64))]
+    mean = sum(len(one) - 1 for one, _ in sample) / len(sample)
+    wanted = max(1, min(len(rows), round(tokens / mean)))
+    for index in range(wanted):
+        found.append(TokenRow(*rows.row((2 * index + 1) * len(rows) // (2 * wanted))))
+    return found
