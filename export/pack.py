@@ -21,6 +21,7 @@ import numpy.typing as npt
 from export.cut.graphs import ElementwiseGraph
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize, trace
+from export.packed import Packing
 from export.quantize.search import quantize_rows
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
@@ -211,7 +212,8 @@ class _Tensors:
                 f"{name} has {columns} columns, which --group-size {group} does not divide; "
                 f"use {' or '.join(fitting) or 'another model'}"
             )
-        scales: list[npt.NDArray[np.float16]] = []
+        packing = Packing(bits, group, "symmetric", "float16")
+        scales: list[npt.NDArray[np.floating[Any]]] = []
         squares = errors = peak = 0.0
 
         def packed() -> Iterator[bytes]:
@@ -219,18 +221,18 @@ class _Tensors:
             for start, stop in self._slices(rows, columns):
                 value = self.checkpoint.rows(tensor, start, stop)
                 self._check(tensor, value, start)
-                result = quantize_rows(value, bits, group)
-                if not np.isfinite(result.scales).all():
+                result = quantize_rows(value, packing)
+                if result.overflows:
                     raise BundleError(
                         f"{tensor} holds values too large for float16 scales, up to "
                         f"{np.abs(value).max():.3g}: the checkpoint is damaged, download or "
                         "convert it again"
                     )
-                scales.append(result.scales)
+                scales.append(result.rows.scales)
                 squares += result.square_sum
                 errors += result.error_sum
                 peak = max(peak, result.error_max)
-                yield result.packed.tobytes()
+                yield result.rows.words.tobytes()
                 self._advance(name, value.size)
 
         words = self.writer.tensor(packed(), "uint32", (rows, columns * bits // 32))
