@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ondevice.bundle.quality import Quality
 from ondevice.errors import BundleError
 from ondevice.operations.base import Tables
 from ondevice.operations.program import Block, BlockType
@@ -25,7 +26,7 @@ class Manifest(Record, frozen=True):
     """The content of manifest.json.
 
     `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS` and
-    `GRAPH.vjp.TOKENS`.
+    `GRAPH.vjp.TOKENS`. `quality` is None if it was not measured.
     """
 
     mlx_version: str
@@ -45,6 +46,7 @@ class Manifest(Record, frozen=True):
     graphs: dict[str, Graph]
     files: dict[str, File]
     provenance: dict[str, Any]
+    quality: Quality | None = None
 
     @property
     def layers(self) -> tuple[Block, ...]:
@@ -62,6 +64,12 @@ class Manifest(Record, frozen=True):
             self.hidden_size,
             self.vocab_size,
         )
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The mean bits of storage of a value in a matrix, with its share of scales and biases."""
+        values = sum(matrix.rows * matrix.columns for matrix in self.matrices.values())
+        return 8 * sum(matrix.nbytes for matrix in self.matrices.values()) / values
 
     def adapted(self, block: Block) -> tuple[str, ...]:
         """Relative names of the block's matrices that LoRA adapts, in program order."""

@@ -71,24 +71,39 @@ def _export(arguments: argparse.Namespace) -> None:
     config = _load(ExportConfig, arguments)
     _prepare(keep_heap=False)
     from export.pack import export_bundle
+    from runtime.run.export_engine import ExportEngine
     from runtime.system.footprint import Meter
+    from runtime.system.heap import trim_heap
 
-    with Meter() as meter, task_bar("graph") as progress:
-        bundle = export_bundle(config, progress)
+    with (
+        Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter,
+        tempfile.TemporaryDirectory(dir=Path(config.output).absolute().parent) as scratch,
+        task_bar("step") as progress,
+    ):
+        engine = ExportEngine(meter, config.budget_bytes, Path(scratch), progress)
+        bundle = export_bundle(config, progress, engine)
     manifest = bundle.manifest
+    quality = manifest.quality
     facts = {
         "bundle": str(bundle.path),
         "weights_bytes": manifest.weights_nbytes,
+        "bits_per_weight": manifest.bits_per_weight,
         "graphs_bytes": sum(graph.nbytes for graph in manifest.graphs.values()),
         "peak_footprint_bytes": meter.peak_bytes,
+        "quality": None if quality is None else asdict(quality),
     }
     if arguments.json:
         print(json.dumps(facts))
-    else:
-        print(
-            f"{bundle.path}: {format_bytes(manifest.weights_nbytes)} of weights, "
-            f"{len(manifest.graphs)} graphs, peak footprint {format_bytes(meter.peak_bytes)}"
-        )
+        return
+    print(
+        f"{bundle.path}: {format_bytes(manifest.weights_nbytes)} of weights "
+        f"({manifest.bits_per_weight:.2f} bits each), {len(manifest.graphs)} graphs, peak footprint "
+        f"{format_bytes(meter.peak_bytes)}"
+    )
+    if quality is not None:
+        print(quality.describe())
+        if warning := quality.warning():
+            _say(f"ondevice: warning: {warning}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
