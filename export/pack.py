@@ -6,33 +6,37 @@ Weights pass through memory one slice of a tensor at a time.
 from __future__ import annotations
 
 import errno
-import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
 from export.cut.graphs import ElementwiseGraph
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize, trace
-from export.quantize.search import quantize_rows
+from export.original import Original, float_tables
+from export.packed import Stored
+from export.recipe import stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
+from export.tensors import Progress, Tensors
 from ondevice import __version__
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from ondevice.config.export import ExportConfig
-from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.engine import Engine
+from ondevice.errors import StorageError, UsageError
 from ondevice.files import fsync_path, sha256_file, storage_errors
 from ondevice.operations.elementwise import graph_key
-from ondevice.operations.tensors import Extent, Graph, Matrix
+from ondevice.operations.tensors import Graph
 from ondevice.operations.values import shape_at
+
+MakeEngine = Callable[[Path], Engine]
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -40,12 +44,12 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 def export_bundle(
-    config: ExportConfig, progress: Progress = no_progress, engine: Engine | None = None
+    config: ExportConfig, progress: Progress = no_progress, engine: MakeEngine | None = None
 ) -> Bundle:
     """Export `config.source` to a bundle at `config.output`.
 
-    The engine runs the model, to calibrate the quantization and to measure its quality. Without
-    one the quality is not measured.
+    The engine, which is made for a folder of scratch files, runs the model: to calibrate the
+    quantization, and to measure its quality. Without one the quality is not measured.
 
     Raises:
         BudgetError: the memory budget is too small to calibrate or to measure.
@@ -67,7 +71,7 @@ def _export(
     checkpoint: Checkpoint,
     writer: BundleWriter,
     progress: Progress,
-    engine: Engine | None,
+    engine: MakeEngine | None,
 ) -> Bundle:
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
@@ -110,7 +114,8 @@ def _export(
         files=files,
         provenance=provenance,
     )
-    original = Original(Bundle(writer.folder, source), checkpoint, engine, config)
+    running = None if engine is None else engine(writer.place)
+    original = Original(Bundle(writer.folder, source), checkpoint, running, config)
     if config.calibrate is None:
         tensors.write(cut)
     else:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     F32 = npt.NDArray[np.float32]
     Tokens = npt.NDArray[np.int32]
 
+
+Visit = Callable[[str, "F32", "F32"], None]
 Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of how much)
 
 
@@ -90,6 +92,18 @@ class Engine(Protocol):
 
     def open(self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow]) -> BlockPass:
         """A pass of rows through a model whose weights `reader` gives.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+        """
+
+    def backward(
+        self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow], visit: Visit
+    ) -> None:
+        """Compute the gradients of each row's summed loss, block by block from the last.
+
+        `visit` receives, for one row after another of a block, a matrix by its full name, its input
+        x (T, C), and the gradient dy (T, R) of its output.
 
         Raises:
             BudgetError: not even the smallest tiles fit the budget.

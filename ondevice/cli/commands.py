@@ -12,9 +12,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from ondevice.cli.progress import step_bar, task_bar
 from ondevice.config.base import Config, given, load
@@ -77,11 +80,11 @@ def _export(arguments: argparse.Namespace) -> None:
 
     with (
         Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter,
-        tempfile.TemporaryDirectory(dir=Path(config.output).absolute().parent) as scratch,
         task_bar("step") as progress,
     ):
-        engine = ExportEngine(meter, config.budget_bytes, Path(scratch), progress)
-        bundle = export_bundle(config, progress, engine)
+        bundle = export_bundle(
+            config, progress, partial(ExportEngine, meter, config.budget_bytes, progress)
+        )
     manifest = bundle.manifest
     quality = manifest.quality
     facts = {
@@ -90,7 +93,7 @@ def _export(arguments: argparse.Namespace) -> None:
         "bits_per_weight": manifest.bits_per_weight,
         "graphs_bytes": sum(graph.nbytes for graph in manifest.graphs.values()),
         "peak_footprint_bytes": meter.peak_bytes,
-        "quality": None if quality is None else asdict(quality),
+        "quality": None if quality is None else msgspec.to_builtins(quality),
     }
     if arguments.json:
         print(json.dumps(facts))

@@ -17,7 +17,7 @@ from ondevice.operations.values import gradient_of
 from runtime.engine.arrays import arrays_for
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
-from runtime.engine.kernels.base import Tools
+from runtime.engine.kernels.base import Observe, Tools
 from runtime.engine.kernels.embedding import TOKENS
 from runtime.engine.kernels.head import HeadKernel, HeadResult, Targets
 from runtime.engine.matrices import Matrices, Place
@@ -33,7 +33,8 @@ class Model:
     """The lowered blocks of a bundle, ready to run.
 
     The matrices that begin at the offsets `kept` stay dequantized, in `materialized`, which several
-    models (of other buckets) may share, as they share `graphs`.
+    models (of other buckets) may share, as they share `graphs`. `observe` sees the input and the
+    output's gradient of every product in a backward.
     """
 
     bundle: Bundle
@@ -43,6 +44,7 @@ class Model:
     profile: Profile = field(default_factory=Profile)
     kept: frozenset[int] = frozenset()
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
+    observe: Observe | None = None
 
     @property
     def bucket(self) -> int:
@@ -77,6 +79,7 @@ class Model:
             self.matrices.arrays,
             self.lowered.execution,
             self.profile,
+            self.observe,
         )
         return Executor.of(tools)
 

@@ -7,25 +7,32 @@ rows at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mlx.core as mx
+import msgspec
 import numpy as np
 
 from ondevice.bundle.store import Bundle
-from ondevice.engine import Comparison, Progress, TokenRow
+from ondevice.engine import Comparison, Progress, TokenRow, Visit
 from ondevice.errors import BudgetError
 from ondevice.row_reader import RowReader
 from ondevice.units import format_bytes
 from runtime.data.rows import Rows, open_rows
+from runtime.engine.arrays import view
 from runtime.engine.divergence import Divergence, compare_heads
+from runtime.methods.adapters import Adapters
+from runtime.methods.mebp import Backprop
+from runtime.methods.protocol import Row
 from runtime.planner.demand import Demand, lane_choices
 from runtime.planner.plan import EVALUATION_LANES, MARGIN, Request, choose_bucket
 from runtime.run.block_pass import RowPass
 from runtime.run.budget import Wanted, machine_for, make_plan
 from runtime.run.open import Session, open_session
+from runtime.storage.activations import Activations
 from runtime.storage.row_weights import RowWeights
-from runtime.storage.weights import WeightSource
+from runtime.storage.weight_source import WeightSource
 from runtime.system.footprint import Meter
 
 FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
@@ -39,8 +46,8 @@ class ExportEngine:
 
     meter: Meter
     budget_bytes: int
-    scratch: Path
     progress: Progress
+    scratch: Path
     _planned_bytes: int = 0
 
     def rows(self, bundle: Bundle, data: str, length: int, tokens: int) -> list[TokenRow]:
@@ -54,6 +61,34 @@ class ExportEngine:
         """A pass of rows through a model whose weights `reader` gives."""
         session = self._session(source, RowWeights(source.manifest, reader), rows)
         return RowPass(session, rows, self.scratch, self._watch)
+
+    def backward(
+        self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow], visit: Visit
+    ) -> None:
+        """Compute the gradients of each row's summed loss, block by block from the last."""
+        manifest = msgspec.structs.replace(
+            source.manifest, lora={**source.manifest.lora, "targets": "all-linear"}
+        )
+        trained = Bundle(source.path, manifest)
+        length = max(len(row.tokens) - 1 for row in rows)
+        request = Request(choose_bucket(manifest, length), layout="whole", prefetch=False)
+        demand = Demand(rows=len(rows), hidden_states=len(rows), backward=True, trains=False)
+        plan = make_plan(
+            manifest, machine_for(trained, "auto"), Wanted(request, demand, self.budget_bytes)
+        )
+        self._planned_bytes = max(self._planned_bytes, plan.predicted_peak_bytes)
+        session = open_session(trained, plan, RowWeights(manifest, reader))
+        widths = (1, plan.bucket, manifest.hidden_size)
+        activations = Activations(self.scratch, len(manifest.blocks), len(rows), widths)
+
+        def observe(name: str, x: mx.array, dy: mx.array) -> None:
+            visit(name, view(x), view(dy))
+            self._watch()
+
+        model = replace(session.model(length), observe=observe)
+        untrained = Adapters(source.manifest, {})
+        scored = [Row(row.tokens, row.first) for row in rows]
+        Backprop(model, untrained, activations).gradients(scored, 1, lambda block, found: None)
 
     def compare(
         self, source: Bundle, reader: RowReader, model: Bundle, rows: Sequence[TokenRow]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+import mlx.core as mx
 
 from ondevice.bundle.store import Bundle
 from ondevice.operations.base import Execution, Operation
@@ -17,12 +19,17 @@ from runtime.engine.values import Gradients, Loras, Values
 from runtime.lowering.schedule import Instruction
 from runtime.storage.weights import Weights
 
+Observe = Callable[[str, mx.array, mx.array], None]
+"""Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
 O = TypeVar("O", bound=Operation)  # noqa: E741
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What kernels share: the bundle's tensors and graphs, and the sizes of the lowering."""
+    """What kernels share: the bundle's tensors and graphs, and the sizes of the lowering.
+
+    `observe` is called before the backward of every product.
+    """
 
     bundle: Bundle
     weights: Weights
@@ -31,6 +38,7 @@ class Tools:
     arrays: Arrays
     execution: Execution
     profile: Profile
+    observe: Observe | None = None
 
 
 class Runs(Protocol):

@@ -145,6 +145,10 @@ class LinearKernel:
             if received is None:
                 continue  # not adapted, and no adapter lies before it
             dy = received.squeeze(0)
+            if self.tools.observe is not None:
+                x = values[source].squeeze(0)
+                self.tools.observe(run.block.tensor(linear.name), x, dy)
+                del x
             lora = loras.get(linear.name)
             if lora is not None:
                 dy_b = products.through_b(dy, lora)
