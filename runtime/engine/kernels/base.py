@@ -15,7 +15,7 @@ from runtime.engine.matrices import Matrices
 from runtime.engine.profile import Profile
 from runtime.engine.values import Gradients, Loras, Values
 from runtime.lowering.schedule import Instruction
-from runtime.storage.weights import Weights
+from runtime.storage.weight_source import WeightSource
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 
@@ -25,7 +25,7 @@ class Tools:
     """What kernels share: the bundle's tensors and graphs, and the sizes of the lowering."""
 
     bundle: Bundle
-    weights: Weights
+    weights: WeightSource
     matrices: Matrices
     graphs: Graphs
     arrays: Arrays
