@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from support.bundles import settings  # noqa: E402
 from support.checkpoints import weights_of, write_folder  # noqa: E402
+from support.layouts import LAYOUTS, relaid  # noqa: E402
 from support.models import BUCKETS  # noqa: E402
 from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
@@ -54,12 +55,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 
 @pytest.fixture(scope="session")
 def tiny(shared: Shared) -> Callable[..., Bundle]:
-    """tiny(family, **settings): its bundle at BUCKETS, exported when first asked for."""
+    """tiny(family, **settings): its bundle at BUCKETS, exported when first asked for.
+
+    With `layouts`, a key of `support.layouts.LAYOUTS`, its matrices are stored in these.
+    """
     opened: dict[str, Bundle] = {}
 
-    def get(family: str, **settings: object) -> Bundle:
-        key = repr(("tiny", family, sorted(settings.items())))
-        if key not in opened:
+    def get(family: str, layouts: str = "", **settings: object) -> Bundle:
+        key = repr(("tiny", family, layouts, sorted(settings.items())))
+        if key not in opened and layouts:
+            plain = get(family, **settings)
+            path = shared(key, lambda path: relaid(plain, path, LAYOUTS[layouts]))
+            opened[key] = open_bundle(path)
+        elif key not in opened:
             given = {"seq_lens": BUCKETS, "device": "cpu", **settings}
             source = f"random:tiny-{family}"
 

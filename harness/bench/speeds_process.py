@@ -16,7 +16,7 @@ import mlx.core as mx  # noqa: E402
 
 from runtime.engine.arrays import arrays_for  # noqa: E402
 from runtime.engine.dequantize import dequantize  # noqa: E402
-from runtime.storage.weights import Tile  # noqa: E402
+from runtime.storage.weight_source import QuantizedTile  # noqa: E402
 
 ROUNDS = 7
 
@@ -38,7 +38,7 @@ def speeds() -> dict[str, float]:
     size, rows, columns = 1024, 2048, 1024
     a, b = mx.random.normal((size, size)), mx.random.normal((size, size))
     words = mx.zeros((rows, columns // 8), mx.uint32)
-    tile = Tile(words, mx.ones((rows, columns // 64)), None)
+    tile = QuantizedTile(words, mx.ones((rows, columns // 64)), None)
     x, top = mx.random.normal((rows, columns)), mx.full((rows, 1), 9.0)
     mx.eval(a, b, tile.words, tile.scales, x, top)
     return {

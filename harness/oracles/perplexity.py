@@ -15,24 +15,16 @@ from runtime.system.backend import prepare
 
 prepare()
 
-import mlx.core as mx  # noqa: E402
-
-from export.sources.families import build_model  # noqa: E402
 from export.sources.open import open_checkpoint  # noqa: E402
 from harness.oracles.dense import evaluate_dense  # noqa: E402
+from harness.oracles.reference import checkpoint_model  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
 
 
 def perplexity(source: str, tokens: Path, rows: int) -> dict[str, Any]:
     """Loss, perplexity and accuracy of the checkpoint at `source`."""
     with open_checkpoint(source) as checkpoint:
-        model = build_model(checkpoint.family, checkpoint.config)
-        weights = [
-            (name, mx.array(checkpoint.rows(name, 0, checkpoint.shape(name)[0])))
-            for name in checkpoint.names()
-        ]
-        model.load_weights(weights, strict=True)
-        mx.eval(model.parameters())
+        model = checkpoint_model(checkpoint)
         vocabulary = int(checkpoint.config["vocab_size"])
     return evaluate_dense(model, TokenRows(tokens, vocabulary), rows)
 

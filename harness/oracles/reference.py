@@ -19,20 +19,24 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from export.sources.families import build_model
+from export.sources.source import Checkpoint
 from ondevice.bundle.store import Bundle
 from ondevice.operations.tensors import Matrix
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row as ScoredRow
+from runtime.storage.weight_source import FloatTile, WeightSource
 from runtime.storage.weights import Weights
 
 Row = tuple[npt.NDArray[Any], int]  # tokens (T+1,) and the first scored target
 
 
-def dequantized(weights: Weights, matrix: Matrix) -> mx.array:
-    """W (R, C) float32, by `mx.dequantize`."""
+def dequantized(weights: WeightSource, matrix: Matrix) -> mx.array:
+    """W (R, C) float32, by `mx.dequantize` if it is quantized."""
     tile = weights.tile(matrix, 0, matrix.rows)
+    if isinstance(tile, FloatTile):
+        return tile.values.astype(mx.float32)
     return mx.dequantize(
         tile.words,
         tile.scales,
@@ -50,18 +54,35 @@ def dense_model(bundle: Bundle, adapters: Adapters | None = None) -> nn.Module:
     values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
     values |= {name: weights.vector(name) for name in manifest.vectors}
     model.load_weights(list(values.items()), strict=True)
-    if adapters is not None:
-        model.freeze()
-        parents = dict(model.named_modules())
-        for block in manifest.layers:
-            for name in manifest.adapted(block):
-                path = block.tensor(name)
-                lora = LoRALinear.from_base(
-                    parents[path], r=int(manifest.lora["rank"]), scale=adapters.scale
-                )
-                parent, _, attribute = path.rpartition(".")
-                setattr(parents[parent], attribute, lora)
-        model.update(tree_unflatten(list(adapters.tensors.items())))
+    return model if adapters is None else adapted(model, adapters)
+
+
+def checkpoint_model(checkpoint: Checkpoint) -> nn.Module:
+    """mlx-lm's model with the checkpoint's weights in float32."""
+    model = build_model(checkpoint.family, checkpoint.config)
+    weights = [
+        (name, mx.array(checkpoint.rows(name, 0, checkpoint.shape(name)[0])))
+        for name in checkpoint.names()
+    ]
+    model.load_weights(weights, strict=True)
+    mx.eval(model.parameters())
+    return model
+
+
+def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
+    """The model, frozen, with its linear layers replaced by mlx-lm's LoRA layers."""
+    manifest = adapters.manifest
+    model.freeze()
+    parents = dict(model.named_modules())
+    for block in manifest.layers:
+        for name in manifest.adapted(block):
+            path = block.tensor(name)
+            lora = LoRALinear.from_base(
+                parents[path], r=int(manifest.lora["rank"]), scale=adapters.scale
+            )
+            parent, _, attribute = path.rpartition(".")
+            setattr(parents[parent], attribute, lora)
+    model.update(tree_unflatten(list(adapters.tensors.items())))
     mx.eval(model.parameters())
     return model
 

@@ -12,7 +12,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError
 from ondevice.operations.base import require
 from ondevice.operations.program import Block, BlockType
-from ondevice.operations.tensors import ALIGNMENT, ITEM_BYTES, Extent, Matrix
+from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Extent, Matrix
 from ondevice.operations.values import T, is_parameter
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
@@ -104,17 +104,35 @@ def _check_extent(name: str, extent: Extent) -> None:
 
 
 def _check_matrix(name: str, m: Matrix) -> None:
-    require(m.bits in (4, 8), f"{name}: {m.bits} bits")
-    require(m.group_size in (32, 64, 128), f"{name}: group size {m.group_size}")
     good = 0 < m.columns <= MAX_DIM and 0 < m.rows <= MAX_DIM
     require(good, f"{name}: no rows or columns, or too many")
-    require(m.columns % m.group_size == 0, f"{name}: {m.columns} columns, groups of {m.group_size}")
     good = all(math.isfinite(value) and value >= 0 for value in m.error.values())
     require(set(m.error) in (set(), ERROR) and good, f"{name}: quantization error {m.error!r:.80}")
     _check_extent(name, m.packed)
+    if m.is_float:
+        _check_float(name, m)
+    else:
+        _check_quantized(name, m)
+
+
+def _check_float(name: str, m: Matrix) -> None:
+    bits = FLOAT_BITS.get(m.packed.dtype)
+    require(bits is not None, f"{name}: layout float of dtype {m.packed.dtype}")
+    require(m.bits == bits, f"{name}: {m.bits} bits of dtype {m.packed.dtype}")
+    require(m.group_size == 0, f"{name}: group size {m.group_size} and layout float")
+    values = (m.rows, m.columns)
+    require(m.packed.shape == values, f"{name}: shape {m.packed.shape}, expected {values}")
+    require(m.scales is None and m.biases is None, f"{name}: scales or biases and layout float")
+
+
+def _check_quantized(name: str, m: Matrix) -> None:
+    require(m.bits in (4, 8), f"{name}: {m.bits} bits")
+    require(m.group_size in (32, 64, 128), f"{name}: group size {m.group_size}")
+    require(m.columns % m.group_size == 0, f"{name}: {m.columns} columns, groups of {m.group_size}")
     packed = (m.rows, m.columns * m.bits // 32)
     require(m.packed.shape == packed, f"{name}: packed shape {m.packed.shape}, expected {packed}")
     require(m.packed.dtype == "uint32", f"{name}: packed as {m.packed.dtype}")
+    require(m.scales is not None, f"{name}: no scales")
     require((m.biases is not None) == (m.layout == "affine"), f"{name}: biases and {m.layout}")
     for part in m.extents[1:]:
         _check_extent(name, part)

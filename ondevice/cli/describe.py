@@ -100,7 +100,7 @@ def describe_bundle(bundle: Bundle) -> str:
             name,
             f"{x.rows}x{x.columns}",
             str(x.bits),
-            str(x.group_size),
+            str(x.group_size or "-"),
             format_bytes(x.nbytes),
             _error(x),
         )

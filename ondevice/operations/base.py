@@ -44,7 +44,8 @@ class Execution:
 
     `tile_rows` says how many rows of a matrix are dequantized at once, `chunk_rows` how many of the
     vocabulary the head takes at once, `query_block` how many queries attention takes at once.
-    `packed` is the arithmetic of a GPU: products with the quantized words themselves.
+    `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
+    floating point are multiplied as float32, a tile at a time, on every device.
     """
 
     tables: Tables
@@ -58,10 +59,13 @@ class Execution:
         """Bytes in memory while a tile of `values` values is dequantized.
 
         These are the words, the flipped and the masked words, the integer codes, the results, and
-        the scales; for 4 bits also the scales divided by 16, for even and for odd columns.
+        the scales; for 4 bits also the scales divided by 16, for even and for odd columns. Values
+        of 16 bits are in memory beside the float32 ones.
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
+        if matrix.is_float:
+            return ready + (0 if matrix.bits == 32 else values * matrix.bits // 8)
         if self.packed:
             return ready
         scales = (3 if matrix.bits == 4 else 1) * _per_group(matrix, values)
@@ -69,7 +73,7 @@ class Execution:
 
     def tile_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes of a tile that can be multiplied: words, scales and biases, or values and shift."""
-        if self.packed:
+        if self.packed and not matrix.is_float:
             share = values / (matrix.rows * matrix.columns)
             return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
         return values * F32 + (0 if matrix.biases is None else _per_group(matrix, values))

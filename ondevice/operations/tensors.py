@@ -9,6 +9,7 @@ import msgspec
 ALIGNMENT = 64
 PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
 ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
+FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -25,27 +26,34 @@ class Extent(Record, frozen=True):
 
 
 class Matrix(Record, frozen=True):
-    """A frozen matrix (rows, columns) in MLX's packed layout.
+    """A frozen matrix (rows, columns), quantized in MLX's packed layout or in floating point.
 
-    Row r holds `columns` unsigned integers of `bits` bits, lowest bits first in uint32 words;
-    value = scale * q + bias per group of `group_size` columns. `symmetric` stores no biases:
-    bias = -2**(bits-1) * scale. `error` is what quantizing did to the values: `relative_rms`, `rms`
-    and `max`, or nothing where the checkpoint was quantized already.
+    If quantized, row r of `packed` holds `columns` unsigned integers of `bits` bits, lowest bits
+    first in uint32 words; value = scale * q + bias per group of `group_size` columns. `symmetric`
+    stores no biases: bias = -2**(bits-1) * scale. In the layout `float`, `packed` holds the values
+    themselves, (rows, columns), of 32 or 16 `bits`; `group_size` is 0 and there are no scales.
+    `error` is what storing it did to the values: `relative_rms`, `rms` and `max`, or nothing if
+    they are as the checkpoint has them.
     """
 
     rows: int
     columns: int
     bits: int
     group_size: int
-    layout: Literal["symmetric", "affine"]
+    layout: Literal["symmetric", "affine", "float"]
     packed: Extent
-    scales: Extent
+    scales: Extent | None = None
     biases: Extent | None = None
     error: dict[str, float] = {}
 
     @property
+    def is_float(self) -> bool:
+        """Whether it is stored in floating point, and not quantized."""
+        return self.layout == "float"
+
+    @property
     def extents(self) -> tuple[Extent, ...]:
-        """Where its words, scales and biases lie."""
+        """Where its words or values, scales and biases lie."""
         parts = (self.packed, self.scales, self.biases)
         return tuple(extent for extent in parts if extent is not None)
 
@@ -55,8 +63,8 @@ class Matrix(Record, frozen=True):
 
     @property
     def groups(self) -> int:
-        """How many groups share a scale, in the whole matrix."""
-        return self.rows * self.columns // self.group_size
+        """How many groups share a scale, in the whole matrix; 0 in floating point."""
+        return 0 if self.is_float else self.rows * self.columns // self.group_size
 
 
 class Graph(Record, frozen=True):

@@ -1,4 +1,6 @@
-"""Dequantizing packed integers to float32, a tile at a time, with vector operations of a CPU.
+"""Frozen matrices to float32, a tile at a time, with vector operations of a CPU.
+
+Values in floating point are converted; packed integers are dequantized.
 
 Even columns are the low halves of each byte, odd ones the high halves; they are dequantized to
 separate matrices, and products take x split likewise. Flipping the top bit of each code gives two's
@@ -10,7 +12,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from runtime.engine.arrays import Arrays
-from runtime.storage.weights import Tile
+from runtime.storage.weight_source import FloatTile, QuantizedTile, Tile
 
 EVEN, ODD = (slice(None), slice(0, None, 2)), (slice(None), slice(1, None, 2))
 HIGH, FLIP4, FLIP8 = 0xF0F0F0F0, 0x88888888, 0x80808080
@@ -24,8 +26,10 @@ def _word(value: int) -> mx.array:
 def dequantize(tile: Tile, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
     """The columns of a tile as float32 matrices, without its `shift`.
 
-    Returns (R, C/2) even and (R, C/2) odd columns for 4 bits, one (R, C) matrix for 8.
+    Returns (R, C/2) even and (R, C/2) odd columns for 4 bits, else one (R, C) matrix.
     """
+    if isinstance(tile, FloatTile):
+        return (tile.values.astype(mx.float32),)
     if bits == 8:
         return (_scaled(tile.words ^ _word(FLIP8), tile.scales),)
     if tile.words.size * 8 < SIDE_BY_SIDE:
@@ -33,11 +37,11 @@ def dequantize(tile: Tile, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
     return arrays.both(lambda: _low(tile), lambda: _high(tile))
 
 
-def _low(tile: Tile) -> mx.array:
+def _low(tile: QuantizedTile) -> mx.array:
     return _scaled(((tile.words ^ _word(FLIP4)) << 4) & _word(HIGH), tile.scales * (1 / 16))
 
 
-def _high(tile: Tile) -> mx.array:
+def _high(tile: QuantizedTile) -> mx.array:
     return _scaled((tile.words ^ _word(FLIP4)) & _word(HIGH), tile.scales * (1 / 16))
 
 
@@ -49,7 +53,7 @@ def _scaled(words: mx.array, scales: mx.array) -> mx.array:
 
 def split(x: mx.array, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
     """x (T, C) split into the column sets that `dequantize` returns, each contiguous."""
-    if bits == 8:
+    if bits != 4:
         return (x,)
     return arrays.contiguous(x, EVEN), arrays.contiguous(x, ODD)
 
@@ -69,7 +73,7 @@ def join(parts: tuple[mx.array, ...], arrays: Arrays) -> mx.array:
 def dense(tile: Tile, bits: int, arrays: Arrays) -> mx.array:
     """The tile's values (R, C) in order, float32."""
     values = join(dequantize(tile, bits, arrays), arrays)
-    if tile.shift is None:
+    if isinstance(tile, FloatTile) or tile.shift is None:
         return values
     rows, groups = tile.scales.shape
     return (values.reshape(rows, groups, -1) + tile.shift[..., None]).reshape(rows, -1)

@@ -14,7 +14,7 @@ from runtime.engine.arrays import Arrays
 from runtime.engine.dequantize import dense
 from runtime.engine.profile import Profile
 from runtime.engine.tiles import ReadyTile
-from runtime.storage.weights import Weights
+from runtime.storage.weight_source import WeightSource
 
 Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the rows of a tile
 
@@ -28,7 +28,7 @@ class Matrices:
     offsets `kept` stay dequantized in `materialized` for the whole run.
     """
 
-    weights: Weights
+    weights: WeightSource
     arrays: Arrays
     packed: bool
     tile_rows: Mapping[int, int]
@@ -46,7 +46,7 @@ class Matrices:
                 return known[key]
         with self.profile.span("read"):
             tile = self.weights.tile(matrix, start, stop)
-            self.profile.settle(tile.words, tile.scales)
+            self.profile.settle(*tile.arrays)
         with self.profile.span("unpack"):
             ready = ReadyTile.of(tile, matrix, self.packed, self.arrays)
             self.profile.settle(ready.columns)

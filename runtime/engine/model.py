@@ -25,7 +25,7 @@ from runtime.engine.profile import Profile
 from runtime.engine.tiles import ReadyTile
 from runtime.engine.values import Gradients, Loras, Values
 from runtime.lowering.lower import LoweredBlock, LoweredModel
-from runtime.storage.weights import Weights
+from runtime.storage.weight_source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Model:
     """
 
     bundle: Bundle
-    weights: Weights
+    weights: WeightSource
     lowered: LoweredModel
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)

@@ -1,8 +1,9 @@
-"""Products with one tile of a quantized matrix, in either arithmetic, and their sums over tiles.
+"""Products with one tile of a frozen matrix, in either arithmetic, and their sums over tiles.
 
 *packed*: `quantized_matmul` on the packed words. *unpacked*: the tile's columns are dequantized to
 float32 and multiplied by GEMM; the affine shifts of the groups are a separate small product. A tile
-is dequantized once, however many inputs are multiplied by it.
+is dequantized once, however many inputs are multiplied by it. A matrix in floating point is
+multiplied by GEMM in both, its tiles converted to float32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import mlx.core as mx
 from ondevice.operations.tensors import Matrix
 from runtime.engine.arrays import Arrays
 from runtime.engine.dequantize import dequantize, group_sums, join, split
-from runtime.storage.weights import Tile
+from runtime.storage.weight_source import QuantizedTile, Tile
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Input:
 
     @classmethod
     def of(cls, x: mx.array, matrix: Matrix, packed: bool, arrays: Arrays) -> Input:
-        return cls(x, () if packed else split(x, matrix.bits, arrays))
+        quantized = packed and not matrix.is_float
+        return cls(x, () if quantized else split(x, matrix.bits, arrays))
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class ReadyTile:
     """Rows of a matrix ready to be multiplied: either still packed, or their columns and shift."""
 
     matrix: Matrix
-    packed: Tile | None
+    packed: QuantizedTile | None
     columns: tuple[mx.array, ...]
     shift: mx.array | None
 
     @classmethod
     def of(cls, tile: Tile, matrix: Matrix, packed: bool, arrays: Arrays) -> ReadyTile:
-        if packed:
+        if packed and isinstance(tile, QuantizedTile):
             return cls(matrix, tile, (), None)
         return cls(matrix, None, dequantize(tile, matrix.bits, arrays), tile.shift)
 

@@ -124,7 +124,8 @@ class LoweredModel:
 def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
 
-    `packed` is the arithmetic of a GPU, which multiplies by whole quantized matrices.
+    `packed` is the arithmetic of a GPU, which multiplies by whole quantized matrices. Those in
+    floating point are converted tile by tile there too.
     """
     known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
     blocks = []
@@ -138,7 +139,7 @@ def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> Lowere
     execution = Execution(
         manifest.tables,
         bucket,
-        _tile_rows(manifest, WHOLE if packed else sizes.tile_values),
+        _tile_rows(manifest, sizes.tile_values, packed),
         sizes.chunk_rows or _chunk_rows(manifest, sizes.tile_values),
         sizes.query_block,
         packed,
@@ -156,9 +157,11 @@ def rows_at_once(rows: int, columns: int, values: int) -> int:
     return math.ceil(rows / math.ceil(rows / most))
 
 
-def _tile_rows(manifest: Manifest, values: int) -> Mapping[str, int]:
+def _tile_rows(manifest: Manifest, values: int, packed: bool) -> Mapping[str, int]:
     return {
-        name: rows_at_once(matrix.rows, matrix.columns, values)
+        name: matrix.rows
+        if packed and not matrix.is_float
+        else rows_at_once(matrix.rows, matrix.columns, values)
         for name, matrix in manifest.matrices.items()
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -21,33 +20,15 @@ from ondevice.files import reading_errors
 from ondevice.operations.program import Block
 from ondevice.operations.tensors import Extent, Matrix
 from runtime.storage.read_ahead import ReadAhead
+from runtime.storage.weight_source import FloatTile, QuantizedTile, Tile
 
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Rows of a packed matrix: words (R, C*bits/32) uint32, scales (R, G) float32, and `shift`.
-
-    value = scale * (q - 2**(bits-1)) + shift; `shift` (R, G) is None for symmetric groups.
-    """
-
-    words: mx.array
-    scales: mx.array
-    shift: mx.array | None
-
-    def biases(self, bits: int) -> mx.array:
-        """MLX's affine biases: value = scale * q + bias."""
-        zero = self.scales * -(2.0 ** (bits - 1))
-        return zero if self.shift is None else zero + self.shift
-
-
-def _floats(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
-    """A copy as float32; NumPy holds bfloat16 as uint16."""
+def _copied(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
+    """A copy in the stored type; NumPy holds bfloat16 as uint16."""
     array = mx.array(values)
-    if dtype == "bfloat16":
-        array = array.view(mx.bfloat16)
-    return array.astype(mx.float32)
+    return array.view(mx.bfloat16) if dtype == "bfloat16" else array
 
 
 class Weights:
@@ -87,10 +68,10 @@ class Weights:
         return flat.reshape(stop - start, *extent.shape[1:])
 
     def _floats(self, extent: Extent, start: int, stop: int) -> mx.array:
-        return _floats(self._view(extent, start, stop), extent.dtype)
+        return _copied(self._view(extent, start, stop), extent.dtype).astype(mx.float32)
 
     def _chosen(self, extent: Extent, rows: npt.NDArray[np.int64]) -> mx.array:
-        return _floats(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
+        return _copied(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
 
     def vector(self, name: str) -> mx.array:
         """A norm weight or bias, float32."""
@@ -99,24 +80,28 @@ class Weights:
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Rows start:stop of a matrix, copied out of the map."""
-        words = mx.array(self._view(matrix.packed, start, stop))
+        packed = _copied(self._view(matrix.packed, start, stop), matrix.packed.dtype)
         row = matrix.packed.nbytes // matrix.rows
         first = matrix.packed.offset + start * row
         self._drop(first, first + (stop - start) * row)
+        if matrix.scales is None:
+            return FloatTile(packed)
         scales = self._floats(matrix.scales, start, stop)
         if matrix.biases is None:
-            return Tile(words, scales, None)
+            return QuantizedTile(packed, scales, None)
         biases = self._floats(matrix.biases, start, stop)
-        return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+        return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
 
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:
         """Chosen rows of a matrix, in the given order (an embedding lookup)."""
-        words = mx.array(self._view(matrix.packed, 0, matrix.rows)[rows])
-        scales = self._chosen(matrix.scales, rows)
+        packed = self._chosen(matrix.packed, rows)
+        if matrix.scales is None:
+            return FloatTile(packed)
+        scales = self._chosen(matrix.scales, rows).astype(mx.float32)
         if matrix.biases is None:
-            return Tile(words, scales, None)
-        biases = self._chosen(matrix.biases, rows)
-        return Tile(words, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+            return QuantizedTile(packed, scales, None)
+        biases = self._chosen(matrix.biases, rows).astype(mx.float32)
+        return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
 
     def read_ahead(self, block: Block) -> None:
         """Begin to bring a block into the system's file cache; nothing without `prefetch`."""

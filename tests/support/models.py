@@ -24,6 +24,7 @@ from runtime.methods.protocol import Row, StepLoss
 from runtime.methods.registry import method as implementation
 from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
+from runtime.storage.weight_source import WeightSource
 from runtime.storage.weights import Weights
 
 Rng = np.random.Generator
@@ -104,8 +105,9 @@ def model_of(
     query_block: int = 7,
     chunk_rows: int = 100,
     most_tokens: int = WHOLE,
+    weights: WeightSource | None = None,
 ) -> Model:
-    """A model whose tiles are small and divide nothing."""
+    """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
     sizes = Sizes(tile_values, query_block, 0, False, most_tokens, chunk_rows)
     lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed")
-    return Model(bundle, Weights(bundle), lowered, Graphs(bundle))
+    return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))

@@ -17,7 +17,7 @@ from runtime.engine.matrices import Matrices
 from runtime.engine.profile import Profile
 from runtime.engine.values import Gradients, Loras, Values
 from runtime.lowering.schedule import Instruction
-from runtime.storage.weights import Weights
+from runtime.storage.weight_source import WeightSource
 
 Observe = Callable[[str, mx.array, mx.array], None]
 """Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
@@ -32,7 +32,7 @@ class Tools:
     """
 
     bundle: Bundle
-    weights: Weights
+    weights: WeightSource
     matrices: Matrices
     graphs: Graphs
     arrays: Arrays

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 import pytest
-from support.bundles import Rng, copied, links, manifest_of, put, rewrite
+from support.bundles import Rng, Tiny, copied, links, manifest_of, put, rewrite
 from support.models import model_of
 
 from ondevice.bundle.checks import check_manifest
@@ -53,6 +53,8 @@ LIES = [
     (f"{FIRST}/group_size", 32),
     (f"{FIRST}/layout", "affine"),
     (f"{FIRST}/layout", ["symmetric"]),
+    (f"{FIRST}/layout", "float"),
+    (f"{FIRST}/scales", None),
     (f"{FIRST}/rows", 0),
     (f"{FIRST}/rows", 10**4000),
     ("hidden_size", 10**4000),
@@ -159,6 +161,45 @@ def test_lies_are_refused(origin: Bundle, tmp_path: Path, where: str, value: Any
     with pytest.raises(BundleError) as caught:
         open_bundle(path)
     assert len(str(caught.value)) < 2000
+
+
+SPARE = {"offset": 0, "nbytes": 0, "dtype": "float32", "shape": [0]}
+FLOAT_LIES = [
+    ("layout", "symmetric", "16 bits"),
+    ("layout", "affine", "16 bits"),
+    ("bits", 32, "32 bits of dtype bfloat16"),
+    ("bits", 4, "4 bits of dtype bfloat16"),
+    ("group_size", 64, "group size 64 and layout float"),
+    ("group_size", -1, "group size -1 and layout float"),
+    ("packed/dtype", "uint32", "bytes, its shape needs"),
+    ("packed/dtype", "float32", "bytes, its shape needs"),
+    ("packed/dtype", "float64", "unknown dtype"),
+    ("packed/shape", [128, 192], r"shape \(128, 192\), expected \(192, 128\)"),
+    ("scales", SPARE, "scales or biases and layout float"),
+    ("biases", SPARE, "scales or biases and layout float"),
+]
+
+
+@pytest.mark.parametrize(("where", "value", "told"), FLOAT_LIES, ids=lambda part: repr(part)[:40])
+def test_lies_about_floats_are_refused(
+    tiny: Tiny, tmp_path: Path, where: str, value: Any, told: str
+) -> None:
+    bundle = tiny("qwen2", layouts="bfloat16")
+    path, document = links(bundle, tmp_path / "bundle"), manifest_of(bundle.path)
+    put(document, f"{FIRST}/{where}", value)
+    rewrite(path, document)
+    with pytest.raises(BundleError, match=told):
+        open_bundle(path)
+
+
+def test_words_are_not_floats(origin: Bundle, tmp_path: Path) -> None:
+    path, document = links(origin, tmp_path / "bundle"), manifest_of(origin.path)
+    matrix = document["matrices"]["model.embed_tokens"]
+    matrix |= {"layout": "float", "group_size": 0, "bits": 32}
+    del matrix["scales"]
+    rewrite(path, document)
+    with pytest.raises(BundleError, match="layout float of dtype uint32"):
+        open_bundle(path)
 
 
 WHOLE = {"relative_rms": 0.1, "rms": 0.01, "max": 0.5}

@@ -32,6 +32,7 @@ LAYOUTS = [
     for group in (32, 64, 128)
     for layout in ("symmetric", "affine")
 ]
+FLOATS = [(32, 0, "float32"), (16, 0, "float16"), (16, 0, "bfloat16")]
 DEVICES = ("cpu", "gpu")  # whose arrays are used; both run on any machine
 Rng = np.random.Generator
 
@@ -44,7 +45,12 @@ def arrays(request: pytest.FixtureRequest) -> Arrays:
 def stored(
     folder: Path, rng: Rng, rows: int, groups: int, bits: int, group_size: int, layout: str
 ) -> tuple[Weights, Matrix, np.ndarray]:
-    """A random matrix in a weights file, and its values (R, C) in float64 by the format's words."""
+    """A random matrix in a weights file, and its values (R, C) in float64 by the format's words.
+
+    `layout` is one of the format's, or the type of values in floating point.
+    """
+    if not group_size:
+        return stored_floats(folder, rng, rows, groups * 23, bits, layout)
     columns = groups * group_size
     codes = rng.integers(0, 1 << bits, (rows, columns), dtype=np.uint32)
     per_word = 32 // bits
@@ -60,10 +66,7 @@ def stored(
         blob += bytes(-len(blob) % 64)
         extents.append(Extent(len(blob), part.nbytes, stored_as, part.shape))
         blob += part.tobytes()
-    path = folder / "weights.bin"
-    path.write_bytes(blob)
-    manifest = SimpleNamespace(blocks=(), block_types={}, weights_nbytes=len(blob))
-    weights = Weights(SimpleNamespace(manifest=manifest, weights_path=path))  # type: ignore[arg-type]
+    weights = weights_of(folder, blob)
     symmetric = layout == "symmetric"
     matrix = Matrix(
         rows, columns, bits, group_size, layout, *extents[:2], None if symmetric else extents[2]
@@ -73,6 +76,23 @@ def stored(
     grouped = codes.reshape(rows, groups, group_size)
     values = grouped * exact_scales[..., None] + offset[..., None]
     return weights, matrix, values.reshape(rows, columns)
+
+
+def stored_floats(
+    folder: Path, rng: Rng, rows: int, columns: int, bits: int, dtype: str
+) -> tuple[Weights, Matrix, np.ndarray]:
+    """A random matrix in floating point, which does not begin where the file does."""
+    part = _stored_floats(rng.standard_normal((rows, columns)), dtype)
+    extent = Extent(64, part.nbytes, dtype, part.shape)
+    weights = weights_of(folder, bytes(64) + part.tobytes())
+    return weights, Matrix(rows, columns, bits, 0, "float", extent), _exact(part, dtype)
+
+
+def weights_of(folder: Path, blob: bytes) -> Weights:
+    path = folder / "weights.bin"
+    path.write_bytes(blob)
+    manifest = SimpleNamespace(blocks=(), block_types={}, weights_nbytes=len(blob))
+    return Weights(SimpleNamespace(manifest=manifest, weights_path=path))  # type: ignore[arg-type]
 
 
 def _stored_floats(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -107,7 +127,7 @@ def close(found: Any, expected: Any, bound: float = CLOSE) -> None:
 # --- dequantizing -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
 def test_dequantized_values_are_the_formats(
     tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
 ) -> None:
@@ -116,7 +136,7 @@ def test_dequantized_values_are_the_formats(
     tile = weights.tile(matrix, 0, rows)
     found = np.array(dense(tile, bits, arrays)).astype(np.float64)
     by_mlx = np.array(reference.dequantized(weights, matrix)).astype(np.float64)
-    if layout == "symmetric":  # float16 times a few bits: every product is exact in float32
+    if layout != "affine":  # float16 times a few bits: every product is exact in float32
         assert (found == values).all()
         assert (by_mlx == values).all()
     else:
@@ -124,12 +144,13 @@ def test_dequantized_values_are_the_formats(
         np.testing.assert_allclose(by_mlx, values, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("bits", "group", "layout"), [(4, 32, "affine"), *FLOATS])
 def test_tiles_and_gathered_rows_are_rows_of_the_matrix(
-    tmp_path: Path, rng: Rng, arrays: Arrays
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
 ) -> None:
-    weights, matrix, values = stored(tmp_path, rng, 37, 2, 4, 32, "affine")
+    weights, matrix, values = stored(tmp_path, rng, 37, 2, bits, group, layout)
     start, stop = sorted(rng.choice(38, 2, replace=False).tolist())
-    tile = dense(weights.tile(matrix, start, stop), 4, arrays)
+    tile = dense(weights.tile(matrix, start, stop), bits, arrays)
     np.testing.assert_allclose(np.array(tile), values[start:stop], atol=1e-5)
     rows = rng.integers(0, 37, 50)
     gathered = tiles_of(weights, matrix, "unpacked", 1000, arrays).rows(matrix, rows)
@@ -180,7 +201,7 @@ def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
-@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
 @pytest.mark.parametrize("extras", [(), ("bias",), ("lora",), ("bias", "lora")], ids="+".join)
 def test_linear_and_its_backward(
     tmp_path: Path,
@@ -318,7 +339,7 @@ def test_parts_of_arrays_are_put_added_and_taken(rng: Rng, arrays: Arrays) -> No
 
 
 @pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
-@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
 def test_head_loss_gradient_and_prediction(
     tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str, arithmetic: str
 ) -> None:

@@ -82,10 +82,11 @@ def test_gradients_are_autograds(
         {"lora_targets": "q_proj,v_proj"},
         {"lora_targets": "down_proj", "lora_rank": 3, "lora_alpha": 1.5},
         {"bits": 8, "embedding_bits": 8, "group_size": 32},
+        *({"layouts": name} for name in ("float32", "float16", "bfloat16")),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_other_bundles(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BudgetError, UsageError
 from ondevice.operations.base import WHOLE
-from ondevice.operations.tensors import Extent, Matrix
+from ondevice.operations.tensors import FLOAT_BITS, Extent, Matrix
 from ondevice.operations.values import F32
 from runtime.lowering.lower import Sizes, lower
 from runtime.planner.plan import LEVELS, LONG_TOKENS, MARGIN, choose_bucket
@@ -122,6 +122,22 @@ def test_a_tile_is_counted_with_its_words_and_scales(
         words = 3 * tile * columns * bits // 8
         expected = words + tile * columns * F32 + scales * tile * columns // group * F32
         assert execution.largest_tile_bytes() == expected
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("dtype", "bits"), FLOAT_BITS.items())
+def test_a_float_tile_is_counted_with_what_it_is_converted_from(
+    tiny: Tiny, dtype: str, bits: int, packed: bool
+) -> None:
+    rows, columns = 96, 641
+    matrix = Matrix(rows, columns, bits, 0, "float", Extent(0, 1, dtype, (1,)))
+    manifest = msgspec.structs.replace(tiny("qwen2").manifest, matrices={"one": matrix})
+    for values, tile in ((1 << 30, rows), (20 * columns, 20)):  # whole, and fifths of it
+        execution = lower(manifest, 32, Sizes(values, 16, 0), packed).execution
+        assert execution.tile_rows == {"one": tile}
+        stored = 0 if dtype == "float32" else 2
+        assert execution.largest_tile_bytes() == tile * columns * (F32 + stored)
+        assert execution.tile_bytes(matrix, tile * columns) == tile * columns * F32
 
 
 def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:

@@ -1,0 +1,107 @@
+"""Weights read by rows: a checkpoint's own values, through the model that its bundle describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
+from support.plans import plan_of, task_of
+
+from export.sources.open import open_checkpoint
+from export.sources.source import Checkpoint
+from harness.oracles import reference
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.float_manifest import float_manifest
+from ondevice.bundle.store import Bundle
+from runtime.storage import row_weights
+from runtime.storage.row_weights import RowWeights
+
+Rng = np.random.Generator
+Tiny = Callable[..., Bundle]
+
+
+def opened(tiny: Tiny, family: str) -> tuple[Checkpoint, Bundle, RowWeights]:
+    """The checkpoint of a tiny bundle, the bundle under its float manifest, and its weights."""
+    checkpoint, bundle = open_checkpoint(f"random:tiny-{family}"), tiny(family)
+    manifest = float_manifest(bundle.manifest)
+    return checkpoint, replace(bundle, manifest=manifest), RowWeights(manifest, checkpoint)
+
+
+@pytest.fixture
+def few_at_once(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers are asked for slices that divide nothing."""
+    monkeypatch.setattr(row_weights, "SLICE_VALUES", int(rng.integers(1, 5000)))
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_tiles_and_chosen_rows_are_the_readers(tiny: Tiny, rng: Rng) -> None:
+    checkpoint, bundle, weights = opened(tiny, "llama")
+    for name, matrix in bundle.manifest.matrices.items():
+        expected = checkpoint.rows(f"{name}.weight", 0, matrix.rows)
+        start, stop = sorted(rng.choice(matrix.rows + 1, 2, replace=False).tolist())
+        assert (np.array(weights.tile(matrix, start, stop).values) == expected[start:stop]).all()
+        apart, together = rng.integers(0, matrix.rows, 30), np.arange(start, stop)
+        rows = rng.permutation(np.concatenate([apart, together, [0, 0, matrix.rows - 1]]))
+        assert (np.array(weights.gather(matrix, rows).values) == expected[rows]).all()
+    for name, extent in bundle.manifest.vectors.items():
+        assert (np.array(weights.vector(name)) == checkpoint.rows(name, 0, extent.shape[0])).all()
+
+
+def test_a_row_is_read_once_however_often_it_is_chosen(tiny: Tiny, rng: Rng) -> None:
+    checkpoint, bundle, _ = opened(tiny, "qwen2")
+    asked: list[tuple[int, int]] = []
+
+    class Counting:
+        def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+            asked.append((start, stop))
+            return checkpoint.rows(name, start, stop)
+
+    matrix = bundle.manifest.matrices["model.embed_tokens"]
+    RowWeights(bundle.manifest, Counting()).gather(matrix, np.array([7, 3, 7, 9, 8, 3, 0]))
+    assert asked == [(0, 1), (3, 4), (7, 10)]
+
+
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_the_checkpoints(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+) -> None:
+    checkpoint, bundle, weights = opened(tiny, family)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    model = model_of(bundle, 32, arithmetic, weights=weights)
+    result, found = mebp(model, adapters, rows, tmp_path)
+    dense = reference.adapted(reference.checkpoint_model(checkpoint), adapters)
+    loss, expected = reference.gradients(dense, [(row.tokens, row.first) for row in rows])
+    assert result.loss_sum / result.tokens == pytest.approx(loss, rel=CLOSE)
+    agree(found, expected)
+
+
+def test_lanes_do_not_depend_on_each_other(tiny: Tiny, rng: Rng) -> None:
+    _, bundle, weights = opened(tiny, "qwen3")
+    model, adapters = model_of(bundle, 32, weights=weights), adapters_of(bundle, rng)
+    shape = (1, 32, bundle.manifest.hidden_size)
+    block = model.blocks[1]
+    given = [mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(3)]
+    loras = adapters.loras(block)
+    together = model.forward_lanes(block, [*given], [loras, {}, loras])
+    for x, lora, found in zip(given, [loras, {}, loras], together, strict=True):
+        assert mx.array_equal(found, model.forward(block, x, lora))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_float_manifest_is_sound_and_can_be_planned(tiny: Tiny, family: str) -> None:
+    original = tiny(family).manifest
+    manifest = float_manifest(original)
+    check_manifest(manifest)
+    assert list(manifest.matrices) == list(original.matrices)
+    values = sum(m.rows * m.columns for m in original.matrices.values())
+    assert sum(m.nbytes for m in manifest.matrices.values()) == 4 * values
+    offsets = [m.packed.offset for m in manifest.matrices.values()]
+    assert len(set(offsets)) == len(offsets)
+    assert plan_of(manifest, task_of(32)).predicted_peak_bytes > 0
