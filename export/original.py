@@ -5,15 +5,13 @@ Nothing of it is written: its weights are read from the checkpoint, a tile of ro
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from export.calibrated import write_calibrated
 from export.cut.model import Cut
-from export.packed import Stored
 from export.quantize.calibrate import Calibration
 from export.sources.source import Checkpoint
 from export.tensors import Tensors
@@ -21,7 +19,6 @@ from ondevice.bundle.quality import Quality
 from ondevice.bundle.store import Bundle
 from ondevice.config.export import ExportConfig
 from ondevice.engine import Engine, TokenRow
-from ondevice.operations.tensors import ALIGNMENT, Extent, Matrix
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"
@@ -92,22 +89,3 @@ class Original:
         """The tokens of a row: those of the longest bucket up to `ROW_TOKENS`, or the shortest."""
         buckets = self.bundle.manifest.buckets
         return max((one for one in buckets if one <= ROW_TOKENS), default=buckets[0])
-
-
-def float_tables(
-    checkpoint: Checkpoint, stored: Mapping[str, Stored]
-) -> tuple[dict[str, Matrix], dict[str, Extent], int]:
-    """The matrices and vectors of a checkpoint as if they were float32 in one file; its size."""
-    matrices: dict[str, Matrix] = {}
-    vectors: dict[str, Extent] = {}
-    offset = 0
-    for name in checkpoint.names():
-        shape = checkpoint.shape(name)
-        extent = Extent(offset, math.prod(shape) * 4, "float32", shape)
-        offset += -(-extent.nbytes // ALIGNMENT) * ALIGNMENT
-        base = name.removesuffix(".weight")
-        if base in stored:
-            matrices[base] = Matrix(*shape, 32, 0, "float", extent)
-        else:
-            vectors[name] = extent
-    return matrices, vectors, offset

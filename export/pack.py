@@ -19,13 +19,14 @@ import msgspec
 from export.cut.graphs import ElementwiseGraph
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize, trace
-from export.original import Original, float_tables
+from export.original import Original
 from export.packed import Stored
 from export.recipe import stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.tensors import Progress, Tensors
 from ondevice import __version__
+from ondevice.bundle.float_manifest import float_tables
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from ondevice.config.export import ExportConfig
@@ -94,7 +95,10 @@ def _export(
         "mlx_lm": metadata.version("mlx-lm"),
         "settings": _settings(config),
     }
-    matrices, vectors, nbytes = float_tables(checkpoint, stored)
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    matrices, vectors, nbytes = float_tables(
+        {name: shapes.pop(f"{name}.weight") for name in stored}, shapes
+    )
     source = Manifest(
         mlx_version=metadata.version("mlx"),
         device=device,

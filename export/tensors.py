@@ -173,7 +173,7 @@ class Tensors:
             yield Quantized(rows, 0.0, 0.0, 0.0)
 
     def _plain(self, name: str, stored: Plain) -> None:
-        shape = self.checkpoint.shape(f"{name}.weight")
+        rows, columns = self.checkpoint.shape(f"{name}.weight")
 
         def parts() -> Iterator[bytes]:
             for start, stop in self.ranges(name):
@@ -181,8 +181,8 @@ class Tensors:
                 yield stored.bytes_of(value)
                 self._advance(name, value.size)
 
-        extent = self.writer.tensor(parts(), stored.dtype, shape)
-        self.matrices[name] = Matrix(*shape, stored.bits, 0, "float", extent)
+        extent = self.writer.tensor(parts(), stored.dtype, (rows, columns))
+        self.matrices[name] = Matrix(rows, columns, stored.bits, 0, "float", extent)
 
     def _advance(self, name: str, values: int) -> None:
         self._done += values

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from export.packed import F32, Packing
-from export.quantize.gptq import Factor, Gram, gptq, prepare, prepare_bytes, tied_gram
+from export.quantize.gptq import Factor, gptq, prepare, prepare_bytes
+from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessian
 from export.quantize.search import Quantized
 from ondevice.engine import Products
 from ondevice.errors import BudgetError
@@ -22,7 +23,6 @@ from ondevice.units import format_bytes
 
 DAMPING, DAMPING_OF_FEW = 0.01, 0.1
 FEW_ROWS = 8  # below which the damping of few rows is used
-LEAST_BLOCK = 128
 
 
 class Source(Protocol):
@@ -55,7 +55,7 @@ class Calibration:
         gram.add(first)
         for x in inputs:
             gram.add(x)
-        return prepare(tied_gram(gram) if tied else gram, self.damping)
+        return prepare(tied_hessian(gram) if tied else gram, self.damping)
 
     @property
     def damping(self) -> float:
@@ -69,8 +69,8 @@ class Calibration:
             BudgetError: not even the smallest blocks fit.
         """
         block = columns
-        while block > LEAST_BLOCK and needed_bytes(columns, block) > self.spare_bytes:
-            block = -(-block // 2 // LEAST_BLOCK) * LEAST_BLOCK
+        while block > ALIGN and needed_bytes(columns, block) > self.spare_bytes:
+            block = -(-block // 2 // ALIGN) * ALIGN
         if needed_bytes(columns, block) > self.spare_bytes:
             raise BudgetError(
                 f"calibrating a matrix of {columns} columns needs "
@@ -89,4 +89,4 @@ class Calibration:
 
 def needed_bytes(columns: int, block: int) -> int:
     """Bytes of a Gram matrix in blocks of columns, and of the work of preparing its factor."""
-    return columns * block * 4 + prepare_bytes(block)
+    return gram_bytes(columns, block) + max(add_bytes(columns, block), prepare_bytes(block))

@@ -1,9 +1,9 @@
 """How much a model would lose by the quantization of each matrix, from one backward pass.
 
-Changing a matrix by E changes the loss of a row of tokens by <dL/dW, E> to first order, and the mean
-square of that over rows is, to second order, twice the KL divergence of the changed predictions
-(the empirical Fisher information, in the direction E). <dL/dW, E> = sum_t dy_t . (E x_t), so the
-gradient of W is never formed.
+Changing a matrix by E changes the loss of a row of tokens by <dL/dW, E> to first order. The mean
+square of that over rows is, to second order, twice the KL divergence of the new predictions: the
+empirical Fisher information in the direction E. <dL/dW, E> = sum_t dy_t . (E x_t), so the gradient
+of W is never formed.
 """
 
 from __future__ import annotations

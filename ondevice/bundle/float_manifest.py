@@ -7,6 +7,7 @@ Lowering, planning and running take it like any other. Its weights come from
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -16,11 +17,13 @@ from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Exten
 FLOAT = "float32"
 
 
-def float_manifest(manifest: Manifest) -> Manifest:
-    """The manifest with every matrix as float32 and without its quantization error.
+def float_tables(
+    matrices: Mapping[str, tuple[int, int]], vectors: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Matrix], dict[str, Extent], int]:
+    """Matrices and vectors as float32, given their shapes, and the bytes of all.
 
-    Tensors have new offsets, at which they would lie one after another in a weights file, vectors
-    first. Since there is no such file, its SHA-256 is empty.
+    They have the offsets at which they would lie one after another in a weights file, vectors
+    first. There need be no such file.
     """
     end = 0
 
@@ -30,11 +33,20 @@ def float_manifest(manifest: Manifest) -> Manifest:
         end = start + math.prod(shape) * ITEM_BYTES[FLOAT]
         return Extent(start, end - start, FLOAT, shape)
 
-    vectors = {name: placed(extent.shape) for name, extent in manifest.vectors.items()}
-    matrices = {
-        name: Matrix(m.rows, m.columns, FLOAT_BITS[FLOAT], 0, "float", placed((m.rows, m.columns)))
-        for name, m in manifest.matrices.items()
+    small = {name: placed(shape) for name, shape in vectors.items()}
+    large = {
+        name: Matrix(*shape, FLOAT_BITS[FLOAT], 0, "float", placed(shape))
+        for name, shape in matrices.items()
     }
+    return large, small, end
+
+
+def float_manifest(manifest: Manifest) -> Manifest:
+    """The manifest with every matrix as float32, at other offsets, without a weights file."""
+    matrices, vectors, nbytes = float_tables(
+        {name: (matrix.rows, matrix.columns) for name, matrix in manifest.matrices.items()},
+        {name: extent.shape for name, extent in manifest.vectors.items()},
+    )
     return msgspec.structs.replace(
-        manifest, matrices=matrices, vectors=vectors, weights_nbytes=end, weights_sha256=""
+        manifest, matrices=matrices, vectors=vectors, weights_nbytes=nbytes, weights_sha256=""
     )

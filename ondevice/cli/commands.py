@@ -100,8 +100,8 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     print(
         f"{bundle.path}: {format_bytes(manifest.weights_nbytes)} of weights "
-        f"({manifest.bits_per_weight:.2f} bits each), {len(manifest.graphs)} graphs, peak footprint "
-        f"{format_bytes(meter.peak_bytes)}"
+        f"({manifest.bits_per_weight:.2f} bits each), {len(manifest.graphs)} graphs, "
+        f"peak footprint {format_bytes(meter.peak_bytes)}"
     )
     if quality is not None:
         print(quality.describe())

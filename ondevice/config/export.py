@@ -55,9 +55,9 @@ class ExportConfig(Config):
     seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
     bits: int | str | None = choice(
         None,
-        "bits per weight of the linear layers: quantized (4, 8), floats (16, 32), or chosen for each "
-        "layer by what it loses (auto); without it, a quantized checkpoint keeps its values, and "
-        "another gets 4",
+        "bits per weight of the linear layers: quantized (4, 8), floats (16, 32), or chosen for "
+        "each layer by what it loses (auto); without it, a quantized checkpoint keeps its values, "
+        "and another gets 4",
         4,
         8,
         16,

@@ -10,7 +10,6 @@ The reference is in `tests/runtime/engine/test_divergence.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

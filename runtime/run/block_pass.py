@@ -12,8 +12,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from ondevice.engine import F32, Products, TokenRow
+from ondevice.engine import TokenRow
 from ondevice.operations.program import Program
 from ondevice.operations.values import bytes_at
 from runtime.engine.arrays import view
@@ -23,11 +24,12 @@ from runtime.lowering.lower import LoweredBlock
 from runtime.run.open import Session
 from runtime.storage.row_values import RowValues
 
+F32 = npt.NDArray[np.float32]
 Watch = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class RowProducts(Products):
+class RowProducts:
     """The input of several products, for every row of a pass."""
 
     matrices: tuple[str, ...]

@@ -16,6 +16,7 @@ from runtime.engine.profile import Profile
 from runtime.engine.tiles import ReadyTile
 from runtime.lowering.lower import LoweredModel, lower
 from runtime.planner.plan import Plan, choose_bucket
+from runtime.storage.weight_source import WeightSource
 from runtime.storage.weights import Weights
 from runtime.system.backend import limit_memory, use_device
 from runtime.system.heap import place_values, trim_heap
@@ -27,7 +28,7 @@ class Session:
 
     bundle: Bundle
     plan: Plan
-    weights: Weights
+    weights: WeightSource
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     _models: dict[int, Model] = field(default_factory=dict)
@@ -79,8 +80,8 @@ def open_checked(path: str) -> Bundle:
     return bundle
 
 
-def open_session(bundle: Bundle, plan: Plan) -> Session:
-    """Set up the device and its limits for a plan, and map the weights.
+def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None) -> Session:
+    """Set up the device and its limits for a plan, and map the weights, unless they are given.
 
     It also gives free heap memory back, so that none lies between later blocks.
     """
@@ -89,6 +90,7 @@ def open_session(bundle: Bundle, plan: Plan) -> Session:
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)
-    session = Session(bundle, plan, Weights(bundle, plan.prefetch), Graphs(bundle))
+    source = Weights(bundle, plan.prefetch) if weights is None else weights
+    session = Session(bundle, plan, source, Graphs(bundle))
     weakref.finalize(session, os.close, lock_bundle(bundle.path, alone=False))
     return session

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from support.models import FAMILIES, Tiny
 
-from export.original import float_tables
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from harness.oracles.reference import batch_loss, build_model
+from ondevice.bundle.float_manifest import float_manifest
 from ondevice.bundle.store import Bundle
 from ondevice.engine import TokenRow
 from ondevice.errors import BudgetError
@@ -41,12 +40,9 @@ class Replaced:
         return self.checkpoint.rows(name, start, stop)
 
 
-def source_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:
-    matrices, vectors, nbytes = float_tables(checkpoint, bundle.manifest.matrices)
-    manifest = msgspec.structs.replace(
-        bundle.manifest, matrices=matrices, vectors=vectors, weights_nbytes=nbytes
-    )
-    return Bundle(bundle.path, manifest)
+def source_of(bundle: Bundle) -> Bundle:
+    """The bundle, but with float weights that are read by rows."""
+    return Bundle(bundle.path, float_manifest(bundle.manifest))
 
 
 def dense(checkpoint: Checkpoint, reader: Replaced) -> nn.Module:
@@ -79,7 +75,7 @@ def inputs_of_linear(model: nn.Module, found: dict[str, list[F32]]) -> Iterator[
 
 @pytest.fixture
 def rows(rng: np.random.Generator) -> list[TokenRow]:
-    return [TokenRow(rng.integers(0, 500, n + 1).astype(np.int32), n // 3) for n in LENGTHS]
+    return [TokenRow(rng.integers(0, 300, n + 1).astype(np.int32), n // 3) for n in LENGTHS]
 
 
 def engine_of(folder: Path, budget: int = 10**9) -> ExportEngine:
@@ -94,7 +90,7 @@ def test_inputs_of_products_are_those_of_the_dense_model(
     bundle = tiny(family)
     with open_checkpoint(f"random:tiny-{family}", seed=0) as checkpoint:
         reader = Replaced(checkpoint)
-        run = engine_of(tmp_path).open(source_of(bundle, checkpoint), reader, rows)
+        run = engine_of(tmp_path).open(source_of(bundle), reader, rows)
         found: dict[str, list[F32]] = {}
         run.embed()
         for index in range(1, len(bundle.manifest.blocks) - 1):
@@ -127,7 +123,7 @@ def test_comparison_with_a_bundle(
         bundle = tiny(family)
         reader = Replaced(checkpoint)
         engine = engine_of(tmp_path)
-        found = engine.compare(source_of(bundle, checkpoint), reader, bundle, rows)
+        found = engine.compare(source_of(bundle), reader, bundle, rows)
         scored = [(row.tokens, row.first) for row in rows]
         expected = batch_loss(dense(checkpoint, reader), scored).item()
         assert found.source_loss == pytest.approx(expected, abs=1e-5)
@@ -139,6 +135,6 @@ def test_a_budget_that_is_too_small_is_refused(
     tiny: Tiny, rows: list[TokenRow], tmp_path: Path
 ) -> None:
     with open_checkpoint("random:tiny-qwen2", seed=0) as checkpoint:
-        source = source_of(tiny("qwen2"), checkpoint)
+        source = source_of(tiny("qwen2"))
         with pytest.raises(BudgetError, match=r"20 MB < \d+ MB needed"):
             engine_of(tmp_path, 20_000_000).open(source, checkpoint, rows)
