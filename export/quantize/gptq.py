@@ -174,7 +174,8 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
         errors = peak = outputs = 0.0
         for chunk in factor.chunks:
             d = np.ascontiguousarray(w[part].T[chunk.order])
-            found, output = _quantize(d, chunk, steps)
+            with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
+                found, output = _quantize(d, chunk, steps)
             codes[part, chunk.order] = found.T
             errors += float(np.square(d, dtype=np.float64).sum())
             peak = max(peak, float(np.abs(d).max(initial=0.0)))

@@ -62,8 +62,8 @@ class Gram:
         for (start, stop), block in zip(self.extents, self.blocks, strict=True):
             for row in range(start, stop, TILE):
                 end = min(row + TILE, stop)
-                product = x[:, row:end].T @ x[:, row:stop]
-                block[row - start : end - start, row - start :] += product
+                upper = block[row - start : end - start, row - start :]
+                upper += x[:, row:end].T @ x[:, row:stop]
         self.tokens += len(x)
 
     def take(self) -> list[F32]:

@@ -115,7 +115,7 @@ def test_scales_alone_are_those_of_the_rows(rng: Rng, packing: Packing) -> None:
 def test_affine_finds_what_a_long_search_finds(rng: Rng, bits: int, dtype: str) -> None:
     """Against a fine grid over both ends of the range, each followed by least squares."""
     w = rng.laplace(size=(20, 64)).astype(np.float32)
-    packing = Packing(bits, 64, "affine", dtype)  # type: ignore[arg-type]
+    packing = Packing(bits, 64, "affine", dtype)
     best = np.full(20, np.inf)
     top = 2**bits - 1
     span = {4: 0.3, 8: 0.03}[bits]
@@ -207,7 +207,7 @@ def test_zeros_stay_zeros(packing: Packing) -> None:
 
 @pytest.mark.parametrize("layout", ["symmetric", "affine"])
 def test_a_single_value_is_kept(rng: Rng, layout: str) -> None:
-    packing = Packing(4, 64, layout, "float16")  # type: ignore[arg-type]
+    packing = Packing(4, 64, layout, "float16")
     # an eighth of the smallest is still a normal float16, which has 11 bits
     for value in (rng.choice([-1, 1], 8) * 10 ** rng.uniform(-3, 3, 8)).astype(np.float32):
         w = np.zeros((1, 64), np.float32)
@@ -220,7 +220,7 @@ def test_a_single_value_is_kept(rng: Rng, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["symmetric", "affine"])
 def test_results_depend_neither_on_threads_nor_on_slices(rng: Rng, layout: str) -> None:
-    packing = Packing(4, 64, layout, "float16")  # type: ignore[arg-type]
+    packing = Packing(4, 64, layout, "float16")
     w = rng.standard_normal((3000, 64)).astype(np.float32)
     whole = quantize_rows(w, packing, threads=1)
     again = quantize_rows(w, packing, threads=4)
@@ -234,7 +234,7 @@ def test_results_depend_neither_on_threads_nor_on_slices(rng: Rng, layout: str) 
 
 @pytest.mark.parametrize("layout", ["symmetric", "affine"])
 def test_values_beyond_float16_show_as_infinite_scales(layout: str) -> None:
-    packing = Packing(4, 32, layout, "float16")  # type: ignore[arg-type]
+    packing = Packing(4, 32, layout, "float16")
     for value in (1e9, 1e20, 3e38):
         w = np.zeros((1, 96), np.float32)
         assert not quantize_rows(w, packing).overflows
