@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib import metadata
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from export.cut.graphs import ElementwiseGraph
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize, trace
+from export.packed import Packing
 from export.quantize.search import quantize_rows
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
@@ -30,10 +32,12 @@ from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from ondevice.config.export import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import fsync_path, sha256_file, storage_errors
+from ondevice.operations.base import Operation
 from ondevice.operations.elementwise import graph_key
 from ondevice.operations.tensors import Extent, Graph, Matrix
 from ondevice.operations.values import shape_at
 
+DEFAULT_BITS = 4  # of matrices that the source does not hold quantized
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
 Progress = Callable[[str, int, int], None]  # (what is written, how much is done, of how much)
 
@@ -99,6 +103,7 @@ def _export(
             "exporter": f"ondevice {__version__}",
             "mlx_lm": metadata.version("mlx-lm"),
             "settings": _settings(config),
+            "transcoded": dict(tensors.transcoded),
         },
     )
     return writer.commit(manifest)
@@ -144,6 +149,18 @@ def _settings(config: ExportConfig) -> dict[str, Any]:
     }
 
 
+def _error(squares: float, errors: float, peak: float, count: int) -> dict[str, float]:
+    """What the manifest records of `count` values, given the sums of their and the errors' squares.
+
+    `peak` is the largest error.
+    """
+    return {
+        "relative_rms": math.sqrt(errors / squares) if squares else 0.0,
+        "rms": math.sqrt(errors / count),
+        "max": peak,
+    }
+
+
 class _Tensors:
     """Writes a checkpoint's tensors to a bundle, block after block, and remembers where."""
 
@@ -158,13 +175,23 @@ class _Tensors:
         self.progress = progress
         self.matrices: dict[str, Matrix] = {}
         self.vectors: dict[str, Extent] = {}
+        self.transcoded: Counter[str] = Counter()  # how many matrices, by how they are packed
         self.done = 0
         self.total = sum(math.prod(checkpoint.shape(n)) for n in checkpoint.names())
 
     def check_space(self, cut: Cut) -> None:
         """Raise StorageError if the disk has too little space, before anything is written."""
-        bits = self.config.bits + 16 / self.config.group_size
-        needed = int(self.total * bits / 8)
+        asked = {
+            name: self._bits(operation)
+            for block in cut.blocks
+            for operation in cut.block_types[block.type].operations
+            for name in operation.matrices(block.tensor)
+        }
+        needed_bits = 32.0 * self.total
+        for name, bits in asked.items():
+            saved = 32 - self._packing(f"{name}.weight", bits).bits_per_weight
+            needed_bits -= saved * math.prod(self.checkpoint.shape(f"{name}.weight"))
+        needed = int(needed_bits / 8)
         free = shutil.disk_usage(self.writer.folder).free
         if needed > free:
             raise StorageError(
@@ -179,7 +206,7 @@ class _Tensors:
             for name, shape in block_type.parameters.items():
                 self._vector(block.tensor(name), shape)
             for operation in block_type.operations:
-                bits = self.config.bits if operation.adaptable else self.config.embedding_bits
+                bits = self._bits(operation)
                 vectors = operation.vectors(block.tensor)
                 for name in operation.matrices(block.tensor):
                     self._matrix(name, bits)
@@ -195,16 +222,26 @@ class _Tensors:
         self.vectors[name] = self.writer.tensor([value.tobytes()], "float32", shape)
         self._advance(name, value.size)
 
-    def _matrix(self, name: str, bits: int) -> None:
+    def _bits(self, operation: Operation) -> int | None:
+        """The bits that the settings ask for, or None for those that the source has."""
+        return self.config.bits if operation.adaptable else self.config.embedding_bits
+
+    def _packing(self, tensor: str, bits: int | None) -> Packing:
+        """How a matrix is stored: as the source holds it, unless the settings ask for bits."""
+        found = self.checkpoint.prequantized(tensor) if bits is None else None
+        chosen = DEFAULT_BITS if bits is None else bits
+        return found or Packing(chosen, self.config.group_size, "symmetric", "float16")
+
+    def _matrix(self, name: str, asked: int | None) -> None:
         if name in self.matrices:
             return
         tensor = f"{name}.weight"
         rows, columns = self.checkpoint.shape(tensor)
-        ready = self.checkpoint.prequantized(tensor)
-        if ready is not None:
-            self.matrices[name] = self._copied(name, rows, columns, ready.bits, ready.group_size)
+        packing = self._packing(tensor, asked)
+        if asked is None and self.checkpoint.prequantized(tensor) is not None:
+            self.matrices[name] = self._transcoded(name, rows, columns, packing)
             return
-        group = self.config.group_size
+        bits, group = packing.bits, packing.group_size
         if columns % group:
             fitting = [str(size) for size in (32, 64, 128) if columns % size == 0]
             raise UsageError(
@@ -237,42 +274,53 @@ class _Tensors:
         steps = self.writer.tensor(
             (part.tobytes() for part in scales), "float16", (rows, columns // group)
         )
-        error = {
-            "relative_rms": math.sqrt(errors / squares) if squares else 0.0,
-            "rms": math.sqrt(errors / (rows * columns)),
-            "max": peak,
-        }
+        error = _error(squares, errors, peak, rows * columns)
         self.matrices[name] = Matrix(
             rows, columns, bits, group, "symmetric", words, steps, None, error
         )
 
-    def _copied(self, name: str, rows: int, columns: int, bits: int, group: int) -> Matrix:
-        """Write a matrix that MLX has quantized already, unchanged but for float32 scales."""
+    def _transcoded(self, name: str, rows: int, columns: int, packing: Packing) -> Matrix:
+        """Write a matrix that the source holds quantized, with its values or the nearest."""
         tensor = f"{name}.weight"
+        is_exact = self.checkpoint.packed_exactly(tensor)
         scales: list[bytes] = []
         biases: list[bytes] = []
+        squares = errors = peak = 0.0
 
         def packed() -> Iterator[bytes]:
+            nonlocal squares, errors, peak
             for start, stop in self._slices(rows, columns):
-                words, scale, bias = self.checkpoint.packed_rows(tensor, start, stop)
-                self._check(tensor, scale, start)
-                self._check(tensor, bias, start)
-                scales.append(scale.astype(np.float32).tobytes())
-                biases.append(bias.astype(np.float32).tobytes())
-                yield words.tobytes()
+                part = self.checkpoint.packed_rows(tensor, start, stop)
+                self._check(tensor, part.scales, start)
+                scales.append(part.scales.tobytes())
+                if part.biases is not None:
+                    self._check(tensor, part.biases, start)
+                    biases.append(part.biases.tobytes())
+                if not is_exact:
+                    value = self.checkpoint.rows(tensor, start, stop)
+                    difference = part.values(packing) - value
+                    squares += float(np.square(value, dtype=np.float64).sum())
+                    errors += float(np.square(difference, dtype=np.float64).sum())
+                    peak = max(peak, float(np.abs(difference).max(initial=0.0)))
+                yield part.words.tobytes()
                 self._advance(name, (stop - start) * columns)
 
-        words = self.writer.tensor(packed(), "uint32", (rows, columns * bits // 32))
-        groups = (rows, columns // group)
+        words = self.writer.tensor(packed(), "uint32", (rows, columns * packing.bits // 32))
+        groups = (rows, columns // packing.group_size)
+        self.transcoded[
+            f"{packing.bits} bits, {packing.layout} groups of {packing.group_size}, "
+            f"{packing.scale_dtype} scales"
+        ] += 1
         return Matrix(
             rows,
             columns,
-            bits,
-            group,
-            "affine",
+            packing.bits,
+            packing.group_size,
+            packing.layout,
             words,
-            self.writer.tensor(scales, "float32", groups),
-            self.writer.tensor(biases, "float32", groups),
+            self.writer.tensor(scales, packing.scale_dtype, groups),
+            self.writer.tensor(biases, packing.scale_dtype, groups) if biases else None,
+            {} if is_exact else _error(squares, errors, peak, rows * columns),
         )
 
     def _slices(self, rows: int, columns: int) -> Iterator[tuple[int, int]]:

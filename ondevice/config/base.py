@@ -90,7 +90,9 @@ def required(text: str, metavar: str | None = None) -> Any:
     return option(MISSING, text, FILLED, metavar=metavar)
 
 
-def choice(default: str | int, text: str, *choices: str | int, group: Group = Group.MAIN) -> Any:
+def choice(
+    default: str | int | None, text: str, *choices: str | int, group: Group = Group.MAIN
+) -> Any:
     """A field that takes one of a few values."""
     *others, last = map(str, choices)
     wanted = f"{', '.join(others)} or {last}" if others else last
@@ -227,6 +229,9 @@ _TYPES = {  # by annotation; `from __future__ import annotations` keeps annotati
     "str": FieldType("text", "TEXT", lambda value: isinstance(value, str)),
     "str | None": FieldType("text", "TEXT", lambda value: isinstance(value, str | None)),
     "int": FieldType("a whole number", "N", _whole, int),
+    "int | None": FieldType(
+        "a whole number", "N", lambda value: value is None or _whole(value), int
+    ),
     "float": FieldType("a number", "X", _number, float),
     "bool": FieldType("true or false", "", lambda value: isinstance(value, bool)),
     "tuple[int, ...]": FieldType(

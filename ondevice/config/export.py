@@ -40,12 +40,29 @@ class ExportConfig(Config):
     output: str = output_option(MISSING, "bundle directory to write", "BUNDLE")
     force: bool = option(False, "replace a bundle that is there already")
     seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
-    bits: int = choice(4, "bits per weight of the linear layers", 4, 8, group=Group.QUANTIZATION)
-    group_size: int = choice(
-        64, "weights that share one scale", 32, 64, 128, group=Group.QUANTIZATION
+    bits: int | None = choice(
+        None,
+        "bits per weight of the linear layers (default: as the source holds them if it is "
+        "quantized, else 4)",
+        4,
+        8,
+        group=Group.QUANTIZATION,
     )
-    embedding_bits: int = choice(
-        4, "bits per weight of the embedding and the LM head", 4, 8, group=Group.QUANTIZATION
+    group_size: int = choice(
+        64,
+        "weights that share one scale, in matrices that the export quantizes",
+        32,
+        64,
+        128,
+        group=Group.QUANTIZATION,
+    )
+    embedding_bits: int | None = choice(
+        None,
+        "bits per weight of the embedding and the LM head (default: as the source holds them if it "
+        "is quantized, else 4)",
+        4,
+        8,
+        group=Group.QUANTIZATION,
     )
     lora_rank: int = option(8, "rank of the adapters", COUNT, Group.LORA)
     lora_alpha: float = option(
