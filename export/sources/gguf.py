@@ -2,7 +2,7 @@
 
 The converter renames the tensors, adds 1 to Gemma's norm weights, and reorders the query and key
 rows of llama. All three are undone here, so that rows equal those of the original checkpoint, up to
-the file's quantization.
+the file's quantization. Packed rows are reordered alike; the norms are never quantized.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH_NAMES,
@@ -21,7 +22,9 @@ from gguf import (
 )
 from gguf.quants import dequantize
 
+from export.packed import PackedRows, Packing
 from export.sources.families import expected_shapes, normalise_config
+from export.sources.gguf_blocks import Transcoding, transcode, transcoding
 from export.sources.gguf_config import ROPE_FREQS, read_config
 from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_tokenizer import convert_tokenizer
@@ -67,17 +70,25 @@ class GGUFCheckpoint(Checkpoint):
         super().__init__(family, config, provenance, expected)
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        shape = self._check_rows(name, start, stop)
-        stored = self._stored[name]
-        heads = _REORDERED.get(name.split(".")[-2]) if self.family == "llama" else None
-        if heads is not None:
-            # rows (half, j) of each head are stored as (j, half)
-            order = np.arange(shape[0]).reshape(self.config[heads], -1, 2).swapaxes(1, 2)
-            return self._file.rows(stored, order.reshape(-1)[start:stop])
-        values = self._file.rows(stored, slice(start, stop))
+        values = self._file.rows(self._stored[name], self._index(name, start, stop))
         if self.family == "gemma3_text" and name.endswith("norm.weight"):
             values -= 1
         return values
+
+    def prequantized(self, name: str) -> Packing | None:
+        known = self._transcoding(name)
+        return None if known is None else known.packing
+
+    def packed_exactly(self, name: str) -> bool:
+        known = self._transcoding(name)
+        return known is not None and known.is_exact
+
+    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
+        index = self._index(name, start, stop)
+        if self._transcoding(name) is None:
+            return super().packed_rows(name, start, stop)
+        stored = self._stored[name]
+        return transcode(self._file.stored_rows(stored, index), self._file.tensors[stored].type)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return convert_tokenizer(self._file.metadata, str(self.provenance["name"]))
@@ -85,6 +96,21 @@ class GGUFCheckpoint(Checkpoint):
     def close(self) -> None:
         super().close()
         del self._file
+
+    def _transcoding(self, name: str) -> Transcoding | None:
+        if len(self.shape(name)) != 2:
+            return None
+        return transcoding(self._file.tensors[self._stored[name]].type)
+
+    def _index(self, name: str, start: int, stop: int) -> npt.NDArray[np.intp] | slice:
+        """Where the file has rows start:stop of a tensor."""
+        rows = self._check_rows(name, start, stop)[0]
+        heads = _REORDERED.get(name.split(".")[-2]) if self.family == "llama" else None
+        if heads is None:
+            return slice(start, stop)
+        # rows (half, j) of each head are stored as (j, half)
+        order = np.arange(rows).reshape(self.config[heads], -1, 2).swapaxes(1, 2)
+        return order.reshape(-1)[start:stop]
 
 
 def _stored_names(

@@ -8,15 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
+from export.packed import PackedRows, Packing
 from export.sources.families import expected_shapes, normalise_config
 from export.sources.json_file import read_json
-from export.sources.mlx_quantized import find_layouts, unpacked_shape
+from export.sources.mlx_quantized import find_layouts, repacked, unpacked_shape
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile, StoredTensor
 from export.sources.shards import open_shards
-from export.sources.source import F32, U32, Checkpoint, Floats, Prequantized, check_tensors
+from export.sources.source import F32, Checkpoint, check_tensors
 from ondevice.errors import BundleError
 
 TOKENIZER_FILES = (
@@ -34,7 +34,7 @@ _TEXT_MODEL = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 
 
 class HFCheckpoint(Checkpoint):
-    """A folder with config.json and safetensors files (F32, F16, BF16, or MLX affine 4 and 8 bits).
+    """A folder with config.json and safetensors files (F32, F16, BF16, or MLX affine integers).
 
     Raises BundleError if a file is missing, truncated or inconsistent, or holds other tensors
     than the configuration implies.
@@ -67,30 +67,24 @@ class HFCheckpoint(Checkpoint):
         layout = self._layouts.get(name)
         if layout is None:
             return self._tensors[name].rows(start, stop).astype(np.float32, copy=False)
-        packed, scales, biases = (mx.array(a) for a in self.packed_rows(name, start, stop))
-        return np.array(
-            mx.dequantize(
-                packed,
-                scales.astype(mx.float32),
-                biases.astype(mx.float32),
-                group_size=layout.group_size,
-                bits=layout.bits,
-            )
-        )
+        return self.packed_rows(name, start, stop).values(layout.packing)
 
-    def prequantized(self, name: str) -> Prequantized | None:
+    def prequantized(self, name: str) -> Packing | None:
         self.shape(name)
-        return self._layouts.get(name)
+        layout = self._layouts.get(name)
+        return None if layout is None else layout.packing
 
-    def packed_rows(self, name: str, start: int, stop: int) -> tuple[U32, Floats, Floats]:
+    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
         self._check_rows(name, start, stop)
-        if name not in self._layouts:
+        layout = self._layouts.get(name)
+        if layout is None:
             return super().packed_rows(name, start, stop)
         base = name.removesuffix("weight")
         weight, scales, biases = (
             self._tensors[base + part].rows(start, stop) for part in ("weight", "scales", "biases")
         )
-        return weight, scales, biases
+        dtype = layout.packing.scale_dtype
+        return PackedRows(repacked(weight, layout.bits), scales.astype(dtype), biases.astype(dtype))
 
     def tokenizer_files(self) -> dict[str, bytes]:
         paths = [self._folder / name for name in TOKENIZER_FILES]
@@ -117,7 +111,7 @@ class HFCheckpoint(Checkpoint):
                     f"{self._folder}: {name} has type {tensor.dtype}; supported are "
                     f"{', '.join(FLOAT_TYPES)} and MLX's affine quantization"
                 )
-            shapes[name] = tensor.shape if layout is None else unpacked_shape(tensor, layout)
+            shapes[name] = tensor.shape if layout is None else unpacked_shape(tensor, layout.bits)
         return shapes
 
 

@@ -6,18 +6,34 @@ Such a matrix is three tensors: "weight", packed integers, and "scales" and "bia
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from export.packed import Packing, pack_codes
 from export.sources.safetensors_file import FLOAT_TYPES, StoredTensor
-from export.sources.source import Prequantized
 from ondevice.errors import BundleError
 
 _PART_TYPES = {"weight": ("U32",), "scales": FLOAT_TYPES, "biases": FLOAT_TYPES}
+_BITS = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A matrix of MLX's affine integers of `bits` bits, and how a bundle stores the same values.
+
+    A bundle has 4 or 8 bits for each integer; scales and biases remain as they are.
+    """
+
+    bits: int
+    packing: Packing
 
 
 def find_layouts(
     raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
-) -> dict[str, Prequantized]:
+) -> dict[str, Layout]:
     """The layout of each quantized matrix, by the name of its weight.
 
     Args:
@@ -26,8 +42,8 @@ def find_layouts(
         tensors: the language model's, by mlx-lm's names.
         where: the folder, for messages.
 
-    Raises BundleError for other quantizations than MLX's affine one in 4 or 8 bits, and for parts
-    that are missing or do not fit.
+    Raises BundleError for other quantizations than MLX's affine one, and for parts that are missing
+    or do not fit.
     """
     scales = [name for name in tensors if name.endswith(".scales")]
     settings = raw.get("quantization")
@@ -36,14 +52,14 @@ def find_layouts(
         method = foreign.get("quant_method", foreign.get("mode", "unknown"))
         raise BundleError(
             f"{where}: quantized by {method!r}; supported are unquantized checkpoints and MLX's "
-            "affine quantization in 4 or 8 bits"
+            "affine quantization"
         )
     if settings is None and scales:
         raise BundleError(
             f"{where}/config.json: without a 'quantization', though the weights hold {scales[0]}; "
             "download it again"
         )
-    found: dict[str, Prequantized] = {}
+    found: dict[str, Layout] = {}
     for name in scales:
         base = name.removesuffix(".scales")
         stored_base = tensors[name].name.removesuffix(".scales")
@@ -51,33 +67,57 @@ def find_layouts(
         if isinstance(settings, dict):
             own = settings.get(stored_base, settings.get(base))
             chosen = {**settings, **own} if isinstance(own, dict) else settings
-        layout = _layout(chosen, f"{where}: {base}")
-        _check_parts(base, layout, tensors, where)
-        found[f"{base}.weight"] = layout
+        bits, group_size = _integers(chosen, f"{where}: {base}")
+        _check_parts(base, bits, group_size, tensors, where)
+        halves = all(tensors[f"{base}.{part}"].dtype == "F16" for part in ("scales", "biases"))
+        found[f"{base}.weight"] = Layout(
+            bits,
+            Packing(
+                4 if bits <= 4 else 8, group_size, "affine", "float16" if halves else "float32"
+            ),
+        )
     return found
 
 
-def unpacked_shape(tensor: StoredTensor, layout: Prequantized) -> tuple[int, int]:
+def unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int]:
     """(out, in) of a matrix that is stored as (out, in * bits / 32) words."""
     out, words = tensor.shape
-    return out, words * 32 // layout.bits
+    return out, words * 32 // bits
 
 
-def _layout(settings: Any, where: str) -> Prequantized:
+def repacked(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint32]:
+    """Rows (R, in * bits / 32) of integers of `bits` bits, with 4 or 8 bits for each.
+
+    A row is one sequence of bits, the lowest of each integer first: eight integers fill `bits`
+    bytes.
+    """
+    if bits in (4, 8):
+        return words
+    octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, bits)
+    eights = np.zeros((*octets.shape[:2], 8), np.uint8)
+    eights[..., :bits] = octets
+    shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
+    codes = (eights.view("<u8") >> shifts).astype(np.uint8) & np.uint8(2**bits - 1)
+    return pack_codes(codes.reshape(len(words), -1), 4 if bits < 4 else 8)
+
+
+def _integers(settings: Any, where: str) -> tuple[int, int]:
+    """The bits and the group size that `settings` tell."""
     if not isinstance(settings, dict):
         raise BundleError(f"{where}: 'quantization' must be an object, is {settings!r}")
     mode = settings.get("mode", "affine")
     bits, group = settings.get("bits"), settings.get("group_size")
-    if mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
+    if mode != "affine" or bits not in _BITS or group not in (32, 64, 128):
         raise BundleError(
             f"{where}: quantized as {mode}, {bits} bits, groups of {group}; supported are affine, "
-            "4 or 8 bits, groups of 32, 64 or 128; start from an unquantized checkpoint instead"
+            f"{', '.join(map(str, _BITS))} bits, groups of 32, 64 or 128; start from an "
+            "unquantized checkpoint instead"
         )
-    return Prequantized(int(bits), int(group))
+    return int(bits), int(group)
 
 
 def _check_parts(
-    base: str, layout: Prequantized, tensors: Mapping[str, StoredTensor], where: str
+    base: str, bits: int, group_size: int, tensors: Mapping[str, StoredTensor], where: str
 ) -> None:
     for part, types in _PART_TYPES.items():
         tensor = tensors.get(f"{base}.{part}")
@@ -86,12 +126,13 @@ def _check_parts(
                 f"{where}: {base}.{part} is missing or no matrix of {' or '.join(types)}; "
                 "download it again"
             )
-    out, width = unpacked_shape(tensors[f"{base}.weight"], layout)
-    groups = (out, width // layout.group_size)
+    words = tensors[f"{base}.weight"]
+    out, width = unpacked_shape(words, bits)
+    groups = (out, width // group_size)
     for part in ("scales", "biases"):
         shape = tensors[f"{base}.{part}"].shape
-        if shape != groups or width % layout.group_size:
+        if shape != groups or width % group_size or width * bits != words.shape[1] * 32:
             raise BundleError(
-                f"{where}: {base}.{part} is {shape}, but {layout.bits} bits in groups of "
-                f"{layout.group_size} imply {groups}"
+                f"{where}: {base}.{part} is {shape}, but {bits} bits in groups of {group_size} "
+                f"imply {groups}"
             )

@@ -7,25 +7,15 @@ shapes that its configuration implies. Reading rows takes no more memory than th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from export.packed import PackedRows, Packing
 from ondevice.errors import BundleError
 
 F32 = npt.NDArray[np.float32]
-U32 = npt.NDArray[np.uint32]
-Floats = npt.NDArray[np.floating[Any]]
-
-
-@dataclass(frozen=True)
-class Prequantized:
-    """MLX's affine layout: w = scale * q + bias, per group of `group_size` inputs of a row."""
-
-    bits: int
-    group_size: int
 
 
 class Checkpoint(ABC):
@@ -69,16 +59,20 @@ class Checkpoint(ABC):
     def rows(self, name: str, start: int, stop: int) -> F32:
         """Rows start:stop of a tensor, (stop - start, in) or (stop - start,), as a fresh array."""
 
-    def prequantized(self, name: str) -> Prequantized | None:
-        """The packed layout of a matrix, or None if the source holds plain numbers."""
+    def prequantized(self, name: str) -> Packing | None:
+        """How `packed_rows` packs a matrix that the source holds quantized, else None."""
         self.shape(name)
         return None
 
-    def packed_rows(self, name: str, start: int, stop: int) -> tuple[U32, Floats, Floats]:
-        """Rows start:stop of a prequantized matrix as the file packs them.
+    def packed_exactly(self, name: str) -> bool:
+        """Whether `packed_rows` stand for the same values as `rows`, bit for bit."""
+        return self.prequantized(name) is not None
 
-        Returns weight (n, in * bits / 32) uint32, scales and biases (n, in / group_size) in float16
-        or float32 as stored; bfloat16 comes as float32. Raises BundleError for a plain tensor.
+    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
+        """Rows start:stop of a matrix, packed as `prequantized` says.
+
+        They stand for the same values as `rows`, or for the nearest. Raises BundleError for a
+        tensor that the source does not hold quantized.
         """
         raise BundleError(f"{self.provenance['name']}: {name} is not quantized")
 

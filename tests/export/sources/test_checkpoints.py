@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 
+from export.packed import Packing
 from export.sources.families import build_model, normalise_config
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile
-from export.sources.source import Prequantized
 from ondevice.errors import BundleError, UsageError
 
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
@@ -86,11 +86,14 @@ def test_half_precisions_widen_exactly(tmp_path: Path, dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
-def test_mlx_quantized_with_overrides(tmp_path: Path, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize(("bits", "other_bits"), [(4, 8), (2, 3), (5, 6), (6, 2)])
+def test_mlx_quantized_with_overrides(
+    tmp_path: Path, dtype: mx.Dtype, bits: int, other_bits: int
+) -> None:
     config, arrays = weights_of("tiny-qwen2")
-    config["quantization"] = {"group_size": 64, "bits": 4}
+    config["quantization"] = {"group_size": 64, "bits": bits}
     override = "model.layers.1.mlp.down_proj"
-    config["quantization"][override] = {"group_size": 32, "bits": 8}
+    config["quantization"][override] = {"group_size": 32, "bits": other_bits}
     config["quantization_config"] = config["quantization"]
     stored: dict[str, mx.array] = {}
     for name, array in arrays.items():
@@ -98,25 +101,35 @@ def test_mlx_quantized_with_overrides(tmp_path: Path, dtype: mx.Dtype) -> None:
         if array.ndim == 1:
             stored[name] = mx.array(array).astype(dtype)
             continue
-        group, bits = (32, 8) if base == override else (64, 4)
-        packed = mx.quantize(mx.array(array).astype(dtype), group_size=group, bits=bits)
+        group, own = (32, other_bits) if base == override else (64, bits)
+        packed = mx.quantize(mx.array(array).astype(dtype), group_size=group, bits=own)
         stored.update(zip((name, f"{base}.scales", f"{base}.biases"), packed, strict=True))
     read = open_checkpoint(str(write_folder(tmp_path / "m", config, stored)))
     assert read.names() == list(arrays)
     assert "quantization" not in read.config
     assert read.prequantized("model.norm.weight") is None
     for name in (f"{override}.weight", "model.embed_tokens.weight"):
-        layout = read.prequantized(name)
-        assert layout == (Prequantized(8, 32) if override in name else Prequantized(4, 64))
+        group, own = (32, other_bits) if override in name else (64, bits)
+        packing = read.prequantized(name)
+        kept = "float16" if dtype == mx.float16 else "float32"
+        assert packing == Packing(4 if own <= 4 else 8, group, "affine", kept)
         parts = [stored[name.removesuffix("weight") + p] for p in ("weight", "scales", "biases")]
         wide = [parts[0], *(part.astype(mx.float32) for part in parts[1:])]
-        oracle = mx.dequantize(*wide, group_size=layout.group_size, bits=layout.bits)
+        oracle = mx.dequantize(*wide, group_size=group, bits=own)
         assert read.shape(name) == oracle.shape == arrays[name].shape
         np.testing.assert_allclose(
             read.rows(name, 5, 40), np.array(oracle)[5:40], rtol=1e-6, atol=1e-7
         )
-        for got, part in zip(read.packed_rows(name, 5, 40), wide, strict=True):
-            np.testing.assert_array_equal(got, np.array(part)[5:40])
+        got = read.packed_rows(name, 5, 40)
+        np.testing.assert_array_equal(got.values(packing), read.rows(name, 5, 40))
+        np.testing.assert_array_equal(got.scales, np.array(wide[1])[5:40])
+        np.testing.assert_array_equal(got.biases, np.array(wide[2])[5:40])
+        if own in (4, 8):
+            np.testing.assert_array_equal(got.words, np.array(parts[0])[5:40])
+        mlx_packed = [mx.array(part) for part in (got.words, got.scales, got.biases)]
+        again = mx.dequantize(*mlx_packed, group_size=group, bits=packing.bits, dtype=mx.float32)
+        if dtype != mx.float16:
+            np.testing.assert_array_equal(np.array(again), np.array(oracle)[5:40])
 
 
 def test_multimodal_gemma_is_its_text_half(tmp_path: Path) -> None:
@@ -224,7 +237,7 @@ def test_bad_folders_are_refused(tmp_path: Path, spoil: Any, message: str | None
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.parametrize("settings", [{"bits": 3}, {"mode": "mxfp4"}, {"group_size": 16}])
+@pytest.mark.parametrize("settings", [{"bits": 7}, {"mode": "mxfp4"}, {"group_size": 16}])
 def test_other_quantizations_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     config, arrays = weights_of("tiny-qwen2")
     config["quantization"] = {"bits": 4, "group_size": 64, **settings}

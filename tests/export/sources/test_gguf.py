@@ -3,83 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from support.checkpoints import weights_of, whole
+from support.gguf_files import write_gguf
 
 from export.sources.families import build_model
-from export.sources.gguf_config import ARCHITECTURES, llama3_factors
+from export.sources.gguf_config import llama3_factors
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
-from export.sources.source import Checkpoint
 from ondevice.errors import BundleError
 
-Arrays = dict[str, np.ndarray]
 ZEROS = np.zeros((128, 128), np.float32)
-
-
-def whole(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    return checkpoint.rows(name, 0, checkpoint.shape(name)[0])
-
-
-def weights_of(preset: str) -> tuple[dict[str, Any], Arrays]:
-    source = open_checkpoint(f"random:{preset}")
-    return dict(source.config), {name: whole(source, name) for name in source.names()}
-
-
-def to_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
-    """llama.cpp's converter, by its own tables: the name, the +1 of Gemma, llama's row order."""
-    family = config["model_type"]
-    arch = next(arch for arch, known in ARCHITECTURES.items() if known == family)
-    arch_number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    mapped = gguf.get_tensor_name_map(arch_number, config["num_hidden_layers"]).get_name(
-        name, try_suffixes=(".weight", ".bias")
-    )
-    assert mapped is not None
-    if family == "gemma3_text" and name.endswith("norm.weight"):
-        array = array + 1
-    if family == "llama" and ("q_proj" in name or "k_proj" in name):
-        heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-        split = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-        array = split.swapaxes(1, 2).reshape(array.shape)
-    return mapped, array
-
-
-def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) -> Path:
-    family = config["model_type"]
-    arch = next(arch for arch, known in ARCHITECTURES.items() if known == family)
-    writer = gguf.GGUFWriter(path, more.get("architecture", arch))
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_context_length(config["max_position_embeddings"])
-    if "change" not in more or family != "qwen2":
-        writer.add_rope_freq_base(config["rope_theta"])
-    if "head_dim" in config:
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
-    if family == "gemma3_text":
-        writer.add_sliding_window(config["sliding_window"])
-        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
-    more.get("change", lambda _: None)(writer)
-    for name, array in arrays.items():
-        mapped, changed = to_llama_cpp(name, array, config)
-        stored_as = gguf.GGMLQuantizationType.F32 if array.ndim == 1 else more.get("stored_as")
-        if stored_as is None:
-            writer.add_tensor(mapped, changed.astype(np.float16))
-        else:
-            packed = gguf.quants.quantize(np.ascontiguousarray(changed), stored_as)
-            writer.add_tensor(mapped, packed, raw_dtype=stored_as)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("tiny-")])

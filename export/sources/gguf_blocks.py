@@ -1,0 +1,204 @@
+"""GGUF's quantized blocks in the bundle's form, with the same values or the nearest.
+
+GGUF has 32 values in a block with one scale, or, in the K types, 256 with a scale for each 16 or
+32. The scales of the K types are products: a float16 of the block times a small integer of the
+group. They are rounded to float16. That leaves a relative error of 7e-4 in Q4_K and Q5_K, where the
+quantization itself left some 7e-2 and 3e-2; float32 would be exact, but takes a bit more for every
+weight, or two where there are biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import Q4_K, dequantize
+
+from export.packed import F32, PackedRows, Packing, pack_codes
+
+CHUNK_VALUES = 1 << 16  # converted at once: so many fit a core's cache
+Octets = npt.NDArray[np.uint8]
+_NIBBLES = np.array([0, 4], np.uint8)[:, None]
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+
+
+class _Groups(NamedTuple):
+    """What N blocks hold: codes (N, V), scales and biases (N, groups of a block)."""
+
+    codes: Octets
+    scales: F32
+    biases: F32 | None = None
+
+
+@dataclass(frozen=True)
+class Transcoding:
+    """How blocks of one type are stored: `groups` reads blocks (N, bytes of a block).
+
+    `is_exact` says whether the values remain the same bit for bit.
+    """
+
+    packing: Packing
+    is_exact: bool
+    groups: Callable[[Octets], _Groups]
+
+
+def transcoding(type_: GGMLQuantizationType) -> Transcoding | None:
+    """How blocks of a type are stored, or None for floats and for the types with a codebook."""
+    return _TRANSCODINGS.get(type_)
+
+
+def transcode(rows: Octets, type_: GGMLQuantizationType) -> PackedRows:
+    """Rows (R, bytes of a row) of a type that has a transcoding, as a bundle packs them."""
+    known = _TRANSCODINGS[type_]
+    values, octets = GGML_QUANT_SIZES[type_]
+    blocks = rows.reshape(-1, octets)
+    words = np.empty((len(blocks), values * known.packing.bits // 32), np.uint32)
+    scales = np.empty((len(blocks), values // known.packing.group_size), np.float16)
+    biases = np.empty_like(scales) if known.packing.layout == "affine" else None
+    step = max(1, CHUNK_VALUES // values)
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        found = known.groups(blocks[part])
+        words[part] = pack_codes(found.codes, known.packing.bits)
+        with np.errstate(over="ignore"):  # infinite where it is too large, as in a damaged file
+            scales[part] = found.scales
+            if biases is not None:
+                biases[part] = found.biases
+    count = len(rows)
+    return PackedRows(
+        words.reshape(count, -1),
+        scales.reshape(count, -1),
+        None if biases is None else biases.reshape(count, -1),
+    )
+
+
+def _floats(blocks: Octets, start: int) -> F32:
+    """The float16 that stands at byte `start` of each block, (N, 1)."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(octets: Octets, run: int) -> Octets:
+    """Codes (N, 2 * W) of octets (N, W): of each `run` octets the low halves, then the high."""
+    halves = octets.reshape(len(octets), -1, 1, run) >> _NIBBLES
+    return (halves & np.uint8(15)).reshape(len(octets), -1)
+
+
+def _fifth_bits(octets: Octets) -> Octets:
+    """16 or 0 for each of the 32 bits in octets (N, 4)."""
+    return np.unpackbits(octets, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q4_0(blocks: Octets) -> _Groups:
+    return _Groups(_nibbles(blocks[:, 2:], 16), _floats(blocks, 0))
+
+
+def _q4_1(blocks: Octets) -> _Groups:
+    return _Groups(_nibbles(blocks[:, 4:], 16), _floats(blocks, 0), _floats(blocks, 2))
+
+
+def _q5_0(blocks: Octets) -> _Groups:
+    codes = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
+    return _Groups(codes + np.uint8(128 - 16), _floats(blocks, 0))
+
+
+def _q5_1(blocks: Octets) -> _Groups:
+    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
+    return _Groups(codes, _floats(blocks, 0), _floats(blocks, 2))
+
+
+def _q8_0(blocks: Octets) -> _Groups:
+    return _Groups(blocks[:, 2:] ^ np.uint8(128), _floats(blocks, 0))
+
+
+def _q2_k(blocks: Octets) -> _Groups:
+    """The nearest symmetric 8 bits: two groups of 16, each with a minimum, rarely fit one of 32."""
+    values = dequantize(blocks, GGMLQuantizationType.Q2_K).reshape(len(blocks), -1, 32)
+    scales = (np.abs(values).max(axis=2) / 127).astype(np.float16).astype(np.float32)
+    steps = np.where(scales == 0, np.float32(1), scales)[..., None]
+    codes = np.clip(np.rint(values / steps), -128, 127) + 128
+    return _Groups(codes.astype(np.uint8).reshape(len(blocks), -1), scales)
+
+
+def _q3_k(blocks: Octets) -> _Groups:
+    """Exact: -32..31 of a group's scale times -4..3 fit 8 bits, in units of minus the block's."""
+    unit = blocks.copy()
+    unit[:, 108:] = np.array([1], "<f2").view(np.uint8)
+    products = dequantize(unit, GGMLQuantizationType.Q3_K)  # -124..128
+    scales = np.repeat(-_floats(blocks, 108), 2, axis=1)
+    return _Groups((128 - products).astype(np.uint8), scales)
+
+
+def _of_scales_and_minima(blocks: Octets, codes: Octets) -> _Groups:
+    """Groups of Q4_K and Q5_K: d and dmin, then 6 bits of each for every group of 32."""
+    scales, minima = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
+    return _Groups(codes, _floats(blocks, 0) * scales, -_floats(blocks, 2) * minima)
+
+
+def _q4_k(blocks: Octets) -> _Groups:
+    return _of_scales_and_minima(blocks, _nibbles(blocks[:, 16:], 32))
+
+
+def _q5_k(blocks: Octets) -> _Groups:
+    fifth = (blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1)  # (N, 32, 8)
+    high = fifth.swapaxes(1, 2).reshape(len(blocks), -1) << np.uint8(4)
+    return _of_scales_and_minima(blocks, _nibbles(blocks[:, 48:], 32) | high)
+
+
+def _q6_k(blocks: Octets) -> _Groups:
+    """The nearest symmetric 8 bits, exact where the scales of two groups of 16 allow it.
+
+    A value is d times an integer, its group's scale times -32..31. Each step that is tried makes
+    one of the two groups exact, or both: a fraction of one's scale, or what divides both scales.
+    """
+    halves = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32) >> _PAIRS
+    high = (halves & np.uint8(3)).reshape(len(blocks), -1) << np.uint8(4)
+    codes = (_nibbles(blocks[:, :128], 64) | high).view(np.int8) - np.int8(32)
+    factors = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    products = codes.reshape(-1, 16) * factors.reshape(-1, 1)
+    found, steps = _whole_steps(products.reshape(-1, 32), np.abs(factors.reshape(-1, 2)))
+    scales = steps.reshape(len(blocks), -1) * _floats(blocks, 208)
+    return _Groups(found.reshape(len(blocks), -1), scales)
+
+
+def _whole_steps(values: F32, factors: F32) -> tuple[Octets, F32]:
+    """Codes (G, 32) and steps (G,) near integers (G, 32) = code * step.
+
+    The first 16 values of a group are multiples of factors[:, 0], the others of factors[:, 1].
+    """
+    low, high = values.min(axis=1), values.max(axis=1)
+    signs = np.where(high > -low, np.float32(-1), np.float32(1))  # -128 reaches further than 127
+    values = values * signs[:, None]
+    least = np.maximum(np.maximum(high, -low) / 128, np.minimum(high, -low) / 127)
+    tried = [np.gcd(*factors.T.astype(np.int32)).astype(np.float32)]
+    with np.errstate(divide="ignore", invalid="ignore"):  # no fraction of this scale is a step
+        tried += [factor / np.floor(factor / least) for factor in factors.T]
+    best = np.full(len(values), np.inf, np.float32)
+    steps = np.ones(len(values), np.float32)
+    for step in tried:
+        fits = np.isfinite(step) & (step >= least * (1 - 1e-6)) & (step > 0)
+        usable = np.where(fits, step, np.float32(1))
+        error = values - np.rint(values / usable[:, None]) * usable[:, None]
+        squares = np.where(fits, np.einsum("gk,gk->g", error, error), np.inf)
+        better = squares < best
+        best[better], steps[better] = squares[better], usable[better]
+    codes = np.clip(np.rint(values / steps[:, None]), -128, 127) + 128
+    return codes.astype(np.uint8), steps * signs
+
+
+_KNOWN: dict[str, tuple[Packing, bool, Callable[[Octets], _Groups]]] = {
+    "Q4_0": (Packing(4, 32, "symmetric", "float16"), True, _q4_0),
+    "Q4_1": (Packing(4, 32, "affine", "float16"), True, _q4_1),
+    "Q5_0": (Packing(8, 32, "symmetric", "float16"), True, _q5_0),
+    "Q5_1": (Packing(8, 32, "affine", "float16"), True, _q5_1),
+    "Q8_0": (Packing(8, 32, "symmetric", "float16"), True, _q8_0),
+    "Q2_K": (Packing(8, 32, "symmetric", "float16"), False, _q2_k),
+    "Q3_K": (Packing(8, 128, "symmetric", "float16"), True, _q3_k),
+    "Q4_K": (Packing(4, 32, "affine", "float16"), False, _q4_k),
+    "Q5_K": (Packing(8, 32, "affine", "float16"), False, _q5_k),
+    "Q6_K": (Packing(8, 32, "symmetric", "float16"), False, _q6_k),
+}
+_TRANSCODINGS = {GGMLQuantizationType[name]: Transcoding(*one) for name, one in _KNOWN.items()}

@@ -1,0 +1,216 @@
+"""Quantized sources: what a bundle holds of them, whole or requantized."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.bundles import Rng, settings
+from support.checkpoints import Arrays, weights_of, write_folder
+from support.gguf_files import QUANTIZED, Blocks, random_blocks, write_gguf
+
+from export.pack import export_bundle
+from export.packed import PackedRows, Packing
+from export.sources.families import expected_shapes
+from export.sources.open import open_checkpoint
+from ondevice.bundle.store import WEIGHTS, Bundle
+from ondevice.errors import BundleError, StorageError
+from ondevice.operations.tensors import Extent
+from runtime.storage.weights import Weights
+
+# K types need rows of 256
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+ROUNDED = {"Q2_K", "Q4_K", "Q5_K", "Q6_K"}
+
+
+class Source(NamedTuple):
+    """A GGUF file and the blocks that its matrices were written from, in the model's row order."""
+
+    path: Path
+    blocks: dict[str, Blocks]
+
+
+def source_of(rng: Rng, folder: Path, preset: str, floats: tuple[str, ...] = ()) -> Source:
+    """Matrices of every quantized type in turn; those named in `floats` are float16."""
+    config, arrays = weights_of(f"tiny-{preset}")
+    config |= WIDE
+    arrays = {
+        name: np.resize(arrays[name], shape)
+        for name, shape in expected_shapes(config["model_type"], config).items()
+    }
+    blocks: dict[str, Blocks] = {}
+    names = [name for name, array in arrays.items() if array.ndim == 2]
+    for name in names:
+        if not name.startswith(floats or ("-",)):
+            type_ = QUANTIZED[len(blocks) % len(QUANTIZED)]
+            blocks[name] = random_blocks(rng, type_, *arrays[name].shape)
+    assert len({one.type for one in blocks.values()}) == len(QUANTIZED)
+    return Source(write_gguf(folder / "m.gguf", config, arrays, blocks=blocks), blocks)
+
+
+def part(bundle: Bundle, extent: Extent) -> np.ndarray:
+    dtype = np.dtype(extent.dtype)
+    data = np.memmap(bundle.path / WEIGHTS, np.uint8, "r")[extent.offset :][: extent.nbytes]
+    return np.array(data).view(dtype).reshape(extent.shape)
+
+
+def values_of(bundle: Bundle, name: str) -> np.ndarray:
+    """What a bundle's matrix stands for, by the words of its format."""
+    matrix = bundle.manifest.matrices[name]
+    scales = part(bundle, matrix.scales)
+    biases = None if matrix.biases is None else part(bundle, matrix.biases)
+    packing = Packing(
+        matrix.bits,
+        matrix.group_size,
+        matrix.layout,
+        "float16" if scales.dtype == np.float16 else "float32",
+    )
+    return PackedRows(part(bundle, matrix.packed), scales, biases).values(packing)
+
+
+@pytest.mark.parametrize("preset", ["llama", "gemma3", "qwen2"])
+def test_a_gguf_keeps_its_values(rng: Rng, tmp_path: Path, preset: str) -> None:
+    source = source_of(rng, tmp_path, preset)
+    bundle = export_bundle(settings(source.path, tmp_path / "bundle"))
+    bundle.verify()
+    assert len(bundle.manifest.matrices) == len(source.blocks)
+    for name, blocks in source.blocks.items():
+        matrix = bundle.manifest.matrices[name.removesuffix(".weight")]
+        found, expected = values_of(bundle, name.removesuffix(".weight")), blocks.values
+        if blocks.type.name not in ROUNDED:
+            np.testing.assert_array_equal(found, expected)
+            assert matrix.error == {}
+            continue
+        error = np.square(found - expected, dtype=np.float64).sum()
+        size = np.square(expected, dtype=np.float64).sum()
+        assert 0 < matrix.error["relative_rms"] < 8e-3
+        assert matrix.error["relative_rms"] == pytest.approx(np.sqrt(error / size), rel=1e-6)
+        assert matrix.error["max"] == np.abs(found - expected).max()
+    kept = bundle.manifest.provenance["transcoded"]
+    assert sum(kept.values()) == len(source.blocks)
+    assert kept["4 bits, affine groups of 32, float16 scales"] > 0
+
+
+def test_the_runtime_reads_the_same_values(rng: Rng, tmp_path: Path) -> None:
+    """Rows that it reads in tiles, and rows that it looks up, of every type."""
+    source = source_of(rng, tmp_path, "llama")
+    bundle = export_bundle(settings(source.path, tmp_path / "bundle"))
+    weights = Weights(bundle)
+    for name in bundle.manifest.matrices:
+        matrix = bundle.manifest.matrices[name]
+        expected = values_of(bundle, name)
+        chosen = rng.integers(0, matrix.rows, 9)
+        for tile, rows in (
+            (weights.tile(matrix, 5, 21), expected[5:21]),
+            (weights.gather(matrix, chosen), expected[chosen]),
+        ):
+            found = mx.dequantize(
+                tile.words,
+                tile.scales,
+                tile.biases(matrix.bits),
+                group_size=matrix.group_size,
+                bits=matrix.bits,
+            )
+            size = np.abs(expected).max() + np.abs(np.array(tile.scales)).max() * 256
+            np.testing.assert_allclose(np.array(found), rows, atol=1e-6 * size)
+
+
+def test_what_a_gguf_holds_as_floats_is_quantized(rng: Rng, tmp_path: Path) -> None:
+    source = source_of(rng, tmp_path, "llama", ("model.embed_tokens", "model.layers.0.mlp"))
+    bundle = export_bundle(settings(source.path, tmp_path / "bundle"))
+    with open_checkpoint(str(source.path)) as read:
+        for name, matrix in bundle.manifest.matrices.items():
+            tensor = f"{name}.weight"
+            if tensor in source.blocks:
+                assert matrix.group_size in (32, 128)
+                continue
+            assert read.prequantized(tensor) is None
+            with pytest.raises(BundleError, match="is not quantized"):
+                read.packed_rows(tensor, 0, 1)
+            assert (matrix.bits, matrix.group_size) == (4, 64)
+            assert 0.03 < matrix.error["relative_rms"] < 0.12
+
+
+@pytest.mark.parametrize(
+    ("more", "linear", "embedding"),
+    [
+        ({"bits": 8}, (8, 64), None),
+        ({"embedding_bits": 4, "group_size": 128}, None, (4, 128)),
+        ({"bits": 4, "embedding_bits": 8, "group_size": 32}, (4, 32), (8, 32)),
+    ],
+)
+def test_bits_that_are_asked_for_requantize(
+    rng: Rng,
+    tmp_path: Path,
+    more: dict[str, Any],
+    linear: tuple[int, int] | None,
+    embedding: tuple[int, int] | None,
+) -> None:
+    source = source_of(rng, tmp_path, "qwen2")
+    bundle = export_bundle(settings(source.path, tmp_path / "bundle", **more))
+    with open_checkpoint(str(source.path)) as read:
+        for name, matrix in bundle.manifest.matrices.items():
+            wanted = linear if ".layers." in name else embedding
+            kept = read.prequantized(f"{name}.weight")
+            assert kept is not None
+            found = (matrix.bits, matrix.group_size)
+            assert found == (wanted or (kept.bits, kept.group_size))
+            assert (matrix.layout == "symmetric") or wanted is None
+            if wanted is not None:
+                expected = source.blocks[f"{name}.weight"].values
+                error = np.abs(values_of(bundle, name) - expected).max()
+                assert matrix.error["max"] == pytest.approx(error, rel=1e-5)
+
+
+def mlx_folder(folder: Path, bits: int) -> tuple[Path, Arrays]:
+    """tiny-qwen3 as MLX quantizes it, and the values of its matrices."""
+    config, arrays = weights_of("tiny-qwen3")
+    config["quantization"] = {"group_size": 64, "bits": bits}
+    stored: dict[str, Any] = {}
+    values: Arrays = {}
+    for name, array in arrays.items():
+        if array.ndim == 1:
+            stored[name] = array
+            continue
+        parts = mx.quantize(mx.array(array), group_size=64, bits=bits)
+        base = name.removesuffix(".weight")
+        stored |= dict(zip((name, f"{base}.scales", f"{base}.biases"), parts, strict=True))
+        values[base] = np.array(mx.dequantize(*parts, group_size=64, bits=bits))
+    return write_folder(folder, config, stored), values
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_an_mlx_checkpoint_keeps_its_values(tmp_path: Path, bits: int) -> None:
+    folder, values = mlx_folder(tmp_path / "checkpoint", bits)
+    bundle = export_bundle(settings(folder, tmp_path / "bundle"))
+    bundle.verify()
+    assert set(bundle.manifest.matrices) == set(values)
+    for name, expected in values.items():
+        matrix = bundle.manifest.matrices[name]
+        assert (matrix.bits, matrix.layout) == (4 if bits <= 4 else 8, "affine")
+        assert matrix.error == {}
+        np.testing.assert_allclose(values_of(bundle, name), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("more", [{}, {"bits": 4}, {"bits": 8, "embedding_bits": 8}])
+def test_the_space_that_is_asked_for_is_what_the_weights_take(
+    rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    source = source_of(rng, tmp_path, "llama")
+    bundle = export_bundle(settings(source.path, tmp_path / "bundle", **more))
+    matrices = sum(one.nbytes for one in bundle.manifest.matrices.values())
+    vectors = sum(one.nbytes for one in bundle.manifest.vectors.values())
+    usage = type(shutil.disk_usage("/"))
+
+    def export(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free, 0, free))
+        export_bundle(settings(source.path, tmp_path / f"with {free}", **more))
+
+    with pytest.raises(StorageError, match=re.escape("MB are free")):
+        export(matrices + vectors - 1)
+    export(matrices + vectors)
