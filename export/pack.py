@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ from ondevice.config.export import ExportConfig
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import fsync_path, sha256_file, storage_errors
 from ondevice.operations.elementwise import graph_key
-from ondevice.operations.tensors import Extent, Graph, Matrix
+from ondevice.operations.tensors import FLOAT_BITS, Extent, Graph, Matrix
 from ondevice.operations.values import shape_at
 
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
@@ -163,7 +164,8 @@ class _Tensors:
 
     def check_space(self, cut: Cut) -> None:
         """Raise StorageError if the disk has too little space, before anything is written."""
-        bits = self.config.bits + 16 / self.config.group_size
+        floating = self.config.bits in FLOAT_BITS.values()
+        bits = self.config.bits + (0 if floating else 16 / self.config.group_size)
         needed = int(self.total * bits / 8)
         free = shutil.disk_usage(self.writer.folder).free
         if needed > free:
@@ -179,7 +181,8 @@ class _Tensors:
             for name, shape in block_type.parameters.items():
                 self._vector(block.tensor(name), shape)
             for operation in block_type.operations:
-                bits = self.config.bits if operation.adaptable else self.config.embedding_bits
+                linear = operation.adaptable
+                bits = self.config.bits if linear else self.config.least_embedding_bits
                 vectors = operation.vectors(block.tensor)
                 for name in operation.matrices(block.tensor):
                     self._matrix(name, bits)
@@ -203,6 +206,9 @@ class _Tensors:
         ready = self.checkpoint.prequantized(tensor)
         if ready is not None:
             self.matrices[name] = self._copied(name, rows, columns, ready.bits, ready.group_size)
+            return
+        if bits in FLOAT_BITS.values():
+            self.matrices[name] = self._floats(name, rows, columns, bits)
             return
         group = self.config.group_size
         if columns % group:
@@ -245,6 +251,49 @@ class _Tensors:
         self.matrices[name] = Matrix(
             rows, columns, bits, group, "symmetric", words, steps, None, error
         )
+
+    def _floats(self, name: str, rows: int, columns: int, bits: int) -> Matrix:
+        """Write a matrix in floating point."""
+        tensor = f"{name}.weight"
+        dtype = "float32" if bits == 32 else self._short_type(tensor, rows, columns)
+        squares = errors = peak = 0.0
+
+        def values() -> Iterator[bytes]:
+            nonlocal squares, errors, peak
+            for start, stop in self._slices(rows, columns):
+                value = self.checkpoint.rows(tensor, start, stop)
+                self._check(tensor, value, start)
+                stored = rounded(value, dtype)
+                error = value - stored.astype(np.float32)
+                if not np.isfinite(error).all():
+                    raise BundleError(
+                        f"{tensor} holds values too large for {dtype}, up to "
+                        f"{np.abs(value).max():.3g}; use --bits 32"
+                    )
+                squares += float(np.square(value, dtype=np.float64).sum())
+                errors += float(np.square(error, dtype=np.float64).sum())
+                peak = max(peak, float(np.abs(error).max()))
+                yield stored.tobytes()
+                self._advance(name, value.size)
+
+        extent = self.writer.tensor(values(), dtype, (rows, columns))
+        error = {
+            "relative_rms": math.sqrt(errors / squares) if squares else 0.0,
+            "rms": math.sqrt(errors / (rows * columns)),
+            "max": peak,
+        }
+        return Matrix(rows, columns, bits, 0, "float", extent, error=error if errors else {})
+
+    def _short_type(self, tensor: str, rows: int, columns: int) -> str:
+        """bfloat16, unless float16 holds all values exactly and bfloat16 does not."""
+        exact = dict.fromkeys(("float16", "bfloat16"), True)
+        for start, stop in self._slices(rows, columns):
+            value = self.checkpoint.rows(tensor, start, stop)
+            for dtype in exact:
+                exact[dtype] &= bool((rounded(value, dtype).astype(np.float32) == value).all())
+            if not any(exact.values()):
+                break
+        return "float16" if exact["float16"] and not exact["bfloat16"] else "bfloat16"
 
     def _copied(self, name: str, rows: int, columns: int, bits: int, group: int) -> Matrix:
         """Write a matrix that MLX has quantized already, unchanged but for float32 scales."""
@@ -293,6 +342,12 @@ class _Tensors:
     def _advance(self, name: str, values: int) -> None:
         self.done += values
         self.progress(name, self.done, self.total)
+
+
+def rounded(value: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    """The values in a stored type; those that are too large become infinite."""
+    with np.errstate(over="ignore"):
+        return value.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
 
 
 def write_graphs(

@@ -19,6 +19,7 @@ from ondevice.config.base import (
     required,
 )
 from ondevice.config.shared import DEVICES
+from ondevice.operations.tensors import FLOAT_BITS
 
 _LAYERS = Check(
     lambda text: text == "all-linear" or all(n.strip().isidentifier() for n in text.split(",")),
@@ -40,12 +41,27 @@ class ExportConfig(Config):
     output: str = output_option(MISSING, "bundle directory to write", "BUNDLE")
     force: bool = option(False, "replace a bundle that is there already")
     seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
-    bits: int = choice(4, "bits per weight of the linear layers", 4, 8, group=Group.QUANTIZATION)
+    bits: int = choice(
+        4,
+        "bits per weight of the linear layers; 16 and 32 are floating point, 16 the source's own "
+        "16-bit type if it has one and else bfloat16",
+        4,
+        8,
+        16,
+        32,
+        group=Group.QUANTIZATION,
+    )
     group_size: int = choice(
         64, "weights that share one scale", 32, 64, 128, group=Group.QUANTIZATION
     )
     embedding_bits: int = choice(
-        4, "bits per weight of the embedding and the LM head", 4, 8, group=Group.QUANTIZATION
+        4,
+        "bits per weight of the embedding and the LM head; with --bits 16 or 32 at least these",
+        4,
+        8,
+        16,
+        32,
+        group=Group.QUANTIZATION,
     )
     lora_rank: int = option(8, "rank of the adapters", COUNT, Group.LORA)
     lora_alpha: float = option(
@@ -68,6 +84,12 @@ class ExportConfig(Config):
         Group.GRAPHS,
     )
     device: str = choice("auto", "device that the graphs are for", *DEVICES, group=Group.GRAPHS)
+
+    @property
+    def least_embedding_bits(self) -> int:
+        """The bits of the embedding: a model in floating point has no quantized embedding."""
+        floating = self.bits if self.bits in FLOAT_BITS.values() else 0
+        return max(floating, self.embedding_bits)
 
     @property
     def lora_target_names(self) -> tuple[str, ...] | None:
