@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import metadata
@@ -20,17 +21,17 @@ from export.cut.graphs import ElementwiseGraph
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize, trace
 from export.original import Original
-from export.packed import Stored
+from export.packed import Packing, Stored
 from export.recipe import stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
-from export.tensors import Progress, Tensors
+from export.tensors import Tensors
 from ondevice import __version__
 from ondevice.bundle.float_manifest import float_tables
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from ondevice.config.export import ExportConfig
-from ondevice.engine import Engine
+from ondevice.engine import Engine, Progress
 from ondevice.errors import StorageError, UsageError
 from ondevice.files import fsync_path, sha256_file, storage_errors
 from ondevice.operations.elementwise import graph_key
@@ -97,7 +98,12 @@ def _export(
     }
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     matrices, vectors, nbytes = float_tables(
-        {name: shapes.pop(f"{name}.weight") for name in stored}, shapes
+        {name: tensors.shape(name) for name in stored},
+        {
+            name: shape
+            for name, shape in shapes.items()
+            if name.removesuffix(".weight") not in stored
+        },
     )
     source = Manifest(
         mlx_version=metadata.version("mlx"),
@@ -124,6 +130,7 @@ def _export(
         tensors.write(cut)
     else:
         provenance["calibration"] = original.calibrate(tensors, cut)
+    provenance["transcoded"] = _transcoded(tensors)
     nbytes, digest = writer.finish_weights()
     manifest = msgspec.structs.replace(
         source,
@@ -141,6 +148,15 @@ def _export(
 def _lora(config: ExportConfig, cut: Cut) -> dict[str, Any]:
     targets = _lora_targets(config, cut)
     return {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets}
+
+
+def _transcoded(tensors: Tensors) -> dict[str, int]:
+    """How many matrices keep the values of a quantized checkpoint, by how they are stored."""
+    return Counter(
+        f"{one.bits} bits, {one.layout} groups of {one.group_size}, {one.scale_dtype} scales"
+        for name, one in tensors.stored.items()
+        if isinstance(one, Packing) and not tensors.is_quantized(name)
+    )
 
 
 def _check_space(

@@ -48,10 +48,11 @@ class Plain:
     def bits_per_weight(self) -> float:
         return self.bits
 
-    def bytes_of(self, values: F32) -> bytes:
-        """The stored bytes of values; those beyond the type's range become infinite."""
+    def rounded(self, values: F32) -> npt.NDArray[Any]:
+        """The values in the stored type; those that are too large become infinite."""
         dtype = ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
-        return values.astype(dtype).tobytes()
+        with np.errstate(over="ignore"):
+            return values.astype(dtype, copy=False)
 
 
 Stored = Packing | Plain

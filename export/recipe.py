@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from export.cut.model import Cut
 from export.packed import Packing, Plain, Stored
-from export.sources.source import Checkpoint
+from export.sources.source import Checkpoint, slices
 from ondevice.config.export import ExportConfig
 from ondevice.errors import UsageError
 
@@ -66,9 +69,10 @@ def stored_forms(config: ExportConfig, checkpoint: Checkpoint, cut: Cut) -> dict
 def _form(
     config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | str | None
 ) -> Stored:
-    if asked in (16, 32):
-        dtype = checkpoint.float_type(f"{use.name}.weight") if asked == 16 else "float32"
-        return Plain("bfloat16" if dtype == "float32" and asked == 16 else dtype)
+    if asked == 32:
+        return Plain("float32")
+    if asked == 16:
+        return _short_form(checkpoint, f"{use.name}.weight")
     bits = 4 if asked in (None, "auto") else int(asked)
     if use.name.split(".")[-1] in config.eight_bit_names:
         bits = 8
@@ -80,7 +84,20 @@ def _form(
             f"{use.name} has {columns} columns, which --group-size {group} does not divide; "
             f"use {' or '.join(fitting) or 'another model'}"
         )
-    return Packing(bits, group, "symmetric" if bits == 8 else config.layout, "float16")
+    symmetric = bits == 8 or config.layout == "symmetric"
+    layout: Literal["symmetric", "affine"] = "symmetric" if symmetric else "affine"
+    return Packing(bits, group, layout, "float16")
+
+
+def _short_form(checkpoint: Checkpoint, tensor: str) -> Plain:
+    """bfloat16, unless float16 holds all values exactly and bfloat16 does not."""
+    forms = {Plain("float16"), Plain("bfloat16")}
+    for start, stop in slices(*checkpoint.shape(tensor)):
+        values = checkpoint.rows(tensor, start, stop)
+        forms = {f for f in forms if (f.rounded(values).astype(np.float32) == values).all()}
+        if not forms:
+            break
+    return Plain("float16") if forms == {Plain("float16")} else Plain("bfloat16")
 
 
 def stored_bytes(checkpoint: Checkpoint, stored: Mapping[str, Stored]) -> int:
@@ -91,10 +108,3 @@ def stored_bytes(checkpoint: Checkpoint, stored: Mapping[str, Stored]) -> int:
         form = stored.get(name.removesuffix(".weight"))
         bits += values * (32 if form is None else form.bits_per_weight)
     return math.ceil(bits / 8)
-
-
-def bits_per_weight(checkpoint: Checkpoint, stored: Mapping[str, Stored]) -> float:
-    """The mean bits of storage of a value in a matrix, with its share of scales and biases."""
-    sizes = {name: math.prod(checkpoint.shape(f"{name}.weight")) for name in stored}
-    total = sum(size * stored[name].bits_per_weight for name, size in sizes.items())
-    return total / sum(sizes.values())

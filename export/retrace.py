@@ -11,10 +11,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from export.cut.model import cut_model
-from export.pack import Progress, no_progress, set_device, write_graphs
+from export.pack import no_progress, set_device, write_graphs
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import manifest_bytes
 from ondevice.bundle.store import GRAPHS, MANIFEST, Bundle, lock_bundle, open_bundle
+from ondevice.engine import Progress
 from ondevice.errors import BundleError
 from ondevice.files import write_atomic
 from ondevice.operations.program import BlockType

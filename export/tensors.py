@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,11 @@ import numpy.typing as npt
 from export.cut.model import Cut
 from export.packed import F32, PackedRows, Packing, Plain, Stored
 from export.quantize.search import Quantized, quantize_rows
-from export.sources.source import Checkpoint
+from export.sources.source import Checkpoint, slices
 from ondevice.bundle.store import BundleWriter
+from ondevice.engine import Progress
 from ondevice.errors import BundleError
 from ondevice.operations.tensors import Extent, Matrix
-
-SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
-Progress = Callable[[str, int, int], None]  # (what is written, how much is done, of how much)
 
 
 class Tensors:
@@ -101,12 +99,13 @@ class Tensors:
         elif self.is_quantized(name):
             self.packed(name, self._rounded(name, stored))
         else:
-            self.packed(name, self._copied(name), measured=False)
+            exact = self.checkpoint.packed_exactly(f"{name}.weight")
+            self.packed(name, self._copied(name), measured=not exact)
 
-    def packed(self, name: str, slices: Iterable[Quantized], measured: bool = True) -> None:
+    def packed(self, name: str, parts: Iterable[Quantized], measured: bool = True) -> None:
         """Write a quantized matrix, given its rows slice by slice.
 
-        `measured` says whether the slices come with the errors of quantization.
+        `measured` says whether they come with the errors of quantization.
         """
         packing = self.stored[name]
         assert isinstance(packing, Packing)
@@ -117,7 +116,7 @@ class Tensors:
 
         def words() -> Iterator[bytes]:
             nonlocal squares, errors, peak
-            for one in slices:
+            for one in parts:
                 if one.overflows:
                     raise BundleError(
                         f"{name}.weight holds values too large for {packing.scale_dtype} scales: "
@@ -148,10 +147,12 @@ class Tensors:
 
     def ranges(self, name: str) -> Iterator[tuple[int, int]]:
         """The slices of rows in which a matrix is read and written."""
+        return slices(*self.shape(name))
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(R, C) of a matrix."""
         rows, columns = self.checkpoint.shape(f"{name}.weight")
-        step = max(1, SLICE_VALUES // columns)
-        for start in range(0, rows, step):
-            yield start, min(rows, start + step)
+        return rows, columns
 
     def source_rows(self, name: str, start: int, stop: int) -> F32:
         """Rows of a matrix as the checkpoint has them, checked."""
@@ -164,25 +165,53 @@ class Tensors:
             yield quantize_rows(self.source_rows(name, start, stop), packing)
 
     def _copied(self, name: str) -> Iterator[Quantized]:
+        """The matrix as the checkpoint packs it, with the errors where that is not exact."""
         tensor = f"{name}.weight"
+        is_exact = self.checkpoint.packed_exactly(tensor)
+        packing = self.stored[name]
+        assert isinstance(packing, Packing)
         for start, stop in self.ranges(name):
             rows = self.checkpoint.packed_rows(tensor, start, stop)
             for numbers in (rows.scales, rows.biases):
                 if numbers is not None:
                     _check(tensor, numbers, start)
-            yield Quantized(rows, 0.0, 0.0, 0.0)
+            if is_exact:
+                yield Quantized(rows, 0.0, 0.0, 0.0)
+                continue
+            values = self.checkpoint.rows(tensor, start, stop)
+            difference = rows.values(packing) - values
+            yield Quantized(
+                rows,
+                float(np.square(values, dtype=np.float64).sum()),
+                float(np.square(difference, dtype=np.float64).sum()),
+                float(np.abs(difference).max(initial=0.0)),
+            )
 
     def _plain(self, name: str, stored: Plain) -> None:
+        """Write a matrix in floating point."""
         rows, columns = self.checkpoint.shape(f"{name}.weight")
+        squares = errors = peak = 0.0
 
         def parts() -> Iterator[bytes]:
+            nonlocal squares, errors, peak
             for start, stop in self.ranges(name):
                 value = self.source_rows(name, start, stop)
-                yield stored.bytes_of(value)
+                rounded = stored.rounded(value)
+                error = value - rounded.astype(np.float32)
+                if not np.isfinite(error).all():
+                    raise BundleError(
+                        f"{name}.weight holds values too large for {stored.dtype}, up to "
+                        f"{np.abs(value).max():.3g}; use --bits 32"
+                    )
+                squares += float(np.square(value, dtype=np.float64).sum())
+                errors += float(np.square(error, dtype=np.float64).sum())
+                peak = max(peak, float(np.abs(error).max(initial=0.0)))
+                yield rounded.tobytes()
                 self._advance(name, value.size)
 
         extent = self.writer.tensor(parts(), stored.dtype, (rows, columns))
-        self.matrices[name] = Matrix(rows, columns, stored.bits, 0, "float", extent)
+        error = _errors(squares, errors, peak, rows * columns) if errors else {}
+        self.matrices[name] = Matrix(rows, columns, stored.bits, 0, "float", extent, error=error)
 
     def _advance(self, name: str, values: int) -> None:
         self._done += values

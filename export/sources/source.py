@@ -7,6 +7,7 @@ shapes that its configuration implies. Reading rows takes no more memory than th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from export.packed import PackedRows, Packing
 from ondevice.errors import BundleError
 
 F32 = npt.NDArray[np.float32]
+
+SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
 
 
 class Checkpoint(ABC):
@@ -92,6 +95,13 @@ class Checkpoint(ABC):
         if not 0 <= start <= stop <= shape[0]:
             raise ValueError(f"rows {start}:{stop} of {name}, which has {shape[0]}")
         return shape
+
+
+def slices(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """The (start, stop) of slices of rows that are read at a time."""
+    step = max(1, SLICE_VALUES // columns)
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
 
 
 def check_tensors(

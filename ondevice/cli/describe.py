@@ -58,6 +58,7 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
                 "bits": x.bits,
                 "group_size": x.group_size,
                 "layout": x.layout,
+                "dtype": x.packed.dtype,
                 "nbytes": x.nbytes,
                 "error": x.error,
             }
@@ -99,8 +100,8 @@ def describe_bundle(bundle: Bundle) -> str:
         (
             name,
             f"{x.rows}x{x.columns}",
-            str(x.bits),
-            str(x.group_size or "-"),
+            x.packed.dtype if x.is_float else str(x.bits),
+            "-" if x.is_float else str(x.group_size),
             format_bytes(x.nbytes),
             _error(x),
         )

@@ -81,6 +81,82 @@ def test_settings_that_do_not_fit_name_the_way_out(
     assert listing(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "bits", "stored"),
+    [
+        ("float32", 32, "float32"),
+        ("bfloat16", 32, "float32"),
+        ("float32", 16, "bfloat16"),
+        ("bfloat16", 16, "bfloat16"),
+        ("float16", 16, "float16"),
+    ],
+)
+def test_a_model_in_floating_point_has_the_values_of_its_checkpoint(
+    tmp_path: Path, source: str, bits: int, stored: str
+) -> None:
+    config, arrays = weights_of("tiny-llama")
+    typed = {name: mx.array(a).astype(getattr(mx, source)) for name, a in arrays.items()}
+    folder = write_folder(tmp_path / "checkpoint", config, typed)
+    made = export_bundle(settings(folder, tmp_path / "out", bits=bits))
+    made.verify()
+    blob = (made.path / WEIGHTS).read_bytes()
+    for name, matrix in made.manifest.matrices.items():
+        assert (matrix.layout, matrix.bits, matrix.packed.dtype) == ("float", bits, stored)
+        expected = typed[f"{name}.weight"]
+        nearest = expected.astype(getattr(mx, stored))
+        words = nearest.view(mx.uint16) if stored == "bfloat16" else nearest
+        place = matrix.packed
+        assert blob[place.offset : place.offset + place.nbytes] == np.array(words).tobytes()
+        lost = np.array((expected - nearest).astype(mx.float32), np.float64)
+        if not lost.any():
+            assert matrix.error == {}
+            continue
+        norm = np.linalg.norm(np.array(expected, np.float64))
+        assert matrix.error["relative_rms"] == pytest.approx(np.linalg.norm(lost) / norm)
+        assert matrix.error["rms"] == pytest.approx(np.sqrt(np.square(lost).mean()))
+        assert matrix.error["max"] == pytest.approx(np.abs(lost).max())
+    assert all(matrix.error for matrix in made.manifest.matrices.values()) == (
+        (source, bits) == ("float32", 16)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "embedding", "expected"), [(16, 4, 16), (16, 32, 32), (8, 16, 16)]
+)
+def test_a_model_in_floating_point_has_no_quantized_embedding(
+    tmp_path: Path, bits: int, embedding: int, expected: int
+) -> None:
+    given = settings("random:tiny-llama", tmp_path / "out", bits=bits, embedding_bits=embedding)
+    found = {name: m.bits for name, m in export_bundle(given).manifest.matrices.items()}
+    assert found.pop("model.embed_tokens") == found.pop("lm_head") == expected
+    assert set(found.values()) == {bits}
+
+
+def test_float16_is_taken_only_where_it_holds_every_value(
+    tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "SLICE_VALUES", 1000)
+    config, arrays = weights_of("tiny-llama")
+    typed = {name: a.astype(np.float16).astype(np.float32) for name, a in arrays.items()}
+    large, name = 1e6, "model.layers.0.mlp.up_proj"
+    flat = typed[f"{name}.weight"].reshape(-1)
+    flat[int(rng.integers(flat.size))] = large
+    folder = write_folder(tmp_path / "checkpoint", config, typed)
+    matrices = export_bundle(settings(folder, tmp_path / "out", bits=16)).manifest.matrices
+    assert matrices.pop(name).packed.dtype == "bfloat16"
+    assert {matrix.packed.dtype for matrix in matrices.values()} == {"float16"}
+
+
+def test_values_beyond_a_type_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    arrays[name][3, 5] = np.finfo(np.float32).max
+    folder = write_folder(tmp_path / "checkpoint", config, arrays)
+    with pytest.raises(BundleError, match=rf"{name} .*too large for bfloat16.*--bits 32"):
+        export_bundle(settings(folder, tmp_path / "out", bits=16))
+    assert export_bundle(settings(folder, tmp_path / "out", bits=32)).manifest
+
+
 def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
     if mx.is_available(mx.gpu):
         assert pack.set_device("gpu") == "gpu"

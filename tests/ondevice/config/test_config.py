@@ -116,7 +116,7 @@ def test_every_problem_is_listed_at_once() -> None:
     ("key", "value"),
     [
         ("bits", 3),
-        ("embedding_bits", 16),
+        ("embedding_bits", 12),
         ("group_size", 48),
         ("lora_rank", 0),
         ("lora_alpha", 0.0),
