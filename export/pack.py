@@ -60,6 +60,8 @@ def export_bundle(
         StorageError: the disk is full; nothing is left behind.
         UsageError: the destination exists, or the settings do not suit the model.
     """
+    if engine is None and (config.calibrate is not None or config.bits == "auto"):
+        raise ValueError("calibration and --bits auto run the model, which takes an engine")
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:
         with BundleWriter(Path(config.output), config.force) as writer:
@@ -126,6 +128,8 @@ def _export(
     )
     running = None if engine is None else engine(writer.place)
     original = Original(Bundle(writer.folder, source), checkpoint, running, config)
+    if config.bits == "auto":
+        provenance["bits"] = original.choose_bits(tensors)
     if config.calibrate is None:
         tensors.write(cut)
     else:

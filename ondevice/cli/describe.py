@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.operations.program import BlockType
 from ondevice.operations.tensors import Matrix
@@ -64,6 +67,8 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
             }
             for name, x in m.matrices.items()
         },
+        "bits_per_weight": m.bits_per_weight,
+        "quality": msgspec.to_builtins(m.quality),
         "files": sorted(m.files),
         "provenance": m.provenance,
     }
@@ -89,6 +94,7 @@ def describe_bundle(bundle: Bundle) -> str:
         f"{', '.join(map(str, m.buckets))} on {m.device}, MLX {m.mlx_version}",
         f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
         f"from: {m.provenance.get('name', '?')} ({m.provenance.get('kind', '?')})",
+        f"quality: {_quality(m)}",
         "",
     ]
     for name, block_type in m.block_types.items():
@@ -108,6 +114,20 @@ def describe_bundle(bundle: Bundle) -> str:
         for name, x in m.matrices.items()
     ]
     return "\n".join([*lines, _table(rows)])
+
+
+def _quality(manifest: Manifest) -> str:
+    """Bits per weight, how they were calibrated, and what the model has lost."""
+    calibration = manifest.provenance.get("calibration")
+    how = (
+        f", calibrated on {calibration['tokens']} tokens of {calibration['data']}"
+        if calibration
+        else ""
+    )
+    quality = manifest.quality
+    lost = "not measured" if quality is None else quality.describe()
+    warning = "" if quality is None or not quality.is_hurt else f"\nwarning: {quality.warning()}"
+    return f"{manifest.bits_per_weight:.2f} bits per weight{how}; {lost}{warning}"
 
 
 def _targets(lora: dict[str, Any]) -> str:
