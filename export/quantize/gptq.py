@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from export.packed import F32, PackedRows, Packing, pack_codes
 from export.quantize.gram import Gram
-from export.quantize.search import Floats, Quantized, fit_rows
+from export.quantize.search import CHUNK_VALUES, Floats, Quantized, fit_rows
 from ondevice.errors import DataError
 
 DAMPING_LIMIT = 1.0  # of the mean diagonal
@@ -83,6 +83,22 @@ def prepare(gram: Gram, damping: float = 0.01) -> Factor:
         chunks.append(Chunk(order + start, block, weight))
         used = max(used, own)
     return Factor(gram.columns, tuple(chunks), used)
+
+
+def gptq_bytes(rows: int, columns: int, block: int, packing: Packing, threads: int = 2) -> int:
+    """What `gptq` takes on top of its rows and the factor, with its result."""
+    tile, width = min(rows, TILE_ROWS), min(columns, block)
+    numbers = 2 if packing.layout == "affine" else 1
+    groups = numbers * rows * (columns // packing.group_size)
+    working = tile * (9 * width + 8 * BLOCK + 16 * columns // packing.group_size * numbers)
+    searched = 16 * min(CHUNK_VALUES, rows * columns)
+    packed = rows * columns * packing.bits // 8
+    return (
+        rows * columns
+        + 2 * groups * np.dtype(packing.scale_dtype).itemsize
+        + max(threads * max(working, searched), 3 * packed)
+        + (1 << 18)
+    )
 
 
 def _tiles(n: int) -> list[slice]:
