@@ -29,8 +29,8 @@ class Matrix(Record, frozen=True):
 
     Row r holds `columns` unsigned integers of `bits` bits, lowest bits first in uint32 words;
     value = scale * q + bias per group of `group_size` columns. `symmetric` stores no biases:
-    bias = -2**(bits-1) * scale. `error` is what quantizing did to the values: `relative_rms`, `rms`
-    and `max`, or nothing where the checkpoint was quantized already.
+    bias = -2**(bits-1) * scale. `error` is what storing them did to the checkpoint's values:
+    `relative_rms`, `rms` and `max`, or nothing where they are the same.
     """
 
     rows: int
