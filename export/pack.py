@@ -134,7 +134,8 @@ def _export(
         tensors.write(cut)
     else:
         provenance["calibration"] = original.calibrate(tensors, cut)
-    provenance["transcoded"] = _transcoded(tensors)
+    if transcoded := _transcoded(tensors):
+        provenance["transcoded"] = transcoded
     nbytes, digest = writer.finish_weights()
     manifest = msgspec.structs.replace(
         source,

@@ -135,7 +135,7 @@ def test_a_model_in_floating_point_has_no_quantized_embedding(
 def test_float16_is_taken_only_where_it_holds_every_value(
     tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "SLICE_VALUES", 1000)
+    monkeypatch.setattr(source, "SLICE_VALUES", 1000)
     config, arrays = weights_of("tiny-llama")
     typed = {name: a.astype(np.float16).astype(np.float32) for name, a in arrays.items()}
     large, name = 1e6, "model.layers.0.mlp.up_proj"

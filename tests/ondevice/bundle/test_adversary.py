@@ -51,7 +51,7 @@ LIES = [
     (f"{FIRST}/bits", 8),
     (f"{FIRST}/group_size", 0),
     (f"{FIRST}/group_size", 32),
-    (f"{FIRST}/layout", "affine"),
+    (f"{FIRST}/layout", "symmetric"),
     (f"{FIRST}/layout", ["symmetric"]),
     (f"{FIRST}/layout", "float"),
     (f"{FIRST}/scales", None),
