@@ -112,12 +112,12 @@ class ExportEngine:
             RowPass(self._session(model, None, rows), rows, self.scratch, self._watch),
         )
         layers = range(1, len(model.manifest.blocks) - 1)
-        for one in passes:
+        for number, one in enumerate(passes):
             one.embed()
             for index in layers:
                 for _ in one.layer(index):
                     pass
-                self.progress("comparing", 0, 0)
+                self.progress("comparing", number * len(layers) + index, 2 * len(layers))
         found: list[Divergence] = []
         for start in range(0, len(rows), HEAD_ROWS):
             chosen = range(start, min(len(rows), start + HEAD_ROWS))
