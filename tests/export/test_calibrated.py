@@ -53,13 +53,13 @@ def folder(tmp_path: Path) -> Path:
 def test_calibration_brings_predictions_nearer(tmp_path: Path, preset: str) -> None:
     """With tied embeddings and without, with biases and without."""
     data = {"calibrate": "random:3", "calibration_tokens": 1500, "layout": "symmetric"}
-    common = {"eight_bit": "none", "group_size": 128}
+    common = {"eight_bit": "none"}
     made = {
         "rounded": exported(f"random:{preset}", tmp_path / "rounded", **common, layout="symmetric"),
         "calibrated": exported(f"random:{preset}", tmp_path / "calibrated", **common, **data),
     }
     found = {name: divergence(bundle, f"random:{preset}") for name, bundle in made.items()}
-    assert found["calibrated"] < 0.8 * found["rounded"]
+    assert found["calibrated"] < 0.92 * found["rounded"]
     facts = made["calibrated"].manifest.provenance["calibration"]
     assert facts["data"] == "random:3" and facts["damping"] == 0.01
     assert facts["tokens"] == 32 * facts["rows"] > 1000
