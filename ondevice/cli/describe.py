@@ -152,7 +152,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
             plan["kept_bytes"],
         ),
         (
-            f"weights that stay dequantized: {counted(plan['materialized_layers'], 'layer')}",
+            f"weights that stay in float32: {counted(plan['materialized_layers'], 'layer')}",
             plan["materialized_bytes"],
         ),
         ("predicted peak", plan["predicted_peak_bytes"]),
@@ -182,9 +182,9 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
 def _tiles(plan: dict[str, Any]) -> str:
     """The tile sizes of a plan in words."""
     bucket = plan["bucket"]
-    weights = f"{plan['tile_values']} dequantized weights"
+    weights = f"{plan['tile_values']} weights in float32"
     if plan["arithmetic"] == "packed":
-        weights = "weights multiplied as they are"
+        weights = "quantized weights multiplied as they are"
     elif plan["tile_values"] >= ALL_VALUES:
         weights = "whole weight matrices"
     queries, tokens = plan["query_block"], plan["tile_tokens"]

@@ -18,6 +18,7 @@ from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, open_bundle
 from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
 from runtime.storage.weights import Weights
 from support.bundles import links
+from support.models import FAMILIES
 
 
 class Layout(NamedTuple):
@@ -41,6 +42,9 @@ FLOATS = [Layout(dtype) for dtype in FLOAT_BITS]
 MIXED = [*QUANTIZED, *FLOATS]
 LAYOUTS = {"mixed": MIXED, **{layout.name: [layout] for layout in FLOATS}}
 """What `tiny(family, layouts=NAME)` makes of a bundle: see `relaid`."""
+
+STORED = [(family, layouts) for family in FAMILIES for layouts in ("", "mixed")]
+"""Every family with its matrices as they were exported, and in all layouts in one model."""
 
 
 def relaid(bundle: Bundle, folder: Path, layouts: list[Layout]) -> Bundle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -169,6 +170,22 @@ def test_large_tiles_are_the_same_on_two_streams_and_in_any_thread(
     assert (dequantized() == values).all()
     with ThreadPoolExecutor(1) as other:
         assert (other.submit(dequantized).result() == values).all()
+
+
+@pytest.mark.parametrize(("bits", "group", "layout"), FLOATS)
+def test_of_a_float_tile_only_the_float32_values_stay(
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
+) -> None:
+    """While it is multiplied; what the file holds is freed before."""
+    weights, matrix, _ = stored(tmp_path, rng, 400, 20, bits, group, layout)
+    matrices = tiles_of(weights, matrix, "unpacked", 1 << 30, arrays)
+    gc.collect()
+    before = mx.get_active_memory()
+    tile = matrices.tile(matrix, 0, matrix.rows)
+    taken = mx.get_active_memory() - before
+    expected = 4 * matrix.rows * matrix.columns
+    assert expected <= taken < 1.1 * expected
+    assert tile.columns[0].shape == (matrix.rows, matrix.columns)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

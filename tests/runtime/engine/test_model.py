@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.layouts import MIXED, STORED, Layout
 from support.models import (
     CLOSE,
     FAMILIES,
@@ -43,6 +44,16 @@ def logits_of(model: Model, adapters: Adapters, tokens: np.ndarray) -> mx.array:
     return model.hidden(x, slice(len(tokens))) @ reference.dequantized(model.weights, head).T
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixed_model_has_every_layout(tiny: Tiny, family: str) -> None:
+    found = {
+        Layout(m.packed.dtype) if m.is_float else Layout(m.layout, m.bits, m.group_size)
+        for m in tiny(family, "mixed").manifest.matrices.values()
+    }
+    assert found == set(MIXED)
+    assert len(found) == 2 * 2 * 3 + 3
+
+
 # --- against the dense model ------------------------------------------------------------------
 
 
@@ -62,11 +73,11 @@ def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) 
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_gradients_are_autograds(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
 ) -> None:
-    bundle = tiny(family)
+    bundle = tiny(family, layouts)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     result, found = mebp(model_of(bundle, 32, arithmetic), adapters, rows, tmp_path)
     dense = reference.dense_model(bundle, adapters)
@@ -249,11 +260,11 @@ def test_gradients_are_differences_of_a_float64_loss(tiny: Tiny, rng: Rng, tmp_p
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(("family", "layouts"), [("qwen2", ""), ("gemma3", "mixed")])
 def test_results_do_not_depend_on_tiles(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
 ) -> None:
-    bundle = tiny(family)
+    bundle = tiny(family, layouts)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     tiles = {name: int(rng.integers(1, high)) for name, high in SIZES.items()}
     whole, small = (
@@ -269,12 +280,12 @@ def test_results_do_not_depend_on_tiles(
 SIZES = {"tile_values": 40_000, "query_block": 40, "chunk_rows": 400}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_keeping_is_recomputing_bit_for_bit(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str
 ) -> None:
     """What the budget buys (kept values, materialized weights) changes no bit of the result."""
-    bundle = tiny(family)
+    bundle = tiny(family, layouts)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     loss, expected = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
     layers = len(bundle.manifest.layers)

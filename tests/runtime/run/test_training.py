@@ -93,9 +93,10 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
 
 @at_length("most", 3, 10)
 def test_kills_and_the_same_bytes(
-    bundle: Path, rng: np.random.Generator, most: int, tmp_path: Path
+    tiny: Tiny, rng: np.random.Generator, most: int, tmp_path: Path
 ) -> None:
     """SIGKILL at random moments, many inside a save: the adapter is what it would have been."""
+    bundle = tiny("gemma3", "mixed", seq_lens=(16, 32), device="auto").path
     steps = 15 * most
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"steps": steps, "grad_accumulation": 2}
