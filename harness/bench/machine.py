@@ -31,7 +31,6 @@ from harness.measure.repeats import Outcome
 from harness.report.table import Table
 from ondevice.bundle.store import open_bundle
 from ondevice.methods import METHODS
-from ondevice.operations.base import materialized_bytes
 from runtime.lowering.lower import lower
 from runtime.planner.plan import Plan
 from runtime.system.heap import LONG_VALUE_BYTES
@@ -46,8 +45,6 @@ FEATURES = (
     "share",
     "share_of_logits",
     "share_of_kept",
-    "share_of_materialized",
-    "flat_beside_materialized_bytes",
 )
 Features = dict[str, float]
 
@@ -78,13 +75,10 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     lowered = lower(manifest, plan.bucket, plan.sizes, plan.arithmetic == "packed")
     tile = lowered.execution.largest_tile_bytes()
     on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
-    layers = manifest.layers[: plan.materialized_layers]
-    matrices = [matrix for block in layers for matrix in manifest.matrices_of(block)]
-    weights = sum(map(materialized_bytes, matrices))
     alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
     planned_for = msgspec.convert(summary["machine_value"], Machine)
     kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
-    fixed = plan.process_bytes + alive + int(kept) + weights
+    fixed = plan.process_bytes + alive + int(kept) + plan.materialized_bytes
     return {
         "extra_bytes": summary["peak_footprint_bytes"] - fixed,
         "features": {
@@ -92,8 +86,6 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
             "share": float(max(0, on_heap)),
             "share_of_logits": float(4 * plan.bucket * plan.chunk_rows),
             "share_of_kept": kept,
-            "share_of_materialized": float(weights),
-            "flat_beside_materialized_bytes": float(weights > 0),
         },
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,
         "machine": summary["machine_value"],

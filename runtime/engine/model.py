@@ -31,8 +31,8 @@ from runtime.storage.weights import Weights
 class Model:
     """The lowered blocks of a bundle, ready to run.
 
-    The matrices that begin at the offsets `kept` stay dequantized, in `materialized`, which several
-    models (of other buckets) may share, as they share `graphs`.
+    `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
+    share it, as they share `graphs`.
     """
 
     bundle: Bundle
@@ -40,7 +40,6 @@ class Model:
     lowered: LoweredModel
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
-    kept: frozenset[int] = frozenset()
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
     @property
@@ -62,7 +61,6 @@ class Model:
             {manifest.matrices[n].packed.offset: rows for n, rows in execution.tile_rows.items()},
             self.lowered.hold,
             self.profile,
-            self.kept,
             self.materialized,
         )
 
