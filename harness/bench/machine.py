@@ -25,7 +25,7 @@ from harness.bench.benchmark import (
     measured_variant,
     megabytes,
 )
-from harness.bench.targets import PREDICTED_UNDER
+from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
 from harness.measure.command import ondevice
 from harness.measure.repeats import Outcome
 from harness.report.table import Table
@@ -99,14 +99,14 @@ def _speeds() -> dict[str, float]:
 def fit(rows: Sequence[Row]) -> Heap:
     """The heap values that best explain the measurements, none below zero.
 
-    They minimize the squared errors relative to each peak. Then the flat part is raised until 95 %
-    of the predictions are at most `PREDICTED_UNDER` below the measured peak.
+    They minimize the squared distances of the relative errors from the middle of the target.
     """
     processes = [process for process in _processes(rows) if not process["mapped"]]
     names = [n for n in FEATURES if any(process["features"][n] for process in processes)]
     peaks = np.array([process["peak_footprint_bytes"] for process in processes], float)
     table = np.array([[process["features"][name] for name in names] for process in processes])
     extra = np.array([process["extra_bytes"] for process in processes], float)
+    extra += (PREDICTED_WITHIN - PREDICTED_UNDER) / 2 * peaks
     scale = table.max(axis=0)
     found = np.zeros(len(names))
     free = list(range(len(names)))
@@ -117,8 +117,6 @@ def fit(rows: Sequence[Row]) -> Heap:
             found[free] = solved / scale[free]
             break
         free = [index for index, value in zip(free, solved, strict=True) if value >= 0]
-    short = (extra - table @ found) - PREDICTED_UNDER * peaks
-    found[0] = max(0.0, found[0] + float(np.quantile(short, 0.95)))
     fitted = {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
     fitted |= {name: int(value) for name, value in fitted.items() if name.endswith("_bytes")}
     return msgspec.structs.replace(Heap(), **fitted)

@@ -43,11 +43,11 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     The defaults were fitted on Linux x86-64 with glibc 2.36.
     """
 
-    flat_bytes: Bytes = 1_040_000
-    share: Share = 0.087
+    flat_bytes: Bytes = 1_110_000
+    share: Share = 0.057
     share_beside_mapped: Share = 0.03
-    share_of_logits: Share = 0.40
-    share_of_kept: Share = 0.02
+    share_of_logits: Share = 0.72
+    share_of_kept: Share = 0.052
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
