@@ -306,7 +306,9 @@ def planned(bundle: Bundle, bucket: int, most_tokens: int = WHOLE, layers: int =
 
 
 def session_of(bundle: Bundle, plan: Plan) -> Session:
-    return Session(bundle, plan, Weights(bundle), Graphs(bundle))
+    session = Session(bundle, plan, Weights(bundle), Graphs(bundle))
+    session.materialize()
+    return session
 
 
 def order(lowered: LoweredModel) -> list[Any]:
