@@ -82,7 +82,14 @@ def _export(
     lora = _lora(config, cut)
     stored = stored_forms(config, checkpoint, cut)
     _check_space(checkpoint, writer, stored)
-    tensors = Tensors(checkpoint, writer, stored, progress)
+    running = None if engine is None else engine(writer.place)
+
+    def written(what: str, done: int, total: int) -> None:
+        progress(what, done, total)
+        if running is not None:
+            running.check(f"while it wrote {what}")
+
+    tensors = Tensors(checkpoint, writer, stored, written)
     buckets = tuple(config.seq_lens)
     graphs = write_graphs(cut, buckets, writer.folder, GRAPHS, progress)
     files = {
@@ -126,7 +133,6 @@ def _export(
         files=files,
         provenance=provenance,
     )
-    running = None if engine is None else engine(writer.place)
     original = Original(Bundle(writer.folder, source), checkpoint, running, config)
     if config.bits == "auto":
         provenance["bits"] = original.choose_bits(tensors)

@@ -109,6 +109,15 @@ def test_a_budget_that_is_too_small_leaves_nothing(
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_an_export_that_passes_its_budget_stops(tmp_path: Path, folder: Path) -> None:
+    """The footprint is what is measured, in this process far above 5 MB."""
+    with Meter(budget_bytes=5_000_000) as meter:
+        engine = partial(ExportEngine, meter, 5_000_000, no_progress)
+        with pytest.raises(BudgetError, match="while it wrote .*> 5 MB"):
+            export_bundle(settings(folder, tmp_path / "out"), no_progress, engine)
+    assert not (tmp_path / "out").exists()
+
+
 def test_data_that_cannot_be_used_are_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DataError, match="no data at"):
         exported(folder, tmp_path / "out", calibrate=str(tmp_path / "nowhere"))
