@@ -113,7 +113,7 @@ def test_an_export_that_passes_its_budget_stops(tmp_path: Path, folder: Path) ->
     """The footprint is what is measured, in this process far above 5 MB."""
     with Meter(budget_bytes=5_000_000) as meter:
         engine = partial(ExportEngine, meter, 5_000_000, no_progress)
-        with pytest.raises(BudgetError, match="while it wrote .*> 5 MB"):
+        with pytest.raises(BudgetError, match=r"while it wrote .*> 5 MB"):
             export_bundle(settings(folder, tmp_path / "out"), no_progress, engine)
     assert not (tmp_path / "out").exists()
 

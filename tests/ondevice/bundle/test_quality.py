@@ -36,6 +36,8 @@ def test_a_loss_that_fell_is_no_excuse() -> None:
 def test_a_good_base_gives_no_warning() -> None:
     good = msgspec.structs.replace(QUALITY, divergence=HURT_NATS - 1e-6)
     assert not good.is_hurt and good.warning() == ""
+    same = msgspec.structs.replace(QUALITY, loss=4.2934)
+    assert same.describe().startswith("loss equal to the checkpoint's (4.293, 4.293), KL")
 
 
 def test_inspect_shows_it(origin: Bundle, tmp_path: Path) -> None:
