@@ -51,8 +51,9 @@ class ReadyTile:
         """A dequantized tile of zeros, evaluated, for `fill`."""
         parts = 2 if matrix.bits == 4 else 1
         columns = tuple(mx.zeros((rows, matrix.columns // parts)) for _ in range(parts))
-        groups = matrix.columns // matrix.group_size
-        shift = None if matrix.biases is None else mx.zeros((rows, groups))
+        shift = None
+        if matrix.biases is not None:
+            shift = mx.zeros((rows, matrix.columns // matrix.group_size))
         mx.eval(columns, shift)
         return cls(matrix, None, columns, shift)
 
