@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ondevice.cli.progress import step_bar, task_bar
+from ondevice.cli.progress import say, step_bar, task_bar
 from ondevice.config.base import Config, given, load
 from ondevice.errors import BundleError, UsageError
 from ondevice.units import format_bytes
+
+if TYPE_CHECKING:
+    from runtime.planner.plan import Plan
 
 C = TypeVar("C", bound=Config)
 
@@ -157,17 +160,31 @@ def _train(arguments: argparse.Namespace) -> None:
     else:
         config = _load(TrainConfig, arguments)
     _prepare()
-    from ondevice.cli.describe import describe_plan, describe_summary
+    from ondevice.cli.describe import (
+        describe_fit,
+        describe_plan,
+        describe_summary,
+        describe_validation,
+    )
     from runtime.run.events import Events
     from runtime.run.start import resume, train
 
     quiet = arguments.json
+
+    def open_with(plan: Plan) -> None:
+        facts = plan.to_json()
+        if arguments.verbose:
+            say(describe_plan(facts))
+        if not quiet:
+            say(describe_fit(facts))
+
     with task_bar("row") as evaluation, step_bar() as step:
         events = Events(
-            plan=lambda plan: None if quiet else _say(describe_plan(plan.to_json())),
-            note=_say,
+            plan=open_with,
+            note=say,
             step=step,
             evaluation=evaluation,
+            evaluated=lambda when, found: say(describe_validation(when, found)),
         )
         if config is None:
             summary = resume(arguments.resume, events, overrides.get("budget"))

@@ -120,6 +120,9 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
             help="go on with an interrupted run, with its own settings; only --budget may be "
             "given beside it",
         )
+        groups[Group.OTHER].add_argument(
+            "--verbose", action="store_true", help="print the memory plan before training starts"
+        )
     parser.set_defaults(handler=command.run, parser=parser)
 
 

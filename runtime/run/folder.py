@@ -199,8 +199,13 @@ class RunFolder:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
                 break  # the process died while it wrote this line; its step is run again
-            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-                raise BundleError(f"{self.metrics} is damaged: a line holds no step")
+            for key in ("step", "processed_tokens"):
+                if not isinstance(entry, dict) or not isinstance(entry.get(key), int):
+                    raise BundleError(
+                        f"{self.metrics} is damaged: a line holds no {key}; if another version of "
+                        "ondevice wrote it, go on with that one, or train anew from its adapter "
+                        f"(--adapter {self.path})"
+                    )
             if entry["step"] <= step:
                 kept.append(line)
                 entries.append(entry)

@@ -190,7 +190,8 @@ class Trainer:
             "step": self.done,
             "loss": loss if math.isfinite(loss) else None,
             "learning_rate": rate,
-            "tokens": result.loss.tokens,
+            "tokens": result.loss.tokens,  # that were scored
+            "processed_tokens": sum(len(row.inputs) for part in parts for row in part),
             "forward_passes": result.forward_passes,
             "seconds": seconds,
             "footprint_bytes": self.meter.now_bytes,
@@ -228,6 +229,8 @@ class Trainer:
         self.session.profile.on = self.config.profile
         self.evaluations[when] = result
         self.folder.write_json(EVALUATIONS, self.evaluations)
+        if not known:
+            self.events.evaluated(when, result)
 
     def _finish(self) -> dict[str, Any]:
         entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
@@ -258,7 +261,8 @@ class Trainer:
             "heap_reliefs": self.meter.reliefs,  # of this process
             "mlx_peak_bytes": mx.get_peak_memory(),  # of this process: what MLX had allocated
             "step_s_median": statistics.median(seconds) if seconds else None,
-            "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds) if seconds else None,
+            "tokens_per_s": self._per_second(entries, "processed_tokens"),
+            "scored_tokens_per_s": self._per_second(entries, "tokens"),
             "final_train_loss": losses[-1] if losses else None,
             "trainable_parameters": self.adapters.size,
             "eval": self.evaluations,
@@ -268,3 +272,9 @@ class Trainer:
             summary |= self.session.profile.to_json(max(1, self.done - self.first))
         self.folder.write_json(SUMMARY, summary)
         return summary
+
+    @staticmethod
+    def _per_second(entries: list[dict[str, Any]], key: str) -> float | None:
+        """A count of the steps' lines, for each second of training."""
+        seconds = sum(entry["seconds"] for entry in entries)
+        return sum(entry[key] for entry in entries) / seconds if seconds else None

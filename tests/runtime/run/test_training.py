@@ -20,6 +20,8 @@ from support.runs import COMMAND, adapter, here, ondevice, struck, train_argumen
 from support.shared import Shared
 from support.waiting import HANGS_S, wait_until
 
+from ondevice.units import format_bytes
+
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -30,7 +32,7 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     expected = {
         "method", "steps", "budget_bytes", "predicted_peak_bytes", "peak_footprint_bytes",
         "peak_rss_bytes", "step_s_median", "tokens_per_s", "final_train_loss", "eval",
-        "heap_reliefs",
+        "heap_reliefs", "scored_tokens_per_s",
     }  # fmt: skip
     assert expected <= set(summary)
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"] == 200_000_000
@@ -44,6 +46,33 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     assert json.loads((run / "plan.json").read_text())["bucket"] == 32
     again = ondevice(*train_arguments(bundle, run, 3))
     assert again.returncode == 2 and "--resume" in again.stderr
+
+
+def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
+    bundle: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 4}
+    done = ondevice(*train_arguments(bundle, run, 12, **held_out))
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert said[0].startswith("fits the budget of 200 MB: the expected peak is ")
+    smallest = json.loads((run / "plan.json").read_text())["minimum_bytes"]
+    assert said[0].endswith(f"the smallest budget that fits is {format_bytes(smallest, up=True)}")
+    starts = (
+        "before training: loss ", "step 1 of 12: loss ", "a step takes about ",
+        "after step 4: loss ", "after step 8: loss ", "step 10 of 12: loss ",
+        "step 12 of 12: loss ", "after training: loss ",
+    )  # fmt: skip
+    places = [next(i for i, line in enumerate(said) if line.startswith(one)) for one in starts]
+    assert places == sorted(places)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["processed_tokens"] == 2 * 24 >= line["tokens"] for line in lines)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens_per_s"] >= summary["scored_tokens_per_s"] > 0
+    assert "sequence bucket of" not in done.stderr
+    again = ondevice("train", "--resume", run, "--verbose")
+    assert "sequence bucket of 32 tokens, 2 rows per batch" in again.stderr
 
 
 def test_without_heap_relief_none_is_counted(bundle: Path, tmp_path: Path) -> None:
