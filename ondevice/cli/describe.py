@@ -215,6 +215,14 @@ def describe_summary(summary: dict[str, Any]) -> str:
     ]
     for when, result in summary["eval"].items():
         lines.append(describe_validation(when, result))
+    if summary["stopped"] == "patience":
+        since = counted(summary["evaluations_no_better"], "evaluation")
+        lines.append(f"stopped early: {since} in a row had no better held-out loss")
+    if summary["best"] is not None:
+        lines.append(
+            f"the run's adapter is that after step {summary['best']['step']}, whose held-out loss "
+            f"of {summary['best']['loss']:.4f} is the lowest"
+        )
     return "\n".join(lines)
 
 

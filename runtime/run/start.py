@@ -25,7 +25,7 @@ from runtime.run.budget import kept_plan, machine_for, make_plan, training
 from runtime.run.events import Events
 from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.open import Session, open_checked, open_session
-from runtime.run.trainer import Progress, Trainer
+from runtime.run.trainer import ENDS, Progress, Trainer
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
@@ -126,8 +126,8 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
         )
         if trainer.ended:
             events.note(
-                f"this run is finished, after step {done}; to train further, start another with "
-                f"--adapter {path}"
+                f"this run is finished, after step {done}: {ENDS[trainer.ended]}; to train "
+                f"further, start another with --adapter {path}"
             )
         else:
             events.note(f"resuming after step {done} of {config.steps}")

@@ -24,6 +24,7 @@ from runtime.data.rows import Rows, row_index
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Row
+from runtime.run.best import Best, best_of, no_better_since
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.events import Events
@@ -34,6 +35,13 @@ from runtime.system.backend import describe
 from runtime.system.footprint import Meter
 
 SKIPS = 10  # steps in a row without a finite loss that end a run
+ENDS = {  # why a run is over, by what `Trainer.ended` says
+    "steps": "all its steps are done",
+    "seconds": "the time of --stop-seconds has passed",
+    "loss": "its held-out loss has reached --stop-loss",
+    "rise": "its held-out loss has risen beyond --stop-rise",
+    "patience": "its held-out loss was no better for as many evaluations as --patience says",
+}
 
 
 @dataclass
@@ -87,7 +95,11 @@ class Trainer:
                 self._evaluate("before")
             self._evaluate_if_due()
             self._train()
-            if self.ended in ("loss", "rise"):  # found by an evaluation, which comes after a save
+            if self.ended in (
+                "loss",
+                "rise",
+                "patience",
+            ):  # found by an evaluation, which comes after a save
                 self._save()
             if self.eval_rows is not None and "after" not in self.evaluations:
                 self._evaluate("after")
@@ -110,7 +122,15 @@ class Trainer:
                 self._after_step()
 
     def _save(self) -> None:
-        self.folder.save(self.done, self.adapters, self.method)
+        best = self._best
+        self.folder.save(
+            self.done, self.adapters, self.method, self.config.keep, best and best.step
+        )
+
+    @property
+    def _best(self) -> Best | None:
+        """The evaluation whose state `--keep-best` keeps."""
+        return best_of(self.evaluations, self.done) if self.config.keep_best else None
 
     @property
     def _saved(self) -> str:
@@ -122,7 +142,7 @@ class Trainer:
 
     @property
     def ended(self) -> str:
-        """Why the run is over: "steps", "seconds", "loss", "rise"; empty while it is not."""
+        """Why the run is over, a key of ENDS; empty while it is not."""
         config = self.config
         if self.done >= config.steps:
             return "steps"
@@ -134,7 +154,11 @@ class Trainer:
         first = self.evaluations.get("before")
         if config.stop_rise and latest and first:
             risen = not latest["loss"] <= config.stop_rise * first["loss"]  # nor where it is nan
-            return "rise" if risen else ""
+            if risen:
+                return "rise"
+        if config.patience and latest:
+            since = no_better_since(self.evaluations, self.done, config.min_delta)
+            return "patience" if since >= config.patience else ""
         return ""
 
     def _evaluate_if_due(self) -> None:
@@ -231,6 +255,8 @@ class Trainer:
         self.folder.write_json(EVALUATIONS, self.evaluations)
         if not known:
             self.events.evaluated(when, result)
+        if (best := self._best) is not None and best.step == self.done:
+            self._save()
 
     def _finish(self) -> dict[str, Any]:
         entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
@@ -239,6 +265,9 @@ class Trainer:
                 f"{self.folder.metrics} has {len(entries)} lines for {self.done} steps; the "
                 f"adapters in {self.folder.path} are whole, their summary cannot be"
             )
+        best = self._best
+        if best is not None:
+            self.folder.publish(best.step)
         seconds = [entry["seconds"] for entry in entries]
         plan = self.session.plan
         losses = [entry["loss"] for entry in entries if entry["loss"] is not None]
@@ -266,6 +295,10 @@ class Trainer:
             "final_train_loss": losses[-1] if losses else None,
             "trainable_parameters": self.adapters.size,
             "eval": self.evaluations,
+            "best": None if best is None else best._asdict(),
+            "evaluations_no_better": no_better_since(
+                self.evaluations, self.done, self.config.min_delta
+            ),
             "machine": describe(),
         }
         if self.config.profile:

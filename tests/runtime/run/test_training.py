@@ -91,7 +91,7 @@ def test_without_heap_relief_none_is_counted(bundle: Path, tmp_path: Path) -> No
 def test_a_run_ends_where_its_loss_has_risen(bundle: Path, tmp_path: Path) -> None:
     held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 2}
     wild = train_arguments(bundle, tmp_path / "run", 50, stop_rise=1.02, **held_out)
-    done = ondevice(*wild, "--learning-rate=1", "--json")
+    done = ondevice(*wild, "--optimizer=sgd", "--learning-rate=3000", "--json")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["stopped"] == "rise" and 0 < summary["steps"] < 50
