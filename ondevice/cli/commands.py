@@ -187,7 +187,9 @@ def _train(arguments: argparse.Namespace) -> None:
             evaluated=lambda when, found: say(describe_validation(when, found)),
         )
         if config is None:
-            summary = resume(arguments.resume, events, overrides.get("budget"))
+            summary = resume(
+                arguments.resume, events, overrides.get("budget"), overrides.get("steps")
+            )
         else:
             summary = train(config, events)
     if quiet:
@@ -199,11 +201,12 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """Refuse options beside `--resume` that would contradict the run's own."""
-    odd = [f"--{name.replace('_', '-')}" for name in sorted(set(overrides) - {"budget"})]
+    own = set(overrides) - {"budget", "steps"}
+    odd = [f"--{name.replace('_', '-')}" for name in sorted(own)]
     if odd or arguments.config:
         raise UsageError(
-            "--resume takes the run's own settings, and --budget; leave out "
-            f"{', '.join(odd) or '--config'}; to train a finished run further, start another with "
+            "--resume takes the run's own settings, --budget and --steps; leave out "
+            f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )
 

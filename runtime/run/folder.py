@@ -157,6 +157,18 @@ class RunFolder:
     def _place(self, step: int) -> Path:
         return self.saves / f"step-{step:08d}"
 
+    @staticmethod
+    def step_of(place: Path) -> int:
+        """After how many steps a save was made, by its name.
+
+        Raises:
+            BundleError: it has another name.
+        """
+        number = place.name.removeprefix("step-")
+        if not (number.isascii() and number.isdecimal()):
+            raise BundleError(f"{place} is no save: its name is not step-NUMBER; remove it")
+        return int(number)
+
     def _remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
         found = sorted(self.saves.glob("step-*"))

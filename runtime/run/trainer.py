@@ -42,6 +42,7 @@ ENDS = {  # why a run is over, by what `Trainer.ended` says
     "rise": "its held-out loss has risen beyond --stop-rise",
     "patience": "its held-out loss was no better for as many evaluations as --patience says",
 }
+FOUND_BY_EVALUATION = ("loss", "rise", "patience")
 
 
 @dataclass
@@ -82,8 +83,6 @@ class Trainer:
         self.evaluations = dict(before.evaluations)
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
-        if not self.ended:  # then an evaluation "after" is of an earlier end of the run
-            self.evaluations.pop("after", None)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; returns the summary."""
@@ -91,19 +90,31 @@ class Trainer:
             self.session.profile.on = self.config.profile
             if self.config.adapter is not None and self.done == 0:
                 self._save()  # what the path holds may change before the run is resumed
+            self._go_beyond_an_end()
             if self.eval_rows is not None and "before" not in self.evaluations:
                 self._evaluate("before")
             self._evaluate_if_due()
             self._train()
-            if self.ended in (
-                "loss",
-                "rise",
-                "patience",
-            ):  # found by an evaluation, which comes after a save
+            if self.ended in FOUND_BY_EVALUATION:  # which comes after a save
                 self._save()
             if self.eval_rows is not None and "after" not in self.evaluations:
                 self._evaluate("after")
         return self._finish()
+
+    def _go_beyond_an_end(self) -> None:
+        """Take back what an earlier end of the run has written: it ends later.
+
+        Its summary goes. The evaluation that was made "after" stays, by its step.
+        """
+        if self.ended:
+            return
+        (self.folder.path / SUMMARY).unlink(missing_ok=True)
+        if "after" not in self.evaluations:
+            return
+        earlier = self.evaluations.pop("after")
+        if self.done:
+            self.evaluations.setdefault(str(self.done), earlier)
+        self.folder.write_json(EVALUATIONS, self.evaluations)
 
     def _train(self) -> None:
         with storage_errors(self.folder.metrics):
