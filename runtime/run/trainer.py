@@ -235,6 +235,8 @@ class Trainer:
         }
         if result.skipped:
             entry["skipped"] = True
+        if result.gradient_norm is not None:
+            entry["gradient_norm"] = result.gradient_norm
         return entry, result.record
 
     def _row(self, position: int) -> Row:

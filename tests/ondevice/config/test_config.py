@@ -316,7 +316,7 @@ def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
             "max_tokens is 0; it must be 1 or",
         ),
         (["retrace", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
-        (["train", "--resume", "run", "--steps", "3"], "leave out --steps"),
+        (["train", "--resume", "run", "--batch-size", "3"], "leave out --batch-size"),
         (["plan", "b", "--config", "nowhere.toml"], "cannot read --config nowhere.toml"),
     ],
 )
