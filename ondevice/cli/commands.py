@@ -264,6 +264,19 @@ def _compare(arguments: argparse.Namespace) -> None:
     print(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")
 
 
+def _report(arguments: argparse.Namespace) -> None:
+    from ondevice.config.report import ReportConfig
+
+    config = _load(ReportConfig, arguments)
+    from harness.compare.runs_page import write_page
+
+    runs = write_page([Path(run) for run in config.runs], Path(config.output))
+    if arguments.json:
+        print(json.dumps({"output": config.output, "runs": [run.name for run in runs]}))
+        return
+    print(f"the page of {', '.join(run.name for run in runs)} is {config.output}")
+
+
 def _replay(arguments: argparse.Namespace) -> None:
     from ondevice.config.replay import ReplayConfig
 
@@ -373,6 +386,13 @@ COMMANDS = (
         "The same command goes on where it was interrupted.",
         "compare.CompareConfig",
         _compare,
+    ),
+    Command(
+        "report",
+        "show one or more runs as a page of HTML",
+        "The page holds losses, footprints, times and settings, and needs no network.",
+        "report.ReportConfig",
+        _report,
     ),
     Command(
         "replay",

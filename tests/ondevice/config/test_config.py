@@ -217,7 +217,9 @@ def test_every_field_has_help_and_a_flag(cls: type[config.Config]) -> None:
     for one in fields(cls):
         assert one.metadata["help"]
         assert (
-            one.name.upper() if one.name == cls.positional else "--" + one.name.replace("_", "-")
+            one.metadata["metavar"]
+            if one.name == cls.positional
+            else "--" + one.name.replace("_", "-")
         ) in shown
         if one.default is not MISSING:
             assert getattr(cls, one.name) == one.default
