@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -17,6 +18,7 @@ from support.plans import LINUX, demand_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
+from ondevice.config.train import TrainConfig
 from ondevice.errors import DivergedError, UsageError
 from ondevice.operations.program import Block
 from runtime.engine.values import Gradients
@@ -25,7 +27,9 @@ from runtime.methods.clipping import Clipping
 from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import Optimizer
 from runtime.methods.protocol import Row
+from runtime.planner.demand import Demand
 from runtime.planner.plan import Planner, Request
+from runtime.run import budget
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]
@@ -154,3 +158,16 @@ def test_the_plan_counts_the_scratch_file_and_no_further_memory(tiny: Tiny) -> N
 def test_mezo_refuses_it(tiny: Tiny) -> None:
     with pytest.raises(UsageError, match="mezo computes none"):
         demand_of("mezo", max_grad_norm=1.0)
+
+
+def test_a_method_that_does_not_clip_is_refused(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No method may ignore the limit without a word."""
+    manifest = tiny("llama").manifest
+    config = TrainConfig(bundle="b", data="d", max_seq_length=16, max_grad_norm=0.5)
+    assert budget.training(config, manifest).demand.stores_gradients
+    other = SimpleNamespace(demand=lambda config: Demand(backward=True))
+    monkeypatch.setattr(budget, "method", lambda name: other)
+    with pytest.raises(UsageError, match=r"--max-grad-norm 0.5: mebp does not clip"):
+        budget.training(config, manifest)

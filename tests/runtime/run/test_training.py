@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import termios
 import time
 from functools import partial
 from pathlib import Path
@@ -73,6 +75,30 @@ def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
     assert "sequence bucket of" not in done.stderr
     again = ondevice("train", "--resume", run, "--verbose")
     assert "sequence bucket of 32 tokens, 2 rows per batch" in again.stderr
+
+
+def test_in_a_terminal_there_is_a_bar_below_what_is_said(bundle: Path, tmp_path: Path) -> None:
+    leader, follower = os.openpty()
+    termios.tcsetwinsize(follower, (40, 150))
+    held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 4}
+    arguments = train_arguments(bundle, tmp_path / "run", 10, **held_out)
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=follower)
+    os.close(follower)
+    parts = []
+    with contextlib.suppress(OSError), os.fdopen(leader, "rb", buffering=0) as terminal:
+        while part := terminal.read(1 << 16):  # fails where nobody writes any more
+            parts.append(part)
+    assert process.wait(timeout=HANGS_S) == 0
+    said = re.sub(r"\x1b\[[0-9]*[A-Za-z]", "", b"".join(parts).decode())
+    lines = [line.strip() for line in re.split(r"[\r\n]+", said)]
+    starts = (
+        "fits the budget of ", "before training: loss ", "a step takes about ",
+        "after step 4: loss ", "after step 8: loss ", "after training: loss ",
+    )  # fmt: skip
+    for start in starts:
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert any(line.startswith("training: ") for line in lines)
+    assert not any(re.match(r"step \d+ of", line) for line in lines)
 
 
 def test_without_heap_relief_none_is_counted(bundle: Path, tmp_path: Path) -> None:
