@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: `300MB` is 300 000 000, `1GiB` is 1 073 741 824."""
+"""Bytes and seconds as people write them: `300MB` is 300 000 000, `1GiB` is 1 073 741 824."""
 
 from __future__ import annotations
 
@@ -55,3 +55,14 @@ def format_bytes(size_bytes: int, *, up: bool = False) -> str:
     if decimals:
         number += f".{grains % 10**decimals:0{decimals}d}".rstrip("0").rstrip(".")
     return f"{number} {name}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time to about three digits: "0.25 s", "12.3 s", "4 min 05 s", "3 h 20 min"."""
+    if seconds < 99.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -87,6 +87,8 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
         rule.learning_rate = learning_rate(
             config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, step
         )
+        if config.max_grad_norm:
+            found, _ = optim.clip_grad_norm(found, config.max_grad_norm)
         rule.update(model, tree_unflatten(list(found.items())))
         mx.eval(dict(tree_flatten(model.trainable_parameters())), rule.state)
         losses.append(loss)

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ondevice.cli.progress import step_bar, task_bar
+from ondevice.cli.progress import say, step_bar, task_bar
 from ondevice.config.base import Config, given, load
 from ondevice.errors import BundleError, UsageError
 from ondevice.units import format_bytes
 
 if TYPE_CHECKING:
     from ondevice.config.evaluate import EvalConfig
+    from runtime.planner.plan import Plan
 
 C = TypeVar("C", bound=Config)
 
@@ -160,20 +161,36 @@ def _train(arguments: argparse.Namespace) -> None:
     else:
         config = _load(TrainConfig, arguments)
     _prepare()
-    from ondevice.cli.describe import describe_plan, describe_summary
+    from ondevice.cli.describe import (
+        describe_fit,
+        describe_plan,
+        describe_summary,
+        describe_validation,
+    )
     from runtime.run.events import Events
     from runtime.run.start import resume, train
 
     quiet = arguments.json
+
+    def open_with(plan: Plan) -> None:
+        facts = plan.to_json()
+        if arguments.verbose:
+            say(describe_plan(facts))
+        if not quiet:
+            say(describe_fit(facts))
+
     with task_bar("row") as evaluation, step_bar() as step:
         events = Events(
-            plan=lambda plan: None if quiet else _say(describe_plan(plan.to_json())),
-            note=_say,
+            plan=open_with,
+            note=say,
             step=step,
             evaluation=evaluation,
+            evaluated=lambda when, found: say(describe_validation(when, found)),
         )
         if config is None:
-            summary = resume(arguments.resume, events, overrides.get("budget"))
+            summary = resume(
+                arguments.resume, events, overrides.get("budget"), overrides.get("steps")
+            )
         else:
             summary = train(config, events)
     if quiet:
@@ -185,11 +202,12 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """Refuse options beside `--resume` that would contradict the run's own."""
-    odd = [f"--{name.replace('_', '-')}" for name in sorted(set(overrides) - {"budget"})]
+    own = set(overrides) - {"budget", "steps"}
+    odd = [f"--{name.replace('_', '-')}" for name in sorted(own)]
     if odd or arguments.config:
         raise UsageError(
-            "--resume takes the run's own settings, and --budget; leave out "
-            f"{', '.join(odd) or '--config'}; to train a finished run further, start another with "
+            "--resume takes the run's own settings, --budget and --steps; leave out "
+            f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )
 
@@ -277,6 +295,19 @@ def _compare(arguments: argparse.Namespace) -> None:
         print(json.dumps(report))
         return
     print(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from ondevice.config.report import ReportConfig
+
+    config = _load(ReportConfig, arguments)
+    from harness.compare.runs_page import write_page
+
+    runs = write_page([Path(run) for run in config.runs], Path(config.output))
+    if arguments.json:
+        print(json.dumps({"output": config.output, "runs": [run.name for run in runs]}))
+        return
+    print(f"the page of {', '.join(run.name for run in runs)} is {config.output}")
 
 
 def _replay(arguments: argparse.Namespace) -> None:
@@ -388,6 +419,13 @@ COMMANDS = (
         "The same command goes on where it was interrupted.",
         "compare.CompareConfig",
         _compare,
+    ),
+    Command(
+        "report",
+        "show one or more runs as a page of HTML",
+        "The page holds losses, footprints, times and settings, and needs no network.",
+        "report.ReportConfig",
+        _report,
     ),
     Command(
         "replay",

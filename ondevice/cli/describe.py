@@ -139,8 +139,17 @@ def _operations(block_type: BlockType) -> list[str]:
     return [f"  {one.describe(block_type.values)}" for one in block_type.operations]
 
 
+def describe_fit(plan: dict[str, Any]) -> str:
+    """One sentence on a plan: that it fits, its peak, and the smallest budget."""
+    return (
+        f"fits the budget of {format_bytes(plan['budget_bytes'])}: the expected peak is "
+        f"{format_bytes(plan['predicted_peak_bytes'])}, the smallest budget that fits is "
+        f"{format_bytes(plan['minimum_bytes'], up=True)}"
+    )
+
+
 def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
-    """A plan as text, for `ondevice plan`, and without the blocks for `ondevice train`."""
+    """A plan as text, for `ondevice plan`; without the blocks for `ondevice train --verbose`."""
     rows = [
         ("process and its libraries", plan["process_bytes"]),
         ("adapters of the current block", plan["adapter_bytes"]),
@@ -214,7 +223,8 @@ def describe_summary(summary: dict[str, Any]) -> str:
     if summary["steps"]:
         speed = (
             f"{summary['step_s_median']:.2f} s a step (median), "
-            f"{summary['tokens_per_s']:.0f} tokens/s over all"
+            f"{summary['tokens_per_s']:.0f} tokens/s over all "
+            f"({summary['scored_tokens_per_s']:.0f} scored)"
         )
     lines = [
         f"{summary['method']}: {summary['steps']} steps, {speed}{loss}",
@@ -224,8 +234,21 @@ def describe_summary(summary: dict[str, Any]) -> str:
         f"{format_bytes(summary['peak_rss_bytes'])})",
     ]
     for when, result in summary["eval"].items():
-        lines.append(f"{_when(when)}: {describe_evaluation(result)}")
+        lines.append(describe_validation(when, result))
+    if summary["stopped"] == "patience":
+        since = counted(summary["evaluations_no_better"], "evaluation")
+        lines.append(f"stopped early: {since} in a row had no better held-out loss")
+    if summary["best"] is not None:
+        lines.append(
+            f"the run's adapter is that after step {summary['best']['step']}, whose held-out loss "
+            f"of {summary['best']['loss']:.4f} is the lowest"
+        )
     return "\n".join(lines)
+
+
+def describe_validation(when: str, result: dict[str, Any]) -> str:
+    """An evaluation during training, in one line."""
+    return f"{_when(when)}: {describe_evaluation(result)}"
 
 
 def _when(evaluation: str) -> str:

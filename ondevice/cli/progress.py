@@ -1,14 +1,19 @@
-"""Progress bars on stderr; nothing is shown where stderr is not a terminal."""
+"""Progress on stderr: bars in a terminal, and lines of text for training steps elsewhere."""
 
 from __future__ import annotations
 
+import statistics
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ondevice.units import format_bytes
+from ondevice.units import format_bytes, format_seconds
 
+LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
+LINE_SECONDS = 60.0  # and earlier, once so many seconds of training have passed without one
+ESTIMATE_STEPS = 3  # after so many steps of a process, the time of all is estimated
 BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others count items
 
 
@@ -54,17 +59,81 @@ def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
             bar.close()
 
 
+def say(text: str) -> None:
+    """Print a line on stderr, above the bars that are shown there."""
+    _tqdm().write(text, file=sys.stderr)
+    sys.stderr.flush()
+
+
+class Steps:
+    """What is said of a process's training steps, from their lines of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []  # of every step of this process
+        self._since: list[dict[str, Any]] = []  # the steps since the last line of text
+
+    def line(self, entry: dict[str, Any], total: int) -> str:
+        """A line of text if one is due after this step; it has means since the line before it."""
+        first = not self._seconds
+        self._seconds.append(entry["seconds"])
+        self._since.append(entry)
+        seconds = sum(one["seconds"] for one in self._since)
+        due = entry["step"] % LINE_STEPS == 0 or entry["step"] == total
+        if not (first or due or seconds >= LINE_SECONDS):
+            return ""
+        losses = [one["loss"] for one in self._since if one["loss"] is not None]
+        loss = f"{statistics.fmean(losses):.4f}" if losses else "not finite"
+        processed, scored = (
+            sum(one[which] for one in self._since) / seconds
+            for which in ("processed_tokens", "tokens")
+        )
+        self._since.clear()
+        left = total - entry["step"]
+        eta = f"{format_seconds(left * self.step_s)} left" if left else "all steps done"
+        return (
+            f"step {entry['step']} of {total}: loss {loss}, learning rate "
+            f"{entry['learning_rate']:.3g}, {processed:.0f} tokens/s ({scored:.0f} scored), "
+            f"footprint {format_bytes(entry['footprint_bytes'])}, {eta}"
+        )
+
+    @property
+    def step_s(self) -> float:
+        """The seconds that a step takes; the first one is left out as soon as there are others."""
+        return statistics.median(self._seconds[1:] or self._seconds)
+
+    def estimate(self, entry: dict[str, Any], total: int) -> str:
+        """A sentence with the expected time, once after the first few steps of the process."""
+        left = total - entry["step"]
+        if len(self._seconds) != ESTIMATE_STEPS or not left:
+            return ""
+        step_s = format_seconds(self.step_s)
+        steps = "1 step" if left == 1 else f"{left} steps"
+        return (
+            f"a step takes about {step_s}: about {format_seconds(left * self.step_s)} for the "
+            f"{steps} left"
+        )
+
+
 @contextmanager
 def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
-    """Yields show(entry, steps): the bar of training steps, with loss, speed and footprint.
+    """Yields show(entry, steps): a bar of training steps, or lines where there is no terminal.
 
     `entry` is the step's line of metrics.jsonl.
     """
     tqdm = _tqdm()
 
     bars: list[Any] = []
+    steps = Steps()
 
     def show(entry: dict[str, Any], total: int) -> None:
+        line = steps.line(entry, total)
+        estimate = steps.estimate(entry, total)
+        if estimate:
+            say(estimate)
+        if not sys.stderr.isatty():
+            if line:
+                say(line)
+            return
         if not bars:
             bars.append(
                 tqdm(
@@ -73,12 +142,14 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
                     desc="training",
                     unit="step",
                     dynamic_ncols=True,
-                    disable=None,
                 )
             )
         loss = "not finite" if entry["loss"] is None else f"{entry['loss']:.3f}"
+        processed, scored = (
+            entry[key] / entry["seconds"] for key in ("processed_tokens", "tokens")
+        )
         bars[0].set_postfix_str(
-            f"loss {loss}, {entry['tokens'] / entry['seconds']:.0f} tokens/s, "
+            f"loss {loss}, {processed:.0f} tokens/s ({scored:.0f} scored), "
             f"footprint {format_bytes(entry['footprint_bytes'])}",
             refresh=False,
         )

@@ -166,7 +166,8 @@ def add_arguments(
         place = places.get(one.metadata["group"], parser)
         flags = sorted((_flag(one), *one.metadata["aliases"]), key=_is_long)
         if one.name == cls.positional:
-            parser.add_argument(one.name, nargs="?", metavar=_metavar(one), **options)
+            nargs = "*" if str(one.type).startswith("tuple") else "?"
+            parser.add_argument(one.name, nargs=nargs, metavar=_metavar(one), **options)
         elif one.type == "bool":
             place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         else:
@@ -240,6 +241,14 @@ _TYPES = {  # by annotation; `from __future__ import annotations` keeps annotati
     ),
     "float": FieldType("a number", "X", _number, float),
     "bool": FieldType("true or false", "", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": FieldType(
+        "a list of names",
+        "TEXT,TEXT,...",
+        lambda value: (
+            isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+        ),
+        lambda text: tuple(text.split(",")),
+    ),
     "tuple[int, ...]": FieldType(
         "a list of whole numbers",
         "N,N,...",

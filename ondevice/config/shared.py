@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ondevice.config.base import COUNT, FILLED, SIZE, Config, Group, choice, option, required
+from ondevice.config.base import (
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    SIZE,
+    Config,
+    Group,
+    choice,
+    option,
+    required,
+)
 from ondevice.methods import METHODS
 from ondevice.units import parse_bytes
 
@@ -80,6 +90,13 @@ class StepConfig(BundleConfig):
     )
     optimizer: str = choice(
         "adamw", "optimizer of mebp; mezo does plain SGD", "adamw", "sgd", group=Group.TRAINING
+    )
+    max_grad_norm: float = option(
+        0.0,
+        "largest norm of all gradients together, beyond which they are scaled down; 0 for no "
+        "limit; not with mezo",
+        NOT_NEGATIVE,
+        Group.TRAINING,
     )
     queries: int = option(1, "random directions averaged per step", COUNT, Group.MEZO)
     plan: str = choice(

@@ -93,6 +93,26 @@ class TrainConfig(StepConfig):
     eval_rows: int = option(
         0, "rows per evaluation; 0 for all (of random:SEED one)", NOT_NEGATIVE, Group.EVALUATION
     )
+    keep_best: bool = option(
+        False,
+        "keep the save with the lowest held-out loss, and make it the run's adapter at the end; "
+        "needs --eval-every",
+        group=Group.STOPPING,
+    )
+    keep: int = option(1, "how many of the latest saved states stay on disk", COUNT, Group.STOPPING)
+    patience: int = option(
+        0,
+        "stop after so many evaluations in a row whose held-out loss is no better; 0 for never; "
+        "needs --eval-every",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    min_delta: float = option(
+        0.0,
+        "how much lower a held-out loss must be to count as better for --patience",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
     save_every: int = option(
         50,
         "steps between saved states, from which --resume goes on; 0 to save only at the end",
@@ -123,7 +143,12 @@ class TrainConfig(StepConfig):
         super().__post_init__()
         if self.warmup_steps > self.steps:
             refuse(type(self), [f"warmup_steps {self.warmup_steps} > steps {self.steps}"])
-        unseen = [name for name in ("stop_loss", "stop_rise") if getattr(self, name)]
+        watching = ("keep_best", "patience", "stop_loss", "stop_rise")
+        unseen = [name for name in watching if getattr(self, name)]
+        problems = []
         if unseen and not self.eval_every:
             need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
-            refuse(type(self), [f"{need}: the held-out loss is measured only then"])
+            problems.append(f"{need}: the held-out loss is measured only then")
+        if self.min_delta and not self.patience:
+            problems.append("min_delta needs patience: nothing else compares with it")
+        refuse(type(self), problems)

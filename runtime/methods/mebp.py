@@ -2,7 +2,8 @@
 
 Forward block by block, keeping only each block's input; then the blocks in reverse, each
 recomputing what its backward needs. All rows of a micro-batch visit a block together, so a block's
-gradients are complete, applied and freed before the next block's backward begins.
+gradients are complete, applied and freed before the next block's backward begins. With clipping
+they go to a scratch file instead, and are applied once their norm is known.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Gradients, Loras, Values, accumulate
 from runtime.methods.adapters import Adapters
+from runtime.methods.clipping import Clipping
 from runtime.methods.optimizer import Optimizer, moments
 from runtime.methods.protocol import Models, Row, Start, StepLoss, StepResult, Update
 from runtime.planner.demand import Demand
@@ -159,10 +161,14 @@ class MeBP:
     optimizer: Optimizer
     lanes: int = 1
     kept_layers: int = 0
+    clipping: Clipping | None = None
     keeps_log: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
-        """See `Method.step`; gradients of several parts are held until the last."""
+        """See `Method.step`; gradients of several parts are held until the last.
+
+        With clipping they are held in its scratch file, until their norm is known.
+        """
         self.optimizer.begin(number, rate)
         tokens = sum(len(row.targets) for part in parts for row in part)
         held: dict[Block, Gradients] = {}
@@ -174,11 +180,14 @@ class MeBP:
         for rows in parts:
             model = self.models(max(len(row.inputs) for row in rows))
             pass_ = Backprop(model, self.adapters, self.activations, self.lanes, self.kept_layers)
-            update = self.optimizer.apply if len(parts) == 1 else hold
+            update: Update = self.optimizer.apply if len(parts) == 1 else hold
+            if self.clipping is not None:
+                update = self.clipping.store
             loss += pass_.gradients(rows, tokens, update)
         for block, gradients in held.items():
             self.optimizer.apply(block, gradients)
-        return StepResult(loss, sum(map(len, parts)))
+        norm = None if self.clipping is None else self.clipping.apply(self.optimizer)
+        return StepResult(loss, sum(map(len, parts)), gradient_norm=norm)
 
     def settle(self) -> None:
         """Does nothing: each update is applied at once, so none is pending."""
@@ -200,14 +209,16 @@ def demand(config: StepConfig) -> Demand:
         hidden_states=config.batch_size,
         lanes_in_spare_memory=config.batch_size,
         backward=True,
-        holds_gradients=config.grad_accumulation > 1,
+        holds_gradients=config.grad_accumulation > 1 and not config.max_grad_norm,
         moments=len(moments(config.optimizer)),
+        stores_gradients=bool(config.max_grad_norm),
     )
 
 
 def start(config: TrainConfig, begin: Start) -> MeBP:
     """The method at its beginning."""
     shape = begin.activation_shape
+    most = config.max_grad_norm
     return MeBP(
         begin.models,
         begin.adapters,
@@ -215,4 +226,5 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
         Optimizer(begin.adapters, config.optimizer, config.weight_decay, begin.scratch),
         begin.plan.lanes,
         begin.plan.kept_layers,
+        Clipping(begin.adapters, most, begin.scratch) if most else None,
     )

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, UsageError
 from ondevice.files import write_atomic
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
@@ -235,7 +235,15 @@ def demand(config: StepConfig) -> Demand:
     """Needs a checkpoint for each hidden state, and two perturbed copies of a block's adapters.
 
     The copies of a query are freed once its hidden states are done.
+
+    Raises:
+        UsageError: the configuration asks for gradients.
     """
+    if config.max_grad_norm:
+        raise UsageError(
+            f"--max-grad-norm {config.max_grad_norm:g} limits the norm of gradients, and mezo "
+            "computes none: it sees losses only; leave it out, and lower --learning-rate instead"
+        )
     hidden_states = _hidden_states(config)
     return Demand(
         rows=config.batch_size,

@@ -69,13 +69,15 @@ class StepResult:
 
     `loss` is that of the batch; `forward_passes` counts rows run forward for the objective (not
     recomputation); `skipped` is above 0 if nothing was learned because a loss was not finite, and
-    counts such steps in a row; `record` is the step's line in the trajectory log.
+    counts such steps in a row; `record` is the step's line in the trajectory log; `gradient_norm`
+    is that of all gradients before they were clipped, None where none are.
     """
 
     loss: StepLoss
     forward_passes: int
     skipped: int = 0
     record: list[Any] | None = None
+    gradient_norm: float | None = None
 
 
 class Update(Protocol):

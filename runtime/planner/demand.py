@@ -24,6 +24,7 @@ class Demand:
     all_adapters: whether the adapters of all blocks are in memory at once.
     trains: whether adapters are trained; then they live in a scratch file, and evaluations occur.
     moments: float32 values of optimizer state for each trained value, in a scratch file.
+    stores_gradients: whether the gradients of all layers are in a scratch file during a step.
     """
 
     rows: int = 1
@@ -38,6 +39,7 @@ class Demand:
     all_adapters: bool = False
     trains: bool = True
     moments: int = 0
+    stores_gradients: bool = False
 
 
 def lane_choices(most: int, fewest: int = 1) -> tuple[int, ...]:

@@ -349,8 +349,9 @@ class Planner:
 
 
 def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: PeakModel) -> int:
-    """Bytes of a run's scratch files: activation checkpoints, adapters, optimizer state."""
+    """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients."""
     slots = len(manifest.blocks) if demand.slots is None else demand.slots
     row_bytes = request.bucket * manifest.hidden_size * F32
     trained = model.all_adapter_bytes if demand.trains else 0
-    return slots * demand.hidden_states * row_bytes + (1 + demand.moments) * trained
+    copies = 1 + demand.moments + demand.stores_gradients
+    return slots * demand.hidden_states * row_bytes + copies * trained

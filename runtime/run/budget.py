@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.config.shared import StepConfig
-from ondevice.errors import BudgetError
+from ondevice.errors import BudgetError, UsageError
 from ondevice.units import format_bytes
 from runtime.lowering.lower import lower
 from runtime.methods.registry import method
@@ -40,8 +40,15 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
     """What this configuration of training needs.
 
     Raises:
-        UsageError: rows are longer than the bundle has graphs for.
+        UsageError: rows are longer than the bundle has graphs for, or the method does not clip
+            gradients and is asked to.
     """
+    demand = method(config.method).demand(config)
+    if config.max_grad_norm and not demand.stores_gradients:
+        raise UsageError(
+            f"--max-grad-norm {config.max_grad_norm:g}: {config.method} does not clip gradients; "
+            "leave it out"
+        )
     request = Request(
         choose_bucket(manifest, config.max_seq_length),
         config.batch_size,
@@ -50,7 +57,7 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
         config.prefetch,
         config.adapter_dtype,
     )
-    return Wanted(request, method(config.method).demand(config), config.budget_bytes)
+    return Wanted(request, demand, config.budget_bytes)
 
 
 def plan_evaluation(

@@ -2,10 +2,11 @@
 
     config.toml   plan.json   metrics.jsonl   evaluations.json   summary.json
     trajectory.jsonl   if the method logs its steps
-    adapters.safetensors, adapter_config.json   the adapter of the last save, for mlx-lm
+    adapters.safetensors, adapter_config.json   an adapter for mlx-lm, that of the last save
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
 
-A save is written beside its place, flushed, and renamed; the one before it is removed after that.
+A save is written beside its place, flushed, and renamed; older ones are removed after that. With
+`--keep-best` the save with the lowest held-out loss stays, and the adapter is its at the end.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ondevice.errors import BundleError, UsageError
 from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.paths import text_path
 from runtime.data.run_rows import TOKENS
+from runtime.methods.adapters import CONFIG as ADAPTER_CONFIG
 from runtime.methods.adapters import WEIGHTS, Adapters, Tensors
 from runtime.methods.protocol import Method
 
@@ -109,21 +111,77 @@ class RunFolder:
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
 
-    def save(self, step: int, adapters: Adapters, method: Method) -> None:
+    def save(
+        self,
+        step: int,
+        adapters: Adapters,
+        method: Method,
+        keep: int = 1,
+        best: int | None = None,
+    ) -> None:
         """Save the state after `step` steps, from which `--resume` will continue.
+
+        The latest `keep` saves stay, and that of step `best` if it is given.
 
         Raises:
             StorageError: the disk is full; the save before this one is intact.
         """
         method.settle()
         adapters.check_finite()
-        place = self.saves / f"step-{step:08d}"
+        place = self._place(step)
         if not place.exists():  # else what it holds is this state
             self._write(place, step, adapters, method)
+        self._remove_old(keep, best)
         adapters.save(self.path)
 
+    def publish(self, step: int) -> None:
+        """Make the adapter of the save of `step` the run's.
+
+        Raises:
+            BundleError: the save is gone.
+        """
+        place = self._place(step)
+        for name in (WEIGHTS, ADAPTER_CONFIG):
+            if not (place / name).exists():
+                raise BundleError(
+                    f"{place / name} is gone, which --keep-best has saved; the adapters of the "
+                    f"last step are in {self.path}"
+                )
+            temporary = self.path / f".{name}.partial"
+            with storage_errors(self.path / name):
+                shutil.copyfile(place / name, temporary)
+                fsync_path(temporary)
+                temporary.replace(self.path / name)
+        fsync_path(self.path)
+
+    def _place(self, step: int) -> Path:
+        return self.saves / f"step-{step:08d}"
+
+    @staticmethod
+    def step_of(place: Path) -> int:
+        """After how many steps a save was made, by its name.
+
+        Raises:
+            BundleError: it has another name.
+        """
+        number = place.name.removeprefix("step-")
+        if not (number.isascii() and number.isdecimal()):
+            raise BundleError(f"{place} is no save: its name is not step-NUMBER; remove it")
+        return int(number)
+
+    def _remove_old(self, keep: int, best: int | None) -> None:
+        """Remove all saves but the latest and the best; none is ever seen half removed."""
+        found = sorted(self.saves.glob("step-*"))
+        stay = {*found[-keep:], *(() if best is None else (self._place(best),))}
+        with storage_errors(self.saves):
+            for old in found:
+                if old not in stay:
+                    old.rename(old.with_name(f".{old.name}.partial"))
+            for old in self.saves.glob(".step-*.partial"):
+                shutil.rmtree(old)
+
     def _write(self, place: Path, step: int, adapters: Adapters, method: Method) -> None:
-        """Write a save under another name, rename it, and remove the save before it."""
+        """Write a save under another name, and rename it."""
         partial = self.saves / f".{place.name}.partial"
         with storage_errors(place):
             try:
@@ -145,9 +203,6 @@ class RunFolder:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             fsync_path(self.saves)
-            for old in [*self.saves.glob("step-*"), *self.saves.glob(".step-*.partial")]:
-                if old.name != place.name:
-                    shutil.rmtree(old)
 
     def evaluations(self, done: int) -> dict[str, Any]:
         """The evaluations up to the last save, by step."""
@@ -199,8 +254,13 @@ class RunFolder:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
                 break  # the process died while it wrote this line; its step is run again
-            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-                raise BundleError(f"{self.metrics} is damaged: a line holds no step")
+            for key in ("step", "processed_tokens"):
+                if not isinstance(entry, dict) or not isinstance(entry.get(key), int):
+                    raise BundleError(
+                        f"{self.metrics} is damaged: a line holds no {key}; if another version of "
+                        "ondevice wrote it, go on with that one, or train anew from its adapter "
+                        f"(--adapter {self.path})"
+                    )
             if entry["step"] <= step:
                 kept.append(line)
                 entries.append(entry)

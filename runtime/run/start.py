@@ -17,6 +17,7 @@ from ondevice.errors import BundleError, UsageError
 from ondevice.files import write_atomic
 from runtime.data.run_rows import absolute, open_run_rows
 from runtime.methods.adapters import Adapters
+from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Start
 from runtime.methods.registry import method
 from runtime.methods.trajectory import start_log, truncate_log
@@ -25,7 +26,7 @@ from runtime.run.budget import kept_plan, machine_for, make_plan, training
 from runtime.run.events import Events
 from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.open import Session, open_checked, open_session
-from runtime.run.trainer import Progress, Trainer
+from runtime.run.trainer import ENDS, Progress, Trainer
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
@@ -89,25 +90,34 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
             ).run()
 
 
-def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, Any]:
+def resume(
+    path: Path, events: Events, budget: str | None = None, steps: str | None = None
+) -> dict[str, Any]:
     """Continue the run in `path` from its last save, with its plan.
 
     A new plan is made under another `budget`, or if the plan no longer fits. Tile sizes may then
-    differ, which changes the last bits of results.
+    differ, which changes the last bits of results. With another number of `steps` in all, the
+    learning rate goes on as the schedule over that many steps says.
+
+    Raises:
+        OnDeviceError: the run cannot go on; what it has saved stays as it is.
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
-    given = {} if budget is None else {"budget": budget}
-    config = replace(load(TrainConfig, path / CONFIG, given), output=str(path))
+    given = {"budget": budget, "steps": steps}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    before = load(TrainConfig, path / CONFIG, {})
+    config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
     with folder.locked(), _meter(config) as meter:
+        save = folder.latest()
+        _check_steps(config, folder, save)
         bundle = open_checked(config.bundle)
         chosen = _plan_again(config, bundle, folder, events)
         events.plan(chosen)
         meter.aim(chosen.predicted_peak_bytes)
         rows, eval_rows = open_run_rows(config, bundle, folder.path)
         session = open_session(bundle, chosen)
-        save = folder.latest()
         if save is None:
             done, adapters = 0, _first_adapters(config, session, folder)
         else:
@@ -128,12 +138,42 @@ def resume(path: Path, events: Events, budget: str | None = None) -> dict[str, A
         )
         if trainer.ended:
             events.note(
-                f"this run is finished, after step {done}; to train further, start another with "
-                f"--adapter {path}"
+                f"this run is finished, after step {done}: {ENDS[trainer.ended]}; to train "
+                f"further, give --resume {path} --steps MORE, or start another with --adapter "
+                f"{path}"
             )
         else:
             events.note(f"resuming after step {done} of {config.steps}")
+            if (rates := _next_rates(before, config, done))[0] != rates[1]:
+                events.note(
+                    f"the learning-rate schedule is now over {config.steps} steps: the next step's "
+                    f"rate is {rates[1]:.3g}, over {before.steps} steps it would be {rates[0]:.3g}"
+                )
         return trainer.run()
+
+
+def _check_steps(config: TrainConfig, folder: RunFolder, save: Path | None) -> None:
+    """Refuse fewer steps than are done.
+
+    Raises:
+        UsageError: the save has more.
+    """
+    done = 0 if save is None else folder.step_of(save)
+    if config.steps < done:
+        raise UsageError(
+            f"--steps {config.steps} < {done}, the steps that {folder.path} has done; give more"
+        )
+
+
+def _next_rates(before: TrainConfig, now: TrainConfig, done: int) -> tuple[float, float]:
+    """The learning rate of the next step as the run was configured, and as it is now."""
+    rates = [
+        learning_rate(
+            one.learning_rate, one.lr_schedule, one.warmup_steps, one.steps, min(done, one.steps)
+        )
+        for one in (before, now)
+    ]
+    return rates[0], rates[1]
 
 
 def _this_machine(config: TrainConfig, bundle: Bundle) -> Machine:

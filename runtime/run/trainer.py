@@ -24,6 +24,7 @@ from runtime.data.rows import Rows, row_index
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Row
+from runtime.run.best import Best, best_of, no_better_since
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.events import Events
@@ -34,6 +35,14 @@ from runtime.system.backend import describe
 from runtime.system.footprint import Meter
 
 SKIPS = 10  # steps in a row without a finite loss that end a run
+ENDS = {  # why a run is over, by what `Trainer.ended` says
+    "steps": "all its steps are done",
+    "seconds": "the time of --stop-seconds has passed",
+    "loss": "its held-out loss has reached --stop-loss",
+    "rise": "its held-out loss has risen beyond --stop-rise",
+    "patience": "its held-out loss was no better for as many evaluations as --patience says",
+}
+FOUND_BY_EVALUATION = ("loss", "rise", "patience")
 
 
 @dataclass
@@ -74,8 +83,6 @@ class Trainer:
         self.evaluations = dict(before.evaluations)
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
-        if not self.ended:  # then an evaluation "after" is of an earlier end of the run
-            self.evaluations.pop("after", None)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; returns the summary."""
@@ -83,15 +90,31 @@ class Trainer:
             self.session.profile.on = self.config.profile
             if self.config.adapter is not None and self.done == 0:
                 self._save()  # what the path holds may change before the run is resumed
+            self._go_beyond_an_end()
             if self.eval_rows is not None and "before" not in self.evaluations:
                 self._evaluate("before")
             self._evaluate_if_due()
             self._train()
-            if self.ended in ("loss", "rise"):  # found by an evaluation, which comes after a save
+            if self.ended in FOUND_BY_EVALUATION:  # which comes after a save
                 self._save()
             if self.eval_rows is not None and "after" not in self.evaluations:
                 self._evaluate("after")
         return self._finish()
+
+    def _go_beyond_an_end(self) -> None:
+        """Take back what an earlier end of the run has written: it ends later.
+
+        Its summary goes. The evaluation that was made "after" stays, by its step.
+        """
+        if self.ended:
+            return
+        (self.folder.path / SUMMARY).unlink(missing_ok=True)
+        if "after" not in self.evaluations:
+            return
+        earlier = self.evaluations.pop("after")
+        if self.done:
+            self.evaluations.setdefault(str(self.done), earlier)
+        self.folder.write_json(EVALUATIONS, self.evaluations)
 
     def _train(self) -> None:
         with storage_errors(self.folder.metrics):
@@ -110,7 +133,15 @@ class Trainer:
                 self._after_step()
 
     def _save(self) -> None:
-        self.folder.save(self.done, self.adapters, self.method)
+        best = self._best
+        self.folder.save(
+            self.done, self.adapters, self.method, self.config.keep, best and best.step
+        )
+
+    @property
+    def _best(self) -> Best | None:
+        """The evaluation whose state `--keep-best` keeps."""
+        return best_of(self.evaluations, self.done) if self.config.keep_best else None
 
     @property
     def _saved(self) -> str:
@@ -122,7 +153,7 @@ class Trainer:
 
     @property
     def ended(self) -> str:
-        """Why the run is over: "steps", "seconds", "loss", "rise"; empty while it is not."""
+        """Why the run is over, a key of ENDS; empty while it is not."""
         config = self.config
         if self.done >= config.steps:
             return "steps"
@@ -134,7 +165,11 @@ class Trainer:
         first = self.evaluations.get("before")
         if config.stop_rise and latest and first:
             risen = not latest["loss"] <= config.stop_rise * first["loss"]  # nor where it is nan
-            return "rise" if risen else ""
+            if risen:
+                return "rise"
+        if config.patience and latest:
+            since = no_better_since(self.evaluations, self.done, config.min_delta)
+            return "patience" if since >= config.patience else ""
         return ""
 
     def _evaluate_if_due(self) -> None:
@@ -190,7 +225,8 @@ class Trainer:
             "step": self.done,
             "loss": loss if math.isfinite(loss) else None,
             "learning_rate": rate,
-            "tokens": result.loss.tokens,
+            "tokens": result.loss.tokens,  # that were scored
+            "processed_tokens": sum(len(row.inputs) for part in parts for row in part),
             "forward_passes": result.forward_passes,
             "seconds": seconds,
             "footprint_bytes": self.meter.now_bytes,
@@ -199,6 +235,8 @@ class Trainer:
         }
         if result.skipped:
             entry["skipped"] = True
+        if result.gradient_norm is not None:
+            entry["gradient_norm"] = result.gradient_norm
         return entry, result.record
 
     def _row(self, position: int) -> Row:
@@ -228,6 +266,10 @@ class Trainer:
         self.session.profile.on = self.config.profile
         self.evaluations[when] = result
         self.folder.write_json(EVALUATIONS, self.evaluations)
+        if not known:
+            self.events.evaluated(when, result)
+        if (best := self._best) is not None and best.step == self.done:
+            self._save()
 
     def _finish(self) -> dict[str, Any]:
         entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
@@ -236,6 +278,9 @@ class Trainer:
                 f"{self.folder.metrics} has {len(entries)} lines for {self.done} steps; the "
                 f"adapters in {self.folder.path} are whole, their summary cannot be"
             )
+        best = self._best
+        if best is not None:
+            self.folder.publish(best.step)
         seconds = [entry["seconds"] for entry in entries]
         plan = self.session.plan
         losses = [entry["loss"] for entry in entries if entry["loss"] is not None]
@@ -258,13 +303,24 @@ class Trainer:
             "heap_reliefs": self.meter.reliefs,  # of this process
             "mlx_peak_bytes": mx.get_peak_memory(),  # of this process: what MLX had allocated
             "step_s_median": statistics.median(seconds) if seconds else None,
-            "tokens_per_s": sum(e["tokens"] for e in entries) / sum(seconds) if seconds else None,
+            "tokens_per_s": self._per_second(entries, "processed_tokens"),
+            "scored_tokens_per_s": self._per_second(entries, "tokens"),
             "final_train_loss": losses[-1] if losses else None,
             "trainable_parameters": self.adapters.size,
             "eval": self.evaluations,
+            "best": None if best is None else best._asdict(),
+            "evaluations_no_better": no_better_since(
+                self.evaluations, self.done, self.config.min_delta
+            ),
             "machine": describe(),
         }
         if self.config.profile:
             summary |= self.session.profile.to_json(max(1, self.done - self.first))
         self.folder.write_json(SUMMARY, summary)
         return summary
+
+    @staticmethod
+    def _per_second(entries: list[dict[str, Any]], key: str) -> float | None:
+        """A count of the steps' lines, for each second of training."""
+        seconds = sum(entry["seconds"] for entry in entries)
+        return sum(entry[key] for entry in entries) / seconds if seconds else None

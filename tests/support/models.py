@@ -77,7 +77,11 @@ def mebp(
 def demand_of(method: str, rows: int = 1, accumulation: int = 1) -> Demand:
     """What a training method needs, by its own word."""
     config = SimpleNamespace(
-        batch_size=rows, grad_accumulation=accumulation, optimizer="adamw", queries=1
+        batch_size=rows,
+        grad_accumulation=accumulation,
+        optimizer="adamw",
+        queries=1,
+        max_grad_norm=0.0,
     )
     return implementation(method).demand(config)  # type: ignore[arg-type]
 

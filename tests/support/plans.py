@@ -39,13 +39,22 @@ class Task(NamedTuple):
 
 
 def demand_of(
-    method: str, rows: int = 1, accumulation: int = 1, queries: int = 1, optimizer: str = "adamw"
+    method: str,
+    rows: int = 1,
+    accumulation: int = 1,
+    queries: int = 1,
+    optimizer: str = "adamw",
+    max_grad_norm: float = 0.0,
 ) -> Demand:
     """What a method needs of rows in micro-batches; `EVAL` is an evaluation."""
     if method == EVAL:
         return EVALUATION
     config = SimpleNamespace(
-        batch_size=rows, grad_accumulation=accumulation, queries=queries, optimizer=optimizer
+        batch_size=rows,
+        grad_accumulation=accumulation,
+        queries=queries,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
     )
     return implementation(method).demand(config)  # type: ignore[arg-type]
 

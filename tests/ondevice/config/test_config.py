@@ -217,7 +217,9 @@ def test_every_field_has_help_and_a_flag(cls: type[config.Config]) -> None:
     for one in fields(cls):
         assert one.metadata["help"]
         assert (
-            one.name.upper() if one.name == cls.positional else "--" + one.name.replace("_", "-")
+            one.metadata["metavar"]
+            if one.name == cls.positional
+            else "--" + one.name.replace("_", "-")
         ) in shown
         if one.default is not MISSING:
             assert getattr(cls, one.name) == one.default
@@ -316,7 +318,7 @@ def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
             "max_tokens is 0; it must be 1 or",
         ),
         (["retrace", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
-        (["train", "--resume", "run", "--steps", "3"], "leave out --steps"),
+        (["train", "--resume", "run", "--batch-size", "3"], "leave out --batch-size"),
         (["plan", "b", "--config", "nowhere.toml"], "cannot read --config nowhere.toml"),
     ],
 )

@@ -1,0 +1,245 @@
+"""One page of HTML on one or more runs: their losses, footprints, times and settings, overlaid.
+
+It reads a run's own files and changes none. A run that is still being trained has a page too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.compare.curve import Curve, Point, make_curve
+from harness.report.chart import Chart, Level, Line
+from harness.report.page import page, paragraph
+from harness.report.table import Table
+from ondevice.errors import BundleError, UsageError
+from ondevice.files import write_atomic
+from ondevice.units import format_bytes, format_seconds
+
+CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"
+ENDS = {"steps": "all steps done"}  # of a summary's "stopped", where its own word says too little
+OPTIONAL = ("loss", "gradient_norm")
+NEEDED = ("step", "seconds", "learning_rate", "footprint_bytes", "peak_footprint_bytes")
+Entry = Mapping[str, Any]  # a line of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's files say; `stopped` is what ended it, empty where it has not ended."""
+
+    name: str
+    settings: Mapping[str, Any]
+    budget_bytes: int
+    entries: Sequence[Entry]
+    curve: Curve
+    stopped: str
+
+    def steps(self, value: Callable[[Entry], float | None]) -> list[tuple[float, float]]:
+        """A value of every step, without those that have none."""
+        found = [(float(entry["step"]), value(entry)) for entry in self.entries]
+        return [(step, one) for step, one in found if one is not None]
+
+    def evaluated(self, value: Callable[[Point], float]) -> list[tuple[float, float]]:
+        """A value of every evaluation."""
+        return [(float(point.step), value(point)) for point in self.curve.points]
+
+
+def write_page(paths: Sequence[Path], output: Path) -> list[Run]:
+    """Write the page of the runs in `paths`; returns what it shows.
+
+    Raises:
+        UsageError: a path holds no run, or is given twice.
+        BundleError: a run's file is damaged.
+    """
+    same = {path.resolve() for path in paths}
+    if len(same) < len(paths):
+        raise UsageError(f"a run is given twice: {', '.join(map(str, paths))}; give each once")
+    names = [path.resolve().name for path in paths]
+    runs = [
+        read_run(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
+    write_atomic(output, to_html(runs).encode())
+    return runs
+
+
+def read_run(path: Path, name: str) -> Run:
+    """The run in a folder.
+
+    Raises:
+        UsageError: there is none.
+        BundleError: one of its files is damaged.
+    """
+    if not (path / CONFIG).exists():
+        raise UsageError(f"{path} holds no run: it has no {CONFIG}; give what --output named")
+    try:
+        settings = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+        entries = _entries(path / METRICS)
+        curve = make_curve(entries, _object(path / EVALUATIONS))
+        for point in curve.points:
+            _check_numbers(EVALUATIONS, vars(point), ("loss", "accuracy"))
+        plan, summary = _object(path / PLAN), _object(path / SUMMARY)
+        _check_numbers(PLAN, plan, ("budget_bytes",))
+        stopped = summary.get("stopped", "")
+        if not isinstance(stopped, str):
+            raise ValueError(f"stopped in {SUMMARY} is {stopped!r}")
+        return Run(name, settings, plan["budget_bytes"], entries, curve, stopped)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise BundleError(f"{path} is damaged: {problem!r}") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A file's JSON object, empty where there is no file."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds no object")
+    return found
+
+
+def _entries(path: Path) -> list[Entry]:
+    """The whole lines of metrics.jsonl; a last one may be half written."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    for entry in found:
+        _check_numbers(path.name, entry, NEEDED)
+        known = [key for key in OPTIONAL if entry.get(key) is not None]
+        _check_numbers(path.name, entry, known)
+    return found
+
+
+def _check_numbers(file: str, found: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        value = found[key]
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{key} in {file} is {value!r}, not a finite number")
+
+
+def to_html(runs: Sequence[Run]) -> str:
+    """The page: an overview, charts and settings."""
+    title = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
+    charts = [chart.html() for chart in charts_of(runs) if not chart.is_empty]
+    none = [] if charts else [paragraph("No step has been trained yet.")]
+    parts = [_overview(runs).html(), *none, *charts]
+    parts += [table.html() for table in _settings(runs)]
+    return page(f"Training: {title}", parts)
+
+
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
+    """Every chart that the page may show; those of what was not measured are empty."""
+
+    def lines(
+        values: Callable[[Run], list[tuple[float, float]]], what: str = "", **look: bool
+    ) -> list[Line]:
+        return [
+            Line(f"{run.name}{what}", index, values(run), **look) for index, run in enumerate(runs)
+        ]
+
+    budgets: dict[int, Level] = {}
+    for index, run in enumerate(runs):
+        text = f"budget {format_bytes(run.budget_bytes)}"
+        level = Level(text, index, run.budget_bytes / 1e6)
+        budgets.setdefault(run.budget_bytes, level)
+    return [
+        Chart(
+            "Loss",
+            "nats per token",
+            [
+                *lines(lambda run: run.steps(lambda e: e.get("loss")), ", training", faint=True),
+                *lines(lambda run: run.evaluated(lambda p: p.loss), ", held out", marked=True),
+            ],
+        ),
+        Chart(
+            "Next-token accuracy on held-out data",
+            "%",
+            lines(lambda run: run.evaluated(lambda p: 100 * p.accuracy), marked=True),
+        ),
+        Chart(
+            "Learning rate",
+            "",
+            lines(lambda run: run.steps(lambda e: e["learning_rate"])),
+            from_zero=True,
+        ),
+        Chart(
+            "Norm of the gradients before clipping",
+            "",
+            lines(lambda run: run.steps(lambda e: e.get("gradient_norm"))),
+            from_zero=True,
+        ),
+        Chart(
+            "Footprint of the process",
+            "MB",
+            [
+                *lines(lambda run: run.steps(lambda e: e["footprint_bytes"] / 1e6), ", now"),
+                *lines(
+                    lambda run: run.steps(lambda e: e["peak_footprint_bytes"] / 1e6),
+                    ", peak so far",
+                    faint=True,
+                ),
+            ],
+            tuple(budgets.values()),
+            from_zero=True,
+        ),
+        Chart(
+            "Time per step",
+            "s",
+            lines(lambda run: run.steps(lambda e: e["seconds"])),
+            from_zero=True,
+        ),
+    ]
+
+
+def _overview(runs: Sequence[Run]) -> Table:
+    """A line for each run."""
+    head = (
+        "run", "method", "state", "steps", "last training loss", "best held-out loss",
+        "step (median)", "peak footprint", "budget",
+    )  # fmt: skip
+    return Table("Runs", [head, *map(_row, runs)], left=3)
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    seconds = [entry["seconds"] for entry in run.entries]
+    losses = [loss for _, loss in run.steps(lambda entry: entry.get("loss"))]
+    best = run.curve.best if run.curve.points else None
+    wanted = run.settings.get("steps", "?")
+    state = ENDS.get(run.stopped, f"ended by {run.stopped}") if run.stopped else "not ended"
+    return (
+        run.name,
+        str(run.settings.get("method", "?")),
+        state,
+        f"{len(run.entries)} of {wanted}",
+        f"{losses[-1]:.4f}" if losses else "-",
+        f"{best.loss:.4f} at step {best.step}" if best else "-",
+        format_seconds(statistics.median(seconds)) if seconds else "-",
+        format_bytes(run.curve.peak_bytes) if seconds else "-",
+        format_bytes(run.budget_bytes),
+    )
+
+
+def _settings(runs: Sequence[Run]) -> list[Table]:
+    """The runs' settings: those that differ, and those that are common to all."""
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    rows = {name: [_text(run.settings.get(name)) for run in runs] for name in names}
+    differ = [(name, *values) for name, values in rows.items() if len({*values}) > 1]
+    common = [(name, values[0]) for name, values in rows.items() if len({*values}) == 1]
+    tables = []
+    if differ:
+        head = ("setting", *(run.name for run in runs))
+        tables.append(Table("Settings that differ", [head, *differ], left=len(head)))
+    title = "Settings" if len(runs) == 1 else "Settings of all"
+    return [*tables, Table(title, [("setting", "value"), *common], left=2)]
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,61 @@
+"""What is said of training steps where stderr is no terminal: which lines, and what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.cli.progress import LINE_SECONDS, LINE_STEPS, Steps
+
+
+def entry(step: int, seconds: float = 2.0, loss: float | None = 1.5) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": loss,
+        "learning_rate": 3e-4,
+        "tokens": 10,
+        "processed_tokens": 48,
+        "seconds": seconds,
+        "footprint_bytes": 93_000_000,
+    }
+
+
+def lines(entries: list[dict[str, Any]], total: int) -> dict[int, str]:
+    steps = Steps()
+    told = {one["step"]: steps.line(one, total) for one in entries}
+    return {step: line for step, line in told.items() if line}
+
+
+def test_a_line_comes_first_at_each_tenth_step_and_last() -> None:
+    found = lines([entry(step) for step in range(4, 37)], 36)
+    assert list(found) == [4, LINE_STEPS, 2 * LINE_STEPS, 3 * LINE_STEPS, 36]
+    assert found[10] == (
+        "step 10 of 36: loss 1.5000, learning rate 0.0003, 24 tokens/s (5 scored), footprint "
+        "93 MB, 52.0 s left"
+    )
+    assert found[36].endswith("all steps done")
+
+
+def test_long_steps_are_told_sooner() -> None:
+    found = lines([entry(step, LINE_SECONDS / 2) for step in range(1, 9)], 9)
+    assert list(found) == [1, 3, 5, 7]
+
+
+def test_a_line_has_the_means_since_the_line_before_it() -> None:
+    losses = [9.0, 1.0, None, 3.0, *[2.0] * 6]
+    seconds = [4.0, *[2.0] * 8, 20.0]
+    entries = [entry(i + 1, seconds[i], losses[i]) for i in range(10)]
+    found = lines(entries, 99)
+    assert "loss 9.0000" in found[1] and "12 tokens/s (2 scored)" in found[1]
+    assert "loss 2.0000" in found[10] and "12 tokens/s (2 scored)" in found[10]
+    assert found[10].endswith("2 min 58 s left")  # 89 of the median step
+    assert "loss not finite" in lines([entry(1, 2.0, None)], 9)[1]
+
+
+def test_the_time_of_all_steps_is_said_once_after_the_first_few() -> None:
+    steps = Steps()
+    said = []
+    for step, seconds in enumerate([30.0, 1.0, 3.0, 5.0], 1):
+        one = entry(step, seconds)
+        steps.line(one, 63)
+        said.append(steps.estimate(one, 63))
+    assert said == ["", "", "a step takes about 2.00 s: about 2 min 00 s for the 60 steps left", ""]

@@ -1,0 +1,177 @@
+"""The best evaluation of a run: what is kept, when a run stops early, and both after kills."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.lengths import at_length
+from support.runs import adapter, here, ondevice, struck, train_arguments
+from support.shared import Shared
+
+from runtime.run.best import Best, best_of, no_better_since
+
+Rng = np.random.Generator
+STEPS = 28
+WATCHED = {
+    "eval_data": "random:5", "eval_rows": 2, "eval_every": 3, "save_every": 2, "keep": 2,
+    "learning_rate": 0.1, "lr_schedule": "constant",
+}  # fmt: skip
+
+
+def found(losses: dict[str, float]) -> dict[str, dict[str, Any]]:
+    return {when: {"loss": loss} for when, loss in losses.items()}
+
+
+def test_the_lowest_loss_is_the_best_and_the_first_of_equals() -> None:
+    losses = {"before": 3.0, "4": 2.0, "10": math.nan, "8": 2.0, "after": 2.5, "99": 1.0}
+    assert best_of(found(losses), 12) == Best(4, 2.0)
+    assert best_of(found({**losses, "after": 1.5}), 12) == Best(12, 1.5)
+    assert best_of(found({"before": 1.0, "4": 2.0}), 4) == Best(0, 1.0)
+    assert best_of(found({"before": math.nan, "4": math.inf}), 4) is None
+    assert best_of({}, 4) is None
+
+
+def slow_since(losses: list[float], min_delta: float) -> int:
+    """How many losses follow the last better one, found by trying every place for it."""
+    better = [0]
+    for place in range(1, len(losses)):
+        if losses[place] < losses[better[-1]] - min_delta:
+            better.append(place)
+    return len(losses) - 1 - better[-1]
+
+
+@at_length("draws", 50, 2000)
+def test_evaluations_that_are_no_better_are_counted(rng: Rng, draws: int) -> None:
+    for _ in range(draws):
+        losses = [round(float(x), 1) for x in rng.uniform(1, 3, int(rng.integers(1, 9)))]
+        min_delta = float(rng.choice([0.0, 0.25, 0.5]))
+        steps = ["before", *(str(7 * i) for i in range(1, len(losses)))]
+        named = found(dict(zip(steps, losses, strict=True)))
+        done = 7 * (len(losses) - 1)
+        assert no_better_since(named, done, min_delta) == slow_since(losses, min_delta)
+        if done:  # what is evaluated after the last step is no further evaluation
+            again = {**named, "after": named[str(done)]}
+            assert no_better_since(again, done, min_delta) == slow_since(losses, min_delta)
+    assert no_better_since(found({"before": 2.0, "3": math.nan, "6": math.nan}), 6, 0.0) == 2
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return read
+
+
+def steps_saved(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run / "saves").iterdir())
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_the_best_save_is_kept_and_is_the_adapter_at_the_end(
+    bundle: Path, tmp_path: Path, method: str
+) -> None:
+    run = tmp_path / "run"
+    rates = {"mebp": 0.1, "mezo": 1e-2}
+    options = {**WATCHED, "method": method, "learning_rate": rates[method]}
+    done = ondevice(*train_arguments(bundle, run, STEPS, **options), "--keep-best")
+    assert done.returncode == 0, done.stderr
+    facts = summary_of(run)
+    losses = {
+        {"before": 0, "after": STEPS}.get(when) or int(when.replace("before", "0")): one["loss"]
+        for when, one in facts["eval"].items()
+    }
+    best = min(losses, key=lambda step: (losses[step], step))
+    assert facts["best"] == {"step": best, "loss": losses[best]}
+    assert f"the run's adapter is that after step {best}, whose held-out loss of " in done.stdout
+    saves = {*(range(2, STEPS + 1, 2)), best, STEPS}
+    assert steps_saved(run) == sorted({best, *sorted(saves)[-2:]})
+    assert adapter(run) == adapter(run / "saves" / f"step-{best:08d}")
+    again = ondevice("train", "--resume", run, "--json")
+    assert json.loads(again.stdout)["best"] == facts["best"]
+    assert adapter(run) == adapter(run / "saves" / f"step-{best:08d}")
+    measured = ondevice(
+        "eval", bundle, "--data=random:5", "--eval-rows=2", "--max-seq-length=24", "--json",
+        f"--adapter={run}",
+    )  # fmt: skip
+    assert json.loads(measured.stdout)["loss"] == pytest.approx(losses[best], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def whole(bundle: Path, shared: Shared) -> Path:
+    """A run that keeps its best save and that patience may end."""
+
+    def train(path: Path) -> None:
+        done = ondevice(*train_arguments(bundle, path, STEPS, **WATCHED, patience=3), "--keep-best")
+        assert done.returncode == 0, done.stderr
+
+    return shared("a run that keeps its best save", train)
+
+
+@at_length("kills", 3, 12)
+def test_killed_and_resumed_keeps_the_same_best(
+    bundle: Path, whole: Path, rng: Rng, tmp_path: Path, kills: int
+) -> None:
+    killed = tmp_path / "killed"
+    ended = summary_of(whole)["steps"]
+    moments = [f"step {step}" for step in range(1, ended + 1)]
+    moments += [f"evaluating ({step})" for step in range(3, ended, 3)]
+    arguments = [*train_arguments(bundle, killed, STEPS, **WATCHED, patience=3), "--keep-best"]
+    for moment in rng.choice(moments, kills):
+        print(moment)
+        struck(signal.SIGKILL, str(moment), *arguments)
+        arguments = ["train", "--resume", str(killed)]
+    done = ondevice("train", "--resume", killed)
+    assert done.returncode == 0, done.stderr
+    one, other = summary_of(whole), summary_of(killed)
+    for key in ("steps", "stopped", "best", "eval", "evaluations_no_better"):
+        assert one[key] == other[key], key
+    assert adapter(killed) == adapter(whole)
+    assert steps_saved(killed) == steps_saved(whole)
+    for step in steps_saved(whole):
+        name = f"saves/step-{step:08d}"
+        assert adapter(killed / name) == adapter(whole / name)
+        state = "method.bin"
+        assert (killed / name / state).read_bytes() == (whole / name / state).read_bytes()
+
+
+def test_a_run_stops_when_patience_is_at_its_end(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = {**WATCHED, "min_delta": 100, "patience": 2}  # no loss is so much better
+    done = ondevice(*train_arguments(bundle, run, STEPS, **options))
+    assert done.returncode == 0, done.stderr
+    facts = summary_of(run)
+    assert facts["stopped"] == "patience" and facts["steps"] == 6
+    assert "stopped early: 2 evaluations in a row had no better held-out loss" in done.stdout
+    assert steps_saved(run) == [4, 6]
+    resumed = ondevice("train", "--resume", run)
+    assert resumed.returncode == 0 and "no better for as many evaluations" in resumed.stderr
+    assert summary_of(run)["steps"] == 6
+
+
+def test_what_watches_the_held_out_loss_needs_it(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cases: list[tuple[dict[str, object], list[str], str]] = [
+        ({}, ["--keep-best"], "keep_best needs eval_every"),
+        ({"patience": 3}, ["--keep-best"], "keep_best and patience need eval_every"),
+        ({"min_delta": 0.1, "eval_every": 2}, [], "min_delta needs patience"),
+        ({"keep": 0}, [], "keep is 0"),
+        ({"patience": -1}, [], "patience is -1"),
+    ]
+    for options, flags, said in cases:
+        refused = here(*train_arguments(bundle, run, 3, **options), *flags)
+        assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+        assert not run.exists()
+
+
+def test_a_best_save_that_is_gone_is_said(whole: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    best = summary_of(run)["best"]["step"]
+    assert best not in (0, summary_of(run)["steps"])
+    shutil.rmtree(run / "saves" / f"step-{best:08d}")
+    done = ondevice("train", "--resume", run)
+    assert done.returncode == 4 and "is gone, which --keep-best has saved" in done.stderr

@@ -1,0 +1,123 @@
+"""A finished run goes on with more steps: the same bytes, its schedule, evaluations and log."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import adapter, here, ondevice, struck, train_arguments
+from support.shared import Shared
+
+from runtime.methods.optimizer import learning_rate
+
+FIRST, ALL = 6, 14
+SETTINGS = {
+    "lr_schedule": "constant", "eval_data": "random:9", "eval_rows": 1, "eval_every": 4,
+    "save_every": 5,
+}  # fmt: skip
+METHODS = ["mebp", "mezo"]
+
+
+def trained(shared: Shared, bundle: Path, steps: int, method: str, **more: object) -> Path:
+    settings = {**SETTINGS, "method": method, **more}
+
+    def train(path: Path) -> None:
+        done = ondevice(*train_arguments(bundle, path, steps, **settings))
+        assert done.returncode == 0, done.stderr
+
+    return shared(f"more steps: {steps} of {sorted(settings.items())}", train)
+
+
+def entries(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations(run: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((run / "summary.json").read_text())["eval"]
+    return read
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_ends_as_if_all_steps_had_been_asked_for_at_once(
+    bundle: Path, shared: Shared, tmp_path: Path, method: str
+) -> None:
+    whole = trained(shared, bundle, ALL, method)
+    run = Path(shutil.copytree(trained(shared, bundle, FIRST, method), tmp_path / "run"))
+    # killed on the way; the run has its new number of steps
+    died = struck(signal.SIGKILL, f"step {ALL - 2}", "train", "--resume", run, "--steps", ALL)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert f"resuming after step {FIRST} of {ALL}" in died.stderr
+    assert "schedule" not in died.stderr  # a constant rate stays
+    done = ondevice("train", "--resume", run)
+    assert done.returncode == 0 and f"of {ALL}" in done.stderr, done.stderr
+    assert adapter(run) == adapter(whole)
+    (save,), (expected,) = (list((one / "saves").iterdir()) for one in (run, whole))
+    assert (save / "method.bin").read_bytes() == (expected / "method.bin").read_bytes()
+    assert [one["loss"] for one in entries(run)] == [one["loss"] for one in entries(whole)]
+    # the evaluation at its first end stays, by its step
+    first = evaluations(trained(shared, bundle, FIRST, method))["after"]
+    assert evaluations(run) == {**evaluations(whole), str(FIRST): first}
+
+
+def test_its_log_leads_to_the_adapter(bundle: Path, shared: Shared, tmp_path: Path) -> None:
+    settings = {"method": "mezo", "lr_schedule": "linear", "warmup_steps": 2}
+    run = Path(shutil.copytree(trained(shared, bundle, FIRST, **settings), tmp_path / "run"))  # type: ignore[arg-type]
+    assert ondevice("train", "--resume", run, "--steps", ALL).returncode == 0
+    facts = json.loads(ondevice("replay", run, "--json").stdout)
+    assert facts["identical"] is True and facts["steps"] == ALL
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_falling_learning_rate_goes_on_as_over_all_steps(
+    bundle: Path, shared: Shared, tmp_path: Path, schedule: str
+) -> None:
+    source = trained(shared, bundle, FIRST, "mebp", lr_schedule=schedule)
+    run = Path(shutil.copytree(source, tmp_path / "run"))
+    done = ondevice("train", "--resume", run, "--steps", ALL)
+    assert done.returncode == 0, done.stderr
+    expected = [
+        learning_rate(1e-2, schedule, 0, FIRST if step < FIRST else ALL, step)
+        for step in range(ALL)
+    ]
+    assert [one["learning_rate"] for one in entries(run)] == expected
+    said = f"the learning-rate schedule is now over {ALL} steps: the next step's rate is "
+    assert f"{said}{expected[FIRST]:.3g}, over {FIRST} steps it would be 0" in done.stderr
+
+
+def test_the_best_save_of_the_first_end_stays_the_best(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "eval_data": "random:5", "learning_rate": 0.1, "keep": 1}
+    first = ondevice(*train_arguments(bundle, run, FIRST, **settings), "--keep-best", "--json")
+    best = json.loads(first.stdout)["best"]
+    assert best["step"] == FIRST, "no other save is kept only for the evaluation at the end"
+    done = ondevice("train", "--resume", run, "--steps", FIRST + 1, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    losses = {when: one["loss"] for when, one in facts["eval"].items()}
+    assert losses[str(FIRST)] == best["loss"]
+    assert facts["best"]["loss"] == min(losses.values())
+    chosen = run / "saves" / f"step-{facts['best']['step']:08d}"
+    assert adapter(run) == adapter(chosen)
+
+
+def test_only_what_changes_nothing_else_may_be_given(
+    bundle: Path, shared: Shared, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained(shared, bundle, FIRST, "mebp"), tmp_path / "run"))
+    before = (run / "config.toml").read_text()
+    cases = [
+        (["--steps", FIRST - 1], f"--steps {FIRST - 1} < {FIRST}, the steps that {run} has done"),
+        (["--steps", "many"], "steps is 'many'"),
+        (["--steps", 9, "--seed", 3], "leave out --seed"),
+        (["--seed", 3], f"start another run with --adapter {run}"),
+    ]
+    for flags, said in cases:
+        refused = here("train", "--resume", run, *flags)
+        assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+        assert (run / "config.toml").read_text() == before
+    same = ondevice("train", "--resume", run, "--steps", FIRST)
+    assert same.returncode == 0 and f"give --resume {run} --steps MORE" in same.stderr
