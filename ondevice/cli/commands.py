@@ -201,7 +201,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from runtime.run.events import Events
 
     with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
-        result = run_eval(config, Path(scratch), Events(evaluation=progress))
+        result = run_eval(config, Path(scratch), Events(evaluation=progress, note=_say))
     if arguments.json:
         print(json.dumps(result))
         return

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
 from ondevice.files import storage_errors
 from runtime.data.rows import Rows, row_index
+from runtime.data.run_rows import reports_of
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Row
@@ -262,6 +264,7 @@ class Trainer:
             "final_train_loss": losses[-1] if losses else None,
             "trainable_parameters": self.adapters.size,
             "eval": self.evaluations,
+            "data": msgspec.to_builtins(reports_of(self.rows, self.eval_rows), str_keys=True),
             "machine": describe(),
         }
         if self.config.profile:
