@@ -22,26 +22,30 @@ _PROBE = "Probe"
 
 
 def answers(
-    render: Render, messages: list[dict[str, Any]], turns: list[int], ending: str, name: str
+    render: Render,
+    messages: list[dict[str, Any]],
+    turns: list[int],
+    around: tuple[str, str],
+    name: str,
 ) -> tuple[str, list[Span]]:
     """The text of the conversation, and a span for each of the assistant's messages `turns`.
 
-    A span ends with `ending`, which the template `name` writes after an answer, without the white
-    space that follows. Raises ValueError if the template refuses the messages, or writes them so
-    that an answer cannot be found.
+    `around` is what the template `name` writes before and after the text of a lone answer. A span
+    ends with the latter, without the white space that follows. Raises ValueError if the template
+    refuses the messages, or writes them so that an answer cannot be found.
     """
     whole = render(messages, False)
     spans: list[Span] = []
     for turn in turns:
-        span = _by_prefixes(render, messages, turn, whole, ending)
-        span = span or _by_replacement(render, messages, turn, whole, ending)
+        span = _by_prefixes(render, messages, turn, whole, around[1].strip())
+        span = span or _by_replacement(render, messages, turn, whole, around)
         if span is None:
             raise ValueError(
                 f"{name} writes the conversation so that message {turn + 1}, an answer, cannot be "
                 "found in it; write the row as "
                 '{"prompt": "...", "completion": "..."}, or train with --loss-on all'
             )
-        spans.append(_without_space(whole, span, ending.strip()))
+        spans.append(_without_space(whole, span, around[1].strip()))
     if any(first[1] > second[0] for first, second in pairwise(spans)):
         raise ValueError(f"{name} does not write the messages in their order")
     return whole, spans
@@ -60,11 +64,11 @@ def _by_prefixes(
         return None
     if whole.startswith(begun):
         return len(prompt), len(begun)
-    if not ending.strip():
+    if not ending:
         return None
     # before further messages the template leaves out how the answer begins
     shown, follows = begun[len(prompt) :], whole[len(prompt) :]
-    shortest = len(shown) - shown.rindex(ending.strip()) if ending.strip() in shown else len(shown)
+    shortest = len(shown) - shown.rindex(ending) if ending in shown else len(shown)
     for size in range(len(shown) - 1, shortest - 1, -1):
         if follows.startswith(shown[-size:]):
             return len(prompt), len(prompt) + size
@@ -72,22 +76,28 @@ def _by_prefixes(
 
 
 def _by_replacement(
-    render: Render, messages: list[dict[str, Any]], turn: int, whole: str, ending: str
+    render: Render,
+    messages: list[dict[str, Any]],
+    turn: int,
+    whole: str,
+    around: tuple[str, str],
 ) -> Span | None:
-    """What differs where the answer is another, and the ending after it."""
+    """What differs where the answer is another, and what the template writes around it."""
     other = {"role": messages[turn]["role"], "content": _PROBE}
     try:
         text = render([*messages[:turn], other, *messages[turn + 1 :]], False)
     except ValueError:
         return None
     before, found, after = text.partition(_PROBE)
-    end = ending.rstrip()
+    begin, end = around[0], around[1].rstrip()
     if not found or _PROBE in before + after or not after.startswith(end):
         return None
     if not (whole.startswith(before) and whole.endswith(after)):
         return None
-    stop = len(whole) - len(after)
-    return (len(before), stop + len(end)) if stop >= len(before) else None
+    start, stop = len(before), len(whole) - len(after)
+    if stop < start:
+        return None
+    return start - (len(begin) if before.endswith(begin) else 0), stop + len(end)
 
 
 def _without_space(text: str, span: Span, ending: str) -> Span:

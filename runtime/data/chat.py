@@ -12,6 +12,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class ChatTemplate:
         def render(some: Messages, asks: bool) -> str:
             return self._render(some, tools, asks)
 
-        text, found = answers(render, messages, turns, self._raw_ending, self.name)
+        text, found = answers(render, messages, turns, self._around, self.name)
         if marked is not None:
             return text, [span for span in marked[1] if any(a <= span[0] < b for a, b in found)]
         return text, found
@@ -93,12 +94,16 @@ class ChatTemplate:
 
         Raises ValueError if the template refuses a question and its answer.
         """
-        return self._raw_ending.strip()
+        return self._around[1].strip()
 
-    @property
-    def _raw_ending(self) -> str:
-        conversation = [_QUESTION, {"role": ASSISTANT, "content": _PROBE}]
-        return self._render(conversation, None, asks=False).rpartition(_PROBE)[2]
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """What the template writes between a prompt and its answer's text, and after that."""
+        answer = {"role": ASSISTANT, "content": _PROBE}
+        prompt = self._render([_QUESTION], None, asks=True)
+        whole = self._render([_QUESTION, answer], None, asks=False)
+        before, _, after = whole.rpartition(_PROBE)
+        return before.removeprefix(prompt) if before.startswith(prompt) else "", after
 
     def _marked(self, messages: Messages, tools: Messages | None) -> tuple[str, list[Span]] | None:
         """The text and the spans that the template marks; None if it marks nothing."""

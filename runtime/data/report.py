@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 SHOWN = 5  # warnings that are kept in full
+STEP = 16  # tokens between lengths that are recommended
 BAR = 24  # characters of the longest bar
 
 
@@ -18,8 +19,8 @@ class DataReport(msgspec.Struct, kw_only=True):
     rows that could not be read, which only `--skip-bad-rows` allows. held_out: rows that
     `--valid-split` gives to the other part. formats: rows by the format they were recognised as.
     tokens: that are predicted in the kept rows. scored: those that have a loss. lengths: how many
-    of the rows that were kept or cut are so long (in tokens to predict), before cutting. warnings:
-    the first few, with file and line. warned: how many there were.
+    rows are so long (in tokens to predict), before cutting, those too that were dropped as too
+    long. warnings: the first few, with file and line. warned: how many there were.
     """
 
     source: str
@@ -44,6 +45,10 @@ class DataReport(msgspec.Struct, kw_only=True):
         if len(self.warnings) < SHOWN:
             self.warnings.append(text)
 
+    def measure(self, length: int) -> None:
+        """Count a row of so many tokens to predict."""
+        self.lengths[length] = self.lengths.get(length, 0) + 1
+
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
@@ -60,6 +65,11 @@ class DataReport(msgspec.Struct, kw_only=True):
             if held >= wanted:
                 return length
         return self.longest
+
+    def recommended(self) -> list[int]:
+        """Lengths to export for: multiples of 16 that hold half, nine tenths and all rows."""
+        found = {-(-self.holding(share) // STEP) * STEP for share in (0.5, 0.9, 1.0)}
+        return sorted(found - {0})
 
     def counts(self) -> str:
         """The counts, in a line or two."""

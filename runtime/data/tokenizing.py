@@ -112,6 +112,7 @@ class Reader:
         for row in self._packed():
             self.report.read += 1
             if self._belongs(_bytes_of(row), below):
+                self.report.measure(row.length)
                 yield self._kept(row, "plain text")
 
     def _packed(self) -> Iterator[Row]:
@@ -145,6 +146,8 @@ class Reader:
             for warning in whole.warnings:
                 self._warn(place, warning)
             row = whole.shortened(self.seq_length)
+            if any(whole.scored):
+                self.report.measure(whole.length)
             if reason := _unusable(whole, row):
                 self.report.drop(reason)
                 self._warn(place, f"dropped: {reason}")
@@ -172,8 +175,6 @@ class Reader:
         report.cut += row.cut > 0
         report.tokens += row.length
         report.scored += sum(row.scored)
-        whole = row.length + row.cut
-        report.lengths[whole] = report.lengths.get(whole, 0) + 1
         report.formats[name] = report.formats.get(name, 0) + 1
         return row
 
@@ -248,8 +249,7 @@ def _nothing(report: DataReport) -> str:
         return f"no row is left: all {report.read} are in the other part of --valid-split"
     return "\n".join(
         [
-            "no tokens to train on: every row is too long or empty; add data or raise "
-            "--max-seq-length",
+            "no row is left: every row is too long or empty; add data or raise --max-seq-length",
             report.counts(),
             *report.warning_lines(),
         ]
