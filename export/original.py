@@ -59,7 +59,7 @@ class Original:
         found = Sensitivities(tensors, asked, self.engine.scratch)
         self.engine.backward(self.bundle, self.checkpoint, rows, found)
         self.engine.check("while it measured sensitivities")
-        tokens = sum(len(row.tokens) - 1 - row.first for row in rows)
+        tokens = sum(len(row.scored) for row in rows)
         total = sum(_bytes(tensors, name, one) for name, one in tensors.stored.items())
         candidates = []
         for name, one in asked.items():

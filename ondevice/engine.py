@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     F32 = npt.NDArray[np.float32]
     Tokens = npt.NDArray[np.int32]
+    Positions = npt.NDArray[np.int64]
 
 
 Visit = Callable[[str, "F32", "F32"], None]
@@ -29,11 +30,11 @@ Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of 
 class TokenRow:
     """A row of tokens (T + 1,): the first T are inputs, the last T targets.
 
-    Losses count from target `first` on.
+    `scored` (N,) holds the positions of the inputs whose targets have a loss, in increasing order.
     """
 
     tokens: Tokens
-    first: int = 0
+    scored: Positions
 
 
 @dataclass(frozen=True)

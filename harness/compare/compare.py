@@ -223,11 +223,12 @@ def _common(config: CompareConfig, trial: Trial) -> dict[str, object]:
     """Settings of every run of `trial`."""
     shared = (
         *("bundle", "data", "budget", "max_seq_length", "arithmetic", "batch_size", "seed"),
-        *("optimizer", "queries"),
+        *("optimizer", "queries", "loss_on", "skip_bad_rows"),
     )
     settings: dict[str, object] = {name: getattr(config, name) for name in shared}
-    if config.eval_data is not None:
-        settings["eval_data"] = config.eval_data
+    for name in ("eval_data", "columns", "valid_split"):
+        if getattr(config, name) is not None:
+            settings[name] = getattr(config, name)
     return settings | {"method": trial.method, **trial.values}
 
 
@@ -241,12 +242,12 @@ def _ending(config: CompareConfig, steps: int) -> str:
 
 
 def _check_held_out(config: CompareConfig) -> None:
-    if config.eval_data is not None:
+    if config.eval_data is not None or config.valid_split is not None:
         return
     named = not config.data.startswith("random:")
     if named and split_file(config.data, "valid") and Path(config.data).is_dir():
         return
     raise UsageError(
-        f"{config.data} has no held-out rows to compare by; give --eval-data, or a folder with "
-        "train and valid as --data"
+        f"{config.data} has no held-out rows to compare by; give --eval-data or --valid-split, or "
+        "a folder with train and valid as --data"
     )

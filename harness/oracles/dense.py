@@ -51,7 +51,7 @@ def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> dict[str, A
     losses = []
     for index in tqdm(range(count), desc="evaluating", disable=None, leave=False):
         row = Row(*rows.row(index))
-        logits = model(mx.array(row.tokens[None, :-1].astype(np.int32)))[0][row.scored]
+        logits = model(mx.array(row.tokens[None, :-1].astype(np.int32)))[0][mx.array(row.scored)]
         targets = mx.array(row.targets.astype(np.int32))
         loss = nn.losses.cross_entropy(logits, targets).sum().item()
         correct = int((logits.argmax(-1) == targets).sum().item())

@@ -29,7 +29,7 @@ from runtime.methods.protocol import Row as ScoredRow
 from runtime.storage.weight_source import FloatTile, WeightSource
 from runtime.storage.weights import Weights
 
-Row = tuple[npt.NDArray[Any], int]  # tokens (T+1,) and the first scored target
+Row = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens (T+1,) and the scored positions (N,)
 
 
 def dequantized(weights: WeightSource, matrix: Matrix) -> mx.array:
@@ -94,12 +94,15 @@ def batch_loss(model: nn.Module, rows: Sequence[Row]) -> mx.array:
     an error of 5e-5, which would be the reference's error and not ours.
     """
     total, count = mx.array(0.0, mx.float64), 0
-    for tokens, first in rows:
+    for tokens, scored in rows:
         ids = mx.array(np.asarray(tokens, np.int32))
-        logits = model(ids[None, :-1])[0].astype(mx.float64)[first:]
-        target = mx.take_along_axis(logits, ids[1 + first :, None], axis=1)[:, 0]
-        total = total + (mx.logsumexp(logits, axis=-1) - target).sum()
-        count += len(tokens) - 1 - first
+        logits = model(ids[None, :-1])[0].astype(mx.float64)
+        target = mx.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
+        mask = np.zeros(len(tokens) - 1)
+        mask[scored] = 1.0
+        losses = mx.logsumexp(logits, axis=-1) - target
+        total = total + (losses * mx.array(mask, mx.float64)).sum()
+        count += len(scored)
     return total / count
 
 

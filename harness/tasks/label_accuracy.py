@@ -102,7 +102,7 @@ def word_logits(
     head = model.blocks[-1]
     (name,) = manifest.block_types[head.type].operations[-1].matrices(head.tensor)
     rows = model.matrices.rows(manifest.matrices[name], labels)
-    ends = [slice(len(tokens) - 1, len(tokens)) for tokens in prompts]
+    ends = [np.array([len(tokens) - 1]) for tokens in prompts]
     last = [model.hidden(x, end) for x, end in zip(hidden, ends, strict=True)]
     model.release(head)
     return np.array(mx.concatenate(last) @ rows.T)

@@ -151,6 +151,31 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(describe_plan(plan.to_json(), per_block=True))
 
 
+def _data(arguments: argparse.Namespace) -> None:
+    from ondevice.config.data import DataConfig
+
+    config = _load(DataConfig, arguments)
+    from ondevice.bundle.store import open_bundle
+    from ondevice.cli.describe import describe_lengths, marked
+    from runtime.data.overview import overview
+
+    bundle = open_bundle(config.bundle)
+    found = overview(config, bundle)
+    buckets = bundle.manifest.buckets
+    first = next(iter(found.reports.values()))
+    if arguments.json:
+        reports = msgspec.to_builtins(found.reports, str_keys=True)
+        facts = {"buckets": list(buckets), "recommended": first.recommended()}
+        print(json.dumps({"data": reports, **facts, "row": found.row}))
+        return
+    for name, report in found.reports.items():
+        print(f"{name}: {report.describe(buckets)}\n")
+    print(describe_lengths(first.recommended(), first.longest, buckets))
+    if found.row:
+        text, means = marked(found.row, sys.stdout.isatty())
+        print(f"\nrow {config.row}, with what is scored {means}:\n\n{text}")
+
+
 def _train(arguments: argparse.Namespace) -> None:
     from ondevice.config.train import TrainConfig
 
@@ -225,7 +250,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from runtime.run.events import Events
 
     with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
-        result = run_eval(config, Path(scratch), Events(evaluation=progress))
+        result = run_eval(config, Path(scratch), Events(evaluation=progress, note=_say))
     if arguments.json:
         print(json.dumps(result))
         return
@@ -388,6 +413,13 @@ COMMANDS = (
         "Give the options that you would give to `ondevice train`.",
         "plan.PlanConfig",
         _plan,
+    ),
+    Command(
+        "data",
+        "show the rows that training would read, and which tokens count",
+        "Nothing is trained. Give the options that you would give to `ondevice train`.",
+        "data.DataConfig",
+        _data,
     ),
     Command(
         "train",

@@ -13,6 +13,8 @@ from ondevice.operations.program import BlockType
 from ondevice.operations.tensors import Matrix
 from ondevice.units import format_bytes
 
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
+MARKS = ("\u27e6", "\u27e7")  # around what is scored, where there are no colours
 ALL_VALUES = 1 << 40  # a tile of this many values or more is no tile
 
 
@@ -205,6 +207,25 @@ def _tiles(plan: dict[str, Any]) -> str:
             f"{plan['chunk_rows']} rows of the vocabulary",
         )
     )
+
+
+def describe_lengths(recommended: Sequence[int], longest: int, buckets: Sequence[int]) -> str:
+    """Which lengths to export for, where the rows have a longest one of so many tokens."""
+    if not recommended:
+        return "there is no row to recommend lengths for"
+    fit = "all rows fit this bundle" if longest <= buckets[-1] else "this bundle cuts the longest"
+    return (
+        f"the longest row has {longest} tokens to predict: {fit}, whose lengths are "
+        f"{', '.join(map(str, buckets))}; lengths that hold half, nine tenths and all of the rows: "
+        f"--seq-lens {','.join(map(str, recommended))}"
+    )
+
+
+def marked(pieces: Sequence[tuple[str, bool]], colours: bool) -> tuple[str, str]:
+    """A row's pieces as one text in which those that are scored stand out, and how they do."""
+    before, after = (GREEN, PLAIN) if colours else MARKS
+    text = "".join(f"{before}{piece}{after}" if one else piece for piece, one in pieces)
+    return text, f"{GREEN}green{PLAIN}" if colours else f"between {before} and {after}"
 
 
 def describe_evaluation(result: dict[str, Any]) -> str:

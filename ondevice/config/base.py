@@ -30,6 +30,7 @@ class Group(StrEnum):
     """The headings of a command's help, in the order in which they are shown."""
 
     MAIN = "main options"
+    DATA = "data"
     QUANTIZATION = "quantization"
     LORA = "LoRA adapters"
     GRAPHS = "graphs"

@@ -23,7 +23,7 @@ from ondevice.config.base import (
     refuse,
     required,
 )
-from ondevice.config.shared import BundleConfig
+from ondevice.config.shared import TRAIN_DATA, BundleConfig, DataOptions, valid_split_field
 from ondevice.methods import METHODS, SEARCHES, Search
 
 T = TypeVar("T")
@@ -87,11 +87,12 @@ _SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARC
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(BundleConfig):
+class CompareConfig(BundleConfig, DataOptions):
     """The options of `ondevice compare`, which trains several methods under one budget."""
 
-    data: str = required("a .txt or .jsonl file, a folder with train and valid, or random:SEED")
+    data: str = required(TRAIN_DATA)
     eval_data: str | None = option(None, "held-out data (else valid of --data)", FILLED)
+    valid_split: str | None = valid_split_field()
     output: str = option("compare", "directory of the comparison", FILLED, aliases=("-o",))
     methods: str = option(",".join(METHODS), "methods to compare", _NAMES)
     steps: str | None = option(

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ondevice.config.base import FILLED, NOT_NEGATIVE, option, refuse, required
-from ondevice.config.shared import BundleConfig, adapter_dtype_field, adapter_field
+from ondevice.config.shared import (
+    DATA_FILE,
+    BundleConfig,
+    DataOptions,
+    adapter_dtype_field,
+    adapter_field,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(BundleConfig):
+class EvalConfig(BundleConfig, DataOptions):
     """The options of `ondevice eval`, which measures the loss of a bundle or adapter."""
 
-    data: str = required(
-        "held-out data: a .txt or .jsonl file, a folder with valid, or random:SEED", "DATA"
-    )
+    data: str = required(f"held-out data: {DATA_FILE}, a folder with valid, or random:SEED", "DATA")
     adapter: str | None = adapter_field(
         "adapter to apply: a run, an adapter directory or its .safetensors file "
         "(default: the base model)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from ondevice.config.base import (
     FILLED,
     NOT_NEGATIVE,
     SIZE,
+    Check,
     Config,
     Group,
     choice,
@@ -20,7 +22,14 @@ from ondevice.methods import METHODS
 from ondevice.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "gpu")
-TRAIN_DATA = "training data: a .txt or .jsonl file, a folder with train and valid, or random:SEED"
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+DATA_FILE = f"a {', '.join(DATA_SUFFIXES[:-1])} or {DATA_SUFFIXES[-1]} file"
+TRAIN_DATA = f"training data: {DATA_FILE}, a folder with train and valid, or random:SEED"
+FIELDS = (
+    *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
+    *("instruction", "input", "output"),
+)
+"""The fields of a row of data that are recognised."""
 
 
 def bundle_field() -> Any:
@@ -37,6 +46,79 @@ def adapter_dtype_field() -> Any:
     """The field for the precision of the current block's adapters."""
     text = "precision of the current block's adapters in memory; on disk they are float32"
     return choice("float32", text, "float32", "bfloat16", group=Group.MEMORY)
+
+
+def columns_of(text: str | None) -> dict[str, str]:
+    """Our names of fields and those in the data, of "prompt=question,completion=answer".
+
+    Raises ValueError if a part is not of that form, or names no field of ours, or one twice.
+    """
+    if text is None:
+        return {}
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    found = {ours.strip(): theirs.strip() for ours, theirs in pairs}
+    if len(found) < len(pairs) or not set(found) <= set(FIELDS) or not all(found.values()):
+        raise ValueError(text)
+    return found
+
+
+def share_of(text: str) -> float:
+    """The share in "5%" or "0.05". Raises ValueError if it is not between 0 and 1."""
+    share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 < share < 1:
+        raise ValueError(text)
+    return share
+
+
+def _can(read: Callable[[str], Any], text: str) -> bool:
+    try:
+        read(text)
+    except ValueError:
+        return False
+    return True
+
+
+_COLUMNS = Check(
+    lambda text: _can(columns_of, text),
+    f"pairs such as prompt=question,completion=answer, of {', '.join(FIELDS)}, each once",
+)
+_SHARE = Check(lambda text: _can(share_of, text), "a share such as 5%, above 0% and below 100%")
+
+
+def valid_split_field() -> Any:
+    """The field for the share of the data that is held out."""
+    return option(
+        None,
+        "share of the rows to hold out as validation data, such as 5%, where there is none",
+        _SHARE,
+        Group.DATA,
+        metavar="SHARE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Config):
+    """Options of commands that read data: which rows there are, and which tokens have a loss."""
+
+    loss_on: str = choice(
+        "assistant",
+        "tokens that have a loss: of messages every answer (assistant), the last one (last), or "
+        "all; of prompts with completions the completion, or all; of text always all",
+        "assistant",
+        "last",
+        "all",
+        group=Group.DATA,
+    )
+    columns: str | None = option(
+        None,
+        "fields to read other fields from, such as prompt=question,completion=answer",
+        _COLUMNS,
+        Group.DATA,
+        metavar="OURS=THEIRS,...",
+    )
+    skip_bad_rows: bool = option(
+        False, "leave out rows that cannot be read, and count them", group=Group.DATA
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

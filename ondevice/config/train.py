@@ -18,13 +18,19 @@ from ondevice.config.base import (
     refuse,
     required,
 )
-from ondevice.config.shared import TRAIN_DATA, StepConfig, adapter_field
+from ondevice.config.shared import (
+    TRAIN_DATA,
+    DataOptions,
+    StepConfig,
+    adapter_field,
+    valid_split_field,
+)
 
 _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(StepConfig):
+class TrainConfig(StepConfig, DataOptions):
     """The options of `ondevice train`, which trains LoRA adapters."""
 
     data: str = required(TRAIN_DATA, "DATA")
@@ -33,6 +39,7 @@ class TrainConfig(StepConfig):
         "adapter to start from: a run, an adapter directory or its .safetensors file "
         "(default: new adapters)"
     )
+    valid_split: str | None = valid_split_field()
     profile: bool = option(
         False, "measure where time and memory go, and write it to the run's summary.json"
     )

@@ -1,33 +1,35 @@
-"""Conversations as text: renders a bundle's chat template as Hugging Face's transformers does.
+"""Conversations as text: renders a bundle's chat template by Hugging Face's transformers.
 
-A template is a Jinja program written by the model's publisher, so it runs in Jinja's sandbox. The
-sandbox provides what transformers documents: blocks that leave no empty lines, `raise_exception`,
-`strftime_now`, a `tojson` that keeps characters, and tags for loop control and for `generation`.
-Processes that render load Jinja; training never does.
+Only processes that render load transformers: the one that tokenizes, and that of `ondevice generate
+--chat`. A template is a Jinja program written by the model's publisher. transformers runs it in
+Jinja's sandbox, to which this adds two limits: no powers, and on Linux a bound on memory.
 """
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import jinja2
+from tokenizers import Tokenizer, models
 
 from ondevice.errors import DataError
+from runtime.data.answers import Span, answers
 from runtime.data.conversation import Messages, checked_messages, checked_tools
 
-MAX_PRODUCT = 1_000_000  # characters or items that a template may repeat something into
+MOST_BYTES = 1 << 30  # memory that rendering one conversation may take
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
+ASSISTANT = "assistant"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PROBE = "probe"
-_SHOWN = 40  # characters of texts that differ
+_QUESTION = {"role": "user", "content": _PROBE}
+_UNREADABLE = (jinja2.TemplateSyntaxError, SyntaxError, RecursionError)
 
 
 class ChatTemplate:
@@ -37,16 +39,19 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.name = f"the chat template of {folder.parent.name}"
+        self._folder = folder
         try:
-            sources, self._special = _read(folder)
-            environment = _environment()
-            self._templates = {
-                name: environment.from_string(source) for name, source in sources.items()
-            }
+            self._sources, special = _read(folder)
+            for source in self._sources.values():
+                _check(source)
         except DataError:
             raise
-        except Exception as error:  # Jinja compiles to Python, whose own errors it lets through
-            raise DataError(f"the chat template in {folder} cannot be read: {error}") from error
+        except Exception as error:
+            raise self._unreadable(error) from error
+        self._tokenizer = _renderer(self._sources, special)
+        with suppress(ValueError):  # of a template that can be read, but takes no lone question
+            self._render([_QUESTION], None, asks=True)
 
     def prompt(self, messages: object, tools: object = None) -> str:
         """The conversation up to where the model's answer begins.
@@ -57,31 +62,31 @@ class ChatTemplate:
         """
         return self._render(checked_messages(messages), checked_tools(tools), asks=True)
 
-    def exchange(self, messages: object, tools: object = None) -> tuple[str, str]:
-        """The conversation cut in two: `prompt` of all but the last message, and that message.
+    def text(self, messages: Messages, tools: Messages | None = None) -> str:
+        """The whole conversation, of checked messages. Raises ValueError as `prompt` does."""
+        return self._render(messages, tools, asks=False)
 
-        Raises ValueError as `prompt` does, and where the last message is not the assistant's
-        or is written otherwise than the template's own prompt has begun it.
+    def answered(
+        self, messages: Messages, tools: Messages | None, turns: list[int]
+    ) -> tuple[str, list[Span]]:
+        """The conversation, and where in it the assistant's messages `turns` stand.
+
+        A span holds an answer and the token that ends it. It is what the template itself marks by
+        `{% generation %}`, if it does, and else what `runtime.data.answers` finds. Raises
+        ValueError as `prompt` does, and where an answer cannot be found.
         """
-        checked, declared = checked_messages(messages), checked_tools(tools)
-        if checked[-1]["role"] != "assistant":
-            raise ValueError(
-                "the last of messages must be the assistant's, which is what is learnt; its role "
-                f"is {checked[-1]['role']!r}"
-            )
-        if len(checked) == 1:
-            raise ValueError("messages holds an answer and nothing that it answers")
-        prompt = self._render(checked[:-1], declared, asks=True)
-        whole = self._render(checked, declared, asks=False)
-        if not whole.startswith(prompt):
-            same = next(at for at in range(len(prompt)) if prompt[at] != whole[at : at + 1])
-            raise ValueError(
-                "the chat template writes the conversation with its last message otherwise than "
-                f"the prompt for it: {whole[same : same + _SHOWN]!r} where the prompt has "
-                f'{prompt[same : same + _SHOWN]!r}; write the row as {{"prompt": "...", '
-                '"completion": "..."}'
-            )
-        return prompt, whole.removeprefix(prompt)
+        marked = self._marked(messages, tools)
+        every = [at for at, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if marked is not None and turns == every:
+            return marked
+
+        def render(some: Messages, asks: bool) -> str:
+            return self._render(some, tools, asks)
+
+        text, found = answers(render, messages, turns, self._around, self.name)
+        if marked is not None:
+            return text, [span for span in marked[1] if any(a <= span[0] < b for a, b in found)]
+        return text, found
 
     @property
     def ending(self) -> str:
@@ -89,25 +94,114 @@ class ChatTemplate:
 
         Raises ValueError if the template refuses a question and its answer.
         """
-        conversation = [{"role": role, "content": _PROBE} for role in ("user", "assistant")]
-        return self._render(conversation, None, asks=False).rpartition(_PROBE)[2].strip()
+        return self._around[1].strip()
+
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """What the template writes between a prompt and its answer's text, and after that."""
+        answer = {"role": ASSISTANT, "content": _PROBE}
+        prompt = self._render([_QUESTION], None, asks=True)
+        whole = self._render([_QUESTION, answer], None, asks=False)
+        before, _, after = whole.rpartition(_PROBE)
+        return before.removeprefix(prompt) if before.startswith(prompt) else "", after
+
+    def _marked(self, messages: Messages, tools: Messages | None) -> tuple[str, list[Span]] | None:
+        """The text and the spans that the template marks; None if it marks nothing."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        source = self._sources[_name_of(self._sources, tools)]
+        if not any(kind == "name" and word == "generation" for _, kind, word in _words(source)):
+            return None
+        with self._rendering():
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=source,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        if not any(start < stop for start, stop in spans[0]):
+            raise ValueError(f"{self.name} marks no answer by {{% generation %}}")
+        return texts[0], [(start, stop) for start, stop in spans[0]]
 
     def _render(self, messages: Messages, tools: Messages | None, asks: bool) -> str:
-        template = self._templates[
-            WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
-        ]
-        try:
-            text: str = template.render(
-                **self._special,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=asks,
+        with self._rendering():
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=asks, tokenize=False
             )
             text.encode()  # half a surrogate pair is no text
+        return text
+
+    @contextmanager
+    def _rendering(self) -> Iterator[None]:
+        try:
+            with _bounded_memory():
+                yield
+        except _UNREADABLE as error:
+            raise self._unreadable(error) from error
+        except MemoryError:
+            raise ValueError(f"{self.name} takes more than {MOST_BYTES:,} bytes") from None
         except Exception as error:  # a template is a program, and may fail as any does
             raise ValueError(f"the chat template refuses messages: {error}") from error
-        return text
+
+    def _unreadable(self, error: Exception) -> DataError:
+        return DataError(f"the chat template in {self._folder} cannot be read: {error}")
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a tokenizer folder has a chat template, one that can be read or not."""
+    try:
+        return bool(_read(folder)[0])
+    except DataError:
+        return False
+    except Exception:  # whoever needs the template is told
+        return True
+
+
+def _renderer(sources: dict[str, str], special: dict[str, str]) -> Any:
+    """transformers' tokenizer with these templates and no vocabulary: rendering needs none."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), chat_template=sources, **special
+    )
+
+
+def _name_of(sources: dict[str, str], tools: Messages | None) -> str:
+    return WITH_TOOLS if tools is not None and WITH_TOOLS in sources else DEFAULT
+
+
+def _words(source: str) -> list[tuple[int, str, str]]:
+    """The words of a Jinja source, as (line, type, text)."""
+    return list(jinja2.Environment().lex(source))
+
+
+def _check(source: object) -> None:
+    """Refuse what the sandbox lets through: a power may take longer than anybody waits."""
+    if not isinstance(source, str):
+        raise ValueError("it is not text")
+    if any(kind == "operator" and word == "**" for _, kind, word in _words(source)):
+        raise ValueError("it computes a power, which may take forever")
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Let this process allocate at most MOST_BYTES more, where the system can tell and limit."""
+    sizes = Path("/proc/self/statm")
+    if not sizes.exists():
+        yield
+        return
+    used = int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = used + MOST_BYTES
+    if soft != resource.RLIM_INFINITY:
+        wanted = min(wanted, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -128,8 +222,6 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
             f"{folder} has no chat template; export from a checkpoint that has one (instruction-"
             'tuned models do), or write rows as {"prompt": "...", "completion": "..."}'
         )
-    if not all(isinstance(source, str) for source in sources.values()):
-        raise ValueError("it is not text")
     special = {}
     for name in _SPECIAL:
         token = config.get(name, _json_object(folder / "special_tokens_map.json").get(name))
@@ -144,63 +236,3 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{file.name} is not a JSON object")
     return found
-
-
-class _Generation(Extension):
-    """`{% generation %}`, by which templates mark what a model wrote: its body, as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Macro) -> str:
-        return caller()
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which nothing is repeated or raised into more than memory holds."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise SecurityError("powers are not computed in chat templates")
-        for one, times in ((left, right), (right, left)):
-            if isinstance(one, str | list | tuple) and len(one) * int(times) > MAX_PRODUCT:
-                raise SecurityError(f"more than {MAX_PRODUCT:,} characters or items by repetition")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    now = datetime.now()  # once, so that a conversation across midnight has one date
-
-    def refuse(message: object) -> NoReturn:
-        raise TemplateError(str(message))
-
-    def tojson(
-        value: object,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    made = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
-    )
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = now.strftime
-    made.filters["tojson"] = tojson
-    return made

@@ -6,8 +6,10 @@ copies one row at a time. The order of rows is a function of (seed, position): n
 in place, so a resumed run sees the same rows as an uninterrupted one.
 
 Token file, all little-endian: the header (magic `ondvtok\\0`, version and seq_length as uint32,
-then rows that were dropped, rows and tokens as uint64), one index entry per row (start as int64,
-length and loss_start as uint32; rows follow one another), the tokens as int32.
+then rows, tokens and bytes of the report as uint64), one index entry per row (start as int64,
+length as uint32; rows follow one another), the tokens as int32, and a byte per token, which is 1 if
+the token is scored, that is, if its prediction has a loss. The first token of a row never is. A
+`DataReport` in JSON follows.
 """
 
 from __future__ import annotations
@@ -20,32 +22,42 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ondevice.config.shared import DATA_FILE, DATA_SUFFIXES
 from ondevice.errors import DataError, StorageError, UsageError
 from ondevice.paths import text_path
+from runtime.data.reading import Reading
+from runtime.data.report import DataReport
 
 MAGIC = b"ondvtok\0"
-VERSION = 1
-HEADER = struct.Struct("<8sIIQQQ")  # magic, version, seq_length, dropped, rows, tokens
-INDEX = np.dtype([("start", "<i8"), ("length", "<u4"), ("loss_start", "<u4")])
+VERSION = 2
+HEADER = struct.Struct("<8sIIQQQ")  # magic, version, seq_length, rows, tokens, report_bytes
+INDEX = np.dtype([("start", "<i8"), ("length", "<u4")])
 TOKENS = np.dtype("<i4")
 RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
+READ_ALL = Reading()
 _CHECK_ITEMS = 2**16  # how much of a token file is checked at a time
 
 Tokens = npt.NDArray[np.int32]
+Positions = npt.NDArray[np.int64]
 
 
 class Rows(Protocol):
-    """Something with numbered rows."""
+    """Something with numbered rows; the report says what they were read from, if anything."""
+
+    @property
+    def report(self) -> DataReport | None: ...
 
     def __len__(self) -> int: ...
 
-    def row(self, index: int) -> tuple[Tokens, int]:
-        """Row `index`: its (T + 1,) tokens, and which of its T targets is the first with a loss.
+    def row(self, index: int) -> tuple[Tokens, Positions]:
+        """Row `index`: its tokens (T + 1,), and the positions (N,) that are scored.
 
-        Inputs are `tokens[:-1]`, targets `tokens[1:]`; losses count from `targets[loss_start]`.
+        The inputs are `tokens[:-1]`, the targets `tokens[1:]`; the targets at the positions, which
+        increase, have a loss.
         """
 
 
@@ -69,28 +81,36 @@ def split_file(data: str | Path, split: str) -> Path | None:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise DataError(f"no data at {path}; give a .txt or .jsonl file, a folder, or random:SEED")
-    found = [path / f"{split}{suffix}" for suffix in (".txt", ".jsonl")]
+        raise DataError(f"no data at {path}; give {DATA_FILE}, a folder, or random:SEED")
+    found = [path / f"{split}{suffix}" for suffix in DATA_SUFFIXES]
     found = [file for file in found if file.is_file()]
     if len(found) > 1:
         raise DataError(
-            f"{path} has both {split}.txt and {split}.jsonl; keep one, or name the file"
+            f"{path} has {' and '.join(file.name for file in found)}; keep one, or name the file"
         )
     return found[0] if found else None
 
 
 def prepare_tokens(
-    bundle_dir: Path, data: str | Path, split: str, seq_length: int, out_file: Path
+    bundle_dir: Path,
+    data: str | Path,
+    split: str,
+    seq_length: int,
+    out_file: Path,
+    reading: Reading = READ_ALL,
+    part: str = "train",
 ) -> Path:
     """Tokenize `split` of `data` in another process into `out_file`, and return `out_file`.
 
-    Rows predict at most `seq_length` tokens. Raises DataError for data or a tokenizer that
-    cannot be used, StorageError if the file cannot be written.
+    Rows predict at most `seq_length` tokens. `part` matters if rows are held out. Raises DataError
+    for data or a tokenizer that cannot be used, StorageError if the file cannot be written.
     """
     file = split_file(data, split)
     if file is None:
-        raise DataError(f"{data} has neither {split}.txt nor {split}.jsonl; add one or name a file")
+        names = ", ".join(f"{split}{suffix}" for suffix in DATA_SUFFIXES)
+        raise DataError(f"{data} has none of {names}; add one or name a file")
     options = {"bundle": bundle_dir, "input": file, "seq-length": seq_length, "output": out_file}
+    options |= {"reading": msgspec.json.encode(reading).decode(), "part": part}
     command = [sys.executable, "-P", "-m", "runtime.data.tokenizing"]
     command += [f"--{name}={value}" for name, value in options.items()]
     # -P keeps modules of the working directory out; the path lets an uninstalled checkout run
@@ -131,41 +151,61 @@ class TokenRows:
         except OSError as error:
             raise DataError(f"cannot read token file {path}: {error.strerror}") from error
         self._require(len(head) == HEADER.size, f"{size_bytes} bytes are less than a header")
-        magic, version, self.seq_length, self.dropped, rows, tokens = HEADER.unpack(head)
+        magic, version, self.seq_length, rows, tokens, report_bytes = HEADER.unpack(head)
         self._require(magic == MAGIC, "it is not a token file")
         self._require(version == VERSION, f"its version is {version}, not {VERSION}")
         self._require(rows > 0, "it has no rows")
         tokens_at = HEADER.size + rows * INDEX.itemsize
-        wanted_bytes = tokens_at + tokens * TOKENS.itemsize
+        scored_at = tokens_at + tokens * TOKENS.itemsize
+        report_at = scored_at + tokens
+        wanted_bytes = report_at + report_bytes
         self._require(size_bytes == wanted_bytes, f"it has {size_bytes} bytes, not {wanted_bytes}")
         self._require(tokens >= 2 * rows, f"{tokens} tokens are too few for {rows} rows")
         view = np.memmap(path, mode="r")
         self._index = view[HEADER.size : tokens_at].view(INDEX)
-        self._tokens = view[tokens_at:].view(TOKENS)
+        self._tokens = view[tokens_at:scored_at].view(TOKENS)
+        self._scored = view[scored_at:report_at]
         self._check_index()
         self._check_tokens(vocab_size)
+        try:
+            self.report = msgspec.json.decode(view[report_at:].tobytes(), type=DataReport)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._require(False, f"its report is wrong: {error}")
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def row(self, index: int) -> tuple[Tokens, int]:
+    def row(self, index: int) -> tuple[Tokens, Positions]:
         """Row `index`, see Rows. Raises IndexError if there is no such row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        start, length, loss_start = self._index[index].item()
-        return np.array(self._tokens[start : start + length], dtype=np.int32), loss_start
+        start, length = self._index[index].item()
+        tokens = np.array(self._tokens[start : start + length], dtype=np.int32)
+        return tokens, np.flatnonzero(self._scored[start + 1 : start + length])
 
     def _check_index(self) -> None:
         end = 0
         for at in range(0, len(self._index), _CHECK_ITEMS):
             part = self._index[at : at + _CHECK_ITEMS]
-            length, loss_start = part["length"].astype(np.int64), part["loss_start"]
+            length = part["length"].astype(np.int64)
             ends = end + np.cumsum(length)
-            fits = (length >= 2) & (length <= self.seq_length + 1) & (loss_start <= length - 2)
-            self._require(bool(fits.all()), "a row is too short, too long, or has no loss")
-            self._require(bool((part["start"] == ends - length).all()), "its rows do not join")
-            end = int(ends[-1])
+            starts = ends - length
+            fits = (length >= 2) & (length <= self.seq_length + 1)
+            self._require(bool(fits.all()), "a row is too short or too long")
+            self._require(bool((part["start"] == starts).all()), "its rows do not join")
+            last = int(ends[-1])
+            self._require(last <= len(self._tokens), f"its rows end after {len(self._tokens)}")
+            self._check_scored(end, last, starts)
+            end = last
         self._require(end == len(self._tokens), f"its rows end at {end} of {len(self._tokens)}")
+
+    def _check_scored(self, start: int, stop: int, row_starts: npt.NDArray[np.int64]) -> None:
+        """Check the bytes start:stop, in which rows begin at `row_starts`."""
+        most = np.maximum.reduceat(self._scored[start:stop], row_starts - start)
+        self._require(bool((most >= 1).all()), "a row has no loss")
+        self._require(bool((most <= 1).all()), "a token is neither scored nor not")
+        first = self._scored[row_starts]
+        self._require(not first.any(), "nothing predicts the first token of a row")
 
     def _check_tokens(self, vocab_size: int) -> None:
         for at in range(0, len(self._tokens), _CHECK_ITEMS):
@@ -187,22 +227,29 @@ class RandomRows:
     """`count` rows of `seq_length` + 1 random tokens; row i depends on (seed, i) alone."""
 
     def __init__(self, seed: int, vocab_size: int, seq_length: int, count: int) -> None:
-        self.seq_length = seq_length
+        self.seq_length, self.report = seq_length, None
         self._seed, self._vocab_size, self._count = seed, vocab_size, count
 
     def __len__(self) -> int:
         return self._count
 
-    def row(self, index: int) -> tuple[Tokens, int]:
-        """Row `index`, see Rows. Raises IndexError if there is no such row."""
+    def row(self, index: int) -> tuple[Tokens, Positions]:
+        """Row `index`, of which every position is scored. Raises IndexError if there is none."""
         if not 0 <= index < self._count:
             raise IndexError(f"row {index} of {self._count}")
         words = _hashed(1, self._seed, index, np.arange(self.seq_length + 1, dtype=np.uint64))
-        return (words % np.uint64(self._vocab_size)).astype(np.int32), 0
+        return (words % np.uint64(self._vocab_size)).astype(np.int32), np.arange(self.seq_length)
 
 
 def open_rows(
-    bundle_dir: Path, vocab_size: int, data: str, split: str, length: int, out_file: Path
+    bundle_dir: Path,
+    vocab_size: int,
+    data: str,
+    split: str,
+    length: int,
+    out_file: Path,
+    reading: Reading = READ_ALL,
+    part: str = "train",
 ) -> Rows:
     """The rows of `data`: tokenized in another process into `out_file`, or random.
 
@@ -210,7 +257,8 @@ def open_rows(
     """
     if (seed := random_seed(data)) is not None:
         return RandomRows(seed, vocab_size, length, RANDOM_ROWS)
-    return TokenRows(prepare_tokens(bundle_dir, data, split, length, out_file), vocab_size)
+    file = prepare_tokens(bundle_dir, data, split, length, out_file, reading, part)
+    return TokenRows(file, vocab_size)
 
 
 def order(seed: int, epoch: int, n: int) -> npt.NDArray[np.int32]:

@@ -11,24 +11,29 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ondevice.errors import DataError
-from runtime.data.chat import ChatTemplate
+from runtime.data.chat import ChatTemplate, has_template
 
 
 @dataclass(frozen=True)
 class TextEncoder:
     """A bundle's tokenizer: text to ids without special tokens, and the ids of those it adds.
 
-    `decode` leaves `special` tokens out. `ends` are the tokens that end generation, according to
-    the checkpoint. `chat` reads the chat template, which only conversations need.
+    `encode_places` also gives the range of characters that each token stands for.
+    `decode` leaves `special` tokens out, `show` writes them. `ends` are the tokens that end
+    generation, according to the checkpoint. `chat` reads the chat template, which only
+    conversations need; `has_template` says whether there is one.
     """
 
     encode: Callable[[str], list[int]]
+    encode_places: Callable[[str], tuple[list[int], list[tuple[int, int]]]]
     decode: Callable[[Sequence[int]], str]
+    show: Callable[[Sequence[int]], str]
     bos: int | None
     eos: int | None
     ends: frozenset[int]
     special: frozenset[int]
     chat: Callable[[], ChatTemplate]
+    has_template: bool
 
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
@@ -71,13 +76,30 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
     added = tokenizer.get_added_tokens_decoder()
     return TextEncoder(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        encode_places=partial(_encode_places, tokenizer),
         decode=lambda tokens: str(tokenizer.decode(tokens)),
+        show=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False)),
         bos=bos if adds_bos else None,
         eos=special("eos_token"),
         ends=ends,
         special=frozenset(number for number, token in added.items() if token.special),
         chat=cache(partial(ChatTemplate, folder)),
+        has_template=has_template(folder),
     )
+
+
+def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids, and the first character of each token and the one after its last.
+
+    Tokenizers that leave white space out of these ranges leave tokens of white space alone with
+    nothing; such a token gets what lies between its neighbours.
+    """
+    found = tokenizer.encode(text, add_special_tokens=False)
+    places: list[tuple[int, int]] = []
+    for start, stop in found.offsets:
+        before = places[-1][1] if places else 0
+        places.append((min(before, start), stop) if start == stop else (start, stop))
+    return list(found.ids), places
 
 
 def _ends(folder: Path) -> frozenset[int]:

@@ -1,7 +1,7 @@
-"""`python -m runtime.data.tokenizing`: text into a token file (see `runtime.data.rows`), then exit.
+"""`python -m runtime.data.tokenizing`: data into a token file (see `runtime.data.rows`), then exit.
 
-Memory is bounded whatever the size of the corpus: text goes through in chunks, rows go to spool
-files, and the token file appears whole under its name or not at all.
+Memory is bounded whatever the size of the corpus (but for .json files): text goes through in
+chunks, rows go to spool files, and the token file appears whole under its name or not at all.
 
 A chunk of plain text ends at a line break, and only at one where the lines on either side give
 the same tokens joined as apart. That is nearly every break before a line that does not begin
@@ -13,7 +13,6 @@ prefixed space, say) has no such break; it is cut all the same, every megabyte.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import struct
@@ -24,16 +23,23 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from ondevice.config.shared import DATA_FILE
 from ondevice.errors import DataError, OnDeviceError, StorageError
+from runtime.data.examples import Row, row_of
+from runtime.data.fields import recognise
+from runtime.data.held_out import digest, held_out_below
+from runtime.data.reading import Reading
+from runtime.data.records import READERS, TEXT, records
+from runtime.data.report import DataReport
 from runtime.data.rows import HEADER, MAGIC, VERSION
 from runtime.data.text_encoder import TextEncoder, load_encoder
 
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
-_ENTRY = struct.Struct("<qII")  # runtime.data.rows.INDEX
-
-Row = tuple[list[int], int]
-"""Tokens, and the index of the first target that has a loss."""
+TRAIN, VALID = "train", "valid"
+_ENTRY = struct.Struct("<qI")  # runtime.data.rows.INDEX
 
 
 def text_chunks(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[str]:
@@ -66,113 +72,164 @@ def packed_rows(parts: Iterable[list[int]], bos: int | None, seq_length: int) ->
         held += part
         at = 0
         while len(held) - at >= taken:
-            yield first + held[at : at + taken], 0
+            yield _all_scored(first + held[at : at + taken])
             at += seq_length
         del held[:at]
     if len(first) + len(held) >= 2:
-        yield first + held, 0
+        yield _all_scored(first + held)
 
 
-def json_row(line: bytes, encoder: TextEncoder, seq_length: int) -> Row | None:
-    """One line of JSONL as a row; None if nothing to predict is left within `seq_length`.
+def _all_scored(tokens: list[int]) -> Row:
+    return Row(tokens, b"\0" + b"\1" * (len(tokens) - 1))
 
-    `{"text"}` predicts all of it, `{"prompt", "completion"}` the completion; EOS follows, and
-    BOS comes first, where the tokenizer has them. `{"messages"}` (and `"tools"`) predicts the
-    last message, with the special tokens that the chat template writes and no others. The
-    row begins with the tokens of what is given, as it does when a model completes a prompt.
-    Raises ValueError, and DataError if a chat template is wanted and missing.
+
+class Reader:
+    """Reads one file of data as rows of at most `seq_length` tokens to predict, and counts them.
+
+    `part` is "train" or "valid", which differ only under a `--valid-split`. Raises DataError for a
+    file of another type.
     """
-    value = json.loads(line)
-    row = value if isinstance(value, dict) else {}
-    head = [] if encoder.bos is None else [encoder.bos]
-    tail = [] if encoder.eos is None else [encoder.eos]
-    if "messages" in row:
-        given, learnt = encoder.chat().exchange(row["messages"], row.get("tools"))
-        head = tail = []
-    elif isinstance(row.get("text"), str):
-        given, learnt = "", row["text"]
-    elif isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-        given, learnt = row["prompt"], row["completion"]
-    else:
-        raise ValueError(
-            'expected {"text": "..."}, {"prompt": "...", "completion": "..."} or {"messages": '
-            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-        )
-    for text in (given, learnt):
-        text.encode()  # ValueError for half a surrogate pair, which is no text
-    prompt = encoder.encode(given) if given else []
-    body = encoder.encode(given + learnt)
-    if body[: len(prompt)] != prompt:  # a token lies across: a model is given the prompt's own
-        body = prompt + encoder.encode(learnt)
-    prompt = head + prompt
-    tokens = (head + body + tail)[: seq_length + 1]
-    loss_start = max(len(prompt) - 1, 0)
-    return (tokens, loss_start) if loss_start <= len(tokens) - 2 else None
 
+    def __init__(
+        self, file: Path, encoder: TextEncoder, seq_length: int, reading: Reading, part: str = TRAIN
+    ) -> None:
+        if file.suffix != TEXT and file.suffix not in READERS:
+            raise DataError(f"{file} is not {DATA_FILE}; rename or convert it")
+        self.file, self.encoder, self.seq_length = file, encoder, seq_length
+        self.reading, self.part = reading, part
+        loss_on = "all" if file.suffix == TEXT else reading.loss_on
+        self.report = DataReport(source=file.name, loss_on=loss_on, seq_length=seq_length)
 
-def read_rows(file: Path, encoder: TextEncoder, seq_length: int) -> Iterator[Row | None]:
-    """The rows of a .txt or .jsonl file in UTF-8; None for each that had to be dropped.
+    def rows(self) -> Iterator[Row]:
+        """The rows, once; the report is complete after the last.
 
-    Raises DataError, naming the line where JSON is wrong.
-    """
-    if file.suffix == ".jsonl":
-        with file.open("rb") as opened:
-            for number, line in enumerate(opened, 1):
-                if not line.strip():
-                    continue
-                try:
-                    yield json_row(line, encoder, seq_length)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{file}, line {number}: {error}") from error
-    elif file.suffix == ".txt":
-        with file.open(encoding="utf-8-sig") as text:
+        Raises DataError, naming the line where a record is wrong.
+        """
+        return self._text_rows() if self.file.suffix == TEXT else self._record_rows()
+
+    def _text_rows(self) -> Iterator[Row]:
+        below = self._bound(lambda: (_bytes_of(row) for row in self._packed()))
+        for row in self._packed():
+            self.report.read += 1
+            if self._belongs(_bytes_of(row), below):
+                self.report.measure(row.length)
+                yield self._kept(row, "plain text")
+
+    def _packed(self) -> Iterator[Row]:
+        with self.file.open(encoding="utf-8-sig") as text:
             lines = iter(lambda: text.readline(MAX_CHUNK_CHARS), "")
-            parts = map(encoder.encode, text_chunks(lines, encoder.encode))
+            parts = map(self.encoder.encode, text_chunks(lines, self.encoder.encode))
             try:
-                yield from packed_rows(parts, encoder.bos, seq_length)
+                yield from packed_rows(parts, self.encoder.bos, self.seq_length)
             except UnicodeDecodeError as error:
-                raise DataError(f"{file} is not text in UTF-8: {error}") from error
-    else:
-        raise DataError(f"{file} is neither .txt nor .jsonl; rename or convert it")
+                raise DataError(f"{self.file} is not text in UTF-8: {error}") from error
+
+    def _record_rows(self) -> Iterator[Row]:
+        below = self._bound(lambda: (record for _, record in records(self.file)))
+        for place, record in records(self.file):
+            self.report.read += 1
+            if not self._belongs(record, below):
+                continue
+            try:
+                if isinstance(record, ValueError):
+                    raise record
+                found = recognise(record, self.reading.columns, self.encoder.has_template)
+                whole = row_of(found.example, self.encoder, self.reading.loss_on)
+            except (ValueError, RecursionError) as error:
+                if not self.reading.skip_bad_rows:
+                    raise DataError(
+                        f"{self.file}, {place}: {error}; --skip-bad-rows leaves such rows out"
+                    ) from error
+                self.report.skipped += 1
+                self._warn(place, f"skipped: {error}")
+                continue
+            for warning in whole.warnings:
+                self._warn(place, warning)
+            row = whole.shortened(self.seq_length)
+            if any(whole.scored):
+                self.report.measure(whole.length)
+            if reason := _unusable(whole, row):
+                self.report.drop(reason)
+                self._warn(place, f"dropped: {reason}")
+                continue
+            if row.cut:
+                self._warn(place, f"{whole.length} tokens, cut at {self.seq_length}")
+            yield self._kept(row, found.format)
+
+    def _bound(self, rows: Callable[[], Iterable[object]]) -> int:
+        """The digest below which rows are held out; 0 if none are."""
+        share = self.reading.valid_share
+        return held_out_below(map(digest, rows()), share) if share else 0
+
+    def _belongs(self, row: object, below: int) -> bool:
+        """Whether a row is of this part, under a split; those of the other are counted."""
+        if not below:
+            return True
+        belongs = (digest(row) < below) == (self.part == VALID)
+        self.report.held_out += not belongs
+        return belongs
+
+    def _kept(self, row: Row, name: str) -> Row:
+        report = self.report
+        report.kept += 1
+        report.cut += row.cut > 0
+        report.tokens += row.length
+        report.scored += sum(row.scored)
+        report.formats[name] = report.formats.get(name, 0) + 1
+        return row
+
+    def _warn(self, place: str, text: str) -> None:
+        self.report.warn(f"{self.file.name}, {place}: {text}")
 
 
-def write_token_file(rows: Iterable[Row | None], seq_length: int, out_file: Path) -> int:
-    """Write `rows` as a token file, atomically; returns how many there were.
+def _bytes_of(row: Row) -> bytes:
+    return array("i", row.tokens).tobytes()
+
+
+def _unusable(whole: Row, row: Row) -> str:
+    """Why a row teaches nothing; empty if it does."""
+    if any(row.scored):
+        return ""
+    if any(whole.scored):
+        return f"what is scored begins after {row.length} tokens"
+    return "it is empty" if whole.length == 0 else "it has no answer"
+
+
+def write_token_file(
+    rows: Iterable[Row], seq_length: int, out_file: Path, report: DataReport
+) -> None:
+    """Write `rows` as a token file, atomically; `report` is written after the last row.
 
     Raises DataError if there are none to write.
     """
     folder = out_file.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
-    count = dropped = end = 0
+    count = end = 0
     part = folder / f".{out_file.name}.{os.getpid()}.part"
     with (
         tempfile.TemporaryFile(dir=folder) as index,
         tempfile.TemporaryFile(dir=folder) as tokens,
+        tempfile.TemporaryFile(dir=folder) as scored,
     ):
         for row in rows:
-            if row is None:
-                dropped += 1
-                continue
-            ids = array("i", row[0])
+            ids = array("i", row.tokens)
             if sys.byteorder == "big":
                 ids.byteswap()
-            index.write(_ENTRY.pack(end, len(ids), row[1]))
+            index.write(_ENTRY.pack(end, len(ids)))
             tokens.write(ids.tobytes())
+            scored.write(row.scored)
             end += len(ids)
             count += 1
         if count == 0:
-            if dropped:
-                raise DataError(
-                    f"no tokens to train on: all {dropped} rows are too long or empty; add data or "
-                    "raise --max-seq-length"
-                )
-            raise DataError("no tokens to train on: it is empty")
+            raise DataError(_nothing(report))
+        told = msgspec.json.encode(report)
         try:
             with part.open("wb") as out:
-                out.write(HEADER.pack(MAGIC, VERSION, seq_length, dropped, count, end))
-                for spool in (index, tokens):
+                out.write(HEADER.pack(MAGIC, VERSION, seq_length, count, end, len(told)))
+                for spool in (index, tokens, scored):
                     spool.seek(0)
                     shutil.copyfileobj(spool, out)
+                out.write(told)
                 out.flush()
                 os.fsync(out.fileno())
             part.replace(out_file)
@@ -183,24 +240,40 @@ def write_token_file(rows: Iterable[Row | None], seq_length: int, out_file: Path
         os.fsync(handle)
     finally:
         os.close(handle)
-    return count
+
+
+def _nothing(report: DataReport) -> str:
+    if report.read == 0:
+        return "no tokens to train on: it is empty"
+    if report.held_out == report.read:
+        return f"no row is left: all {report.read} are in the other part of --valid-split"
+    return "\n".join(
+        [
+            "no row is left: every row is too long or empty; add data or raise --max-seq-length",
+            report.counts(),
+            *report.warning_lines(),
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; complaints go to stderr. Returns the exit code of `ondevice.errors`."""
     parser = argparse.ArgumentParser(prog="python -m runtime.data.tokenizing", description=__doc__)
     parser.add_argument("--bundle", type=Path, required=True, help="bundle with the tokenizer")
-    parser.add_argument("--input", type=Path, required=True, help=".txt or .jsonl file")
+    parser.add_argument("--input", type=Path, required=True, help=DATA_FILE)
     parser.add_argument("--seq-length", type=int, required=True, help="tokens predicted per row")
     parser.add_argument("--output", type=Path, required=True, help="token file to write")
+    parser.add_argument("--reading", default="{}", help="a Reading, as JSON")
+    parser.add_argument("--part", default=TRAIN, help="train or valid, under a --valid-split")
     given: Any = parser.parse_args(argv)
     try:
         encoder = load_encoder(given.bundle)
         if not os.access(given.input, os.R_OK):
-            raise DataError(f"cannot read {given.input}; name a .txt or .jsonl file")
-        rows = read_rows(given.input, encoder, given.seq_length)
+            raise DataError(f"cannot read {given.input}; name {DATA_FILE}")
+        reading = msgspec.json.decode(given.reading, type=Reading)
+        reader = Reader(given.input, encoder, given.seq_length, reading, given.part)
         try:
-            write_token_file(rows, given.seq_length, given.output)
+            write_token_file(reader.rows(), given.seq_length, given.output, reader.report)
         except DataError as error:
             named = str(given.input) in str(error)
             raise error if named else DataError(f"{given.input}: {error}") from None

@@ -27,6 +27,9 @@ from runtime.engine.values import Gradients, Loras, Values
 from runtime.lowering.lower import LoweredBlock, LoweredModel
 from runtime.storage.weight_source import WeightSource
 
+Positions = npt.NDArray[np.int64]
+"""Places in a row, in increasing order."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -156,12 +159,12 @@ class Model:
         self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
         return values.get(gradient_of(program.input)), gradients
 
-    def hidden(self, x: mx.array, scored: slice) -> mx.array:
+    def hidden(self, x: mx.array, scored: Positions) -> mx.array:
         """The head operation's input (N, D) at the positions `scored`, for x (1, bucket, D)."""
         block = self.blocks[-1]
         values: Values = {self._lowered[block].program.input: x}
         (whole,) = self._forward(block, [values], [{}])
-        found = whole[0, scored] + 0.0  # a copy, so that the rest can go
+        found = mx.take(whole.squeeze(0), _indices(scored), axis=0)  # so that the rest can go
         mx.eval(found)
         return found
 
@@ -177,13 +180,13 @@ class Model:
         with self.profile.span("head"):
             return kernel.run(hs, targets, self.head_matrix, gradient, predictions)
 
-    def head_backward(self, x: mx.array, dh: mx.array, scored: slice) -> mx.array:
+    def head_backward(self, x: mx.array, dh: mx.array, scored: Positions) -> mx.array:
         """dx (1, bucket, D) of the head block's input x, from dh (N, D) at positions `scored`."""
         block = self.blocks[-1]
         lowered = self._lowered[block]
         program = lowered.program
         whole = mx.zeros((1, self.bucket, dh.shape[-1]))
-        whole[0, scored] = dh
+        whole[0, _indices(scored)] = dh
         values: Values = {program.input: x, gradient_of(program.output): whole}
         del x, whole
         schedule, gradients = lowered.backward, Gradients()
@@ -198,3 +201,7 @@ class Model:
     def read_ahead(self, block: Block) -> None:
         """Begin to bring the block's weights into the system's file cache."""
         self.weights.read_ahead(block)
+
+
+def _indices(positions: Positions) -> mx.array:
+    return mx.array(positions.astype(np.int32))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.operations.program import Block
-from runtime.engine.model import Model
+from runtime.engine.model import Model, Positions
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.planner.demand import Demand
@@ -26,10 +26,13 @@ from runtime.planner.plan import Plan
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens (n+1,): the first n are inputs, the last n targets, scored from `first` on."""
+    """Tokens (n+1,): the first n are inputs, the last n their targets.
+
+    `scored` (N,) holds the positions of the inputs whose targets have a loss, in increasing order.
+    """
 
     tokens: npt.NDArray[Any]
-    first: int
+    scored: Positions
 
     @property
     def inputs(self) -> npt.NDArray[np.int64]:
@@ -37,11 +40,8 @@ class Row:
 
     @property
     def targets(self) -> npt.NDArray[np.int64]:
-        return self.tokens[1 + self.first :].astype(np.int64)
-
-    @property
-    def scored(self) -> slice:
-        return slice(self.first, len(self.tokens) - 1)
+        """The targets (N,) that have a loss."""
+        return self.tokens[1 + self.scored].astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ondevice.engine import TokenRow
 from ondevice.operations.program import Program
 from ondevice.operations.values import bytes_at
 from runtime.engine.arrays import view
-from runtime.engine.model import Model
+from runtime.engine.model import Model, Positions
 from runtime.engine.values import Values
 from runtime.lowering.lower import LoweredBlock
 from runtime.run.open import Session
@@ -95,14 +95,14 @@ class RowPass:
         assert last.head is not None
         return RowProducts(last.head.matrices(last.block.tensor), self._hidden)
 
-    def hidden(self, row: int, scored: slice) -> mx.array:
-        """The head's input (N, D) at the positions `scored` of a row."""
+    def hidden(self, row: int, scored: Positions) -> mx.array:
+        """The head's input (N, D) at the positions `scored` (N,) of a row."""
         (x,) = self.values.get(row).values()
         return self.models[row].hidden(x, scored)
 
     def _hidden(self) -> Iterator[F32]:
         for index, row in enumerate(self.rows):
-            yield view(self.hidden(index, slice(0, len(row.tokens) - 1)))
+            yield view(self.hidden(index, np.arange(len(row.tokens) - 1)))
             self.watch()
         self._release(-1)
 

@@ -14,6 +14,7 @@ import numpy as np
 from ondevice.bundle.store import Bundle
 from ondevice.config.evaluate import EvalConfig
 from ondevice.errors import InterruptedRunError
+from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows, open_rows
 from runtime.engine.kernels.head import HeadResult
 from runtime.engine.model import Model
@@ -120,7 +121,10 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
         file = scratch / "eval.tokens"
-        rows = open_rows(bundle.path, manifest.vocab_size, config.data, "valid", length, file)
+        vocabulary, reading = manifest.vocab_size, reading_of(config)
+        rows = open_rows(bundle.path, vocabulary, config.data, "valid", length, file, reading)
+        if rows.report is not None:
+            events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)
         adapters = _adapters_for_eval(bundle, config.adapter).in_dtype(config.adapter_dtype)
         result = evaluate_rows(
@@ -128,6 +132,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
         )
         return {
             **result,
+            "data": msgspec.to_builtins(rows.report, str_keys=True),
             "budget_bytes": config.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "peak_footprint_bytes": meter.peak_bytes,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 
 from ondevice.bundle.store import Bundle
 from ondevice.engine import Comparison, Progress, TokenRow, Visit
@@ -100,7 +99,7 @@ class ExportEngine:
 
         model = replace(session.model(length), observe=observe)
         untrained = Adapters(source.manifest, {})
-        scored = [Row(row.tokens, row.first) for row in rows]
+        scored = [Row(row.tokens, row.scored) for row in rows]
         Backprop(model, untrained, activations).gradients(scored, 1, lambda block, found: None)
 
     def compare(
@@ -121,11 +120,10 @@ class ExportEngine:
         found: list[Divergence] = []
         for start in range(0, len(rows), HEAD_ROWS):
             chosen = range(start, min(len(rows), start + HEAD_ROWS))
-            scored = {i: slice(rows[i].first, len(rows[i].tokens) - 1) for i in chosen}
             first, second = (
-                [one.hidden(index, scored[index]) for index in chosen] for one in passes
+                [one.hidden(index, rows[index].scored) for index in chosen] for one in passes
             )
-            targets = [rows[i].tokens[1 + rows[i].first :].astype(np.int64) for i in chosen]
+            targets = [Row(rows[i].tokens, rows[i].scored).targets for i in chosen]
             models = (passes[0].models[start], passes[1].models[start])
             found += compare_heads(*models, first, second, targets)
             self._watch()

@@ -26,8 +26,7 @@ def next_token(model: Model, adapters: Adapters, tokens: list[int]) -> int:
     for block in model.blocks[1:-1]:
         x = model.forward(block, x, adapters.loras(block))
         model.release(block)
-    last = slice(len(tokens) - 1, len(tokens))
-    h = model.hidden(x, last)
+    h = model.hidden(x, np.array([len(tokens) - 1]))
     (result,) = model.losses([h], [np.zeros(1, np.int64)], gradient=False, predictions=True)
     model.release(model.blocks[-1])
     assert result.predicted is not None

@@ -15,7 +15,7 @@ from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import write_atomic
-from runtime.data.run_rows import absolute, open_run_rows
+from runtime.data.run_rows import absolute, open_run_rows, reports_of
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Start
@@ -67,10 +67,12 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
             try:
                 fixed = _with_absolute_paths(config, folder)
                 rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
+                for report in reports_of(rows, eval_rows).values():
+                    events.note(report.describe(bundle.manifest.buckets))
                 if eval_rows is None and fixed.eval_every:
                     raise UsageError(
-                        "--eval-every needs held-out data: give --eval-data, or a folder with a "
-                        "valid file as --data"
+                        "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
+                        "folder with a valid file as --data"
                     )
                 session = open_session(bundle, chosen)
                 adapters = _first_adapters(fixed, session, folder)

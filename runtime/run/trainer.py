@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
 from ondevice.files import storage_errors
 from runtime.data.rows import Rows, row_index
+from runtime.data.run_rows import reports_of
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Row
@@ -312,6 +314,7 @@ class Trainer:
             "evaluations_no_better": no_better_since(
                 self.evaluations, self.done, self.config.min_delta
             ),
+            "data": msgspec.to_builtins(reports_of(self.rows, self.eval_rows), str_keys=True),
             "machine": describe(),
         }
         if self.config.profile:

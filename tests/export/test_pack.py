@@ -196,7 +196,7 @@ def forward_of(path: Path, seed: int) -> np.ndarray:
     x = program.embed(rng.integers(0, bundle.manifest.vocab_size, 9))
     for block in program.blocks[1:-1]:
         x = program.forward(block, x, {})
-    return np.array(program.hidden(x, slice(9)))
+    return np.array(program.hidden(x, np.arange(9)))
 
 
 def test_graphs_of_another_mlx_are_refused_and_traced_again(

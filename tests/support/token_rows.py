@@ -7,21 +7,34 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from runtime.data.rows import Rows, TokenRows
+from runtime.data.examples import Row
+from runtime.data.reading import Reading
+from runtime.data.report import DataReport
+from runtime.data.rows import READ_ALL, Rows, TokenRows
 from runtime.data.text_encoder import load_encoder
-from runtime.data.tokenizing import read_rows, write_token_file
+from runtime.data.tokenizing import Reader, write_token_file
 
 VOCAB = 101
 BOS, EOS = 0, 1
 WORDS = r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s*[\r\n]+|\s+"
 
 
-def listed(rows: Rows) -> list[tuple[list[int], int]]:
-    return [(tokens.tolist(), start) for tokens, start in map(rows.row, range(len(rows)))]
+Listed = tuple[list[int], list[int]]  # tokens, and the scored positions
 
 
-def write_rows(out: Path, rows: list[tuple[list[int], int]], length: int = 8) -> Path:
-    write_token_file(rows, length, out)
+def after(tokens: list[int], first: int = 0) -> Listed:
+    """A row whose positions are scored from `first` on."""
+    return tokens, list(range(first, len(tokens) - 1))
+
+
+def listed(rows: Rows) -> list[Listed]:
+    found = map(rows.row, range(len(rows)))
+    return [(tokens.tolist(), scored.tolist()) for tokens, scored in found]
+
+
+def write_rows(out: Path, rows: list[Listed], length: int = 8) -> Path:
+    made = [Row(ids, bytes(at - 1 in scored for at in range(len(ids)))) for ids, scored in rows]
+    write_token_file(made, length, out, DataReport(source="test", read=len(rows), kept=len(rows)))
     return out
 
 
@@ -53,8 +66,15 @@ def ids(text: str) -> list[int]:
     return list(make_tokenizer().encode(text).ids)
 
 
-def tokenize(bundle: Path, source: Path, length: int, out: Path) -> TokenRows:
+def tokenize(
+    bundle: Path,
+    source: Path,
+    length: int,
+    out: Path,
+    reading: Reading = READ_ALL,
+    part: str = "train",
+) -> TokenRows:
     """As `prepare_tokens`, in this process."""
-    rows = read_rows(source, load_encoder(bundle), length)
-    write_token_file(rows, length, out)
+    reader = Reader(source, load_encoder(bundle), length, reading, part)
+    write_token_file(reader.rows(), length, out, reader.report)
     return TokenRows(out, VOCAB)

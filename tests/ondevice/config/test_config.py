@@ -254,7 +254,7 @@ def test_help_is_in_groups_in_their_order() -> None:
     used = {one.metadata["group"] for one in fields(TrainConfig)} | {config.Group.OTHER}
     headings = [group for group in config.Group if group in used]
     at = [text.index(f"\n{group}:\n") for group in headings]
-    assert at == sorted(at) and len(at) == 7
+    assert at == sorted(at) and len(at) == 8
     mezo, evaluation = headings.index(config.Group.MEZO), headings.index(config.Group.EVALUATION)
     assert at[mezo] < text.rindex("  --epsilon") < at[evaluation] < text.rindex("  --stop-loss")
     short = argparse.ArgumentParser(add_help=False)
@@ -296,7 +296,7 @@ def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
     ("words", "said"),
     [
         (["trian", "bundle"], "no command 'trian'; did you mean train?"),
-        (["lint"], "there are export, inspect, plan, train"),
+        (["lint"], "there are export, inspect, plan, data, train"),
         (
             ["train", "bundle", "--lr", "1"],
             "unrecognized arguments: --lr 1; did you mean --learning",

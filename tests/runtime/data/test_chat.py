@@ -1,18 +1,16 @@
-"""Chat templates: the text that transformers renders, where the answer begins, what is refused."""
+"""Chat templates: where they are found, where the answer begins, and what is refused."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.token_rows import EOS, ids, listed, make_bundle, tokenize
 
 from ondevice.errors import DataError
 from runtime.data.chat import ChatTemplate
+from runtime.data.reading import Reading
 
 MARKED = """{{- bos_token }}
 {%- for message in messages %}
@@ -59,55 +57,19 @@ def opened(folder: Path, template: object) -> ChatTemplate:
     return ChatTemplate(bundle_with(folder, template) / "tokenizer")
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(
-        st.fixed_dictionaries(
-            {
-                "role": st.sampled_from(["user", "assistant", "note"]),
-                "content": st.text(st.characters(exclude_categories=["Cs"])),
-            }
-        ),
-        min_size=1,
-    ),
-    st.sampled_from([None, [{"name": "clock", "says": "d\u00e9j\u00e0 <vu>"}]]),
-    st.sampled_from([MARKED, BLOCKS]),
-    st.booleans(),
-)
-def test_text_is_what_transformers_renders(
-    tmp_path_factory: pytest.TempPathFactory,
-    messages: list[dict[str, str]],
-    tools: Any,
-    template: str,
-    asked: bool,
-) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    folder = bundle_with(tmp_path_factory.mktemp("chat"), template) / "tokenizer"
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<bos>", eos_token="<eos>"
-    ).apply_chat_template(
-        messages, tools, chat_template=template, add_generation_prompt=asked, tokenize=False
-    )
-    ours = ChatTemplate(folder)
-    if asked:
-        assert ours.prompt(messages, tools) == theirs
-    elif messages[-1]["role"] == "assistant" and len(messages) > 1:
-        assert "".join(ours.exchange(messages, tools)) == theirs
-
-
 @pytest.mark.parametrize(
     ("template", "prompt", "answer", "ending"),
     [
-        (MARKED, "<bos><user>\ntwo and two?</user>\n<model>\n", "four</model>\n", "</model>"),
-        (BLOCKS, "Q1: two and two?\nA: ", "four<eos>\n", "<eos>"),
+        (MARKED, "<bos><user>\ntwo and two?</user>\n<model>\n", "four</model>", "</model>"),
+        (BLOCKS, "Q1: two and two?\nA: ", "four<eos>", "<eos>"),
     ],
 )
 def test_a_conversation_is_cut_where_the_answer_begins(
     tmp_path: Path, template: str, prompt: str, answer: str, ending: str
 ) -> None:
     chat = opened(tmp_path, template)
-    assert chat.exchange(ANSWERED) == (prompt, answer)
+    text, ((start, stop),) = chat.answered(ANSWERED, None, [1])
+    assert (text[:start], text[start:stop]) == (prompt, answer)
     assert chat.prompt(QUESTION) == prompt
     assert chat.ending == ending
 
@@ -130,7 +92,9 @@ NESTED = "{% for i in x %}" * 30 + "{% endfor %}" * 30
 LONG = "{{ 1" + "+1" * 9999 + "}}"
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ open", 5, [3], NESTED, LONG])
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ open", 5, [3], NESTED, LONG, "{{ 9 ** 9 ** 9 }}"]
+)
 def test_a_template_that_is_none_is_refused(tmp_path: Path, template: object) -> None:
     with pytest.raises(DataError, match=r"the chat template in .* cannot be read"):
         opened(tmp_path, template)
@@ -145,12 +109,11 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path, template: object) ->
         "{{ open('/etc/passwd') }}",
         "{{ 'a' * 100000000000 }}",
         "{{ 100000000000 * [messages] }}",
-        "{{ 9 ** 9 ** 9 }}",
         "{{ '\\ud800' }}",
     ],
 )
 def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> None:
-    with pytest.raises(ValueError, match="the chat template refuses"):
+    with pytest.raises(ValueError, match=r"the chat template refuses|takes more than \d"):
         opened(tmp_path, template).prompt(QUESTION)
 
 
@@ -170,7 +133,6 @@ def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> No
         ),
         ([*QUESTION, {"role": "assistant", "tool_calls": 5}], "tool_calls that are no list"),
         ([*QUESTION, {"role": "assistant", "tool_calls": [5]}], "a tool call that is no object"),
-        (QUESTION, "its role is 'user'"),
         (ANSWERED[1:], "nothing that it answers"),
         ([*QUESTION, {"role": "system", "content": ""}, *ANSWERED], "a system message comes first"),
     ],
@@ -188,9 +150,9 @@ def test_messages_that_cannot_be_learnt_are_refused_with_their_line(
 def test_an_answer_that_its_prompt_does_not_begin_is_refused(tmp_path: Path) -> None:
     odd = "A{% if add_generation_prompt %}nswer: {% else %}{{ messages | length }}{% endif %}"
     with pytest.raises(
-        ValueError, match="otherwise than the prompt for it: '2' where the prompt has 'nswer: '"
+        ValueError, match=r"the chat template of bundle writes .* so that message 2, an answer"
     ):
-        opened(tmp_path, odd).exchange(ANSWERED)
+        opened(tmp_path, odd).answered(ANSWERED, None, [1])
 
 
 def test_messages_are_read_as_the_formats_of_others_hold_them(tmp_path: Path) -> None:
@@ -238,7 +200,7 @@ def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert ChatTemplate(folder).prompt(QUESTION) == "<bos><pad>"
 
 
-def test_conversations_become_rows_with_the_last_message_to_learn(tmp_path: Path) -> None:
+def test_conversations_become_rows_with_every_answer_scored(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     longer = [
         *ANSWERED,
@@ -246,9 +208,17 @@ def test_conversations_become_rows_with_the_last_message_to_learn(tmp_path: Path
         {"role": "assistant", "content": "s"},
     ]
     source.write_text("\n".join(json.dumps({"messages": one}) for one in (ANSWERED, longer)))
-    rows = listed(tokenize(bundle_with(tmp_path, BLOCKS), source, 99, tmp_path / "out"))
-    prompt = ids("Q1: two and two?\nA: ")
+    bundle = bundle_with(tmp_path, BLOCKS)
+    rows = listed(tokenize(bundle, source, 99, tmp_path / "out"))
+    prompt, answer = ids("Q1: two and two?\nA: "), [*ids("four"), EOS]
+    first = list(range(len(prompt) - 1, len(prompt) + len(answer) - 1))
     # no special tokens but the template's own, and none twice
-    assert rows[0] == ([*prompt, *ids("four"), EOS, *ids("\n")], len(prompt) - 1)
-    before = [*ids("Q1: two and two?\nA: four"), EOS, *ids("\nQ2: the cat\nA: ")]
-    assert rows[1] == ([*before, *ids("s"), EOS, *ids("\n")], len(before) - 1)
+    assert rows[0] == ([*prompt, *answer, *ids("\n")], first)
+    before = [*prompt, *answer, *ids("\nQ2: the cat\nA: ")]
+    last = [len(before) - 1, len(before)]
+    assert rows[1] == ([*before, *ids("s"), EOS, *ids("\n")], [*first, *last])
+    reading = Reading(loss_on="last")
+    assert listed(tokenize(bundle, source, 99, tmp_path / "out", reading))[1][1] == last
+    reading = Reading(loss_on="all")
+    tokens, scored = listed(tokenize(bundle, source, 99, tmp_path / "out", reading))[1]
+    assert scored == list(range(len(tokens) - 1))

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.token_rows import VOCAB, listed, write_rows
+from support.token_rows import VOCAB, after, listed, write_rows
 
 from ondevice.errors import DataError, UsageError
 from runtime.data import rows as data
+from runtime.data.report import DataReport
 from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens, row_index
 
 
@@ -32,21 +34,22 @@ def test_where_a_split_is_found(tmp_path: Path) -> None:
     assert data.split_file(tmp_path, "valid") == tmp_path / "valid.jsonl"
     assert data.split_file(tmp_path, "test") is None
     assert data.split_file(tmp_path / "train.txt", "valid") == tmp_path / "train.txt"
-    with pytest.raises(DataError, match=r"neither test\.txt nor test\.jsonl"):
+    with pytest.raises(DataError, match=r"none of test\.txt, test\.jsonl"):
         prepare_tokens(tmp_path, tmp_path, "test", 4, tmp_path / "out")
     with pytest.raises(DataError, match="no data at"):
         data.split_file(tmp_path / "none", "train")
     (tmp_path / "train.jsonl").touch()
-    with pytest.raises(DataError, match="has both"):
+    with pytest.raises(DataError, match=r"has train\.txt and train\.jsonl"):
         data.split_file(tmp_path, "train")
 
 
 def test_the_bytes_of_a_token_file(tmp_path: Path) -> None:
-    out = write_rows(tmp_path / "out", [([5, 6, 7], 1), ([8, 9], 0)])
+    out = write_rows(tmp_path / "out", [([5, 6, 7], [1]), ([8, 9], [0])])
+    report = msgspec.json.encode(DataReport(source="test", read=2, kept=2))
     assert out.read_bytes() == (
-        b"ondvtok\0" + struct.pack("<IIQQQ", 1, 8, 0, 2, 5)
-        + struct.pack("<qII", 0, 3, 1) + struct.pack("<qII", 3, 2, 0)
-        + struct.pack("<5i", 5, 6, 7, 8, 9)
+        b"ondvtok\0" + struct.pack("<IIQQQ", 2, 8, 2, 5, len(report))
+        + struct.pack("<qI", 0, 3) + struct.pack("<qI", 3, 2)
+        + struct.pack("<5i", 5, 6, 7, 8, 9) + bytes([0, 0, 1, 0, 1]) + report
     )  # fmt: skip
 
 
@@ -60,26 +63,31 @@ def put(at: int, kind: str, value: int) -> Callable[[bytes], bytes]:
     [
         (lambda raw: b"", "less than a header"),
         (lambda raw: b"X" + raw[1:], "not a token file"),
-        (put(8, "<I", 2), "version is 2"),
-        (put(24, "<Q", 0), "no rows"),
-        (put(24, "<Q", 2**60), "not"),
-        (lambda raw: raw[:-1], "91 bytes, not 92"),
-        (lambda raw: raw + b"\0", "93 bytes, not 92"),
+        (put(8, "<I", 1), "version is 1"),
+        (put(16, "<Q", 0), "no rows"),
+        (put(16, "<Q", 2**60), "not"),
+        (lambda raw: raw[:-1], "bytes, not"),
+        (put(89, "<b", 0), "its report is wrong"),
+        (put(89, "<b", -1), "its report is wrong"),
+        (lambda raw: raw + b"\0", "bytes, not"),
         (put(40, "<q", -1), "do not join"),
-        (put(56, "<q", 2), "do not join"),
+        (put(52, "<q", 2), "do not join"),
         (put(48, "<I", 1), "too short"),
         (put(48, "<I", 10), "too long"),
-        (put(52, "<I", 2), "has no loss"),
-        (put(64, "<I", 3), "rows end at 6 of 5"),
-        (put(72, "<i", -1), "token -1 is outside"),
-        (put(88, "<i", 101), "token 101 is outside the vocabulary of 101"),
+        (put(60, "<I", 3), "rows end after 5"),
+        (put(64, "<i", -1), "token -1 is outside"),
+        (put(80, "<i", 101), "token 101 is outside the vocabulary of 101"),
+        (put(86, "<b", 0), "has no loss"),
+        (put(86, "<b", 2), "neither scored nor not"),
+        (put(84, "<b", 1), "nothing predicts the first token"),
+        (put(87, "<b", 1), "nothing predicts the first token"),
     ],
 )
 def test_damaged_token_files_are_refused(
     tmp_path: Path, damage: Callable[[bytes], bytes], complaint: str
 ) -> None:
-    out = write_rows(tmp_path / "out", [([5, 6, 7], 1), ([8, 9], 0)])
-    assert listed(TokenRows(out, 101)) == [([5, 6, 7], 1), ([8, 9], 0)]
+    out = write_rows(tmp_path / "out", [([5, 6, 7], [1]), ([8, 9], [0])])
+    assert listed(TokenRows(out, 101)) == [([5, 6, 7], [1]), ([8, 9], [0])]
     out.write_bytes(damage(out.read_bytes()))
     with pytest.raises(DataError, match=complaint):
         TokenRows(out, 101)
@@ -88,7 +96,7 @@ def test_damaged_token_files_are_refused(
 def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read token file"):
         TokenRows(tmp_path / "none", 101)
-    rows = TokenRows(write_rows(tmp_path / "out", [([5, 6], 0)]), 101)
+    rows = TokenRows(write_rows(tmp_path / "out", [([5, 6], [0])]), 101)
     for index in (-1, 1):
         with pytest.raises(IndexError):
             rows.row(index)
@@ -101,15 +109,15 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_no_bytes_crash_the_reader(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int
 ) -> None:
-    out = write_rows(tmp_path_factory.mktemp("fuzz") / "out", [([5, 6, 7], 1), ([8, 9], 0)])
+    out = write_rows(tmp_path_factory.mktemp("fuzz") / "out", [([5, 6, 7], [1]), ([8, 9], [0])])
     raw = out.read_bytes()
     out.write_bytes(raw[:at] + noise + raw[at + len(noise) :])
     try:
         rows = TokenRows(out, VOCAB)
     except DataError:
         return
-    for tokens, start in listed(rows):
-        assert 0 <= start <= len(tokens) - 2
+    for tokens, scored in listed(rows):
+        assert scored and min(scored) >= 0 and max(scored) <= len(tokens) - 2
         assert all(0 <= token < 101 for token in tokens)
 
 
@@ -117,7 +125,9 @@ def test_many_rows_are_checked_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "_CHECK_ITEMS", 7)
-    made = [([number % 50] * (2 + number % 5), 0) for number in range(100)]
+    made = [
+        after([number % 50] * (2 + number % 5), number % (1 + number % 5)) for number in range(100)
+    ]
     assert listed(TokenRows(write_rows(tmp_path / "out", made), 50)) == made
     with pytest.raises(DataError, match="token 49"):
         TokenRows(tmp_path / "out", 49)
@@ -155,9 +165,9 @@ def test_the_hash_is_splitmix64() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 2**31 - 1))
 def test_rows_and_orders_follow_the_plain_hash(seed: int, index: int, vocab_size: int) -> None:
-    tokens, start = RandomRows(seed, vocab_size, 4, 2**41).row(index)
+    tokens, scored = RandomRows(seed, vocab_size, 4, 2**41).row(index)
     assert tokens.tolist() == [plain_hash(1, seed, index, place) % vocab_size for place in range(5)]
-    assert start == 0
+    assert scored.tolist() == [0, 1, 2, 3]
     wanted = sorted(range(9), key=lambda row: plain_hash(2, seed, index, row))
     assert order(seed, index, 9).tolist() == wanted
 

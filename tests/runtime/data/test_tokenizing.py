@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.token_rows import BOS, EOS, VOCAB, ids, listed, make_bundle, make_tokenizer, tokenize
+from support.token_rows import (
+    BOS,
+    EOS,
+    VOCAB,
+    after,
+    ids,
+    listed,
+    make_bundle,
+    make_tokenizer,
+    tokenize,
+)
 from tokenizers import normalizers, processors
 
 from ondevice.errors import DataError, StorageError
@@ -34,8 +44,8 @@ def test_text_is_tokenized_in_another_process(bundle: Path, tmp_path: Path) -> N
     rows = TokenRows(out, VOCAB)
     wanted = ids("the cat\nsat on the mat\n")
     chunks = [wanted[at : at + 4] for at in range(0, len(wanted), 4)]
-    assert listed(rows) == [([BOS, *chunk], 0) for chunk in chunks]
-    assert (rows.seq_length, rows.dropped) == (4, 0)
+    assert listed(rows) == [after([BOS, *chunk]) for chunk in chunks]
+    assert (rows.seq_length, rows.report.kept) == (4, len(chunks))
     assert rows.row(0)[0].dtype == np.int32
     assert [path.name for path in out.parent.iterdir()] == ["train.tokens"]
 
@@ -45,14 +55,17 @@ def test_text_is_tokenized_in_another_process(bundle: Path, tmp_path: Path) -> N
 def test_each_token_is_a_target_once(parts: list[list[int]], length: int, with_bos: bool) -> None:
     tokens = [token for part in parts for token in part]
     rows = list(tokenize_file.packed_rows(parts, BOS if with_bos else None, length))
-    targets = [token for row, start in rows for token in row[1 + start :]]
+    targets = [
+        token for row in rows for token, one in zip(row.tokens, row.scored, strict=True) if one
+    ]
+    rows = [row.tokens for row in rows]
     assert targets == (tokens if with_bos else tokens[1:])
-    assert all(len(row) == length + 1 for row, _ in rows[:-1])
-    assert all(2 <= len(row) <= length + 1 for row, _ in rows)
+    assert all(len(row) == length + 1 for row in rows[:-1])
+    assert all(2 <= len(row) <= length + 1 for row in rows)
     if with_bos:
-        assert all(row[0] == BOS for row, _ in rows)
+        assert all(row[0] == BOS for row in rows)
     else:
-        assert all(a[-1] == b[0] for (a, _), (b, _) in pairwise(rows))
+        assert all(a[-1] == b[0] for a, b in pairwise(rows))
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,14 +114,15 @@ def test_lines_of_json_become_rows(bundle: Path, tmp_path: Path) -> None:
     source.write_text("\n\n".join(map(json.dumps, lines)))
     rows = tokenize(bundle, source, 8, tmp_path / "out")
     assert listed(rows) == [
-        ([BOS, *ids("the cat"), EOS], 0),
-        ([BOS, *ids("ab:"), *ids(" the"), EOS], 3),
-        ([BOS, *ids("a text that is cut")[:8]], 0),
+        after([BOS, *ids("the cat"), EOS]),
+        after([BOS, *ids("ab:"), *ids(" the"), EOS], 3),
+        after([BOS, *ids("a text that is cut")[:8]]),
     ]
-    assert rows.dropped == 1
-    # the first target with a loss is the first token of the completion
-    tokens, start = rows.row(1)
-    assert tokens[1:][start:].tolist() == [*ids(" the"), EOS]
+    assert rows.report.dropped == {"what is scored begins after 8 tokens": 1}
+    assert (rows.report.read, rows.report.kept, rows.report.cut) == (4, 3, 1)
+    # the scored targets are those of the completion
+    tokens, scored = rows.row(1)
+    assert tokens[1:][scored].tolist() == [*ids(" the"), EOS]
 
 
 def test_a_completion_is_tokenized_where_it_stands(bundle: Path, tmp_path: Path) -> None:
@@ -119,8 +133,8 @@ def test_a_completion_is_tokenized_where_it_stands(bundle: Path, tmp_path: Path)
     across, apart = {"prompt": "t", "completion": "he"}, {"prompt": "cat ", "completion": "sat"}
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, (across, apart))))
     rows = listed(tokenize(bundle, tmp_path / "a.jsonl", 20, tmp_path / "out"))
-    assert rows[0] == ([BOS, *ids(" t"), *ids(" he"), EOS], 2)  # not the one token of "the"
-    assert rows[1] == ([BOS, *ids(" cat sat"), EOS], 5)
+    assert rows[0] == after([BOS, *ids(" t"), *ids(" he"), EOS], 2)  # not the one token of "the"
+    assert rows[1] == after([BOS, *ids(" cat sat"), EOS], 5)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +166,11 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
     folder = make_bundle(tmp_path / "bundle", {})
     (tmp_path / "a.txt").write_text("abcdefg")
     rows = tokenize(folder, tmp_path / "a.txt", 3, tmp_path / "out")
-    assert listed(rows) == [(ids("abcd"), 0), (ids("defg"), 0)]
+    assert listed(rows) == [after(ids("abcd")), after(ids("defg"))]
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "completion": "ab"}\n{"text": "a"}')
     rows = tokenize(folder, tmp_path / "a.jsonl", 3, tmp_path / "out")
-    assert listed(rows) == [(ids("ab"), 0)]
-    assert rows.dropped == 1
+    assert listed(rows) == [after(ids("ab"))]
+    assert rows.report.dropped == {"it is empty": 1}
 
 
 @pytest.mark.parametrize(
@@ -173,8 +187,8 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: "),
         ("a.jsonl", b'{"text": "\xff"}', "line 1: "),
         ("a.jsonl", b"[" * 100_000, "line 1: "),
-        ("a.jsonl", b'{"prompt": "much too long", "completion": "x"}', "all 1 rows are too long"),
-        ("a.csv", b"a,b", "neither .txt nor .jsonl"),
+        ("a.jsonl", b'{"prompt": "much too long", "completion": "x"}', "every row is too long"),
+        ("a.doc", b"a,b", r"not a .txt, .jsonl, .json, .csv or .parquet file"),
     ],
 )
 def test_bad_data_is_refused_with_its_place(

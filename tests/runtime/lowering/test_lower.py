@@ -227,8 +227,8 @@ def test_the_engine_runs_what_the_planner_adds_up(
             else:
                 peak.forward(index, 1)
                 peak.block(index, 1)
-                model.hidden(x(), slice(4, 7))
-                model.head_backward(x(), x((3, manifest.hidden_size)), slice(4, 7))
+                model.hidden(x(), np.arange(4, 7))
+                model.head_backward(x(), x((3, manifest.hidden_size)), np.arange(4, 7))
                 expected = walk(one, program, one.forward, {program.input}, bucket)
                 expected += walk(one, program, one.backward, given, bucket)
             assert len(peak.events) == len(executor.events) > 0
@@ -356,7 +356,7 @@ def test_a_row_gives_the_same_gradients_at_every_bucket(
 ) -> None:
     bundle = tiny("gemma3", seq_lens=(*BUCKETS, *LENGTHS))
     session = session_of(bundle, planned(bundle, 128, 64, layers=1))
-    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng, ((15, 0), (9, 2)))
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng, (15, 9))
     loss, expected = mebp(session.model(128), adapters, rows, tmp_path)
     for length in (16, 32, 64, 96):
         model = session.model(length)
@@ -490,7 +490,7 @@ from support.models import demand_of, mebp, model_of
 folder = Path(sys.argv[1])
 assert all(folder in Path(one.__file__).parents for one in (runtime, ondevice, harness))
 given = json.loads((folder / "rows.json").read_text())
-rows = [Row(np.array(tokens, np.int32), first) for tokens, first in given]
+rows = [Row(np.array(tokens, np.int32), np.array(scored)) for tokens, scored in given]
 for name in sys.argv[2:]:
     bundle = open_bundle(folder / name)
     adapters = Adapters(bundle.manifest, mx.load(str(folder / "adapters.safetensors")), "float32")
@@ -573,7 +573,7 @@ def test_a_new_operation_is_two_files_and_a_line_in_each_table(
     assert {block.type for block in bundle.manifest.layers} == {"layer0"}
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     mx.save_safetensors(str(extended / "adapters.safetensors"), dict(adapters.tensors))
-    written = [(row.tokens.tolist(), row.first) for row in rows]
+    written = [(row.tokens.tolist(), row.scored.tolist()) for row in rows]
     (extended / "rows.json").write_text(json.dumps(written))
     first, second = (float(rng.uniform(0.5, 2.5)) for _ in range(2))
     factors = {"same": (1.0, 1.0), "scaled": (first, second)}
@@ -592,7 +592,7 @@ def test_a_new_operation_is_two_files_and_a_line_in_each_table(
         norm.weight = norm.weight * first
         up.linear.weight = up.linear.weight * second
         up.scale = up.scale * second
-    loss, expected = reference.gradients(dense, [(row.tokens, row.first) for row in rows])
+    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
 
     for kept in (0, 1):
         for most_tokens in (64, WHOLE):

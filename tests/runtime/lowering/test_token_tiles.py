@@ -132,7 +132,7 @@ def test_gradients_are_autograds(
     bundle = tiny(family, layouts, seq_lens=LENGTHS)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     dense = reference.dense_model(bundle, adapters)
-    expected_loss, expected = reference.gradients(dense, [(r.tokens, r.first) for r in rows])
+    expected_loss, expected = reference.gradients(dense, [(r.tokens, r.scored) for r in rows])
     for kept in (0, 1):
         for length in LENGTHS:
             model = model_of(bundle, length, arithmetic, most_tokens=1)
@@ -149,7 +149,7 @@ def test_one_adapter_alone_is_trained(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
         model = model_of(bundle, 128, most_tokens=64)
         _, found = mebp(model, adapters, rows, tmp_path)
         dense = reference.dense_model(bundle, adapters)
-        agree(found, reference.gradients(dense, [(r.tokens, r.first) for r in rows])[1])
+        agree(found, reference.gradients(dense, [(r.tokens, r.scored) for r in rows])[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

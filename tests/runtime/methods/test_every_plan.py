@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.layouts import STORED
 from support.lengths import at_length
-from support.models import adapters_of, agree, model_of
+from support.models import adapters_of, agree, model_of, row_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
 from harness.oracles import reference
@@ -73,10 +73,7 @@ def drawn_rows(bundle: Bundle, rng: Rng, bucket: int, count: int) -> list[Row]:
     """Rows whose longest needs the bucket."""
     lengths = rng.integers(1, bucket + 1, count)
     lengths[int(rng.integers(count))] = bucket
-    vocab = bundle.manifest.vocab_size
-    return [
-        Row(rng.integers(0, vocab, n + 1).astype(np.int32), int(rng.integers(n))) for n in lengths
-    ]
+    return [row_of(bundle, rng, int(length)) for length in lengths]
 
 
 @dataclass
@@ -137,7 +134,7 @@ def test_gradients_are_autograds_under_every_plan(
             kept.found.clear()
             result = method.step(0, 1e-3, rows)
         model = reference.dense_model(bundle, rounded(adapters))
-        flat = [(row.tokens, row.first) for part in rows for row in part]
+        flat = [(row.tokens, row.scored) for part in rows for row in part]
         loss, expected = reference.gradients(model, flat)
         assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=CLOSE)
         agree(kept.found, expected)

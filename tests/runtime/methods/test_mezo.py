@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.lengths import at_length
-from support.models import model_of
+from support.models import model_of, row_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
@@ -27,13 +27,7 @@ Rng = np.random.Generator
 
 
 def rows_of(bundle: Bundle, rng: Rng, count: int) -> list[Row]:
-    return [
-        Row(
-            rng.integers(0, bundle.manifest.vocab_size, int(rng.integers(4, 17))).astype(np.int32),
-            int(rng.integers(0, 3)),
-        )
-        for _ in range(count)
-    ]
+    return [row_of(bundle, rng, int(rng.integers(3, 16))) for _ in range(count)]
 
 
 def adapters_of(bundle: Bundle, rng: Rng) -> Adapters:

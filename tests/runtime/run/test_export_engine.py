@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.models import FAMILIES, Tiny
+from support.models import FAMILIES, Tiny, scored_of
 
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
@@ -75,7 +75,9 @@ def inputs_of_linear(model: nn.Module, found: dict[str, list[F32]]) -> Iterator[
 
 @pytest.fixture
 def rows(rng: np.random.Generator) -> list[TokenRow]:
-    return [TokenRow(rng.integers(0, 300, n + 1).astype(np.int32), n // 3) for n in LENGTHS]
+    return [
+        TokenRow(rng.integers(0, 300, n + 1).astype(np.int32), scored_of(rng, n)) for n in LENGTHS
+    ]
 
 
 def engine_of(folder: Path, budget: int = 10**9) -> ExportEngine:
@@ -124,10 +126,10 @@ def test_comparison_with_a_bundle(
         reader = Replaced(checkpoint)
         engine = engine_of(tmp_path)
         found = engine.compare(source_of(bundle), reader, bundle, rows)
-        scored = [(row.tokens, row.first) for row in rows]
+        scored = [(row.tokens, row.scored) for row in rows]
         expected = batch_loss(dense(checkpoint, reader), scored).item()
         assert found.source_loss == pytest.approx(expected, abs=1e-5)
-        assert found.tokens == sum(n - n // 3 for n in LENGTHS) and found.rows == len(rows)
+        assert found.tokens == sum(len(row.scored) for row in rows) and found.rows == len(rows)
         assert found.divergence > 1e-4 and found.loss != found.source_loss
 
 

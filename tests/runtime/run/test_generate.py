@@ -11,7 +11,8 @@ import mlx.core as mx
 import pytest
 from support.bundles import settings
 from support.checkpoints import weights_of, write_folder
-from support.token_rows import BOS, VOCAB, ids, make_tokenizer, write_tokenizer
+from support.text_bundle import text_bundle
+from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 
 from export.pack import export_bundle
 from harness.oracles import reference
@@ -28,13 +29,7 @@ TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A tiny random model of the small tokenizer's vocabulary."""
-    folder = tmp_path_factory.mktemp("generate")
-    config, arrays = weights_of("tiny-qwen2")
-    rows = {n: a[:VOCAB] if a.shape[0] == config["vocab_size"] else a for n, a in arrays.items()}
-    source = write_folder(folder / "model", {**config, "vocab_size": VOCAB}, rows)
-    special = {"bos_token": "<bos>", "add_bos_token": True, "eos_token": "<eos>"}
-    write_tokenizer(source, {**special, "chat_template": TEMPLATE})
-    return export_bundle(settings(source, folder / "bundle", seq_lens=(16, 32)))
+    return text_bundle(tmp_path_factory.mktemp("generate"), TEMPLATE)
 
 
 def continued(bundle: Bundle, tokens: list[int], count: int) -> list[int]:

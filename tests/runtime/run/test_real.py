@@ -49,7 +49,7 @@ def row(gemma: Bundle) -> Row:
     ids = tokenizer.encode(TEXT).ids
     assert ids[0] == 2 and len(ids) < 64
     assert tokenizer.decode(ids) == TEXT
-    return Row(np.array(ids, np.int32), 0)
+    return Row(np.array(ids, np.int32), np.arange(len(ids) - 1))
 
 
 def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
         x = model.forward(block, x, {})
     head = gemma.manifest.matrices["model.embed_tokens"]
     w = reference.dequantized(session.weights, head)
-    logits = model.hidden(x, slice(len(row.inputs))) @ w.T
+    logits = model.hidden(x, row.scored) @ w.T
     dense = reference.dense_model(gemma)
     expected = dense(mx.array(row.inputs.astype(np.int32))[None])[0]
     assert reference.relative_error(logits, expected) <= 1e-4
-    loss = reference.batch_loss(dense, [(row.tokens, row.first)])
+    loss = reference.batch_loss(dense, [(row.tokens, row.scored)])
     assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
 
 
@@ -91,9 +91,9 @@ def test_gradients_are_autograds(
     # The residual stream of this model reaches 1e5, so float32 itself is far from exact: the
     # oracle is float64, and ours must be as near to it as float32 autograd is.
     single = reference.dense_model(gemma, adapters)
-    _, rounded = reference.gradients(single, [(row.tokens, row.first)])
+    _, rounded = reference.gradients(single, [(row.tokens, row.scored)])
     truth = reference.in_double(single)
-    loss, expected = reference.gradients(truth, [(row.tokens, row.first)])
+    loss, expected = reference.gradients(truth, [(row.tokens, row.scored)])
     assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
     assert set(found) == set(expected)
     ours = {name: reference.relative_error(found[name], expected[name]) for name in expected}

@@ -97,7 +97,7 @@ def test_loss_and_gradients_are_the_checkpoints(
     model = model_of(bundle, 32, arithmetic, weights=weights)
     result, found = mebp(model, adapters, rows, tmp_path)
     dense = reference.adapted(reference.checkpoint_model(checkpoint), adapters)
-    loss, expected = reference.gradients(dense, [(row.tokens, row.first) for row in rows])
+    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
     assert result.loss_sum / result.tokens == pytest.approx(loss, rel=CLOSE)
     agree(found, expected)
 

@@ -1,0 +1,27 @@
+"""The options of `ondevice data`, which shows what training would read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ondevice.config.base import COUNT, NOT_NEGATIVE, option, required
+from ondevice.config.shared import DATA_FILE, DataOptions, valid_split_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(DataOptions):
+    """The options of `ondevice data`, which shows what training would read."""
+
+    positional: ClassVar[str] = "data"
+
+    data: str = required(f"data: {DATA_FILE}, or a folder with train, valid and test", "DATA")
+    bundle: str = required("bundle directory, written by `ondevice export`", "BUNDLE")
+    max_seq_length: int | None = option(
+        None,
+        "tokens to predict per row, as for `ondevice train` (default: 256, or the longest that "
+        "the bundle has graphs for)",
+        COUNT,
+    )
+    row: int = option(0, "the row to show, counted from 0 among those that are kept", NOT_NEGATIVE)
+    valid_split: str | None = valid_split_field()

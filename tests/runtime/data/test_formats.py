@@ -1,0 +1,274 @@
+"""Formats of data: which files and fields are read as what, and what is said of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.token_rows import BOS, EOS, after, ids, listed, make_bundle, make_tokenizer, tokenize
+
+from ondevice.config.shared import DATA_SUFFIXES
+from ondevice.errors import DataError
+from runtime.data.reading import Reading
+from runtime.data.records import READERS, TEXT, records
+from runtime.data.rows import READ_ALL, TokenRows
+
+CHAT = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<eos>{% endfor %}{{ 'a: ' if "
+CHAT += "add_generation_prompt else '' }}"
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": CHAT})
+
+
+def read(
+    bundle: Path, rows: list[Any], reading: Reading = READ_ALL, length: int = 200
+) -> TokenRows:
+    source = bundle.parent / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    return tokenize(bundle, source, length, bundle.parent / "out", reading)
+
+
+def texts(rows: TokenRows) -> list[tuple[str, str]]:
+    """Each row as text, and what of it is scored."""
+    tokenizer = make_tokenizer()
+
+    def text(tokens: Any) -> str:
+        return "".join(str(tokenizer.id_to_token(int(token))) for token in tokens)
+
+    found = [rows.row(index) for index in range(len(rows))]
+    return [(text(tokens), text(tokens[1:][scored])) for tokens, scored in found]
+
+
+CHATTED = ("u: a?<eos>a: yes<eos>", "yes<eos>")
+ASKED = [{"role": "user", "content": "a?"}]
+ANSWER = [{"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "expected"),
+    [
+        ({"messages": ASKED + ANSWER}, "messages", CHATTED),
+        ({"messages": json.dumps(ASKED + ANSWER)}, "messages", CHATTED),
+        ({"conversations": ASKED + ANSWER}, "ShareGPT", CHATTED),
+        (
+            {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]},
+            "ShareGPT",
+            CHATTED,
+        ),
+        (
+            {"system": "s", "conversations": [{"from": "human", "value": "a?"},
+                                              {"from": "gpt", "value": "yes"}]},
+            "ShareGPT",
+            ("s: s<eos>" + CHATTED[0], CHATTED[1]),
+        ),
+        ({"prompt": ASKED, "completion": ANSWER}, "prompt and completion, as messages", CHATTED),
+        (
+            {"prompt": "a?", "completion": " b"},
+            "prompt and completion",
+            ("<bos>a? b<eos>", " b<eos>"),
+        ),
+        ({"text": "abc"}, "text", ("<bos>abc<eos>", "abc<eos>")),
+        (
+            {"instruction": "a?", "input": "", "output": "yes"},
+            "Alpaca, as conversations",
+            CHATTED,
+        ),
+        (
+            {"instruction": "a?", "input": "b", "output": "yes"},
+            "Alpaca, as conversations",
+            ("u: a?\n\nb<eos>a: yes<eos>", "yes<eos>"),
+        ),
+    ],
+)  # fmt: skip
+def test_fields_are_recognised_and_named(
+    bundle: Path, row: object, name: str, expected: tuple[str, str]
+) -> None:
+    rows = read(bundle, [row])
+    assert texts(rows) == [expected]
+    assert rows.report.formats == {name: 1}
+
+
+def test_alpaca_has_its_own_prompt_where_there_is_no_template(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "plain", SPECIAL)
+    row = {"instruction": "a?", "input": "b", "output": "yes"}
+    rows = read(bundle, [row, {**row, "input": ""}], length=400)
+    (first, scored), (second, _) = texts(rows)
+    assert first.endswith("### Instruction:\na?\n\n### Input:\nb\n\n### Response:\nyes<eos>")
+    assert scored == "yes<eos>"
+    assert "### Input" not in second and "further context" in first
+    assert rows.report.formats == {"Alpaca, in Alpaca's prompt": 2}
+
+
+def test_columns_name_other_fields(bundle: Path) -> None:
+    reading = Reading(columns={"prompt": "q", "completion": "a"})
+    rows = read(bundle, [{"q": "a?", "a": " b", "text": "not this"}], reading)
+    assert texts(rows) == [("<bos>a? b<eos>", " b<eos>")]
+    with pytest.raises(DataError, match=r"line 1: it has no field 'q', which --columns names; it"):
+        read(bundle, [{"question": "a?"}], reading)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"conversations": "x"}, "conversations is not a list of messages"),
+        ({"conversations": [{"from": "dog", "value": "x"}]}, "message 1 is from 'dog'; known are"),
+        ({"conversations": [{"from": "human"}]}, "message 1 has no content"),
+        ({"instruction": "x"}, "expected .*Alpaca's .*ShareGPT's .*--columns"),
+        ({"prompt": ASKED, "completion": "x"}, "expected "),
+    ],
+)
+def test_fields_that_fit_nothing_are_refused(bundle: Path, row: object, complaint: str) -> None:
+    with pytest.raises(DataError, match=f"rows.jsonl, line 1: {complaint}"):
+        read(bundle, [row])
+
+
+ROWS = [{"prompt": "a?", "completion": " b\nc"}, {"prompt": "\u00e9", "completion": "d"}]
+
+
+def write(file: Path, rows: list[dict[str, str]]) -> None:
+    if file.suffix == ".csv":
+        with file.open("w", newline="", encoding="utf-8-sig") as opened:
+            writer = csv.DictWriter(opened, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif file.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_every_file_of_records_gives_the_same(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"rows{suffix}"
+    write(file, ROWS)
+    places, found = zip(*records(file), strict=True)
+    assert list(found) == ROWS
+    assert all(place.split()[0] in ("line", "row") for place in places)
+
+
+def test_every_suffix_that_is_named_is_read() -> None:
+    assert set(DATA_SUFFIXES) == {TEXT, *READERS}
+
+
+def test_json_may_have_its_rows_in_one_field(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"data": ROWS}))
+    assert [row for _, row in records(file)] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.json", b"{", "holds no JSON list of rows: "),
+        ("a.json", b'{"a": 1, "b": 2}', "holds no JSON list of rows; write one row a line"),
+        ("a.csv", b"prompt,completion\na", "line 2: it has not as many cells as the header"),
+        ("a.csv", b"prompt,completion\na,b,c", "line 2: it has not as many cells as the header"),
+        ("a.csv", b'prompt,completion\n"a', "line 1: unexpected end of data"),
+        ("a.csv", b"prompt,completion\n\xff,b", "is not text in UTF-8"),
+        ("a.csv", b"", "it is empty"),
+    ],
+)
+def test_damaged_files_are_refused_with_the_place(
+    bundle: Path, tmp_path: Path, name: str, content: bytes, complaint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=complaint):
+        tokenize(bundle, tmp_path / name, 9, tmp_path / "out")
+
+
+def test_without_pyarrow_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"pip install 'ondevice-tune\[parquet\]', or convert"):
+        list(records(tmp_path / "rows.parquet"))
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match=r"a\.parquet, after row 0: "):
+        list(records(tmp_path / "a.parquet"))
+
+
+def test_everything_is_counted(bundle: Path) -> None:
+    """Nothing that happens to a row is silent."""
+    rows = [
+        {"text": "abc"},
+        {"text": "a much longer text"},
+        {"prompt": "far too long a prompt", "completion": "x"},
+        {"text": 5},
+        {"messages": ASKED},
+        {"text": ""},
+    ]
+    found = read(bundle, rows, Reading(skip_bad_rows=True), 8)
+    report = found.report
+    assert listed(found) == [
+        after([BOS, *ids("abc"), EOS]),
+        after([BOS, *ids("a much longer text")[:8]]),
+        after([BOS, EOS]),
+    ]
+    assert (report.read, report.kept, report.cut, report.skipped) == (6, 3, 1, 1)
+    assert report.dropped == {"what is scored begins after 8 tokens": 1, "it has no answer": 1}
+    assert (report.tokens, report.scored) == (4 + 8 + 1, 4 + 8 + 1)
+    too_long = len(ids("far too long a prompt")) + 2
+    assert report.lengths == {4: 1, len(ids("a much longer text")) + 1: 1, 1: 1, too_long: 1}
+    assert report.warned == len(report.warnings) == 4
+    assert "rows.jsonl, line 2: 19 tokens, cut at 8" in report.warnings
+    assert "rows.jsonl, line 3: dropped: what is scored begins after 8 tokens" in report.warnings
+    assert "rows.jsonl, line 5: dropped: it has no answer" in report.warnings
+    assert report.describe([4, 16]).splitlines()[:4] == [
+        "rows.jsonl: 6 rows read (text), 3 kept, 1 of them cut at 8 tokens, 1 dropped (what is "
+        "scored begins after 8 tokens), 1 dropped (it has no answer), 1 skipped as unreadable; 13 "
+        "tokens, 13 of them scored (100%, --loss-on assistant)",
+        "  up to 4 tokens                2  ########################",
+        "  up to 16 tokens               0",
+        "  longer than 16                2  ########################",
+    ]
+    assert report.recommended() == [16, 32]
+
+
+def test_only_the_first_warnings_are_kept(bundle: Path) -> None:
+    report = read(bundle, [{"text": "abcd" * n} for n in range(1, 20)], length=6).report
+    assert (len(report.warnings), report.warned, report.cut) == (5, 18, 18)
+    assert report.warning_lines()[-1] == "and 13 more such rows"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_a_split_is_by_content_and_complete(bundle: Path, tmp_path: Path, suffix: str) -> None:
+    """The same rows in another order are split alike, and equal rows stay together."""
+    words = [f"row {number % 37}" for number in range(60)]
+    reading = Reading(valid_share=0.2)
+    texts_of: list[list[set[str]]] = []
+    for order in (words, words[::-1]):
+        file = tmp_path / f"rows{suffix}"
+        lines = order if suffix == ".txt" else [json.dumps({"text": word}) for word in order]
+        file.write_text("\n".join(lines))
+        parts = [
+            tokenize(bundle, file, 8, tmp_path / part, reading, part) for part in ("train", "valid")
+        ]
+        train, valid = ([str(row) for row, _ in listed(rows)] for rows in parts)
+        whole = [str(row) for row, _ in listed(tokenize(bundle, file, 8, tmp_path / "whole"))]
+        assert sorted(train + valid) == sorted(whole) and not set(train) & set(valid)
+        assert 1 <= len(valid) <= 0.4 * len(whole)
+        assert parts[0].report.held_out == len(valid) and parts[1].report.held_out == len(train)
+        texts_of.append([set(train), set(valid)])
+    if suffix == ".jsonl":
+        assert texts_of[0] == texts_of[1]
+
+
+def test_a_split_that_leaves_nothing_is_refused(bundle: Path) -> None:
+    with pytest.raises(DataError, match="--valid-split 5% of 3 rows leaves none to train on"):
+        read(bundle, [{"text": "same"}] * 3, Reading(valid_share=0.05))

@@ -1,0 +1,225 @@
+"""Which tokens of a conversation are scored, for templates of the kinds that models come with.
+
+The templates in `tests/support/chat_templates` write conversations as those of the named models do.
+What is expected was written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.token_rows import make_tokenizer
+
+from runtime.data.examples import Row, row_of
+from runtime.data.fields import Conversation
+from runtime.data.text_encoder import TextEncoder, load_encoder
+
+TEMPLATES = Path(__file__).parents[2] / "support" / "chat_templates"
+SPECIAL = {
+    "chatml": ["<|im_start|>", "<|im_end|>"],
+    "marked": ["<|im_start|>", "<|im_end|>"],
+    "qwen2_5": ["<|im_start|>", "<|im_end|>"],
+    "qwen3": ["<|im_start|>", "<|im_end|>"],
+    "gemma3": ["<start_of_turn>", "<end_of_turn>"],
+    "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "mistral": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+}
+END = {
+    "chatml": "<|im_end|>",
+    "marked": "<|im_end|>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "gemma3": "<end_of_turn>",
+    "llama3": "<|eot_id|>",
+    "mistral": "<eos>",
+}
+SAY = {"mistral": " "}  # written before an answer's text, after the prompt has ended
+THINK = {"qwen3": "<think>\n\n</think>\n\n"}  # written before the last answer alone
+
+SYSTEM = {"role": "system", "content": "be short"}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "CET"}}}
+
+
+def said(*texts: str, first: str = "user") -> list[dict[str, Any]]:
+    """Messages of the user and the assistant in turn."""
+    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
+def encoder_of(folder: Path, name: str) -> TextEncoder:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens(SPECIAL[name])
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
+    config["chat_template"] = (TEMPLATES / f"{name}.jinja").read_text()
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_encoder(folder)
+
+
+@pytest.fixture(params=SPECIAL)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def encoder(tmp_path: Path, name: str) -> TextEncoder:
+    return encoder_of(tmp_path, name)
+
+
+def scored(encoder: TextEncoder, row: Row) -> list[str]:
+    """The text of each run of scored tokens."""
+    runs: list[str] = []
+    before = 0
+    tokenizer = make_tokenizer()
+    for token, one in zip(row.tokens, row.scored, strict=True):
+        piece = encoder.show([token]) if token >= tokenizer.get_vocab_size() else None
+        piece = piece or str(tokenizer.id_to_token(token))
+        if one and not before:
+            runs.append("")
+        if one:
+            runs[-1] += piece
+        before = one
+    return runs
+
+
+def read(
+    encoder: TextEncoder, messages: object, loss_on: str = "assistant", **more: Any
+) -> list[str]:
+    return scored(encoder, row_of(Conversation(messages, **more), encoder, loss_on))
+
+
+def answers(name: str, *texts: str) -> list[str]:
+    """What is expected to be scored of answers, the last of which is the conversation's last."""
+    before = SAY.get(name, "")
+    found = [f"{before}{text}{END[name]}" for text in texts]
+    found[-1] = before + THINK.get(name, "") + texts[-1] + END[name]
+    return found
+
+
+TWO = said("sun in X?", "yes", "rain in X?", "no")
+
+
+def test_every_answer_is_scored_with_the_token_that_ends_it(
+    encoder: TextEncoder, name: str
+) -> None:
+    assert read(encoder, TWO) == answers(name, "yes", "no")
+    assert read(encoder, TWO[:2]) == answers(name, "yes")
+    three = [*TWO, *said("x?", "no")]  # answers may be equal
+    assert read(encoder, three) == answers(name, "yes", "no", "no")
+
+
+def test_the_last_answer_alone(encoder: TextEncoder, name: str) -> None:
+    assert read(encoder, TWO, "last") == answers(name, "no")
+
+
+def test_system_prompts_are_not_scored(encoder: TextEncoder, name: str) -> None:
+    """Also where the template writes them into the last question (Mistral)."""
+    assert read(encoder, [SYSTEM, *TWO]) == answers(name, "yes", "no")
+
+
+def test_empty_answers_are_their_ending(encoder: TextEncoder, name: str) -> None:
+    first, last = answers(name, "", "no")
+    assert read(encoder, said("x?", "", "y?", "no")) == [first, last]
+    assert read(encoder, said("x?", "yes", "y?", "")) == answers(name, "yes", "")
+
+
+def test_a_conversation_that_ends_with_the_user_keeps_its_answers(
+    encoder: TextEncoder, name: str
+) -> None:
+    assert read(encoder, TWO[:3]) == answers(name, "yes")
+    assert read(encoder, TWO[:1]) == []
+
+
+def test_all_tokens(encoder: TextEncoder, name: str) -> None:
+    row = row_of(Conversation(TWO), encoder, "all")
+    assert row.scored == b"\0" + b"\1" * (len(row.tokens) - 1)
+
+
+def test_a_completion_of_messages_scores_its_own_answers(encoder: TextEncoder, name: str) -> None:
+    assert read(encoder, TWO, first=2) == answers(name, "no")
+
+
+def test_a_cut_answer_has_no_ending(encoder: TextEncoder, name: str) -> None:
+    """Whatever the length, an ending is scored only where its answer is whole."""
+    row = row_of(Conversation(TWO), encoder, "assistant")
+    whole = answers(name, "yes", "no")
+    for length in range(1, row.length + 1):
+        runs = scored(encoder, row.shortened(length))
+        assert runs[:-1] == whole[: max(0, len(runs) - 1)]
+        assert not runs or whole[len(runs) - 1].startswith(runs[-1])
+        if row.shortened(length).cut and runs:
+            cut_off = runs[-1] != whole[len(runs) - 1]
+            assert cut_off == (not runs[-1].endswith(END[name]))
+
+
+CALLED = [
+    *said("what time?"),
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "name": "clock", "content": "12"},
+    {"role": "assistant", "content": "noon"},
+]
+ARGUMENTS = '{"zone": "CET"}'
+WRITTEN = {
+    # the white space before a call is the template's, and what a model has to write
+    "qwen2_5": ['<tool_call>\n{"name": "clock", "arguments": ' + ARGUMENTS + "}\n</tool_call>"],
+    "llama3": ['{"name": "clock", "parameters": ' + ARGUMENTS + "}"],
+    "mistral": ['[TOOL_CALLS] [{"name": "clock", "arguments": ' + ARGUMENTS + "}]"],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN, indirect=True)
+@pytest.mark.parametrize("tools", [None, [CLOCK]])
+def test_tool_calls_are_scored_and_results_are_not(
+    encoder: TextEncoder, name: str, tools: object
+) -> None:
+    row = row_of(Conversation(CALLED, tools), encoder, "assistant")
+    assert scored(encoder, row) == [WRITTEN[name][0] + END[name], *answers(name, "noon")]
+    lost = tools is not None and name == "llama3"  # whose template here writes no tools
+    assert row.warnings == ((encoder.chat().name + " does not write the row's tools",) * lost)
+
+
+@pytest.mark.parametrize("name", ["chatml"], indirect=True)
+def test_tools_and_calls_that_a_template_does_not_write_are_warned_of(encoder: TextEncoder) -> None:
+    row = row_of(Conversation(CALLED, [CLOCK]), encoder, "assistant")
+    assert [warning.partition(" does not write ")[2] for warning in row.warnings] == [
+        "the row's tools",
+        "the row's tool calls",
+    ]
+    assert scored(encoder, row) == ["<|im_end|>", "noon<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["qwen3"], indirect=True)
+def test_reasoning_that_a_template_drops_is_not_looked_for(encoder: TextEncoder) -> None:
+    thought = "<think>\nhm\n</think>\n\n"
+    messages = said("x?", thought + "yes", "y?", thought + "no")
+    assert read(encoder, messages) == ["yes<|im_end|>", thought + "no<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["marked"], indirect=True)
+def test_marked_answers_are_those_of_transformers(encoder: TextEncoder, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer" / "tokenizer.json")
+    ).apply_chat_template(
+        TWO,
+        chat_template=(TEMPLATES / "marked.jinja").read_text(),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    row = row_of(Conversation(TWO), encoder, "assistant")
+    assert row.tokens == theirs["input_ids"]
+    assert list(row.scored) == theirs["assistant_masks"]
+
+
+def test_the_prompt_of_an_answer_is_tokenized_as_a_model_is_given_it(
+    encoder: TextEncoder, name: str
+) -> None:
+    row = row_of(Conversation(TWO), encoder, "assistant")
+    prompt = encoder.encode(encoder.chat().prompt(TWO[:3]))
+    assert row.tokens[: len(prompt)] == prompt

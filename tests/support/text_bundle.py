@@ -1,0 +1,22 @@
+"""A tiny random model that reads text: the small tokenizer's vocabulary, and a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from export.pack import export_bundle
+from ondevice.bundle.store import Bundle
+from support.bundles import settings
+from support.checkpoints import weights_of, write_folder
+from support.token_rows import VOCAB, write_tokenizer
+
+SPECIAL = {"bos_token": "<bos>", "add_bos_token": True, "eos_token": "<eos>"}
+
+
+def text_bundle(folder: Path, template: str) -> Bundle:
+    """A bundle for 16 and 32 tokens."""
+    config, arrays = weights_of("tiny-qwen2")
+    rows = {n: a[:VOCAB] if a.shape[0] == config["vocab_size"] else a for n, a in arrays.items()}
+    source = write_folder(folder / "model", {**config, "vocab_size": VOCAB}, rows)
+    write_tokenizer(source, {**SPECIAL, "chat_template": template})
+    return export_bundle(settings(source, folder / "bundle", seq_lens=(16, 32)))
