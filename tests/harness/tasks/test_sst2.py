@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,9 @@ from harness.tasks import label_accuracy, sst2
 from ondevice.bundle.store import Bundle
 from ondevice.errors import DataError
 from runtime.data.chat import ChatTemplate
+from runtime.data.examples import row_of
+from runtime.data.fields import Completion
 from runtime.data.text_encoder import TextEncoder
-from runtime.data.tokenizing import json_row
 from runtime.methods.adapters import Adapters
 
 Tiny = Callable[..., Bundle]
@@ -95,8 +95,24 @@ def test_accuracy_is_the_share_of_rows_whose_word_wins(
                 return [*encode(text.removesuffix(word)), number]
         return [10 + ord(letter) % 90 for letter in text]
 
+    def encode_places(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        letters = len(text) - sum(len(word) for word in ids if text.endswith(word))
+        places = [(at, at + 1) for at in range(letters)]
+        return encode(text), places + [(letters, len(text))] * (letters < len(text))
+
     none, chat = frozenset[int](), partial(ChatTemplate, tmp_path)
-    encoder = TextEncoder(encode, str, bos=2, eos=1, ends=none, special=none, chat=chat)
+    encoder = TextEncoder(
+        encode,
+        encode_places,
+        str,
+        str,
+        bos=2,
+        eos=1,
+        ends=none,
+        special=none,
+        chat=chat,
+        has_template=False,
+    )
     monkeypatch.setattr(label_accuracy, "load_encoder", lambda folder: encoder)
     rows = [
         sst2.Example("".join(map(chr, rng.integers(97, 122, int(n)))), (" great", " terrible")[i])
@@ -106,12 +122,10 @@ def test_accuracy_is_the_share_of_rows_whose_word_wins(
     model = reference.dense_model(bundle)
     right = 0
     for row in rows:
-        line = json.dumps(row.__dict__).encode()
-        trained = json_row(line, encoder, 64)
-        assert trained is not None
-        tokens, first = trained  # the word is the first target that training scores
-        assert tokens[first + 1] == ids[row.completion]
-        logits = model(mx.array(tokens[: first + 1])[None])[0, -1]
+        trained = row_of(Completion(row.prompt, row.completion), encoder, "assistant")
+        first = trained.scored.index(1)  # the word is the first token that training scores
+        assert trained.tokens[first] == ids[row.completion]
+        logits = model(mx.array(trained.tokens[:first])[None])[0, -1]
         great, terrible = (float(logits[number]) for number in ids.values())
         right += (great >= terrible) == (row.completion == " great")
     assert result["label_accuracy"] == pytest.approx(right / 19)

@@ -78,6 +78,36 @@ def test_which_answers_have_a_loss(bundle: Bundle, tmp_path: Path) -> None:
     assert counts == {"assistant": 5, "last": 2, "all": len(rows.row(0)[0]) - 1}
 
 
+def test_each_turn_gets_its_own_answer(bundle: Bundle, tmp_path: Path) -> None:
+    """Learning the last turn alone leaves the first question without its answer."""
+    turns = {
+        place: [
+            {"role": "user", "content": f"sun {place}"},
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": f"rain {place}"},
+            {"role": "assistant", "content": "no"},
+        ]
+        for place in "abcd"
+    }
+    data = write(tmp_path / "rows.jsonl", [{"messages": one} for one in turns.values()])
+    exact = {}
+    for loss_on in ("assistant", "last"):
+        run = tmp_path / loss_on
+        hard = ["--steps=40", "--batch-size=4", "--learning-rate=0.01", f"--loss-on={loss_on}"]
+        trained = ondevice(*train(bundle, data, run, *hard))
+        assert trained.returncode == 0, trained.stderr
+        for asked in ("assistant", "last"):
+            flags = [f"--data={data}", f"--adapter={run}", f"--loss-on={asked}", "--json"]
+            done = ondevice("eval", bundle.path, "--max-seq-length=32", *flags)
+            exact[loss_on, asked] = json.loads(done.stdout)["exact"]
+    assert exact == {
+        ("assistant", "assistant"): 1.0,
+        ("assistant", "last"): 1.0,
+        ("last", "assistant"): 0.0,
+        ("last", "last"): 1.0,
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
