@@ -22,7 +22,6 @@ from ondevice.engine import Engine, TokenRow
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"
-ROW_TOKENS = 256  # of a row for calibration or comparison, if the bundle has graphs for that
 COMPARED_TOKENS = 2048  # held out of the calibration data for the comparison
 EVERY = 5  # one row in so many is held out
 
@@ -86,6 +85,5 @@ class Original:
 
     @property
     def _row_tokens(self) -> int:
-        """The tokens of a row: those of the longest bucket up to `ROW_TOKENS`, or the shortest."""
-        buckets = self.bundle.manifest.buckets
-        return max((one for one in buckets if one <= ROW_TOKENS), default=buckets[0])
+        """The tokens of a row for calibration or comparison."""
+        return self.bundle.manifest.usual_bucket

@@ -43,7 +43,7 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
         UsageError: rows are longer than the bundle has graphs for.
     """
     request = Request(
-        choose_bucket(manifest, config.max_seq_length),
+        choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),
         config.batch_size,
         config.grad_accumulation,
         config.plan,
