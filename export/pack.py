@@ -60,6 +60,8 @@ def export_bundle(
         StorageError: the disk is full; nothing is left behind.
         UsageError: the destination exists, or the settings do not suit the model.
     """
+    if engine is None and (config.calibrate is not None or config.bits == "auto"):
+        raise ValueError("calibration and --bits auto run the model, which takes an engine")
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:
         with BundleWriter(Path(config.output), config.force) as writer:
@@ -80,7 +82,14 @@ def _export(
     lora = _lora(config, cut)
     stored = stored_forms(config, checkpoint, cut)
     _check_space(checkpoint, writer, stored)
-    tensors = Tensors(checkpoint, writer, stored, progress)
+    running = None if engine is None else engine(writer.place)
+
+    def written(what: str, done: int, total: int) -> None:
+        progress(what, done, total)
+        if running is not None:
+            running.check(f"while it wrote {what}")
+
+    tensors = Tensors(checkpoint, writer, stored, written)
     buckets = tuple(config.seq_lens)
     graphs = write_graphs(cut, buckets, writer.folder, GRAPHS, progress)
     files = {
@@ -124,13 +133,15 @@ def _export(
         files=files,
         provenance=provenance,
     )
-    running = None if engine is None else engine(writer.place)
     original = Original(Bundle(writer.folder, source), checkpoint, running, config)
+    if config.bits == "auto":
+        provenance["bits"] = original.choose_bits(tensors)
     if config.calibrate is None:
         tensors.write(cut)
     else:
         provenance["calibration"] = original.calibrate(tensors, cut)
-    provenance["transcoded"] = _transcoded(tensors)
+    if transcoded := _transcoded(tensors):
+        provenance["transcoded"] = transcoded
     nbytes, digest = writer.finish_weights()
     manifest = msgspec.structs.replace(
         source,

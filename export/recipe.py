@@ -74,7 +74,7 @@ def _form(
     if asked == 16:
         return _short_form(checkpoint, f"{use.name}.weight")
     bits = 4 if asked in (None, "auto") else int(asked)
-    if use.name.split(".")[-1] in config.eight_bit_names:
+    if asked != "auto" and use.name.split(".")[-1] in config.eight_bit_names:
         bits = 8
     columns = checkpoint.shape(f"{use.name}.weight")[1]
     group = config.group_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class Tensors:
         self,
         checkpoint: Checkpoint,
         writer: BundleWriter,
-        stored: Mapping[str, Stored],
+        stored: dict[str, Stored],
         progress: Progress,
     ) -> None:
         self.checkpoint, self.writer, self.stored = checkpoint, writer, stored

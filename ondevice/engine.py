@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ondevice.bundle.store import Bundle
@@ -80,6 +81,10 @@ class BlockPass(Protocol):
 
 class Engine(Protocol):
     """Runs models block by block under the memory budget of an export."""
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for scratch files."""
 
     def rows(self, bundle: Bundle, data: str, length: int, tokens: int) -> Sequence[TokenRow]:
         """Rows of `data`, spread evenly over it, with about `tokens` tokens in all.

@@ -31,7 +31,7 @@ def fit(w: F32, bits: int, dtype: npt.DTypeLike) -> tuple[Floats, Floats]:
 
     Scales or biases that are too large for their type are infinite.
     """
-    levels = np.float32(2**bits - 1)
+    levels, half = np.float32(2**bits - 1), np.float32(2 ** (bits - 1))
     size = w.shape[1]
     mean = w.mean(axis=1, dtype=np.float32)
     low = w.min(axis=1) - mean
@@ -40,15 +40,14 @@ def fit(w: F32, bits: int, dtype: npt.DTypeLike) -> tuple[Floats, Floats]:
     centred = w - mean[:, None]
     best_gain = np.full(len(w), -1, np.float32)
     best_scale = np.zeros(len(w), np.float32)
-    best_centre = np.zeros(len(w), np.float32)  # the middle of the integers stands for this
+    best_centre = np.zeros(len(w), np.float32)  # what the integer `half` stands for
     q = np.empty_like(w)
 
     def try_scales(inverse: F32, offset: F32) -> None:
         np.multiply(centred, inverse[:, None], out=q)
         np.add(q, offset[:, None], out=q)
         np.rint(q, out=q)
-        np.clip(q, 0, levels, out=q)
-        np.subtract(q, levels / 2, out=q)
+        np.clip(q, -half, half - 1, out=q)  # about zero, sums keep more digits
         along = np.einsum("gk,gk->g", centred, q)
         total = np.einsum("gk->g", q)
         square = np.einsum("gk,gk->g", q, q) - total * total / size
@@ -61,18 +60,18 @@ def fit(w: F32, bits: int, dtype: npt.DTypeLike) -> tuple[Floats, Floats]:
 
     for down, up in product(SHRINK[bits], repeat=2):
         inverse = (levels / (safe * np.float32(1 - down - up))).astype(np.float32)
-        try_scales(inverse, -(low + np.float32(down) * span) * inverse)
+        try_scales(inverse, -(low + np.float32(down) * span) * inverse - half)
     for _ in range(2):
         inverse = np.divide(1, best_scale, out=np.zeros_like(best_scale), where=best_scale != 0)
-        try_scales(inverse, levels / 2 - best_centre * inverse)
+        try_scales(inverse, -best_centre * inverse)
     scales = best_scale.astype(dtype)
     exact = scales.astype(np.float32)
     inverse = np.divide(1, exact, out=np.zeros_like(exact), where=exact != 0)
     np.multiply(centred - best_centre[:, None], inverse[:, None], out=q)
-    np.clip(np.rint(q + levels / 2), 0, levels, out=q)
+    np.clip(np.rint(q + half), 0, levels, out=q)
     bias = mean - exact * q.mean(axis=1, dtype=np.float32)
     biases = bias.astype(dtype)
-    lost = np.abs(biases.astype(np.float32) - bias) + np.abs(exact - best_scale) * levels / 2
+    lost = np.abs(biases.astype(np.float32) - bias) + np.abs(exact - best_scale) * half
     coarse = np.flatnonzero((lost > COARSE * np.abs(exact)) & np.isfinite(exact + biases))
     if len(coarse):
         scales[coarse], biases[coarse] = _fit_stored(

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from export.packed import F32, Packing
-from export.quantize.gptq import Factor, gptq, prepare, prepare_bytes
+from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
 from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessian
 from export.quantize.search import Quantized
+from export.sources.source import SLICE_VALUES
 from ondevice.engine import Products
-from ondevice.errors import BudgetError
+from ondevice.errors import BudgetError, DataError
 from ondevice.units import format_bytes
 
 DAMPING, DAMPING_OF_FEW = 0.01, 0.1
@@ -55,7 +56,10 @@ class Calibration:
         gram.add(first)
         for x in inputs:
             gram.add(x)
-        return prepare(tied_hessian(gram) if tied else gram, self.damping)
+        try:
+            return prepare(tied_hessian(gram) if tied else gram, self.damping)
+        except DataError as problem:
+            raise DataError(f"{', '.join(products.names)}: {problem}") from None
 
     @property
     def damping(self) -> float:
@@ -88,5 +92,9 @@ class Calibration:
 
 
 def needed_bytes(columns: int, block: int) -> int:
-    """Bytes of a Gram matrix in blocks of columns, and of the work of preparing its factor."""
-    return gram_bytes(columns, block) + max(add_bytes(columns, block), prepare_bytes(block))
+    """Bytes of a Gram matrix in blocks of columns, and of what is done with it at most."""
+    rows = max(1, SLICE_VALUES // columns)
+    largest = Packing(8, ALIGN // 4, "affine", "float32")
+    quantizing = 4 * rows * columns + gptq_bytes(rows, columns, block, largest)
+    most = max(add_bytes(columns, block), prepare_bytes(block), quantizing)
+    return gram_bytes(columns, block) + most

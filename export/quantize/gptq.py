@@ -17,19 +17,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from export.packed import F32, PackedRows, Packing, pack_codes
 from export.quantize.gram import Gram
-from export.quantize.search import Floats, Quantized, fit_rows
+from export.quantize.search import CHUNK_VALUES, Floats, Quantized, fit_rows
 from ondevice.errors import DataError
 
 DAMPING_LIMIT = 1.0  # of the mean diagonal
 BLOCK = 128  # columns whose sums over the columns before them are one matrix product
 LEAF = 16  # columns of a block, likewise
-TILE_ROWS = 1024  # rows that a thread quantizes at a time
+TILE_ROWS = 1024  # that a thread quantizes at a time
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,22 @@ def prepare(gram: Gram, damping: float = 0.01) -> Factor:
         chunks.append(Chunk(order + start, block, weight))
         used = max(used, own)
     return Factor(gram.columns, tuple(chunks), used)
+
+
+def gptq_bytes(rows: int, columns: int, block: int, packing: Packing, threads: int = 2) -> int:
+    """What `gptq` takes on top of its rows and the factor, with its result."""
+    tile, width = min(rows, TILE_ROWS), min(columns, block)
+    numbers = 2 if packing.layout == "affine" else 1
+    groups = numbers * rows * (columns // packing.group_size)
+    working = tile * (9 * width + 8 * BLOCK + 16 * columns // packing.group_size * numbers)
+    searched = 16 * min(CHUNK_VALUES, rows * columns)
+    packed = rows * columns * packing.bits // 8
+    return (
+        rows * columns
+        + 2 * groups * np.dtype(packing.scale_dtype).itemsize
+        + max(threads * max(working, searched), 3 * packed)
+        + (1 << 18)
+    )
 
 
 def _tiles(n: int) -> list[slice]:
@@ -167,23 +184,19 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
     scales, biases = fit_rows(w, packing, threads)
     codes = np.empty(w.shape, np.uint8)
 
-    def work(start: int) -> tuple[float, float, float, float]:
+    def work(task: tuple[int, Chunk]) -> tuple[float, float, float, float]:
+        start, chunk = task
         part = slice(start, start + TILE_ROWS)
         steps = _Steps(scales[part], None if biases is None else biases[part], packing)
-        squares = float(np.square(w[part], dtype=np.float64).sum())
-        errors = peak = outputs = 0.0
-        for chunk in factor.chunks:
-            d = np.ascontiguousarray(w[part].T[chunk.order])
-            with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
-                found, output = _quantize(d, chunk, steps)
+        d = np.ascontiguousarray(w[part].T[chunk.order])
+        squares = _square_sum(d)
+        with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
+            found, output = _quantize(d, chunk, steps)
             codes[part, chunk.order] = found.T
-            errors += float(np.square(d, dtype=np.float64).sum())
-            peak = max(peak, float(np.abs(d).max(initial=0.0)))
-            outputs += output
-        return squares, errors, peak, outputs
+            return squares, _square_sum(d), float(max(d.max(), -d.min())), output
 
     with ThreadPoolExecutor(threads) as pool:
-        sums = list(pool.map(work, range(0, rows, TILE_ROWS)))
+        sums = list(pool.map(work, product(range(0, rows, TILE_ROWS), factor.chunks)))
     return Quantized(
         PackedRows(pack_codes(codes, packing.bits), scales, biases),
         sum(s[0] for s in sums),
@@ -191,6 +204,10 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
         max((s[2] for s in sums), default=0.0),
         sum(s[3] for s in sums),
     )
+
+
+def _square_sum(d: F32) -> float:
+    return float(np.einsum("nr,nr->n", d, d).sum(dtype=np.float64))
 
 
 class _Steps:

@@ -59,6 +59,10 @@ class Sensitivities:
             change += float(np.vdot(dy[:, start:stop], products))
         self.squares[name] += change * change
 
+    def divergence(self, name: str, tokens: int) -> float:
+        """The expected KL divergence in nats per token, for rows of `tokens` tokens in all."""
+        return self.squares[name] / (2 * tokens)
+
     def _error(self, name: str) -> npt.NDArray[np.float32]:
         """E (R, C) of a matrix, mapped."""
         block = _block_of(name)

@@ -2,9 +2,9 @@
 
 GGUF has 32 values in a block with one scale, or, in the K types, 256 with a scale for each 16 or
 32. The scales of the K types are products: a float16 of the block times a small integer of the
-group. They are rounded to float16. That leaves a relative error of 7e-4 in Q4_K and Q5_K, where the
-quantization itself left some 7e-2 and 3e-2; float32 would be exact, but takes a bit more for every
-weight, or two where there are biases.
+group. They are rounded to float16. That changes the values of Q4_K and Q5_K by 7e-4 of their size,
+where integers of 4 and 5 bits had changed them by about 8e-2 and 4e-2. With float32 nothing would
+change, but Q4_K would take 6 bits for a weight instead of 5.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ class HFCheckpoint(Checkpoint):
         weight, scales, biases = (
             self._tensors[base + part].rows(start, stop) for part in ("weight", "scales", "biases")
         )
+        words = repacked(weight, layout.bits, layout.packing.bits)
         dtype = layout.packing.scale_dtype
-        return PackedRows(repacked(weight, layout.bits), scales.astype(dtype), biases.astype(dtype))
+        return PackedRows(words, scales.astype(dtype), biases.astype(dtype))
 
     def tokenizer_files(self) -> dict[str, bytes]:
         paths = [self._folder / name for name in TOKENIZER_FILES]

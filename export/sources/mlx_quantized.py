@@ -85,20 +85,20 @@ def unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int]:
     return out, words * 32 // bits
 
 
-def repacked(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint32]:
-    """Rows (R, in * bits / 32) of integers of `bits` bits, with 4 or 8 bits for each.
+def repacked(words: npt.NDArray[np.uint32], bits: int, new_bits: int) -> npt.NDArray[np.uint32]:
+    """Rows (R, in * bits / 32) of integers of `bits` bits, with `new_bits` (4 or 8) for each.
 
     A row is one sequence of bits, the lowest of each integer first: eight integers fill `bits`
     bytes.
     """
-    if bits in (4, 8):
+    if bits == new_bits:
         return words
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, bits)
     eights = np.zeros((*octets.shape[:2], 8), np.uint8)
     eights[..., :bits] = octets
     shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
     codes = (eights.view("<u8") >> shifts).astype(np.uint8) & np.uint8(2**bits - 1)
-    return pack_codes(codes.reshape(len(words), -1), 4 if bits < 4 else 8)
+    return pack_codes(codes.reshape(len(words), -1), new_bits)
 
 
 def _integers(settings: Any, where: str) -> tuple[int, int]:

@@ -25,13 +25,12 @@ from harness.bench.benchmark import (
     measured_variant,
     megabytes,
 )
-from harness.bench.targets import PREDICTED_UNDER
+from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
 from harness.measure.command import ondevice
 from harness.measure.repeats import Outcome
 from harness.report.table import Table
 from ondevice.bundle.store import open_bundle
 from ondevice.methods import METHODS
-from ondevice.operations.base import materialized_bytes
 from runtime.lowering.lower import lower
 from runtime.planner.plan import Plan
 from runtime.system.heap import LONG_VALUE_BYTES
@@ -46,8 +45,6 @@ FEATURES = (
     "share",
     "share_of_logits",
     "share_of_kept",
-    "share_of_materialized",
-    "flat_beside_materialized_bytes",
 )
 Features = dict[str, float]
 
@@ -78,13 +75,10 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     lowered = lower(manifest, plan.bucket, plan.sizes, plan.arithmetic == "packed")
     tile = lowered.execution.largest_tile_bytes()
     on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
-    layers = manifest.layers[: plan.materialized_layers]
-    matrices = [matrix for block in layers for matrix in manifest.matrices_of(block)]
-    weights = sum(map(materialized_bytes, matrices))
     alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
     planned_for = msgspec.convert(summary["machine_value"], Machine)
     kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
-    fixed = plan.process_bytes + alive + int(kept) + weights
+    fixed = plan.process_bytes + alive + int(kept) + plan.materialized_bytes
     return {
         "extra_bytes": summary["peak_footprint_bytes"] - fixed,
         "features": {
@@ -92,8 +86,6 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
             "share": float(max(0, on_heap)),
             "share_of_logits": float(4 * plan.bucket * plan.chunk_rows),
             "share_of_kept": kept,
-            "share_of_materialized": float(weights),
-            "flat_beside_materialized_bytes": float(weights > 0),
         },
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,
         "machine": summary["machine_value"],
@@ -107,14 +99,14 @@ def _speeds() -> dict[str, float]:
 def fit(rows: Sequence[Row]) -> Heap:
     """The heap values that best explain the measurements, none below zero.
 
-    They minimize the squared errors relative to each peak. Then the flat part is raised until 95 %
-    of the predictions are at most `PREDICTED_UNDER` below the measured peak.
+    They minimize the squared distances of the relative errors from the middle of the target.
     """
     processes = [process for process in _processes(rows) if not process["mapped"]]
     names = [n for n in FEATURES if any(process["features"][n] for process in processes)]
     peaks = np.array([process["peak_footprint_bytes"] for process in processes], float)
     table = np.array([[process["features"][name] for name in names] for process in processes])
     extra = np.array([process["extra_bytes"] for process in processes], float)
+    extra += (PREDICTED_WITHIN - PREDICTED_UNDER) / 2 * peaks
     scale = table.max(axis=0)
     found = np.zeros(len(names))
     free = list(range(len(names)))
@@ -125,8 +117,6 @@ def fit(rows: Sequence[Row]) -> Heap:
             found[free] = solved / scale[free]
             break
         free = [index for index, value in zip(free, solved, strict=True) if value >= 0]
-    short = (extra - table @ found) - PREDICTED_UNDER * peaks
-    found[0] = max(0.0, found[0] + float(np.quantile(short, 0.95)))
     fitted = {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
     fitted |= {name: int(value) for name, value in fitted.items() if name.endswith("_bytes")}
     return msgspec.structs.replace(Heap(), **fitted)

@@ -34,7 +34,7 @@ SETTINGS = (
 
 
 def export_gemma(folder: Path) -> Path:
-    """The INT4 bundle of Gemma 3 270M; it is exported once."""
+    """The bundle of Gemma 3 270M, which keeps the values of its file; it is exported once."""
     bundle = folder / "gemma3-270m"
     if bundle.exists():
         print(f"using the bundle in {bundle}")

@@ -40,6 +40,10 @@ def check_manifest(manifest: Manifest) -> None:
     require(0 <= manifest.weights_nbytes <= MAX_BYTES, f"weights_nbytes: {manifest.weights_nbytes}")
     _check_files(manifest)
     _check_lora(manifest)
+    if manifest.quality is not None:
+        quality = manifest.quality
+        counted = quality.tokens > 0 and quality.rows > 0 and quality.divergence >= -0.01
+        require(counted, f"quality {quality!r:.200}")
     for name, matrix in manifest.matrices.items():
         _check_matrix(name, matrix)
     for name, extent in manifest.vectors.items():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ from ondevice.cli.progress import step_bar, task_bar
 from ondevice.config.base import Config, given, load
 from ondevice.errors import BundleError, UsageError
 from ondevice.units import format_bytes
+
+if TYPE_CHECKING:
+    from ondevice.config.evaluate import EvalConfig
 
 C = TypeVar("C", bound=Config)
 
@@ -221,6 +224,9 @@ def _eval(arguments: argparse.Namespace) -> None:
 
     config = _load(EvalConfig, arguments)
     _prepare()
+    if config.source is not None:
+        _eval_beside_source(config, config.source, arguments.json)
+        return
     from ondevice.cli.describe import counted, describe_evaluation
     from runtime.run.evaluate import run_eval
     from runtime.run.events import Events
@@ -236,6 +242,38 @@ def _eval(arguments: argparse.Namespace) -> None:
         f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
         f"{format_bytes(result['budget_bytes'])}"
     )
+
+
+def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
+    """Compare the bundle's predictions with those of the checkpoint that it came from."""
+    from export.original import original_of
+    from export.sources.open import open_checkpoint
+    from ondevice.bundle.quality import Quality
+    from runtime.data.reading import reading_of
+    from runtime.data.source import Source
+    from runtime.run.export_engine import ExportEngine
+    from runtime.run.open import open_checked
+    from runtime.system.footprint import Meter
+    from runtime.system.heap import trim_heap
+
+    bundle = open_checked(config.bundle)
+    budget = config.budget_bytes
+    with (
+        open_checkpoint(source) as checkpoint,
+        Meter(budget_bytes=budget, relieve=trim_heap) as meter,
+        tempfile.TemporaryDirectory() as scratch,
+        task_bar("block") as progress,
+    ):
+        engine = ExportEngine(meter, budget, progress, Path(scratch))
+        original = original_of(bundle, checkpoint)
+        held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
+        rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
+        found = engine.compare(original, checkpoint, bundle, rows)
+    quality = Quality(**vars(found), text=config.data)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(quality)))
+    else:
+        print(quality.describe())
 
 
 def _generate(arguments: argparse.Namespace) -> None:

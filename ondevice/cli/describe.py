@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.operations.program import BlockType
 from ondevice.operations.tensors import Matrix
@@ -66,6 +69,8 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
             }
             for name, x in m.matrices.items()
         },
+        "bits_per_weight": m.bits_per_weight,
+        "quality": msgspec.to_builtins(m.quality),
         "files": sorted(m.files),
         "provenance": m.provenance,
     }
@@ -91,6 +96,7 @@ def describe_bundle(bundle: Bundle) -> str:
         f"{', '.join(map(str, m.buckets))} on {m.device}, MLX {m.mlx_version}",
         f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
         f"from: {m.provenance.get('name', '?')} ({m.provenance.get('kind', '?')})",
+        f"quality: {_quality(m)}",
         "",
     ]
     for name, block_type in m.block_types.items():
@@ -110,6 +116,20 @@ def describe_bundle(bundle: Bundle) -> str:
         for name, x in m.matrices.items()
     ]
     return "\n".join([*lines, _table(rows)])
+
+
+def _quality(manifest: Manifest) -> str:
+    """Bits per weight, how they were calibrated, and what the model has lost."""
+    calibration = manifest.provenance.get("calibration")
+    how = (
+        f", calibrated on {calibration['tokens']} tokens of {calibration['data']}"
+        if calibration
+        else ""
+    )
+    quality = manifest.quality
+    lost = "not measured" if quality is None else quality.describe()
+    warning = "" if quality is None or not quality.is_hurt else f"\nwarning: {quality.warning()}"
+    return f"{manifest.bits_per_weight:.2f} bits per weight{how}; {lost}{warning}"
 
 
 def _targets(lora: dict[str, Any]) -> str:
@@ -134,7 +154,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
             plan["kept_bytes"],
         ),
         (
-            f"weights that stay dequantized: {counted(plan['materialized_layers'], 'layer')}",
+            f"weights that stay in float32: {counted(plan['materialized_layers'], 'layer')}",
             plan["materialized_bytes"],
         ),
         ("predicted peak", plan["predicted_peak_bytes"]),
@@ -164,9 +184,9 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
 def _tiles(plan: dict[str, Any]) -> str:
     """The tile sizes of a plan in words."""
     bucket = plan["bucket"]
-    weights = f"{plan['tile_values']} dequantized weights"
+    weights = f"{plan['tile_values']} weights in float32"
     if plan["arithmetic"] == "packed":
-        weights = "weights multiplied as they are"
+        weights = "quantized weights multiplied as they are"
     elif plan["tile_values"] >= ALL_VALUES:
         weights = "whole weight matrices"
     queries, tokens = plan["query_block"], plan["tile_tokens"]

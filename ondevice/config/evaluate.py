@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ondevice.config.base import NOT_NEGATIVE, option, required
+from ondevice.config.base import FILLED, NOT_NEGATIVE, option, refuse, required
 from ondevice.config.shared import (
     DATA_FILE,
     BundleConfig,
@@ -23,5 +23,17 @@ class EvalConfig(BundleConfig, DataOptions):
         "adapter to apply: a run, an adapter directory or its .safetensors file "
         "(default: the base model)"
     )
+    source: str | None = option(
+        None,
+        "checkpoint that the bundle was exported from: also measure how far the bundle's "
+        "predictions are from its own (KL divergence)",
+        FILLED,
+        metavar="CHECKPOINT",
+    )
     eval_rows: int = option(0, "rows to evaluate; 0 for all (of random:SEED one)", NOT_NEGATIVE)
     adapter_dtype: str = adapter_dtype_field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source is not None and self.adapter is not None:
+            refuse(type(self), ["--source compares the base model: leave out --adapter"])

@@ -32,6 +32,18 @@ def _are_names(text: str) -> bool:
     return all(name.isidentifier() for name in _names(text))
 
 
+def _share(text: str) -> float:
+    return float(text.strip().removeprefix("+").removesuffix("%")) / 100
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return text.strip().endswith("%") and 0 <= _share(text) <= 1
+    except ValueError:
+        return False
+
+
+_SHARE = Check(_is_share, "a share such as +5%, up to +100%")
 _NAMES = Check(_are_names, "names of layers such as k_proj,v_proj, or none")
 _LAYERS = Check(
     lambda text: text == "all-linear" or _are_names(text),
@@ -92,6 +104,13 @@ class ExportConfig(Config):
         Group.QUANTIZATION,
         metavar="NAMES",
     )
+    size: str = option(
+        "+5%",
+        "with --bits auto: how much larger the weights may be than with 4 bits everywhere",
+        _SHARE,
+        Group.QUANTIZATION,
+        metavar="SHARE",
+    )
     calibrate: str | None = option(
         None,
         "text or conversations to quantize for, by GPTQ: your training data is the best choice; "
@@ -144,9 +163,16 @@ class ExportConfig(Config):
         return parse_bytes(self.budget)
 
     @property
+    def size_share(self) -> float:
+        """The share of the weights' bytes that --bits auto may add."""
+        return _share(self.size)
+
+    @property
     def head_bits(self) -> int | str | None:
         """The bits of the embedding and the LM head; None to keep a quantized source's values."""
-        return self.bits if self.embedding_bits is None else self.embedding_bits
+        if self.embedding_bits is not None:
+            return self.embedding_bits
+        return 4 if self.bits == "auto" else self.bits
 
     @property
     def eight_bit_names(self) -> tuple[str, ...]:

@@ -29,7 +29,9 @@ def dequantize(tile: Tile, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
     Returns (R, C/2) even and (R, C/2) odd columns for 4 bits, else one (R, C) matrix.
     """
     if isinstance(tile, FloatTile):
-        return (tile.values.astype(mx.float32),)
+        values = tile.values.astype(mx.float32)
+        mx.eval(values)  # so that the stored values are freed before the product is allocated
+        return (values,)
     if bits == 8:
         return (_scaled(tile.words ^ _word(FLIP8), tile.scales),)
     if tile.words.size * 8 < SIDE_BY_SIDE:

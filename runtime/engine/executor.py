@@ -91,6 +91,7 @@ class Executor:
                 values[gradient_of(name)] = gradient
                 del gradient, before
             del found
-            mx.eval([values[gradient_of(name)] for name in instruction.wanted])
+            for name in instruction.wanted:  # one by one, as in `ElementwiseKernel.forward`
+                mx.eval(values[gradient_of(name)])
         for name in instruction.frees:
             values.pop(name, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -24,8 +24,8 @@ class Matrices:
     """Tiles of matrices, with as many rows as the lowering has decided.
 
     The keys of `tile_rows` are the offsets of matrices in weights.bin. With `hold`, dequantized
-    tiles stay until `release` (a whole block at once, as in the MeBP paper). The matrices at the
-    offsets `kept` stay dequantized in `materialized` for the whole run.
+    tiles stay until `release` (a whole block at once, as in the MeBP paper). Those of `materialize`
+    stay in `materialized` for the whole run.
     """
 
     weights: WeightSource
@@ -34,7 +34,6 @@ class Matrices:
     tile_rows: Mapping[int, int]
     hold: bool = False
     profile: Profile = field(default_factory=Profile)
-    kept: frozenset[int] = frozenset()
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     _held: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -44,17 +43,31 @@ class Matrices:
         for known in (self._held, self.materialized):
             if key in known:
                 return known[key]
+        ready = self._ready(matrix, start, stop)
+        if self.hold:
+            self._held[key] = ready
+        return ready
+
+    def _ready(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
         with self.profile.span("read"):
             tile = self.weights.tile(matrix, start, stop)
             self.profile.settle(*tile.arrays)
         with self.profile.span("unpack"):
             ready = ReadyTile.of(tile, matrix, self.packed, self.arrays)
             self.profile.settle(ready.columns)
-        if matrix.packed.offset in self.kept:
-            self.materialized[key] = ready
-        elif self.hold:
-            self._held[key] = ready
         return ready
+
+    def materialize(self, chosen: Iterable[Matrix]) -> None:
+        """Dequantize whole matrices for the rest of the run.
+
+        The memory of all of them is allocated first, so that it lies together. Allocated one by
+        one they would lie between the holes of freed arrays, into which later tiles do not fit.
+        """
+        places = [(matrix, *rows) for matrix in chosen for rows in self.ranges(matrix)]
+        empty = [ReadyTile.empty(matrix, stop - start) for matrix, start, stop in places]
+        for (matrix, start, stop), tile in zip(places, empty, strict=True):
+            tile.fill(self._ready(matrix, start, stop), self.arrays)
+            self.materialized[matrix.packed.offset, start, stop] = tile
 
     def ranges(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
         """The rows of each tile, in order."""

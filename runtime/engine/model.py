@@ -35,9 +35,9 @@ Positions = npt.NDArray[np.int64]
 class Model:
     """The lowered blocks of a bundle, ready to run.
 
-    The matrices that begin at the offsets `kept` stay dequantized, in `materialized`, which several
-    models (of other buckets) may share, as they share `graphs`. `observe` sees the input and the
-    output's gradient of every product in a backward.
+    `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
+    share it, as they share `graphs`. `observe` sees the input and the output's gradient of every
+    product in a backward.
     """
 
     bundle: Bundle
@@ -45,7 +45,6 @@ class Model:
     lowered: LoweredModel
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
-    kept: frozenset[int] = frozenset()
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     observe: Observe | None = None
 
@@ -68,7 +67,6 @@ class Model:
             {manifest.matrices[n].packed.offset: rows for n, rows in execution.tile_rows.items()},
             self.lowered.hold,
             self.profile,
-            self.kept,
             self.materialized,
         )
 

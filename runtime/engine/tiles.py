@@ -46,6 +46,25 @@ class ReadyTile:
             return cls(matrix, tile, (), None)
         return cls(matrix, None, dequantize(tile, matrix.bits, arrays), tile.shift)
 
+    @classmethod
+    def empty(cls, matrix: Matrix, rows: int) -> ReadyTile:
+        """A dequantized tile of zeros, evaluated, for `fill`."""
+        parts = 2 if matrix.bits == 4 else 1
+        columns = tuple(mx.zeros((rows, matrix.columns // parts)) for _ in range(parts))
+        shift = None
+        if matrix.biases is not None:
+            shift = mx.zeros((rows, matrix.columns // matrix.group_size))
+        mx.eval(columns, shift)
+        return cls(matrix, None, columns, shift)
+
+    def fill(self, tile: ReadyTile, arrays: Arrays) -> None:
+        """Copy the values of a dequantized tile of the same rows."""
+        pairs = [*zip(self.columns, tile.columns, strict=True)]
+        if self.shift is not None and tile.shift is not None:
+            pairs.append((self.shift, tile.shift))
+        for mine, values in pairs:
+            arrays.put(mine, slice(None), values)
+
     def transposed_product(self, given: Input) -> mx.array:
         """x W^T (T, R') for the tile's rows."""
         if not self.columns:

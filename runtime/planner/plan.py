@@ -18,11 +18,7 @@ from ondevice.operations.base import WHOLE
 from ondevice.operations.values import F32
 from ondevice.units import format_bytes
 from runtime.lowering.lower import LoweredModel, Sizes, lower
-from runtime.planner.allocators.model import (
-    held_by_allocator,
-    with_kept,
-    with_materialized,
-)
+from runtime.planner.allocators.model import held_by_allocator, with_kept
 from runtime.planner.demand import Demand
 from runtime.planner.peak import BlockPeak, PeakModel
 from runtime.storage.read_ahead import BUFFER_BYTES
@@ -303,7 +299,7 @@ class Planner:
         """Spend the rest of the budget on kept activations, then on dequantized weights."""
         model = self.model(request, demand, sizes)
         layers = range(1, len(self.manifest.blocks) - 1)
-        kept = kept_bytes = materialized = materialized_bytes = weights = 0
+        kept = kept_bytes = materialized = materialized_bytes = 0
         if demand.backward:
             for count in layers:
                 more = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
@@ -314,8 +310,7 @@ class Planner:
         spare -= kept_bytes
         if not self.machine.packed:
             for index in layers:
-                weights += model.materialized_bytes(index)
-                more = with_materialized(self.machine, weights)
+                more = materialized_bytes + model.materialized_bytes(index)
                 if more > spare:
                     break
                 materialized, materialized_bytes = materialized + 1, more

@@ -18,7 +18,8 @@ from ondevice.engine import Comparison, Progress, TokenRow, Visit
 from ondevice.errors import BudgetError
 from ondevice.row_reader import RowReader
 from ondevice.units import format_bytes
-from runtime.data.rows import Rows, open_rows
+from runtime.data.rows import RandomRows, Rows, open_rows
+from runtime.data.source import Source
 from runtime.engine.arrays import view
 from runtime.engine.divergence import Divergence, compare_heads
 from runtime.methods.adapters import Adapters
@@ -55,6 +56,23 @@ class ExportEngine:
         file = self.scratch / "export.tokens"
         found = open_rows(bundle.path, vocabulary, data, "train", length, file)
         return _spread(found, tokens)
+
+    def first_rows(
+        self, bundle: Bundle, source: Source, length: int | None, count: int
+    ) -> list[TokenRow]:
+        """The first `count` rows of held-out data; 0: all, of random rows one.
+
+        Without a `length`, the rows are as long as the source says.
+
+        Raises:
+            DataError: the data cannot be used.
+        """
+        length = length or source.length(bundle, self.scratch)
+        found = source.rows(bundle, self.scratch, length)
+        if not count and isinstance(found, RandomRows):
+            count = 1
+        wanted = min(len(found), count) if count else len(found)
+        return [TokenRow(*found.row(index)) for index in range(wanted)]
 
     def open(self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow]) -> RowPass:
         """A pass of rows through a model whose weights `reader` gives."""
@@ -98,12 +116,12 @@ class ExportEngine:
             RowPass(self._session(model, None, rows), rows, self.scratch, self._watch),
         )
         layers = range(1, len(model.manifest.blocks) - 1)
-        for one in passes:
+        for number, one in enumerate(passes):
             one.embed()
             for index in layers:
                 for _ in one.layer(index):
                     pass
-                self.progress("comparing", 0, 0)
+                self.progress("comparing", number * len(layers) + index, 2 * len(layers))
         found: list[Divergence] = []
         for start in range(0, len(rows), HEAD_ROWS):
             chosen = range(start, min(len(rows), start + HEAD_ROWS))

@@ -56,7 +56,6 @@ class Session:
                 self._lower(bucket),
                 self.graphs,
                 self.profile,
-                self._kept(),
                 self._materialized,
             )
         return self._models[bucket]
@@ -65,11 +64,12 @@ class Session:
         packed = self.plan.arithmetic == "packed"
         return lower(self.bundle.manifest, bucket, self.plan.sizes, packed)
 
-    def _kept(self) -> frozenset[int]:
-        """Where the matrices begin that the plan keeps dequantized."""
+    def materialize(self) -> None:
+        """Dequantize the layers that the plan keeps dequantized."""
         manifest = self.bundle.manifest
         layers = manifest.layers[: self.plan.materialized_layers]
-        return frozenset(m.packed.offset for block in layers for m in manifest.matrices_of(block))
+        chosen = [matrix for block in layers for matrix in manifest.matrices_of(block)]
+        self._at(self.plan.bucket).matrices.materialize(chosen)
 
 
 def open_checked(path: str) -> Bundle:
@@ -83,7 +83,8 @@ def open_checked(path: str) -> Bundle:
 def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None) -> Session:
     """Set up the device and its limits for a plan, and map the weights, unless they are given.
 
-    It also gives free heap memory back, so that none lies between later blocks.
+    It also gives free heap memory back, so that none lies between later blocks, and dequantizes
+    what the plan keeps dequantized before anything else is allocated.
     """
     use_device(bundle.manifest.device, bundle.path)
     limit_memory(max(0, plan.active_bytes - plan.value_bytes), plan.cache_bytes)
@@ -93,4 +94,5 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     source = Weights(bundle, plan.prefetch) if weights is None else weights
     session = Session(bundle, plan, source, Graphs(bundle))
     weakref.finalize(session, os.close, lock_bundle(bundle.path, alone=False))
+    session.materialize()
     return session

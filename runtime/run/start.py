@@ -84,6 +84,8 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
             except BaseException:
                 _remove_refused(folder, existed)
                 raise
+            if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
+                events.note(f"ondevice: warning: {bundle.manifest.quality.warning()}")
             events.plan(chosen)
             return Trainer(
                 fixed, folder, session, adapters, running, rows, eval_rows, events, meter

@@ -17,6 +17,7 @@ from support.models import model_of
 from export import pack
 from export.pack import export_bundle
 from export.retrace import retrace
+from export.sources import source
 from export.sources.families import expected_shapes
 from ondevice.bundle.store import WEIGHTS, Bundle, open_bundle
 from ondevice.errors import BundleError, StorageError, UsageError
@@ -121,10 +122,10 @@ def test_a_model_in_floating_point_has_the_values_of_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("bits", "embedding", "expected"), [(16, 4, 16), (16, 32, 32), (8, 16, 16)]
+    ("bits", "embedding", "expected"), [(16, 4, 4), (16, None, 16), (32, 16, 16), (8, 16, 16)]
 )
-def test_a_model_in_floating_point_has_no_quantized_embedding(
-    tmp_path: Path, bits: int, embedding: int, expected: int
+def test_the_embedding_has_the_bits_of_the_layers_unless_others_are_given(
+    tmp_path: Path, bits: int, embedding: int | None, expected: int
 ) -> None:
     given = settings("random:tiny-llama", tmp_path / "out", bits=bits, embedding_bits=embedding)
     found = {name: m.bits for name, m in export_bundle(given).manifest.matrices.items()}
@@ -135,7 +136,7 @@ def test_a_model_in_floating_point_has_no_quantized_embedding(
 def test_float16_is_taken_only_where_it_holds_every_value(
     tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "SLICE_VALUES", 1000)
+    monkeypatch.setattr(source, "SLICE_VALUES", 1000)
     config, arrays = weights_of("tiny-llama")
     typed = {name: a.astype(np.float16).astype(np.float32) for name, a in arrays.items()}
     large, name = 1e6, "model.layers.0.mlp.up_proj"

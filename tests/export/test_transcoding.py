@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from support.gguf_files import QUANTIZED, Blocks, random_blocks, write_gguf
 from export.pack import export_bundle
 from export.packed import PackedRows, Packing
 from export.sources.families import expected_shapes
+from export.sources.gguf_file import GGUFFile
 from export.sources.open import open_checkpoint
 from ondevice.bundle.store import WEIGHTS, Bundle
 from ondevice.errors import BundleError, StorageError
@@ -71,6 +73,14 @@ def values_of(bundle: Bundle, name: str) -> np.ndarray:
         "float16" if scales.dtype == np.float16 else "float32",
     )
     return PackedRows(part(bundle, matrix.packed), scales, biases).values(packing)
+
+
+def stored_name(name: str) -> str:
+    """llama.cpp's name of one of Gemma 3's matrices."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, 18)
+    found = names.get_name(f"{name}.weight", try_suffixes=(".weight",))
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("preset", ["llama", "gemma3", "qwen2"])
@@ -132,14 +142,16 @@ def test_what_a_gguf_holds_as_floats_is_quantized(rng: Rng, tmp_path: Path) -> N
             assert read.prequantized(tensor) is None
             with pytest.raises(BundleError, match="is not quantized"):
                 read.packed_rows(tensor, 0, 1)
-            assert (matrix.bits, matrix.group_size) == (4, 64)
-            assert 0.03 < matrix.error["relative_rms"] < 0.12
+            bits = 8 if name.endswith(("k_proj", "v_proj")) else 4
+            assert (matrix.bits, matrix.group_size) == (bits, 64)
+            low, high = {4: (0.03, 0.12), 8: (0.002, 0.01)}[bits]
+            assert low < matrix.error["relative_rms"] < high
 
 
 @pytest.mark.parametrize(
     ("more", "linear", "embedding"),
     [
-        ({"bits": 8}, (8, 64), None),
+        ({"bits": 8}, (8, 64), (8, 64)),
         ({"embedding_bits": 4, "group_size": 128}, None, (4, 128)),
         ({"bits": 4, "embedding_bits": 8, "group_size": 32}, (4, 32), (8, 32)),
     ],
@@ -152,7 +164,7 @@ def test_bits_that_are_asked_for_requantize(
     embedding: tuple[int, int] | None,
 ) -> None:
     source = source_of(rng, tmp_path, "qwen2")
-    bundle = export_bundle(settings(source.path, tmp_path / "bundle", **more))
+    bundle = export_bundle(settings(source.path, tmp_path / "bundle", eight_bit="none", **more))
     with open_checkpoint(str(source.path)) as read:
         for name, matrix in bundle.manifest.matrices.items():
             wanted = linear if ".layers." in name else embedding
@@ -160,11 +172,11 @@ def test_bits_that_are_asked_for_requantize(
             assert kept is not None
             found = (matrix.bits, matrix.group_size)
             assert found == (wanted or (kept.bits, kept.group_size))
-            assert (matrix.layout == "symmetric") or wanted is None
+            assert wanted is None or matrix.layout == {4: "affine", 8: "symmetric"}[matrix.bits]
             if wanted is not None:
                 expected = source.blocks[f"{name}.weight"].values
                 error = np.abs(values_of(bundle, name) - expected).max()
-                assert matrix.error["max"] == pytest.approx(error, rel=1e-5)
+                assert matrix.error.get("max", 0.0) == pytest.approx(error, rel=1e-5)
 
 
 def mlx_folder(folder: Path, bits: int) -> tuple[Path, Arrays]:
@@ -214,3 +226,28 @@ def test_the_space_that_is_asked_for_is_what_the_weights_take(
     with pytest.raises(StorageError, match=re.escape("MB are free")):
         export(matrices + vectors - 1)
     export(matrices + vectors)
+
+
+@pytest.mark.real
+def test_the_real_gguf_keeps_its_values(real_gguf: Path, tmp_path: Path) -> None:
+    """The relative error of each matrix of Gemma 3 270M, by its type in the file."""
+    bundle = export_bundle(settings(real_gguf, tmp_path / "bundle"))
+    worst: dict[str, float] = {}
+    file = GGUFFile(real_gguf)
+    with open_checkpoint(str(real_gguf)) as read:
+        for name, matrix in bundle.manifest.matrices.items():
+            tensor = f"{name}.weight"
+            found = values_of(bundle, name)
+            squares = errors = 0.0
+            for start in range(0, matrix.rows, 8192):
+                expected = read.rows(tensor, start, min(start + 8192, matrix.rows))
+                difference = found[start : start + 8192] - expected
+                squares += float(np.square(expected, dtype=np.float64).sum())
+                errors += float(np.square(difference, dtype=np.float64).sum())
+            type_ = file.tensors[stored_name(name)].type.name
+            worst[type_] = max(worst.get(type_, 0), np.sqrt(errors / squares))
+    assert set(worst) == {"Q5_0", "Q8_0", "Q4_K", "Q6_K"}
+    assert worst["Q5_0"] == worst["Q8_0"] == 0
+    assert 6e-4 < worst["Q4_K"] < 7.5e-4
+    assert 3e-3 < worst["Q6_K"] < 4.5e-3
+    assert bundle.manifest.weights_nbytes < 276e6

@@ -11,6 +11,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from export.packed import Packing
 from export.quantize.search import quantize_rows
 from harness.oracles import reference
 from ondevice.bundle.manifest import manifest_bytes
@@ -18,6 +19,7 @@ from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, open_bundle
 from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
 from runtime.storage.weights import Weights
 from support.bundles import links
+from support.models import FAMILIES
 
 
 class Layout(NamedTuple):
@@ -41,6 +43,9 @@ FLOATS = [Layout(dtype) for dtype in FLOAT_BITS]
 MIXED = [*QUANTIZED, *FLOATS]
 LAYOUTS = {"mixed": MIXED, **{layout.name: [layout] for layout in FLOATS}}
 """What `tiny(family, layouts=NAME)` makes of a bundle: see `relaid`."""
+
+STORED = [(family, layouts) for family in FAMILIES for layouts in ("", "mixed")]
+"""Every family with its matrices as they were exported, and in all layouts in one model."""
 
 
 def relaid(bundle: Bundle, folder: Path, layouts: list[Layout]) -> Bundle:
@@ -105,10 +110,9 @@ def _stored(values: np.ndarray, layout: Layout, add: Callable[[np.ndarray, str],
         held = rounded.view(mx.uint16) if name == "bfloat16" else rounded
         extent = add(np.array(held), name)
         return Matrix(rows, columns, FLOAT_BITS[name], 0, "float", extent)
-    if name == "symmetric":
-        found = quantize_rows(values, bits, group)
-        parts = add(found.packed, "uint32"), add(found.scales, "float16")
-        return Matrix(rows, columns, bits, group, "symmetric", *parts)
-    words, scales, biases = mx.quantize(mx.array(values), group_size=group, bits=bits)
-    extents = [add(np.array(part), "float32") for part in (scales, biases)]
-    return Matrix(rows, columns, bits, group, "affine", add(np.array(words), "uint32"), *extents)
+    packing = Packing(bits, group, name, "float16" if name == "symmetric" else "float32")
+    found = quantize_rows(values, packing).rows
+    parts = [add(found.words, "uint32"), add(found.scales, packing.scale_dtype)]
+    if found.biases is not None:
+        parts.append(add(found.biases, packing.scale_dtype))
+    return Matrix(rows, columns, bits, group, name, *parts)

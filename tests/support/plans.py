@@ -24,8 +24,6 @@ HEAP = Heap(
     share_beside_mapped=0.03,
     share_of_logits=0.4,
     share_of_kept=0.02,
-    share_of_materialized=0.1,
-    flat_beside_materialized_bytes=0,
 )
 LINUX = Machine("cpu", "unpacked", "glibc", 32_000_000, Blas(1, PANEL_BYTES, ROW_BYTES), HEAP)
 MAC = Machine("gpu", "packed", "mlx", 60_000_000)

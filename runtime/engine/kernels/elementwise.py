@@ -32,7 +32,10 @@ class ElementwiseKernel:
                 operation, run.program, "forward", arguments, run.instruction.wanted, run.tokens
             )
             del arguments
-            mx.eval(results)
+            # MLX allocates for several operations ahead: together, the second result's arrays would
+            # be allocated while the first result's are not freed yet
+            for result in results.values():
+                mx.eval(result)
             values.update(results)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:

@@ -1,4 +1,4 @@
-"""The embedding kernel: rows of a quantized matrix, looked up and dequantized."""
+"""The embedding kernel: rows of a matrix, looked up and dequantized."""
 
 from __future__ import annotations
 

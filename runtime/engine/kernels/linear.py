@@ -1,4 +1,4 @@
-"""The linear kernel: y = x W^T (+ b) + s (x A) B with W quantized, and its hand-derived backward.
+"""The linear kernel: y = x W^T (+ b) + s (x A) B with W frozen, and its hand-derived backward.
 
     dA = s x^T (dy B^T)    dB = s (x A)^T dy    dx = dy W + s (dy B^T) A^T
 
@@ -24,7 +24,7 @@ from runtime.engine.values import Gradients, Lora, Loras, Values, accumulate
 
 @dataclass(frozen=True)
 class LoraProducts:
-    """Products of arrays (T, C) with one quantized matrix and its adapter, and their gradients."""
+    """Products of arrays (T, C) with one frozen matrix and its adapter, and their gradients."""
 
     matrices: Matrices
 

@@ -10,8 +10,6 @@ from runtime.system.machine import Machine
 
 # MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
 CACHE_PER_LIVE = 1.5
-# a few weights that stay dequantized cannot cost more than a quarter of themselves on top
-MOST_BESIDE_MATERIALIZED = 4
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,3 @@ def with_kept(machine: Machine, live_bytes: int) -> int:
     """Bytes of additional kept activations, with what the allocator holds beyond them."""
     share = machine.heap.share_of_kept if machine.allocator == "glibc" else 0.0
     return int(live_bytes * (1 + share))
-
-
-def with_materialized(machine: Machine, weight_bytes: int) -> int:
-    """Bytes of weights that stay dequantized, with what the allocator holds beyond them."""
-    heap = machine.heap
-    if machine.allocator != "glibc" or not weight_bytes:
-        return weight_bytes
-    flat = min(heap.flat_beside_materialized_bytes, weight_bytes // MOST_BESIDE_MATERIALIZED)
-    return int(weight_bytes * (1 + heap.share_of_materialized)) + flat

@@ -45,7 +45,7 @@ def test_manifest_to_the_byte(origin: Bundle) -> None:
     assert document["buckets"] == [16]
     embedding = document["matrices"]["model.embed_tokens"]
     assert list(embedding) == [
-        "rows", "columns", "bits", "group_size", "layout", "packed", "scales", "error",
+        "rows", "columns", "bits", "group_size", "layout", "packed", "scales", "biases", "error",
     ]  # fmt: skip
     assert embedding["packed"] == {
         "offset": 0, "nbytes": 320 * 128 // 2, "dtype": "uint32", "shape": [320, 16],
@@ -53,6 +53,7 @@ def test_manifest_to_the_byte(origin: Bundle) -> None:
     assert embedding["scales"] == {
         "offset": 20480, "nbytes": 320 * 2 * 2, "dtype": "float16", "shape": [320, 2],
     }  # fmt: skip
+    assert embedding["biases"] == {**embedding["scales"], "offset": 20480 + 320 * 2 * 2}
     assert document["blocks"] == [
         {"name": "", "type": "embed"},
         {"name": "model.layers.0", "type": "layer0"},
@@ -78,10 +79,15 @@ def test_manifest_is_read_as_it_was_written(origin: Bundle) -> None:
     opened.check_mlx()
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 32), (8, 64)])
-def test_any_reader_of_the_format_finds_the_weights(tiny: Tiny, bits: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "group", "layout"),
+    [(4, 64, "affine"), (4, 64, "symmetric"), (4, 32, "affine"), (8, 64, "affine")],
+)
+def test_any_reader_of_the_format_finds_the_weights(
+    tiny: Tiny, bits: int, group: int, layout: str
+) -> None:
     """A reader of its own, from the README's words: JSON, offsets, lowest bits first."""
-    bundle = tiny("llama", bits=bits, embedding_bits=bits, group_size=group)
+    bundle = tiny("llama", bits=bits, group_size=group, layout=layout)
     blob = (bundle.path / WEIGHTS).read_bytes()
     document = manifest_of(bundle.path)
     assert len(blob) == document["weights_nbytes"]
@@ -96,12 +102,16 @@ def test_any_reader_of_the_format_finds_the_weights(tiny: Tiny, bits: int, group
 
     weights = Weights(bundle)
     for name, matrix in document["matrices"].items():
+        bits = matrix["bits"]
         words, scales = tensor(matrix["packed"]), tensor(matrix["scales"]).astype(np.float64)
+        biases = -(2.0 ** (bits - 1)) * scales
+        if matrix["layout"] == "affine":
+            biases = tensor(matrix["biases"]).astype(np.float64)
         shifts = np.arange(0, 32, bits, dtype=np.uint32)
         codes = ((words[:, :, None] >> shifts) & (2**bits - 1)).reshape(*scales.shape, group)
-        values = ((codes - 2.0 ** (bits - 1)) * scales[..., None]).reshape(len(words), -1)
+        values = (codes * scales[..., None] + biases[..., None]).reshape(len(words), -1)
         by_mlx = reference.dequantized(weights, bundle.manifest.matrices[name])
-        assert (np.array(by_mlx) == values).all()
+        np.testing.assert_allclose(np.array(by_mlx), values, rtol=1e-6, atol=1e-7)
         source = original[f"{name}.weight"]
         error = np.linalg.norm(values - source) / np.linalg.norm(source)
         assert error == pytest.approx(matrix["error"]["relative_rms"], rel=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from harness.oracles import reference
+from ondevice.operations.base import materialized_bytes
 from ondevice.operations.tensors import Extent, Matrix
 from runtime.engine.arrays import Arrays, CpuArrays, arrays_for
 from runtime.engine.dequantize import SIDE_BY_SIDE, dense, join, split
@@ -23,7 +25,7 @@ from runtime.engine.kernels.linear import LoraProducts
 from runtime.engine.matrices import Matrices
 from runtime.engine.values import Lora
 from runtime.lowering.lower import rows_at_once
-from runtime.storage.weights import Weights
+from runtime.storage.weights import Tile, Weights
 
 CLOSE = 1e-5
 LAYOUTS = [
@@ -171,6 +173,22 @@ def test_large_tiles_are_the_same_on_two_streams_and_in_any_thread(
         assert (other.submit(dequantized).result() == values).all()
 
 
+@pytest.mark.parametrize(("bits", "group", "layout"), FLOATS)
+def test_of_a_float_tile_only_the_float32_values_stay(
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
+) -> None:
+    """While it is multiplied; what the file holds is freed before."""
+    weights, matrix, _ = stored(tmp_path, rng, 400, 20, bits, group, layout)
+    matrices = tiles_of(weights, matrix, "unpacked", 1 << 30, arrays)
+    gc.collect()
+    before = mx.get_active_memory()
+    tile = matrices.tile(matrix, 0, matrix.rows)
+    taken = mx.get_active_memory() - before
+    expected = 4 * matrix.rows * matrix.columns
+    assert expected <= taken < 1.1 * expected
+    assert tile.columns[0].shape == (matrix.rows, matrix.columns)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_join_undoes_split(rng: Rng, arrays: Arrays, bits: int) -> None:
     x = normal(rng, 5, 64)
@@ -189,12 +207,44 @@ def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, 
     assert held.tile(matrix, *ranges[0]) is one
     held.release()
     assert held.tile(matrix, *ranges[0]) is not one
-    kept = replace(plain, kept=frozenset([matrix.packed.offset]), materialized={})
+    kept = replace(plain, materialized={})
+    kept.materialize([matrix])
     tiles = [kept.tile(matrix, *both) for both in ranges]
     kept.release()
     assert [kept.tile(matrix, *both) for both in ranges] == tiles
     for tile, (start, stop) in zip(tiles, ranges, strict=True):
         assert (np.array(join(tile.columns, plain.arrays)) == values[start:stop]).all()
+
+
+@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+def test_materialized_weights_are_allocated_before_the_first_is_dequantized(
+    tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch, bits: int, group: int, layout: str
+) -> None:
+    """Else they lie between the holes that dequantizing leaves in the heap."""
+    weights, matrix, _ = stored(tmp_path, rng, 64, 4, bits, group, layout)
+    matrices = tiles_of(weights, matrix, "unpacked", 500, CpuArrays())
+    ranges = list(matrices.ranges(matrix))
+    plain = [matrices.tile(matrix, *both) for both in ranges]
+    allocated: list[int] = []
+    read = weights.tile
+
+    def noted(*place: Any) -> Tile:
+        allocated.append(mx.get_active_memory())
+        return read(*place)
+
+    monkeypatch.setattr(weights, "tile", noted)
+    before = mx.get_active_memory()
+    matrices.materialize([matrix])
+    assert len(allocated) == len(ranges) > 1
+    assert allocated[0] - before >= materialized_bytes(matrix)
+    for tile, both in zip(plain, ranges, strict=True):
+        same = matrices.tile(matrix, *both)
+        pairs = [*zip(same.columns, tile.columns, strict=True)]
+        if tile.shift is not None:
+            assert same.shift is not None
+            pairs.append((same.shift, tile.shift))
+        assert all(mx.array_equal(one, other) for one, other in pairs)
+    assert len(allocated) == len(ranges)
 
 
 # --- linear -----------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from support.layouts import MIXED, STORED, Layout
 from support.models import (
     CLOSE,
     FAMILIES,
@@ -44,6 +45,16 @@ def logits_of(model: Model, adapters: Adapters, tokens: np.ndarray) -> mx.array:
     return model.hidden(x, np.arange(len(tokens))) @ reference.dequantized(model.weights, head).T
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixed_model_has_every_layout(tiny: Tiny, family: str) -> None:
+    found = {
+        Layout(m.packed.dtype) if m.is_float else Layout(m.layout, m.bits, m.group_size)
+        for m in tiny(family, "mixed").manifest.matrices.values()
+    }
+    assert found == set(MIXED)
+    assert len(found) == 2 * 2 * 3 + 3
+
+
 # --- against the dense model ------------------------------------------------------------------
 
 
@@ -63,11 +74,11 @@ def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) 
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_gradients_are_autograds(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
 ) -> None:
-    bundle = tiny(family)
+    bundle = tiny(family, layouts)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     result, found = mebp(model_of(bundle, 32, arithmetic), adapters, rows, tmp_path)
     dense = reference.dense_model(bundle, adapters)
@@ -252,11 +263,11 @@ def test_gradients_are_differences_of_a_float64_loss(tiny: Tiny, rng: Rng, tmp_p
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(("family", "layouts"), [("qwen2", ""), ("gemma3", "mixed")])
 def test_results_do_not_depend_on_tiles(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
 ) -> None:
-    bundle = tiny(family)
+    bundle = tiny(family, layouts)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     tiles = {name: int(rng.integers(1, high)) for name, high in SIZES.items()}
     whole, small = (
@@ -272,26 +283,25 @@ def test_results_do_not_depend_on_tiles(
 SIZES = {"tile_values": 40_000, "query_block": 40, "chunk_rows": 400}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_keeping_is_recomputing_bit_for_bit(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str
 ) -> None:
     """What the budget buys (kept values, materialized weights) changes no bit of the result."""
-    bundle = tiny(family)
+    bundle = tiny(family, layouts)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     loss, expected = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
     layers = len(bundle.manifest.layers)
     for kept in (1, layers):
         manifest = bundle.manifest
-        offsets = [matrix.packed.offset for matrix in manifest.matrices.values()]
-        chosen = frozenset(offset for offset in offsets if rng.random() < 0.5)
-        model = replace(model_of(bundle, 32), kept=chosen)
+        chosen = [matrix for matrix in manifest.matrices.values() if rng.random() < 0.5]
+        model = model_of(bundle, 32)
+        model.matrices.materialize(chosen)
         for _ in range(2):
             again, found = mebp(model, adapters, rows, tmp_path, kept)
             assert again.loss_sum == loss.loss_sum
             assert all(mx.array_equal(found[name], expected[name]) for name in expected)
-        multiplied = {m.packed.offset for b in manifest.blocks for m in manifest.matrices_of(b)}
-        assert {offset for offset, *_ in model.materialized} == chosen & multiplied
+        assert {offset for offset, *_ in model.materialized} == {m.packed.offset for m in chosen}
 
 
 def test_results_do_not_depend_on_padding(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
@@ -333,3 +343,35 @@ def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
         dx, _ = with_input_gradients(model).backward(block, x, dy, loras)
         assert dx is not None
         assert reference.relative_error(dx, expected) <= CLOSE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_results_of_a_graph_are_evaluated_one_by_one(
+    tiny: Tiny, rng: Rng, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Together, MLX would allocate for one result while what made another is not freed yet."""
+    bundle = tiny(family)
+    model = model_of(bundle, 32)
+    evaluated: dict[str, list[int]] = {}
+    running = ""
+    plain = mx.eval
+
+    def noted(*given: Any) -> None:
+        evaluated.setdefault(running, []).append(len(tree_flatten(given)))
+        plain(*given)
+
+    call = model.graphs.call
+
+    def named(key: str, arguments: Sequence[mx.array]) -> Sequence[mx.array]:
+        nonlocal running
+        running = key
+        return call(key, arguments)
+
+    x, dy = (mx.array(rng.standard_normal((1, 32, bundle.manifest.hidden_size))) for _ in range(2))
+    monkeypatch.setattr(mx, "eval", noted)
+    monkeypatch.setattr(model.graphs, "call", named)
+    model.backward(model.blocks[1], x, dy, adapters_of(bundle, rng).loras(model.blocks[1]))
+    evaluated.pop("", None)  # before the first graph
+    several = [key for key in evaluated if len(bundle.manifest.graphs[key].outputs) > 1]
+    assert {key.rsplit(".", 2)[1] for key in several} == {"forward", "vjp"}
+    assert all(evaluated[key][0] == 1 for key in several)

@@ -123,13 +123,13 @@ def test_a_bundle_cannot_bring_operations_of_the_lowering(tiny: Tiny) -> None:
             read_manifest(written, "m")
 
 
-@pytest.mark.parametrize("arithmetic", ["packed", "unpacked"])
+@pytest.mark.parametrize(("arithmetic", "layouts"), [("packed", ""), ("unpacked", "mixed")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograds(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str, layouts: str
 ) -> None:
     """Also where some layers keep what they would recompute: what is tiled is recomputed."""
-    bundle = tiny(family, seq_lens=LENGTHS)
+    bundle = tiny(family, layouts, seq_lens=LENGTHS)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     dense = reference.dense_model(bundle, adapters)
     expected_loss, expected = reference.gradients(dense, [(r.tokens, r.scored) for r in rows])
@@ -154,7 +154,7 @@ def test_one_adapter_alone_is_trained(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_companions_change_no_bit(tiny: Tiny, rng: Rng, family: str) -> None:
-    bundle = tiny(family, seq_lens=LENGTHS)
+    bundle = tiny(family, "mixed", seq_lens=LENGTHS)
     model = model_of(bundle, 128, most_tokens=64)
     block = model.blocks[1]
     loras = [adapters_of(bundle, rng).loras(block) for _ in range(3)]

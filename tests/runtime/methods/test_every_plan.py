@@ -10,8 +10,9 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
+from support.layouts import STORED
 from support.lengths import at_length
-from support.models import FAMILIES, adapters_of, agree, model_of, row_of
+from support.models import adapters_of, agree, model_of, row_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
 from harness.oracles import reference
@@ -109,12 +110,12 @@ def rounded(adapters: Adapters) -> Adapters:
     return Adapters(adapters.manifest, values)
 
 
-@at_length("draws", 2, 12)
-@pytest.mark.parametrize("family", FAMILIES)
+@at_length("draws", 1, 6)
+@pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_gradients_are_autograds_under_every_plan(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, draws: int
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, draws: int
 ) -> None:
-    bundle = tiny(family, seq_lens=BUCKETS)
+    bundle = tiny(family, layouts, seq_lens=BUCKETS)
     manifest = bundle.manifest
     for _ in range(draws):
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
@@ -139,13 +140,13 @@ def test_gradients_are_autograds_under_every_plan(
         agree(kept.found, expected)
 
 
-@at_length("draws", 1, 8)
-@pytest.mark.parametrize("family", FAMILIES)
+@at_length("draws", 1, 4)
+@pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_mezo_is_the_monolithic_algorithm_under_every_plan(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, draws: int
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, layouts: str, draws: int
 ) -> None:
     """Bit for bit with the same tiles; with others the losses differ by rounding only."""
-    bundle = tiny(family, seq_lens=BUCKETS)
+    bundle = tiny(family, layouts, seq_lens=BUCKETS)
     for _ in range(draws):
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)

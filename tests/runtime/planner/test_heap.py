@@ -14,7 +14,7 @@ from support.plans import LINUX, MAC, PLENTY, Task, peak_model_of, plan_of, pred
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
-from ondevice.operations.base import WHOLE
+from ondevice.operations.base import WHOLE, materialized_bytes
 from ondevice.operations.values import F32
 from runtime.lowering.lower import Sizes
 from runtime.planner.allocators.glibc import unused_bytes
@@ -22,7 +22,7 @@ from runtime.planner.plan import LEVELS, Plan
 from runtime.system.machine import Heap, Machine
 
 Tiny = Callable[..., Bundle]
-NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0)
 SIZES = Sizes(2048, 16, 0, most_tokens=64)
 
 
@@ -91,25 +91,22 @@ def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
     assert unused_bytes(heap, model, 10**6, last) == 0
 
 
-def test_what_is_kept_and_materialized_has_shares_of_its_own(tiny: Tiny) -> None:
+def test_what_is_kept_has_a_share_of_its_own_and_what_is_materialized_none(tiny: Tiny) -> None:
     manifest, task = tiny("qwen2").manifest, task_of(64, rows=2)
-    bare, kept, materialized = (
-        plan_of(manifest, task, PLENTY, with_heap(**values))
-        for values in ({}, {"share_of_kept": 0.5}, {"share_of_materialized": 0.5})
+    bare, kept = (
+        plan_of(manifest, task, PLENTY, with_heap(share_of_kept=share)) for share in (0.0, 0.5)
     )
-    assert bare.kept_layers and bare.materialized_layers
-    assert kept.kept_layers == bare.kept_layers
+    assert bare.kept_layers == kept.kept_layers == len(manifest.layers)
     assert kept.kept_bytes == pytest.approx(1.5 * bare.kept_bytes, rel=1e-6)
+    assert kept.materialized_layers == bare.materialized_layers == len(manifest.layers)
+    weights = [m for block in manifest.layers for m in manifest.matrices_of(block)]
+    assert bare.materialized_bytes == sum(map(materialized_bytes, weights))
     assert kept.materialized_bytes == bare.materialized_bytes
-    assert materialized.kept_bytes == bare.kept_bytes
-    assert materialized.materialized_bytes == pytest.approx(1.5 * bare.materialized_bytes, rel=1e-6)
-    flat = plan_of(manifest, task, PLENTY, with_heap(flat_beside_materialized_bytes=12_345))
-    assert flat.materialized_bytes == bare.materialized_bytes + 12_345
 
 
 def test_mlx_s_own_allocator_has_no_heap(tiny: Tiny) -> None:
     manifest, task = tiny("gemma3").manifest, task_of(64)
-    large = Heap(10**9, 9.0, 9.0, 9.0, 9.0, 9.0, 10**9)
+    large = Heap(10**9, 9.0, 9.0, 9.0, 9.0)
     with_one = msgspec.structs.replace(MAC, heap=large)
     assert plan_of(manifest, task, PLENTY, with_one) == plan_of(manifest, task, PLENTY, MAC)
 

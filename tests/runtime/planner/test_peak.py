@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.layouts import STORED
 from support.models import FAMILIES, LENGTHS, adapters_of, model_of
 from support.plans import peak_model_of, task_of
 
@@ -25,11 +26,7 @@ Rng = np.random.Generator
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
 # reached, as in a run: here it always is. On shapes as small as these objects of a few bytes count.
 NEVER_OVER, NOT_FAR_UNDER = 1.1, 0.6
-STORED = [  # families, each with how its matrices are stored: as exported, in all layouts, in one
-    *((family, layouts) for family in FAMILIES for layouts in ("", "mixed")),
-    ("qwen2", "float32"),
-    ("gemma3", "bfloat16"),
-]
+CASES = [*STORED, ("qwen2", "float32"), ("gemma3", "bfloat16")]
 
 
 class Allocated:
@@ -106,7 +103,7 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
     assert NOT_FAR_UNDER * expected <= found.most <= NEVER_OVER * expected + ahead
 
 
-@pytest.mark.parametrize(("family", "layouts"), STORED)
+@pytest.mark.parametrize(("family", "layouts"), CASES)
 def test_a_backward_pass_allocates_what_the_plan_says(
     tiny: Tiny, rng: Rng, family: str, layouts: str
 ) -> None:
@@ -130,7 +127,7 @@ def test_a_backward_pass_allocates_what_the_plan_says(
         check(found, peaks, most_alive(peaks, 1) + gradients)
 
 
-@pytest.mark.parametrize(("family", "layouts"), STORED)
+@pytest.mark.parametrize(("family", "layouts"), CASES)
 def test_mezos_forwards_allocate_what_the_plan_says(
     tiny: Tiny, rng: Rng, family: str, layouts: str
 ) -> None:
@@ -148,7 +145,7 @@ def test_mezos_forwards_allocate_what_the_plan_says(
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize(("family", "layouts"), STORED)
+@pytest.mark.parametrize(("family", "layouts"), CASES)
 def test_the_head_allocates_no_more_than_the_plan_says(
     tiny: Tiny, rng: Rng, family: str, layouts: str, gradient: bool
 ) -> None:

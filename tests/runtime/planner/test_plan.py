@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from support.layouts import STORED
 from support.plans import EVAL, LINUX, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
 from support.runs import ondevice, train_arguments
 
@@ -90,16 +91,16 @@ def test_measured_is_never_far_over_predicted(
     tiny: Tiny, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """A fresh process, at random settings: the peak stays below prediction + 2 % and budget."""
-    family = str(rng.choice(["qwen2", "qwen3", "gemma3", "llama"]))
+    family, layouts = STORED[int(rng.integers(len(STORED)))]
     length, rows = int(rng.choice([16, 40, 64])), int(rng.choice([1, 3]))
     given = {"data": "random:3", "max_seq_length": length, "batch_size": rows}
-    path, run = tiny(family).path, tmp_path / "run"
+    path, run = tiny(family, layouts).path, tmp_path / "run"
     refused = ondevice(*train_arguments(path, run, 4, **{**given, "budget": "10MB"}))
     assert refused.returncode == 3, refused.stderr  # its process says what it needs
     smallest = refused.stderr.split("the smallest that fits is ")[1].split(",")[0]
     budget = smallest.strip().replace(" ", "")
     done = ondevice(*train_arguments(path, run, 4, **{**given, "budget": budget}), "--json")
-    assert done.returncode == 0, (family, length, rows, done.stderr)
+    assert done.returncode == 0, (family, layouts, length, rows, done.stderr)
     summary = json.loads(done.stdout)
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
     assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]

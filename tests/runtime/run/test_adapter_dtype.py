@@ -90,7 +90,8 @@ def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, method: str) -> None:
     given = {"adapter_dtype": HALF, "method": method}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    arguments = [train_arguments(tiny("qwen3").path, run, 8, **given) for run in (whole, killed)]
+    path = tiny("qwen3", "mixed").path
+    arguments = [train_arguments(path, run, 8, **given) for run in (whole, killed)]
     assert ondevice(*arguments[0]).returncode == 0
     done = struck(signal.SIGKILL, "step 4", *arguments[1])
     assert done.returncode == -signal.SIGKILL, done.stderr

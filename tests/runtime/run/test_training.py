@@ -61,15 +61,15 @@ def test_without_heap_relief_none_is_counted(bundle: Path, tmp_path: Path) -> No
 
 def test_a_run_ends_where_its_loss_has_risen(bundle: Path, tmp_path: Path) -> None:
     held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 2}
-    wild = train_arguments(bundle, tmp_path / "run", 50, stop_rise=1.02, **held_out)
+    wild = train_arguments(bundle, tmp_path / "run", 50, stop_rise=1.005, **held_out)
     done = ondevice(*wild, "--learning-rate=1", "--json")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["stopped"] == "rise" and 0 < summary["steps"] < 50
     losses = {when: one["loss"] for when, one in summary["eval"].items()}
-    assert losses["after"] > 1.02 * losses["before"]
+    assert losses["after"] > 1.005 * losses["before"]
     assert all(
-        loss <= 1.02 * losses["before"]
+        loss <= 1.005 * losses["before"]
         for when, loss in losses.items()
         if when != "after" and when != str(summary["steps"])
     )
@@ -93,9 +93,10 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
 
 @at_length("most", 3, 10)
 def test_kills_and_the_same_bytes(
-    bundle: Path, rng: np.random.Generator, most: int, tmp_path: Path
+    tiny: Tiny, rng: np.random.Generator, most: int, tmp_path: Path
 ) -> None:
     """SIGKILL at random moments, many inside a save: the adapter is what it would have been."""
+    bundle = tiny("gemma3", "mixed", seq_lens=(16, 32), device="auto").path
     steps = 15 * most
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"steps": steps, "grad_accumulation": 2}

@@ -32,6 +32,18 @@ def opened(tiny: Tiny, family: str) -> tuple[Checkpoint, Bundle, RowWeights]:
     return checkpoint, replace(bundle, manifest=manifest), RowWeights(manifest, checkpoint)
 
 
+class Counting:
+    """A reader that remembers which rows it was asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.asked: list[tuple[int, int]] = []
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        self.asked.append((start, stop))
+        return self.checkpoint.rows(name, start, stop)
+
+
 @pytest.fixture
 def few_at_once(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers are asked for slices that divide nothing."""
@@ -54,16 +66,24 @@ def test_tiles_and_chosen_rows_are_the_readers(tiny: Tiny, rng: Rng) -> None:
 
 def test_a_row_is_read_once_however_often_it_is_chosen(tiny: Tiny, rng: Rng) -> None:
     checkpoint, bundle, _ = opened(tiny, "qwen2")
-    asked: list[tuple[int, int]] = []
+    reader, matrix = Counting(checkpoint), bundle.manifest.matrices["model.embed_tokens"]
+    RowWeights(bundle.manifest, reader).gather(matrix, np.array([7, 3, 7, 9, 8, 3, 0]))
+    assert reader.asked == [(0, 1), (3, 4), (7, 10)]
 
-    class Counting:
-        def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-            asked.append((start, stop))
-            return checkpoint.rows(name, start, stop)
 
-    matrix = bundle.manifest.matrices["model.embed_tokens"]
-    RowWeights(bundle.manifest, Counting()).gather(matrix, np.array([7, 3, 7, 9, 8, 3, 0]))
-    assert asked == [(0, 1), (3, 4), (7, 10)]
+@pytest.mark.parametrize("most", [1, 127, 300, 128 * 50, 1 << 18])
+def test_a_reader_is_asked_for_a_slice_at_a_time(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Else a source that computes what it reads would hold a whole tile beside the tile."""
+    monkeypatch.setattr(row_weights, "SLICE_VALUES", most)
+    checkpoint, bundle, _ = opened(tiny, "qwen2")
+    reader, matrix = Counting(checkpoint), bundle.manifest.matrices["model.embed_tokens"]
+    RowWeights(bundle.manifest, reader).tile(matrix, 11, 211)
+    assert [start for start, _ in reader.asked] == [11, *(stop for _, stop in reader.asked[:-1])]
+    assert reader.asked[-1][1] == 211
+    rows = max(stop - start for start, stop in reader.asked)
+    assert rows == min(200, max(1, most // matrix.columns))
 
 
 @pytest.mark.usefixtures("few_at_once")

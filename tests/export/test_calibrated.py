@@ -1,0 +1,131 @@
+"""Calibrated exports: what they cost the model, and what they leave as it is."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.bundles import settings
+from support.checkpoints import weights_of, write_folder
+from support.token_rows import write_tokenizer
+
+from export.pack import export_bundle
+from ondevice.bundle.store import Bundle
+from ondevice.errors import BudgetError, DataError, UsageError
+from runtime.data.reading import Reading
+from runtime.data.source import Source
+from runtime.run.export_engine import ExportEngine
+from runtime.system.footprint import Meter
+
+BUDGET = 1_000_000_000
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    pass
+
+
+def exported(source: object, output: Path, budget: int = BUDGET, **more: Any) -> Bundle:
+    engine = partial(ExportEngine, Meter(), budget, no_progress)
+    return export_bundle(settings(source, output, seq_lens=(32,), **more), no_progress, engine)
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """Text of few words, so that inputs are correlated."""
+    words = ["ab", "cd", "abc", "d", "bb", "dcba", "a"]
+    lines = (" ".join(rng.choice(words, 60)) for _ in range(60))
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """tiny-gemma3 with a tokenizer of letters."""
+    config, arrays = weights_of("tiny-gemma3")
+    made = write_folder(tmp_path / "checkpoint", config, arrays)
+    write_tokenizer(made, {})
+    return made
+
+
+@pytest.mark.parametrize("preset", ["tiny-gemma3", "tiny-llama", "tiny-qwen2"])
+def test_calibration_brings_predictions_nearer(tmp_path: Path, preset: str) -> None:
+    """With tied embeddings and without, with biases and without."""
+    data = {"calibrate": "random:3", "calibration_tokens": 1500, "layout": "symmetric"}
+    common = {"eight_bit": "none"}
+    made = {
+        "rounded": exported(f"random:{preset}", tmp_path / "rounded", **common, layout="symmetric"),
+        "calibrated": exported(f"random:{preset}", tmp_path / "calibrated", **common, **data),
+    }
+    found = {name: divergence(bundle, f"random:{preset}") for name, bundle in made.items()}
+    assert found["calibrated"] < 0.92 * found["rounded"]
+    facts = made["calibrated"].manifest.provenance["calibration"]
+    assert facts["data"] == "random:3" and facts["damping"] == 0.01
+    assert facts["tokens"] == 32 * facts["rows"] > 1000
+    made["calibrated"].verify()
+
+
+def divergence(bundle: Bundle, source: str) -> float:
+    from export.original import original_of
+    from export.sources.open import open_checkpoint
+
+    engine = ExportEngine(Meter(), BUDGET, no_progress, bundle.path.parent)
+    held_out = Source("eval.tokens", "random:9", "valid", Reading())
+    with open_checkpoint(source, seed=0) as checkpoint:
+        rows = engine.first_rows(bundle, held_out, 32, 24)
+        return engine.compare(original_of(bundle, checkpoint), checkpoint, bundle, rows).divergence
+
+
+def test_quality_is_measured_on_rows_that_calibration_has_not_seen(
+    tmp_path: Path, folder: Path, text: Path
+) -> None:
+    with_data = exported(folder, tmp_path / "with", calibrate=str(text)).manifest
+    without = exported(folder, tmp_path / "without").manifest
+    assert with_data.quality is not None and without.quality is not None
+    assert with_data.quality.text == f"held-out rows of {text}"
+    assert without.quality.text == "the package's own text"
+    calibrated = with_data.provenance["calibration"]
+    assert with_data.quality.rows == pytest.approx(calibrated["rows"] / 4, abs=1)
+    assert exported(folder, tmp_path / "not", quality=False).manifest.quality is None
+    assert exported("random:tiny-llama", tmp_path / "random").manifest.quality is None
+
+
+@pytest.mark.parametrize("size", ["+0%", "+20%", "+100%"])
+def test_bits_by_sensitivity_stay_in_their_size(tmp_path: Path, folder: Path, size: str) -> None:
+    four = exported(folder, tmp_path / "four", bits=4, eight_bit="none").manifest
+    auto = exported(folder, tmp_path / "auto", bits="auto", size=size).manifest
+    layers = {name: m.bits for name, m in auto.matrices.items() if ".layers." in name}
+    assert set(layers.values()) == {"+0%": {4}, "+20%": {4, 8}, "+100%": {8}}[size]
+    assert set(auto.provenance["bits"]) == set(layers)
+    sizes = [sum(m.nbytes for m in one.matrices.values()) for one in (auto, four)]
+    assert sizes[0] <= sizes[1] * (1 + float(size[1:-1]) / 100)
+
+
+def test_a_budget_that_is_too_small_leaves_nothing(
+    tmp_path: Path, text: Path, folder: Path
+) -> None:
+    with pytest.raises(BudgetError, match="5 MB"):
+        exported(folder, tmp_path / "out", 5_000_000, calibrate=str(text))
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_an_export_that_passes_its_budget_stops(tmp_path: Path, folder: Path) -> None:
+    """The footprint is what is measured, in this process far above 5 MB."""
+    with Meter(budget_bytes=5_000_000) as meter:
+        engine = partial(ExportEngine, meter, 5_000_000, no_progress)
+        with pytest.raises(BudgetError, match=r"while it wrote .*> 5 MB"):
+            export_bundle(settings(folder, tmp_path / "out"), no_progress, engine)
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_cannot_be_used_are_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(DataError, match="no data at"):
+        exported(folder, tmp_path / "out", calibrate=str(tmp_path / "nowhere"))
+
+
+def test_calibration_needs_something_to_quantize(tmp_path: Path, folder: Path, text: Path) -> None:
+    with pytest.raises(UsageError, match="nothing is quantized"):
+        exported(folder, tmp_path / "out", bits=16, calibrate=str(text))
