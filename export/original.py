@@ -27,7 +27,6 @@ from ondevice.errors import UsageError
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"
-ROW_TOKENS = 256  # of a row for calibration or comparison, if the bundle has graphs for that
 COMPARED_TOKENS = 2048  # held out of the calibration data for the comparison
 EIGHT_BITS_LOSE = 1 / 256  # of what 4 bits lose: the errors are 16 times smaller
 EVERY = 5  # one row in so many is held out
@@ -132,9 +131,8 @@ class Original:
 
     @property
     def _row_tokens(self) -> int:
-        """The tokens of a row: those of the longest bucket up to `ROW_TOKENS`, or the shortest."""
-        buckets = self.bundle.manifest.buckets
-        return max((one for one in buckets if one <= ROW_TOKENS), default=buckets[0])
+        """The tokens of a row for calibration or comparison."""
+        return self.bundle.manifest.usual_bucket
 
 
 def original_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:

@@ -64,7 +64,8 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
             lanes=1 if without == "single-read" else plan.lanes,
             defer=without != "deferred-update",
         )
-        rows = RandomRows(config.seed, manifest.vocab_size, config.max_seq_length, RANDOM_ROWS)
+        length = config.max_seq_length or manifest.usual_bucket
+        rows = RandomRows(config.seed, manifest.vocab_size, length, RANDOM_ROWS)
         step_s, losses, cached = [], [], []
         for step in range(config.steps):
             if cold:

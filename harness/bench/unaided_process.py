@@ -48,7 +48,8 @@ def train_unaided(config: TrainConfig, scratch: Path) -> dict[str, Any]:
         blocks, width = len(manifest.blocks), manifest.hidden_size
         begin = Start(session.model, plan, adapters, scratch, blocks, width)
         running = method(config.method).start(config, begin)
-        rows = RandomRows(config.seed, manifest.vocab_size, config.max_seq_length, RANDOM_ROWS)
+        length = config.max_seq_length or manifest.usual_bucket
+        rows = RandomRows(config.seed, manifest.vocab_size, length, RANDOM_ROWS)
         step_s = []
         for step in range(config.steps):
             start = time.perf_counter()

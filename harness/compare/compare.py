@@ -222,11 +222,11 @@ def _tried(trial: Trial, outcome: str, reason: str, run: Path) -> Tried:
 def _common(config: CompareConfig, trial: Trial) -> dict[str, object]:
     """Settings of every run of `trial`."""
     shared = (
-        *("bundle", "data", "budget", "max_seq_length", "arithmetic", "batch_size", "seed"),
+        *("bundle", "data", "budget", "arithmetic", "batch_size", "seed"),
         *("optimizer", "queries", "loss_on", "skip_bad_rows"),
     )
     settings: dict[str, object] = {name: getattr(config, name) for name in shared}
-    for name in ("eval_data", "columns", "valid_split"):
+    for name in ("max_seq_length", "eval_data", "columns", "valid_split"):
         if getattr(config, name) is not None:
             settings[name] = getattr(config, name)
     return settings | {"method": trial.method, **trial.values}

@@ -60,10 +60,12 @@ def _heading(report: Mapping[str, Any]) -> str:
     settings, machine = report["settings"], report["machine"]
     held_out = settings["eval_data"] or f"valid of {settings['data']}"
     rows = f"{settings['batch_size']} row{'s' * (settings['batch_size'] != 1)}"
+    length = settings["max_seq_length"]
+    cut = f" of up to {length} tokens" if length else ""
+    before = report["baseline"]
     return (
-        f"{_title(report)}: {settings['data']}, {rows} of up to {settings['max_seq_length']} "
-        f"tokens a step, held out {held_out}; before training loss "
-        f"{report['baseline']['loss']:.4f}, accuracy {report['baseline']['accuracy']:.2%}; "
+        f"{_title(report)}: {settings['data']}, {rows}{cut} a step, held out {held_out}; before "
+        f"training loss {before['loss']:.4f}, accuracy {before['accuracy']:.2%}; "
         f"{machine['machine']}, {machine['cores']} cores, MLX {machine['mlx']}"
     )
 

@@ -19,6 +19,7 @@ from ondevice.operations.tensors import Extent, File, Graph, Matrix, Record
 
 FORMAT = "ondevice-bundle"
 VERSION = 4
+USUAL_TOKENS = 256  # of a row where nothing else decides its length
 MAX_DEPTH = 20  # of lists and objects inside each other
 
 
@@ -64,6 +65,11 @@ class Manifest(Record, frozen=True):
             self.hidden_size,
             self.vocab_size,
         )
+
+    @property
+    def usual_bucket(self) -> int:
+        """The longest bucket up to USUAL_TOKENS, or the shortest: the length of rows of text."""
+        return max((one for one in self.buckets if one <= USUAL_TOKENS), default=self.buckets[0])
 
     @property
     def bits_per_weight(self) -> float:

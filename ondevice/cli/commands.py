@@ -267,6 +267,8 @@ def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
     from export.original import original_of
     from export.sources.open import open_checkpoint
     from ondevice.bundle.quality import Quality
+    from runtime.data.reading import reading_of
+    from runtime.data.source import Source
     from runtime.run.export_engine import ExportEngine
     from runtime.run.open import open_checked
     from runtime.system.footprint import Meter
@@ -282,7 +284,8 @@ def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
     ):
         engine = ExportEngine(meter, budget, progress, Path(scratch))
         original = original_of(bundle, checkpoint)
-        rows = engine.first_rows(bundle, config.data, config.max_seq_length, config.eval_rows)
+        held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
+        rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
         found = engine.compare(original, checkpoint, bundle, rows)
     quality = Quality(**vars(found), text=config.data)
     if as_json:

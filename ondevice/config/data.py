@@ -19,8 +19,8 @@ class DataConfig(DataOptions):
     bundle: str = required("bundle directory, written by `ondevice export`", "BUNDLE")
     max_seq_length: int | None = option(
         None,
-        "tokens to predict per row, as for `ondevice train` (default: 256, or the longest that "
-        "the bundle has graphs for)",
+        "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "
+        "lengths that holds every row; for text, its longest up to 256)",
         COUNT,
     )
     row: int = option(0, "the row to show, counted from 0 among those that are kept", NOT_NEGATIVE)

@@ -133,9 +133,10 @@ class BundleConfig(Config):
         Group.MEMORY,
         metavar="SIZE",
     )
-    max_seq_length: int = option(
-        256,
-        "tokens to predict per row; longer rows are cut",
+    max_seq_length: int | None = option(
+        None,
+        "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "
+        "lengths that holds every row; for text, its longest up to 256)",
         COUNT,
         Group.MEMORY,
         aliases=("--seq-len",),

@@ -11,12 +11,12 @@ from ondevice.config.data import DataConfig
 from ondevice.errors import DataError, UsageError
 from runtime.data.examples import Row
 from runtime.data.reading import Reading, reading_of
+from runtime.data.records import TEXT
 from runtime.data.report import DataReport
 from runtime.data.rows import split_file
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.data.tokenizing import TRAIN, VALID, Reader
 
-DEFAULT_LENGTH = 256
 SPLITS = (TRAIN, VALID, "test")
 
 
@@ -37,11 +37,12 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     """
     if config.data.startswith("random:"):
         raise UsageError(f"{config.data} has no rows to show; name a file or a folder")
-    encoder = load_encoder(bundle.path)
-    length = config.max_seq_length or min(DEFAULT_LENGTH, bundle.manifest.buckets[-1])
+    encoder, manifest = load_encoder(bundle.path), bundle.manifest
     reports: dict[str, DataReport] = {}
     shown: Row | None = None
     for name, file, reading in _parts(config):
+        usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
+        length = config.max_seq_length or usual
         reader = Reader(file, encoder, length, reading, VALID if name == VALID else TRAIN)
         for number, row in enumerate(reader.rows()):
             if not reports and number == config.row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ondevice.bundle.store import Bundle
@@ -9,7 +10,8 @@ from ondevice.config.train import TrainConfig
 from ondevice.errors import DataError, UsageError
 from runtime.data.reading import reading_of
 from runtime.data.report import DataReport
-from runtime.data.rows import Rows, TokenRows, open_rows, split_file
+from runtime.data.rows import Rows, split_file
+from runtime.data.source import Source
 
 TOKENS = ("train.tokens", "valid.tokens")
 
@@ -19,17 +21,36 @@ def absolute(data: str) -> str:
     return data if data.startswith("random:") else str(Path(data).resolve())
 
 
+def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfig:
+    """The configuration with a `max_seq_length`, which the data decide where none is given.
+
+    Rows that are read for that are left in the folder, where `open_run_rows` finds them.
+    """
+    if config.max_seq_length is not None:
+        return config
+    lengths = [source.length(bundle, folder) for source in _sources(config)]
+    return replace(config, max_seq_length=max(lengths))
+
+
 def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Rows, Rows | None]:
     """The training rows, and the evaluation rows if there are any.
 
     Raises:
         DataError: there is nothing to train on.
     """
-    length, vocabulary = config.max_seq_length, bundle.manifest.vocab_size
+    length = config.max_seq_length
+    assert length is not None
+    rows, *held_out = [source.rows(bundle, folder, length) for source in _sources(config)]
+    if len(rows) == 0:
+        raise DataError(f"{config.data} holds no row to train on")
+    return rows, held_out[0] if held_out else None
+
+
+def _sources(config: TrainConfig) -> list[Source]:
+    """The rows to train on, and those to evaluate on if there are any."""
+    train, valid = TOKENS
     reading = reading_of(config, config.valid_split)
-    whole = reading_of(config)
-    found: list[Rows | None] = []
-    sources = [(config.data, "train", reading)]
+    first = Source(train, config.data, "train", reading)
     is_random = config.data.startswith("random:")
     folder_data = not is_random and Path(config.data).is_dir()
     held_out = folder_data and split_file(config.data, "valid") is not None
@@ -40,20 +61,8 @@ def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Ro
                 f"--valid-split holds out a part of data without validation rows; {config.data} is "
                 f"{'random' if is_random else f'validated by {eval_data}'}: leave it out"
             )
-        sources.append((config.data, "train", reading))
-    elif eval_data is not None:
-        sources.append((eval_data, "valid", whole))
-    for (data, split, how), name, part in zip(sources, TOKENS, ("train", "valid"), strict=False):
-        ready = folder / name
-        if ready.exists():
-            found.append(TokenRows(ready, vocabulary))
-        else:
-            found.append(open_rows(bundle.path, vocabulary, data, split, length, ready, how, part))
-    rows = found[0]
-    assert rows is not None
-    if len(rows) == 0:
-        raise DataError(f"{config.data} holds no row to train on")
-    return rows, found[1] if len(found) > 1 else None
+        return [first, Source(valid, config.data, "train", reading, "valid")]
+    return [first] if eval_data is None else [first, Source(valid, eval_data, "valid", reading)]
 
 
 def reports_of(rows: Rows, eval_rows: Rows | None) -> dict[str, DataReport]:

@@ -50,7 +50,7 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
             "leave it out"
         )
     request = Request(
-        choose_bucket(manifest, config.max_seq_length),
+        choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),
         config.batch_size,
         config.grad_accumulation,
         config.plan,

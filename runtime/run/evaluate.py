@@ -15,7 +15,8 @@ from ondevice.bundle.store import Bundle
 from ondevice.config.evaluate import EvalConfig
 from ondevice.errors import InterruptedRunError
 from runtime.data.reading import reading_of
-from runtime.data.rows import RandomRows, Rows, open_rows
+from runtime.data.rows import RandomRows, Rows
+from runtime.data.source import Source
 from runtime.engine.kernels.head import HeadResult
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
@@ -114,15 +115,14 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle)
         manifest = bundle.manifest
-        length = config.max_seq_length
+        source = Source("eval.tokens", config.data, "valid", reading_of(config))
+        length = config.max_seq_length or source.length(bundle, scratch)
         plan = plan_evaluation(
             bundle, config.budget_bytes, length, config.arithmetic, config.adapter_dtype
         )
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
-        file = scratch / "eval.tokens"
-        vocabulary, reading = manifest.vocab_size, reading_of(config)
-        rows = open_rows(bundle.path, vocabulary, config.data, "valid", length, file, reading)
+        rows = source.rows(bundle, scratch, length)
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)

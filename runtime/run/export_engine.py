@@ -19,6 +19,7 @@ from ondevice.errors import BudgetError
 from ondevice.row_reader import RowReader
 from ondevice.units import format_bytes
 from runtime.data.rows import RandomRows, Rows, open_rows
+from runtime.data.source import Source
 from runtime.engine.arrays import view
 from runtime.engine.divergence import Divergence, compare_heads
 from runtime.methods.adapters import Adapters
@@ -56,14 +57,18 @@ class ExportEngine:
         found = open_rows(bundle.path, vocabulary, data, "train", length, file)
         return _spread(found, tokens)
 
-    def first_rows(self, bundle: Bundle, data: str, length: int, count: int) -> list[TokenRow]:
+    def first_rows(
+        self, bundle: Bundle, source: Source, length: int | None, count: int
+    ) -> list[TokenRow]:
         """The first `count` rows of held-out data; 0: all, of random rows one.
+
+        Without a `length`, the rows are as long as the source says.
 
         Raises:
             DataError: the data cannot be used.
         """
-        file = self.scratch / "export.tokens"
-        found = open_rows(bundle.path, bundle.manifest.vocab_size, data, "valid", length, file)
+        length = length or source.length(bundle, self.scratch)
+        found = source.rows(bundle, self.scratch, length)
         if not count and isinstance(found, RandomRows):
             count = 1
         wanted = min(len(found), count) if count else len(found)

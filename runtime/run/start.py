@@ -15,7 +15,7 @@ from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import write_atomic
-from runtime.data.run_rows import absolute, open_run_rows, reports_of
+from runtime.data.run_rows import absolute, open_run_rows, reports_of, with_length
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Start
@@ -59,12 +59,13 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     """
     with _meter(config) as meter:
         bundle = open_checked(config.bundle)
-        chosen = plan_training(config, bundle, _this_machine(config, bundle))
-        meter.aim(chosen.predicted_peak_bytes)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
         with folder.created():
             try:
+                config = with_length(config, bundle, folder.path)
+                chosen = plan_training(config, bundle, _this_machine(config, bundle))
+                meter.aim(chosen.predicted_peak_bytes)
                 fixed = _with_absolute_paths(config, folder)
                 rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
                 for report in reports_of(rows, eval_rows).values():

@@ -15,6 +15,8 @@ from support.token_rows import write_tokenizer
 from export.pack import export_bundle
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BudgetError, DataError, UsageError
+from runtime.data.reading import Reading
+from runtime.data.source import Source
 from runtime.run.export_engine import ExportEngine
 from runtime.system.footprint import Meter
 
@@ -71,8 +73,9 @@ def divergence(bundle: Bundle, source: str) -> float:
     from export.sources.open import open_checkpoint
 
     engine = ExportEngine(Meter(), BUDGET, no_progress, bundle.path.parent)
+    held_out = Source("eval.tokens", "random:9", "valid", Reading())
     with open_checkpoint(source, seed=0) as checkpoint:
-        rows = engine.first_rows(bundle, "random:9", 32, 24)
+        rows = engine.first_rows(bundle, held_out, 32, 24)
         return engine.compare(original_of(bundle, checkpoint), checkpoint, bundle, rows).divergence
 
 

@@ -64,6 +64,22 @@ def test_a_run_says_and_keeps_what_it_read(bundle: Bundle, tmp_path: Path) -> No
     assert json.loads(resumed.stdout)["data"] == kept
 
 
+def test_a_run_is_as_long_as_its_data(bundle: Bundle, tmp_path: Path) -> None:
+    """Without --max-seq-length; a run that is refused then leaves nothing behind either."""
+    data = write(tmp_path / "rows.jsonl", [{"text": "abc"}])
+    run = tmp_path / "run"
+    command = ["train", bundle.path, f"--data={data}", f"--output={run}", "--steps=1"]
+    refused = ondevice(*command, "--budget=10MB")
+    assert refused.returncode == 3 and "at 16 tokens" in refused.stderr
+    assert not run.exists()
+    done = ondevice(*command, "--budget=300MB")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run / "plan.json").read_text())["bucket"] == 16
+    assert "max_seq_length = 16\n" in (run / "config.toml").read_text()
+    flags = [f"--data={data}", "--budget=300MB", "--json"]
+    assert ondevice("eval", bundle.path, *flags).returncode == 0
+
+
 def test_which_answers_have_a_loss(bundle: Bundle, tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", [{"messages": TURNS}])
     counts = {}
