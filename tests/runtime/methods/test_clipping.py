@@ -64,7 +64,7 @@ def clipping_mebp(
 
 
 def flat(parts: list[list[Row]]) -> list[tuple[np.ndarray, int]]:  # type: ignore[type-arg]
-    return [(row.tokens, row.first) for part in parts for row in part]
+    return [(row.tokens, row.scored) for part in parts for row in part]
 
 
 @at_length("draws", 1, 6)
