@@ -22,12 +22,14 @@ from ondevice.bundle.float_manifest import float_manifest
 from ondevice.bundle.quality import Quality
 from ondevice.bundle.store import Bundle
 from ondevice.config.export import ExportConfig
-from ondevice.engine import Engine, TokenRow
-from ondevice.errors import UsageError
+from ondevice.engine import BlockPass, Engine, TokenRow
+from ondevice.errors import BudgetError, DataError, UsageError
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"
-COMPARED_TOKENS = 2048  # held out of the calibration data for the comparison
+COMPARED_TOKENS = 2048  # of the package's own text, to compare or to measure sensitivities
+LEAST_COMPARED = 512  # tokens with a loss that held-out rows must have
+LEAST_BLOCK = 128  # columns of the smallest Gram matrix
 EIGHT_BITS_LOSE = 1 / 256  # of what 4 bits lose: the errors are 16 times smaller
 EVERY = 5  # one row in so many is held out
 
@@ -40,7 +42,7 @@ class Original:
     checkpoint: Checkpoint
     engine: Engine | None
     config: ExportConfig
-    _held_out: Sequence[TokenRow] = ()
+    _rows: tuple[Sequence[TokenRow], Sequence[TokenRow]] | None = None
 
     def choose_bits(self, tensors: Tensors) -> dict[str, str]:
         """Give 8 bits to the matrices of `--bits auto` that lose most with 4.
@@ -53,8 +55,15 @@ class Original:
             for name, one in tensors.stored.items()
             if isinstance(one, Packing) and self._is_layer(name)
         }
-        data = str(TEXT) if self.config.calibrate is None else self.config.calibrate
-        rows = self.engine.rows(self.bundle, data, self._row_tokens, COMPARED_TOKENS)
+        if self.config.calibrate is not None:
+            rows, _ = self._split()
+        elif self.bundle.manifest.files:
+            rows = self._own_text()
+        else:
+            raise UsageError(
+                f"--bits auto runs text through the model, but {self.config.source} has no "
+                "tokenizer: add --calibrate random:0"
+            )
         found = Sensitivities(tensors, asked, self.engine.scratch)
         self.engine.backward(self.bundle, self.checkpoint, rows, found)
         self.engine.check("while it measured sensitivities")
@@ -74,37 +83,95 @@ class Original:
 
     def calibrate(self, tensors: Tensors, cut: Cut) -> dict[str, Any]:
         """Write all tensors, calibrated. Returns the facts that the bundle keeps about it."""
-        assert self.engine is not None and self.config.calibrate is not None
-        wanted = self.config.calibration_tokens
-        data = self.config.calibrate
-        found = self.engine.rows(self.bundle, data, self._row_tokens, wanted + COMPARED_TOKENS)
-        few = len(found) < EVERY
-        self._held_out = () if few else found[EVERY // 2 :: EVERY]
-        rows = found if few else [r for i, r in enumerate(found) if i % EVERY != EVERY // 2]
-        run = self.engine.open(self.bundle, tensors, rows)
-        calibration = Calibration(len(rows), self.engine.spare_bytes())
+        assert self.engine is not None
+        rows, _ = self._split()
+        tokens = sum(len(row.tokens) - 1 for row in rows)
+        if tokens < self.config.calibration_tokens:
+            self.engine.note(
+                f"{self.config.calibrate} gives {tokens} tokens for calibration, of "
+                f"{self.config.calibration_tokens} that would be used"
+            )
+        names = [name for name in tensors.stored if tensors.is_quantized(name)]
+        shapes = {tensors.shape(name) for name in names}
+        calibration, run = self._planned(tensors, shapes, rows, tokens)
         write_calibrated(tensors, cut, run, calibration)
         self.engine.check("while it calibrated")
         return {
-            "data": data,
+            "data": self.config.calibrate,
             "rows": len(rows),
-            "tokens": sum(len(row.tokens) - 1 for row in rows),
-            "damping": calibration.damping,
+            "tokens": tokens,
+            "damping": calibration.largest_damping,
+            "block": calibration.block,
         }
+
+    def _planned(
+        self,
+        tensors: Tensors,
+        shapes: set[tuple[int, int]],
+        rows: Sequence[TokenRow],
+        tokens: int,
+    ) -> tuple[Calibration, BlockPass]:
+        """The calibration with the largest Gram matrices that fit the budget, and its pass.
+
+        Raises:
+            BudgetError: not even the smallest fit.
+        """
+        assert self.engine is not None
+        block = max(columns for _, columns in shapes)
+        while True:
+            calibration = Calibration(tokens, block)
+            spare = max(calibration.needed_bytes(*shape) for shape in shapes)
+            try:
+                return calibration, self.engine.open(self.bundle, tensors, rows, spare)
+            except BudgetError:
+                if block <= LEAST_BLOCK:
+                    raise
+            block = max(LEAST_BLOCK, block // 2 // LEAST_BLOCK * LEAST_BLOCK)
+
+    def _split(self) -> tuple[Sequence[TokenRow], Sequence[TokenRow]]:
+        """The rows to calibrate with, and those that are held out; of few rows none are."""
+        if self._rows is None:
+            assert self.engine is not None and self.config.calibrate is not None
+            wanted = self.config.calibration_tokens * EVERY // (EVERY - 1)
+            found = self.engine.rows(
+                self.bundle, self.config.calibrate, self._row_tokens, wanted, self.config
+            )
+            held_out = found[EVERY // 2 :: EVERY]
+            if sum(len(row.scored) for row in held_out) < LEAST_COMPARED:
+                self._rows = found, []
+            else:
+                others = [row for i, row in enumerate(found) if i % EVERY != EVERY // 2]
+                self._rows = others, held_out
+        return self._rows
+
+    def _own_text(self) -> Sequence[TokenRow]:
+        """Rows of the package's own text."""
+        assert self.engine is not None
+        return self.engine.rows(self.bundle, str(TEXT), self._row_tokens, COMPARED_TOKENS, None)
 
     def quality_of(self, bundle: Bundle) -> Quality | None:
         """How far a bundle is from this model; None if that cannot be measured, or is not wanted.
 
-        It is measured on rows that calibration has not seen, or on the package's own text.
+        It is measured on rows that calibration has not seen, or on the package's own text. Where
+        the model cannot be run here, the bundle is good all the same: the reason is said.
         """
         if self.engine is None or not self.config.quality or not self._is_text_model:
             return None
-        rows, text = self._held_out, f"held-out rows of {self.config.calibrate}"
-        if not rows:
-            length = self._row_tokens
-            rows = self.engine.rows(self.bundle, str(TEXT), length, COMPARED_TOKENS)
-            text = OWN_TEXT
-        found = self.engine.compare(self.bundle, self.checkpoint, bundle, rows)
+        try:
+            rows: Sequence[TokenRow] = []
+            text = f"held-out rows of {self.config.calibrate}"
+            if self.config.calibrate is not None:
+                _, rows = self._split()
+            if not rows:
+                rows, text = self._own_text(), OWN_TEXT
+            found = self.engine.compare(self.bundle, self.checkpoint, bundle, rows)
+        except (BudgetError, DataError) as problem:
+            self.engine.check("while it measured the quality")
+            self.engine.note(
+                f"what the export has cost the model was not measured: {problem}; --no-quality "
+                "leaves the measurement out"
+            )
+            return None
         return Quality(
             divergence=found.divergence,
             source_loss=found.source_loss,
@@ -148,6 +215,11 @@ def original_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:
     }
     shapes |= {name: extent.shape for name, extent in manifest.vectors.items()}
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    if found == shapes and checkpoint.config != bundle.manifest.config:
+        raise UsageError(
+            f"{checkpoint.provenance['name']} is not the checkpoint of {bundle.path}: its "
+            "configuration differs"
+        )
     if found != shapes:
         wrong = sorted({*found, *shapes} - {n for n in found if found[n] == shapes.get(n)})
         raise UsageError(

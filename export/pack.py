@@ -22,7 +22,7 @@ from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize, trace
 from export.original import Original
 from export.packed import Packing, Stored
-from export.recipe import stored_bytes, stored_forms
+from export.recipe import linear_names, stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.tensors import Tensors
@@ -80,7 +80,7 @@ def _export(
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
     lora = _lora(config, cut)
-    stored = stored_forms(config, checkpoint, cut)
+    stored, kept = stored_forms(config, checkpoint, cut)
     _check_space(checkpoint, writer, stored)
     running = None if engine is None else engine(writer.place)
 
@@ -89,7 +89,7 @@ def _export(
         if running is not None:
             running.check(f"while it wrote {what}")
 
-    tensors = Tensors(checkpoint, writer, stored, written)
+    tensors = Tensors(checkpoint, writer, stored, kept, written)
     buckets = tuple(config.seq_lens)
     graphs = write_graphs(cut, buckets, writer.folder, GRAPHS, progress)
     files = {
@@ -188,8 +188,7 @@ def _lora_targets(config: ExportConfig, cut: Cut) -> Any:
     names = config.lora_target_names
     if names is None:
         return "all-linear"
-    operations = (one for block_type in cut.block_types.values() for one in block_type.operations)
-    known = {name.split(".")[-1] for one in operations for name in one.adaptable}
+    known = linear_names(cut)
     if unknown := sorted(set(names) - known):
         raise UsageError(
             f"--lora-targets {','.join(unknown)}: the model has no such linear layer; it has "

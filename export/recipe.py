@@ -17,7 +17,7 @@ import numpy as np
 from export.cut.model import Cut
 from export.packed import Packing, Plain, Stored
 from export.sources.source import Checkpoint, slices
-from ondevice.config.export import ExportConfig
+from ondevice.config.export import EIGHT_BIT, ExportConfig
 from ondevice.errors import UsageError
 
 
@@ -41,29 +41,53 @@ def matrices(cut: Cut) -> Iterator[Use]:
                     yield Use(name, index, bool(operation.adaptable))
 
 
-def stored_forms(config: ExportConfig, checkpoint: Checkpoint, cut: Cut) -> dict[str, Stored]:
-    """The stored form of each matrix.
+def stored_forms(
+    config: ExportConfig, checkpoint: Checkpoint, cut: Cut
+) -> tuple[dict[str, Stored], frozenset[str]]:
+    """The stored form of each matrix, and the matrices that keep a quantized source's integers.
 
     Raises:
         UsageError: the group size does not divide a matrix, or an option contradicts the source.
     """
+    _check_names(config, cut)
     found: dict[str, Stored] = {}
+    kept: set[str] = set()
     for use in matrices(cut):
         asked = config.bits if use.adaptable else config.head_bits
         ready = checkpoint.prequantized(f"{use.name}.weight")
         if ready is not None and asked is None:
             found[use.name] = ready
-            continue
-        found[use.name] = _form(config, checkpoint, use, asked)
-    if config.calibrate is not None and not any(
-        isinstance(one, Packing) and one != checkpoint.prequantized(f"{name}.weight")
-        for name, one in found.items()
-    ):
+            kept.add(use.name)
+        else:
+            found[use.name] = _form(config, checkpoint, use, asked)
+    quantized = [n for n, one in found.items() if isinstance(one, Packing) and n not in kept]
+    if config.calibrate is not None and not quantized:
         raise UsageError(
-            f"--calibrate {config.calibrate}: nothing is quantized, since the values of the "
-            "checkpoint are kept; add --bits 4 to quantize it again"
+            f"--calibrate {config.calibrate}: nothing is quantized; "
+            + (
+                "a quantized checkpoint keeps its values: add --bits 4 to quantize it again"
+                if kept
+                else f"--bits {config.bits} keeps floats: leave one of the two options out"
+            )
         )
-    return found
+    return found, frozenset(kept)
+
+
+def _check_names(config: ExportConfig, cut: Cut) -> None:
+    """Raise UsageError for a name in --eight-bit that no linear layer has."""
+    names = linear_names(cut)
+    unknown = sorted(set(config.eight_bit_names) - names)
+    if unknown and config.eight_bit != EIGHT_BIT:
+        raise UsageError(
+            f"--eight-bit {','.join(unknown)}: the model has no such linear layer; it has "
+            f"{', '.join(sorted(names))}"
+        )
+
+
+def linear_names(cut: Cut) -> set[str]:
+    """The last parts of the names of all linear layers."""
+    operations = (one for block_type in cut.block_types.values() for one in block_type.operations)
+    return {name.split(".")[-1] for one in operations for name in one.adaptable}
 
 
 def _form(

@@ -22,7 +22,8 @@ from ondevice.operations.tensors import Extent, Matrix
 class Tensors:
     """Writes tensors to a bundle, and remembers where each is.
 
-    `stored` says how each matrix is stored. As a reader of rows it gives the values of a matrix as
+    `stored` says how each matrix is stored, and `kept` which of them keep the integers of a
+    quantized checkpoint. As a reader of rows it gives the values of a matrix as
     the bundle holds them, once it is written, and those of the checkpoint before.
     """
 
@@ -31,10 +32,11 @@ class Tensors:
         checkpoint: Checkpoint,
         writer: BundleWriter,
         stored: dict[str, Stored],
+        kept: frozenset[str],
         progress: Progress,
     ) -> None:
         self.checkpoint, self.writer, self.stored = checkpoint, writer, stored
-        self.progress = progress
+        self.kept, self.progress = kept, progress
         self.matrices: dict[str, Matrix] = {}
         self.vectors: dict[str, Extent] = {}
         self._done = 0
@@ -76,9 +78,7 @@ class Tensors:
 
     def is_quantized(self, name: str) -> bool:
         """Whether a matrix is quantized here, and neither copied nor kept in floating point."""
-        stored = self.stored[name]
-        ready = self.checkpoint.prequantized(f"{name}.weight")
-        return isinstance(stored, Packing) and stored != ready
+        return isinstance(self.stored[name], Packing) and name not in self.kept
 
     def vector(self, name: str, shape: tuple[int, ...]) -> None:
         """Write a vector, unless it is there already."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ondevice.bundle.store import Bundle
+from ondevice.config.shared import DataOptions
 from ondevice.row_reader import RowReader
 
 if TYPE_CHECKING:
@@ -86,17 +87,24 @@ class Engine(Protocol):
     def scratch(self) -> Path:
         """A folder for scratch files."""
 
-    def rows(self, bundle: Bundle, data: str, length: int, tokens: int) -> Sequence[TokenRow]:
+    def rows(
+        self, bundle: Bundle, data: str, length: int, tokens: int, options: DataOptions | None
+    ) -> Sequence[TokenRow]:
         """Rows of `data`, spread evenly over it, with about `tokens` tokens in all.
 
-        A row has at most `length` targets.
+        A row has at most `length` targets. Says what was read; without options the data are text
+        of ours, and nothing is said.
 
         Raises:
             DataError: the data cannot be used.
         """
 
-    def open(self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow]) -> BlockPass:
+    def open(
+        self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow], spare_bytes: int
+    ) -> BlockPass:
         """A pass of rows through a model whose weights `reader` gives.
+
+        It leaves `spare_bytes` of the budget to the caller.
 
         Raises:
             BudgetError: not even the smallest tiles fit the budget.
@@ -121,10 +129,11 @@ class Engine(Protocol):
 
         Raises:
             BudgetError: not even the smallest tiles fit the budget.
+            BundleError: the predictions of one of them are not finite.
         """
 
-    def spare_bytes(self) -> int:
-        """The memory that is left of the budget while a block runs."""
+    def note(self, text: str) -> None:
+        """Say something to the user."""
 
     def check(self, doing: str) -> None:
         """Raise BudgetError if the process has exceeded the budget; `doing` says when."""

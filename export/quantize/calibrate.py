@@ -19,11 +19,10 @@ from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessia
 from export.quantize.search import Quantized
 from export.sources.source import SLICE_VALUES
 from ondevice.engine import Products
-from ondevice.errors import BudgetError, DataError
-from ondevice.units import format_bytes
+from ondevice.errors import DataError
 
 DAMPING, DAMPING_OF_FEW = 0.01, 0.1
-FEW_ROWS = 8  # below which the damping of few rows is used
+FEW_TOKENS = 2048  # below which the damping of few tokens is used
 
 
 class Source(Protocol):
@@ -36,52 +35,49 @@ class Source(Protocol):
         """Rows (stop - start, C) of a matrix."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Calibration:
     """How matrices are quantized for their inputs.
 
-    rows: how many rows of tokens the inputs come from. spare_bytes: memory for Gram matrices and
-    their factors.
+    tokens: how many tokens the inputs come from. block: how many columns share one Gram matrix at
+    most. largest_damping: the largest that any matrix has needed so far.
     """
 
-    rows: int
-    spare_bytes: int
+    tokens: int
+    block: int
+    largest_damping: float = 0.0
 
     def factor(self, products: Products, tied: bool = False) -> Factor:
-        """The factor of the Gram matrix of a product's inputs."""
+        """The factor of the Gram matrix of a product's inputs.
+
+        Raises:
+            DataError: the inputs are not finite, or too large.
+        """
         inputs = products.inputs()
         first = next(inputs)
-        columns = first.shape[1]
-        gram = Gram(columns, self.block(columns))
+        gram = Gram(first.shape[1], self.block)
         gram.add(first)
         for x in inputs:
             gram.add(x)
         try:
-            return prepare(tied_hessian(gram) if tied else gram, self.damping)
+            found = prepare(tied_hessian(gram) if tied else gram, self.damping)
         except DataError as problem:
             raise DataError(f"{', '.join(products.names)}: {problem}") from None
+        self.largest_damping = max(self.largest_damping, found.damping)
+        return found
 
     @property
     def damping(self) -> float:
         """The share of the mean diagonal that is added to the diagonal."""
-        return DAMPING if self.rows >= FEW_ROWS else DAMPING_OF_FEW
+        return DAMPING if self.tokens >= FEW_TOKENS else DAMPING_OF_FEW
 
-    def block(self, columns: int) -> int:
-        """How many columns share one Gram matrix: all, or as many as memory allows.
-
-        Raises:
-            BudgetError: not even the smallest blocks fit.
-        """
-        block = columns
-        while block > ALIGN and needed_bytes(columns, block) > self.spare_bytes:
-            block = -(-block // 2 // ALIGN) * ALIGN
-        if needed_bytes(columns, block) > self.spare_bytes:
-            raise BudgetError(
-                f"calibrating a matrix of {columns} columns needs "
-                f"{format_bytes(needed_bytes(columns, block), up=True)} besides the model, but "
-                f"{format_bytes(self.spare_bytes)} are left; give a larger --budget"
-            )
-        return block
+    def needed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of the Gram matrix of a matrix (R, C), and of what is done with it at most."""
+        block, taken = min(self.block, columns), min(rows, max(1, SLICE_VALUES // columns))
+        largest = Packing(8, ALIGN // 4, "affine", "float32")
+        quantizing = 4 * taken * columns + gptq_bytes(taken, columns, block, largest)
+        most = max(add_bytes(columns, block), prepare_bytes(block), quantizing)
+        return gram_bytes(columns, block) + most
 
     def slices(
         self, name: str, packing: Packing, factor: Factor, source: Source
@@ -89,12 +85,3 @@ class Calibration:
         """A matrix, quantized slice by slice of rows."""
         for start, stop in source.ranges(name):
             yield gptq(source.source_rows(name, start, stop), factor, packing)
-
-
-def needed_bytes(columns: int, block: int) -> int:
-    """Bytes of a Gram matrix in blocks of columns, and of what is done with it at most."""
-    rows = max(1, SLICE_VALUES // columns)
-    largest = Packing(8, ALIGN // 4, "affine", "float32")
-    quantizing = 4 * rows * columns + gptq_bytes(rows, columns, block, largest)
-    most = max(add_bytes(columns, block), prepare_bytes(block), quantizing)
-    return gram_bytes(columns, block) + most

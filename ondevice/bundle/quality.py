@@ -31,13 +31,9 @@ class Quality(Record, frozen=True):
 
     def describe(self) -> str:
         """One sentence for people."""
-        difference = round(self.loss - self.source_loss, 3)
-        where = "above" if difference > 0 else "below"
-        compared = f"{abs(difference):.3f} nats {where}" if difference else "equal to"
         return (
-            f"loss {compared} the checkpoint's ({self.loss:.3f}, {self.source_loss:.3f}), KL "
-            f"divergence from it {self.divergence:.3f} nats per token, on {self.tokens} tokens of "
-            f"{self.text}"
+            f"loss {self.loss:.3f}, the checkpoint's {self.source_loss:.3f}; KL divergence from it "
+            f"{self.divergence:.3f} nats per token, on {self.tokens} tokens of {self.text}"
         )
 
     def warning(self) -> str:

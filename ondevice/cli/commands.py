@@ -87,7 +87,7 @@ def _export(arguments: argparse.Namespace) -> None:
         task_bar("step") as progress,
     ):
         bundle = export_bundle(
-            config, progress, partial(ExportEngine, meter, config.budget_bytes, progress)
+            config, progress, partial(ExportEngine, meter, config.budget_bytes, progress, _say)
         )
     manifest = bundle.manifest
     quality = manifest.quality
@@ -276,13 +276,14 @@ def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
 
     bundle = open_checked(config.bundle)
     budget = config.budget_bytes
+    seed = int(bundle.manifest.provenance.get("seed", 0))  # of random:PRESET
     with (
-        open_checkpoint(source) as checkpoint,
+        open_checkpoint(source, seed=seed) as checkpoint,
         Meter(budget_bytes=budget, relieve=trim_heap) as meter,
         tempfile.TemporaryDirectory() as scratch,
         task_bar("block") as progress,
     ):
-        engine = ExportEngine(meter, budget, progress, Path(scratch))
+        engine = ExportEngine(meter, budget, progress, _say, Path(scratch))
         original = original_of(bundle, checkpoint)
         held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
         rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)

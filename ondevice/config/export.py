@@ -13,14 +13,13 @@ from ondevice.config.base import (
     NOT_NEGATIVE,
     SIZE,
     Check,
-    Config,
     Group,
     choice,
     option,
     output_option,
     required,
 )
-from ondevice.config.shared import DEVICES
+from ondevice.config.shared import DEVICES, DataOptions
 from ondevice.units import parse_bytes
 
 
@@ -44,6 +43,7 @@ def _is_share(text: str) -> bool:
 
 
 _SHARE = Check(_is_share, "a share such as +5%, up to +100%")
+EIGHT_BIT = "k_proj,v_proj"
 _NAMES = Check(_are_names, "names of layers such as k_proj,v_proj, or none")
 _LAYERS = Check(
     lambda text: text == "all-linear" or _are_names(text),
@@ -52,7 +52,7 @@ _LAYERS = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(Config):
+class ExportConfig(DataOptions):
     """The options of `ondevice export`, which converts a checkpoint to a bundle."""
 
     positional: ClassVar[str] = "source"
@@ -68,8 +68,8 @@ class ExportConfig(Config):
     bits: int | str | None = choice(
         None,
         "bits per weight of the linear layers: quantized (4, 8), floats (16, 32), or chosen for "
-        "each layer by what it loses (auto); without it, a quantized checkpoint keeps its values, "
-        "and another gets 4",
+        "each layer by what it loses (auto, in place of --eight-bit); without it, a quantized "
+        "checkpoint keeps its values, and another gets 4",
         4,
         8,
         16,
@@ -98,7 +98,7 @@ class ExportConfig(Config):
         group=Group.QUANTIZATION,
     )
     eight_bit: str = option(
-        "k_proj,v_proj",
+        EIGHT_BIT,
         "linear layers that get 8 bits where others get 4, by name; or none",
         _NAMES,
         Group.QUANTIZATION,
@@ -113,8 +113,8 @@ class ExportConfig(Config):
     )
     calibrate: str | None = option(
         None,
-        "text or conversations to quantize for, by GPTQ: your training data is the best choice; "
-        "formats as for `ondevice train --data`",
+        "text or conversations to whose inputs the quantized layers are fitted (GPTQ): your "
+        "training data is the best choice; formats as for `ondevice train --data`",
         FILLED,
         Group.QUANTIZATION,
         metavar="DATA",

@@ -17,10 +17,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.engine.arrays import view
+from runtime.engine.arrays import quiet, view
 from runtime.engine.model import Model
 from runtime.engine.tiles import Input
 
+HEAD_VALUES = 1 << 20  # logits of a row, and values of a tile, at a time
 F64 = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
 
@@ -90,12 +91,14 @@ class _Pair:
         self.source, self.model = _Distribution(targets), _Distribution(targets)
         self.apart = np.zeros(len(targets))
 
+    @quiet
     def add(self, source: Logits, model: Logits, start: int) -> None:
         weights, fade = self.source.add(source, start)
         self.model.add(model, start)
         difference = np.subtract(source, model)
         self.apart = self.apart * fade + np.einsum("nv,nv->n", weights, difference)
 
+    @quiet
     def result(self) -> Divergence:
         apart = self.apart / self.source.total - self.source.log_sum + self.model.log_sum
         return Divergence(apart, self.source.loss, self.model.loss)
@@ -113,7 +116,9 @@ def compare_heads(
     Both heads are read once, in chunks of rows.
     """
     first, second = _Head(source, source_hs), _Head(model, hs)
-    step = min(first.rows, second.rows)
+    tokens = max(len(one) for one in targets)
+    most = max(1, min(HEAD_VALUES // tokens, HEAD_VALUES // hs[0].shape[1]))
+    step = min(first.rows, second.rows, most)
     pairs = [_Pair(one) for one in targets]
     vocabulary = first.matrix.rows
     for start in range(0, vocabulary, step):

@@ -6,27 +6,31 @@ rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
 import msgspec
+import numpy as np
 
 from ondevice.bundle.store import Bundle
+from ondevice.config.shared import DataOptions
 from ondevice.engine import Comparison, Progress, TokenRow, Visit
-from ondevice.errors import BudgetError
+from ondevice.errors import BudgetError, BundleError
+from ondevice.operations.values import F32
 from ondevice.row_reader import RowReader
 from ondevice.units import format_bytes
-from runtime.data.rows import RandomRows, Rows, open_rows
+from runtime.data.reading import reading_of
+from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import Source
 from runtime.engine.arrays import view
-from runtime.engine.divergence import Divergence, compare_heads
+from runtime.engine.divergence import HEAD_VALUES, Divergence, compare_heads
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import Row
 from runtime.planner.demand import Demand, lane_choices
-from runtime.planner.plan import EVALUATION_LANES, MARGIN, Request, choose_bucket
+from runtime.planner.plan import EVALUATION_LANES, Plan, Request, choose_bucket
 from runtime.run.block_pass import RowPass
 from runtime.run.budget import Wanted, machine_for, make_plan
 from runtime.run.open import Session, open_session
@@ -37,7 +41,10 @@ from runtime.system.footprint import Meter
 
 FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
 """What a forward pass without adapters needs: rows that travel together."""
-HEAD_ROWS = 8  # rows whose logits are compared in one pass over the vocabulary
+HEAD_ROWS = 4  # rows whose logits are compared in one pass over the vocabulary
+LOGITS_HELD = 5  # of both models, their exponentials, differences, and a copy
+TILES_HELD = 4  # float32 tiles that the second model's takes while it is dequantized
+VISITED_BYTES = 100_000_000  # for a matrix's slice, its errors, and the products with them
 
 
 @dataclass
@@ -47,14 +54,18 @@ class ExportEngine:
     meter: Meter
     budget_bytes: int
     progress: Progress
+    note: Callable[[str], None]
     scratch: Path
-    _planned_bytes: int = 0
 
-    def rows(self, bundle: Bundle, data: str, length: int, tokens: int) -> list[TokenRow]:
+    def rows(
+        self, bundle: Bundle, data: str, length: int, tokens: int, options: DataOptions | None
+    ) -> list[TokenRow]:
         """Rows of `data`, spread evenly over it, with about `tokens` tokens in all."""
-        vocabulary = bundle.manifest.vocab_size
-        file = self.scratch / "export.tokens"
-        found = open_rows(bundle.path, vocabulary, data, "train", length, file)
+        reading = reading_of(DataOptions() if options is None else options)
+        name = "export.tokens" if options is None else "calibration.tokens"
+        found = Source(name, data, "train", reading).rows(bundle, self.scratch, length)
+        if options is not None and found.report is not None:
+            self.note(f"{data}: {found.report.describe(bundle.manifest.buckets)}")
         return _spread(found, tokens)
 
     def first_rows(
@@ -74,9 +85,12 @@ class ExportEngine:
         wanted = min(len(found), count) if count else len(found)
         return [TokenRow(*found.row(index)) for index in range(wanted)]
 
-    def open(self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow]) -> RowPass:
+    def open(
+        self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow], spare_bytes: int
+    ) -> RowPass:
         """A pass of rows through a model whose weights `reader` gives."""
-        session = self._session(source, RowWeights(source.manifest, reader), rows)
+        weights = RowWeights(source.manifest, reader)
+        session = self._session(source, weights, rows, spare_bytes)
         return RowPass(session, rows, self.scratch, self._watch)
 
     def backward(
@@ -90,10 +104,7 @@ class ExportEngine:
         length = max(len(row.tokens) - 1 for row in rows)
         request = Request(choose_bucket(manifest, length), layout="whole", prefetch=False)
         demand = Demand(rows=len(rows), hidden_states=len(rows), backward=True, trains=False)
-        plan = make_plan(
-            manifest, machine_for(trained, "auto"), Wanted(request, demand, self.budget_bytes)
-        )
-        self._planned_bytes = max(self._planned_bytes, plan.predicted_peak_bytes)
+        plan = self._plan(trained, request, demand, VISITED_BYTES)
         session = open_session(trained, plan, RowWeights(manifest, reader))
         widths = (1, plan.bucket, manifest.hidden_size)
         activations = Activations(self.scratch, len(manifest.blocks), len(rows), widths)
@@ -111,9 +122,11 @@ class ExportEngine:
         self, source: Bundle, reader: RowReader, model: Bundle, rows: Sequence[TokenRow]
     ) -> Comparison:
         """Compare a bundle's predictions with those of its source, both block by block."""
+        spare = self._head_bytes(model, rows)
+        session = self._session(model, None, rows, spare)
         passes = (
-            self.open(source, reader, rows),
-            RowPass(self._session(model, None, rows), rows, self.scratch, self._watch),
+            self.open(source, reader, rows, spare),
+            RowPass(session, rows, self.scratch, self._watch),
         )
         layers = range(1, len(model.manifest.blocks) - 1)
         for number, one in enumerate(passes):
@@ -133,6 +146,11 @@ class ExportEngine:
             found += compare_heads(*models, first, second, targets)
             self._watch()
         tokens = sum(len(one.loss) for one in found)
+        if not all(np.isfinite(one.divergence).all() for one in found):
+            raise BundleError(
+                "the predictions of the checkpoint or of the bundle are not finite: the weights "
+                "are damaged, or too large for the stored form; try --bits 32"
+            )
         return Comparison(
             divergence=sum(float(one.divergence.sum()) for one in found) / tokens,
             source_loss=sum(float(one.source_loss.sum()) for one in found) / tokens,
@@ -141,16 +159,12 @@ class ExportEngine:
             rows=len(rows),
         )
 
-    def spare_bytes(self) -> int:
-        """The memory that is left of the budget while a block runs."""
-        return max(0, int(MARGIN * self.budget_bytes) - self._planned_bytes)
-
     def check(self, doing: str) -> None:
         """Raise BudgetError if the process has exceeded the budget."""
         if self.meter.over_budget:
             peak = format_bytes(self.meter.peak_bytes, up=True)
             raise BudgetError(
-                f"the export passed its budget {doing}: footprint {peak} > "
+                f"the process passed its budget {doing}: footprint {peak} > "
                 f"{format_bytes(self.budget_bytes)}; give a larger --budget"
             )
 
@@ -158,15 +172,30 @@ class ExportEngine:
         self.check("while it ran the model")
 
     def _session(
-        self, bundle: Bundle, weights: WeightSource | None, rows: Sequence[TokenRow]
+        self,
+        bundle: Bundle,
+        weights: WeightSource | None,
+        rows: Sequence[TokenRow],
+        spare_bytes: int,
     ) -> Session:
         """A session under the most generous plan in which blocks take all tokens at once."""
         bucket = choose_bucket(bundle.manifest, max(len(row.tokens) - 1 for row in rows))
         request = Request(bucket, layout="whole", prefetch=False)
-        wanted = Wanted(request, FORWARD, self.budget_bytes)
-        plan = make_plan(bundle.manifest, machine_for(bundle, "auto"), wanted)
-        self._planned_bytes = max(self._planned_bytes, plan.predicted_peak_bytes)
+        plan = self._plan(bundle, request, FORWARD, spare_bytes)
         return open_session(bundle, plan, weights)
+
+    def _plan(self, bundle: Bundle, request: Request, demand: Demand, spare_bytes: int) -> Plan:
+        """The plan that leaves `spare_bytes` of the budget."""
+        machine = machine_for(bundle, "auto")
+        process = machine.process_bytes + spare_bytes
+        larger = msgspec.structs.replace(machine, process_bytes=process)
+        return make_plan(bundle.manifest, larger, Wanted(request, demand, self.budget_bytes))
+
+    def _head_bytes(self, model: Bundle, rows: Sequence[TokenRow]) -> int:
+        """What the comparison of heads takes beside one model: hidden states, logits, a tile."""
+        tokens = max(len(row.tokens) - 1 for row in rows)
+        hidden = 4 * HEAD_ROWS * tokens * model.manifest.hidden_size * F32
+        return hidden + (LOGITS_HELD + TILES_HELD) * HEAD_VALUES * F32
 
 
 def _spread(rows: Rows, tokens: int) -> list[TokenRow]:

@@ -27,8 +27,12 @@ def no_progress(what: str, done: int, total: int) -> None:
     pass
 
 
+def said(text: str) -> None:
+    pass
+
+
 def exported(source: object, output: Path, budget: int = BUDGET, **more: Any) -> Bundle:
-    engine = partial(ExportEngine, Meter(), budget, no_progress)
+    engine = partial(ExportEngine, Meter(), budget, no_progress, said)
     return export_bundle(settings(source, output, seq_lens=(32,), **more), no_progress, engine)
 
 
@@ -63,8 +67,8 @@ def test_calibration_brings_predictions_nearer(tmp_path: Path, preset: str) -> N
     found = {name: divergence(bundle, f"random:{preset}") for name, bundle in made.items()}
     assert found["calibrated"] < 0.92 * found["rounded"]
     facts = made["calibrated"].manifest.provenance["calibration"]
-    assert facts["data"] == "random:3" and facts["damping"] == 0.01
-    assert facts["tokens"] == 32 * facts["rows"] > 1000
+    assert facts["data"] == "random:3" and facts["damping"] == 0.1  # of few tokens
+    assert 1500 <= facts["tokens"] == 32 * facts["rows"] < 1900  # too few to hold any out
     made["calibrated"].verify()
 
 
@@ -72,7 +76,7 @@ def divergence(bundle: Bundle, source: str) -> float:
     from export.original import original_of
     from export.sources.open import open_checkpoint
 
-    engine = ExportEngine(Meter(), BUDGET, no_progress, bundle.path.parent)
+    engine = ExportEngine(Meter(), BUDGET, no_progress, said, bundle.path.parent)
     held_out = Source("eval.tokens", "random:9", "valid", Reading())
     with open_checkpoint(source, seed=0) as checkpoint:
         rows = engine.first_rows(bundle, held_out, 32, 24)
@@ -115,10 +119,69 @@ def test_a_budget_that_is_too_small_leaves_nothing(
 def test_an_export_that_passes_its_budget_stops(tmp_path: Path, folder: Path) -> None:
     """The footprint is what is measured, in this process far above 5 MB."""
     with Meter(budget_bytes=5_000_000) as meter:
-        engine = partial(ExportEngine, meter, 5_000_000, no_progress)
+        engine = partial(ExportEngine, meter, 5_000_000, no_progress, said)
         with pytest.raises(BudgetError, match=r"while it wrote .*> 5 MB"):
             export_bundle(settings(folder, tmp_path / "out"), no_progress, engine)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_measured_is_said_and_costs_no_bundle(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    def refused(*_: object) -> None:
+        raise BudgetError("budget 1 MB < 2 MB needed")
+
+    monkeypatch.setattr(ExportEngine, "compare", refused)
+    engine = partial(ExportEngine, Meter(), BUDGET, no_progress, notes.append)
+    bundle = export_bundle(settings(folder, tmp_path / "out"), no_progress, engine)
+    assert bundle.manifest.quality is None
+    (note,) = notes
+    assert "1 MB < 2 MB" in note and "--no-quality" in note
+
+
+def test_few_data_are_said(tmp_path: Path, folder: Path) -> None:
+    notes: list[str] = []
+    few = tmp_path / "few.txt"
+    few.write_text("ab cd abc d bb dcba a " * 10)
+    engine = partial(ExportEngine, Meter(), BUDGET, no_progress, notes.append)
+    config = settings(folder, tmp_path / "out", seq_lens=(32,), calibrate=str(few))
+    quality = export_bundle(config, no_progress, engine).manifest.quality
+    assert any("1 row" in note or "rows read" in note for note in notes)
+    assert any("tokens for calibration, of 8192" in note for note in notes)
+    assert quality is not None and quality.text == "the package's own text"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"eight_bit": "wrong_name"}, "--eight-bit wrong_name: .* it has .*k_proj"),
+        ({"bits": 16, "calibrate": "random:0"}, "--bits 16 keeps floats"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    tmp_path: Path, folder: Path, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        exported(folder, tmp_path / "out", **more)
+
+
+def test_bits_by_sensitivity_need_text_or_data(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no tokenizer: add --calibrate random:0"):
+        exported("random:tiny-llama", tmp_path / "out", bits="auto")
+
+
+def test_another_model_is_no_source(tmp_path: Path, folder: Path) -> None:
+    from export.original import original_of
+    from export.sources.open import open_checkpoint
+
+    bundle = exported(folder, tmp_path / "out", quality=False)
+    with (
+        open_checkpoint("random:tiny-llama", seed=0) as other,
+        pytest.raises(UsageError, match="is not the checkpoint of"),
+    ):
+        original_of(bundle, other)
 
 
 def test_data_that_cannot_be_used_are_refused(tmp_path: Path, folder: Path) -> None:

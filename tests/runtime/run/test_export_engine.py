@@ -81,7 +81,7 @@ def rows(rng: np.random.Generator) -> list[TokenRow]:
 
 
 def engine_of(folder: Path, budget: int = 10**9) -> ExportEngine:
-    return ExportEngine(Meter(), budget, lambda what, done, total: None, folder)
+    return ExportEngine(Meter(), budget, lambda what, done, total: None, lambda text: None, folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,7 +92,7 @@ def test_inputs_of_products_are_those_of_the_dense_model(
     bundle = tiny(family)
     with open_checkpoint(f"random:tiny-{family}", seed=0) as checkpoint:
         reader = Replaced(checkpoint)
-        run = engine_of(tmp_path).open(source_of(bundle), reader, rows)
+        run = engine_of(tmp_path).open(source_of(bundle), reader, rows, 0)
         found: dict[str, list[F32]] = {}
         run.embed()
         for index in range(1, len(bundle.manifest.blocks) - 1):
@@ -139,4 +139,4 @@ def test_a_budget_that_is_too_small_is_refused(
     with open_checkpoint("random:tiny-qwen2", seed=0) as checkpoint:
         source = source_of(tiny("qwen2"))
         with pytest.raises(BudgetError, match=r"20 MB < \d+ MB needed"):
-            engine_of(tmp_path, 20_000_000).open(source, checkpoint, rows)
+            engine_of(tmp_path, 20_000_000).open(source, checkpoint, rows, 0)
