@@ -23,8 +23,8 @@ class Tensors:
     """Writes tensors to a bundle, and remembers where each is.
 
     `stored` says how each matrix is stored, and `kept` which of them keep the integers of a
-    quantized checkpoint. As a reader of rows it gives the values of a matrix as
-    the bundle holds them, once it is written, and those of the checkpoint before.
+    quantized checkpoint. As a reader of rows it gives the values of a matrix as the bundle holds
+    them, once it is written, and those of the checkpoint before.
     """
 
     def __init__(

@@ -87,7 +87,12 @@ class ExportConfig(DataOptions):
         group=Group.QUANTIZATION,
     )
     group_size: int = choice(
-        64, "weights that share one scale", 32, 64, 128, group=Group.QUANTIZATION
+        64,
+        "weights that share one scale, in matrices that the export quantizes",
+        32,
+        64,
+        128,
+        group=Group.QUANTIZATION,
     )
     layout: str = choice(
         "affine",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,10 @@ import numpy as np
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE
+from ondevice.operations.program import Block
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model, Positions
+from runtime.engine.values import Gradients
 from runtime.lowering.lower import Sizes, lower
 from runtime.lowering.schedule import backward_schedule
 from runtime.methods.adapters import Adapters
@@ -94,6 +96,22 @@ def demand_of(method: str, rows: int = 1, accumulation: int = 1) -> Demand:
         max_grad_norm=0.0,
     )
     return implementation(method).demand(config)  # type: ignore[arg-type]
+
+
+@dataclass
+class Kept:
+    """An optimizer that only keeps the gradients that it is handed."""
+
+    found: dict[str, mx.array] = field(default_factory=dict)
+
+    def begin(self, number: int, rate: float) -> None:
+        pass
+
+    def apply(self, block: Block, gradients: Gradients) -> None:
+        for name, (da, db) in gradients.items():
+            assert f"{block.tensor(name)}.lora_a" not in self.found
+            self.found[f"{block.tensor(name)}.lora_a"] = da
+            self.found[f"{block.tensor(name)}.lora_b"] = db
 
 
 def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: float = CLOSE) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,15 +12,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from support.lengths import at_length
-from support.models import FAMILIES, adapters_of, agree, model_of, rows_of
+from support.models import FAMILIES, Kept, adapters_of, agree, model_of, rows_of
 from support.plans import LINUX, demand_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
 from ondevice.config.train import TrainConfig
 from ondevice.errors import DivergedError, UsageError
-from ondevice.operations.program import Block
-from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
 from runtime.methods.mebp import MeBP
@@ -35,22 +32,6 @@ from runtime.storage.activations import Activations
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
 CLOSE = 1e-5
-
-
-@dataclass
-class Kept:
-    """An optimizer that only keeps the gradients that it is handed."""
-
-    found: dict[str, mx.array] = field(default_factory=dict)
-
-    def begin(self, number: int, rate: float) -> None:
-        pass
-
-    def apply(self, block: Block, gradients: Gradients) -> None:
-        for name, (da, db) in gradients.items():
-            assert f"{block.tensor(name)}.lora_a" not in self.found
-            self.found[f"{block.tensor(name)}.lora_a"] = da
-            self.found[f"{block.tensor(name)}.lora_b"] = db
 
 
 def clipping_mebp(
@@ -121,7 +102,9 @@ def test_updates_are_the_dense_models(tiny: Tiny, rng: Rng, tmp_path: Path, name
     trained = dict(tree_flatten(model.trainable_parameters()))
     for tensor, start in before.items():
         moved, expected = adapters.tensors[tensor] - start, trained[tensor] - start
-        assert reference.relative_error(moved, expected) <= 2e-3, tensor
+        error = reference.relative_error(moved, expected)
+        # AdamW divides a gradient by its own size: the rounding of a tiny one counts in full
+        assert error <= (1e-2 if name == "adamw" else 2e-3), (tensor, error)
 
 
 def test_a_norm_that_is_not_finite_updates_nothing(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:

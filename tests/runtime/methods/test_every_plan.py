@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 from support.layouts import STORED
 from support.lengths import at_length
-from support.models import adapters_of, agree, model_of, row_of
+from support.models import Kept, adapters_of, agree, model_of, row_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE
-from ondevice.operations.program import Block
-from runtime.engine.values import Gradients
 from runtime.lowering.lower import Sizes
 from runtime.methods.adapters import DTYPES, Adapters
 from runtime.methods.mebp import MeBP
@@ -74,22 +71,6 @@ def drawn_rows(bundle: Bundle, rng: Rng, bucket: int, count: int) -> list[Row]:
     lengths = rng.integers(1, bucket + 1, count)
     lengths[int(rng.integers(count))] = bucket
     return [row_of(bundle, rng, int(length)) for length in lengths]
-
-
-@dataclass
-class Kept:
-    """An optimizer that only keeps the gradients that it is handed."""
-
-    found: dict[str, mx.array] = field(default_factory=dict)
-
-    def begin(self, number: int, rate: float) -> None:
-        pass
-
-    def apply(self, block: Block, gradients: Gradients) -> None:
-        for name, (da, db) in gradients.items():
-            assert f"{block.tensor(name)}.lora_a" not in self.found
-            self.found[f"{block.tensor(name)}.lora_a"] = da
-            self.found[f"{block.tensor(name)}.lora_b"] = db
 
 
 def anywhere(adapters: Adapters, folder: Path, rng: Rng) -> Adapters:
