@@ -34,6 +34,7 @@ from ondevice.config.export import ExportConfig
 from ondevice.engine import Engine, Progress
 from ondevice.errors import StorageError, UsageError
 from ondevice.files import fsync_path, sha256_file, storage_errors
+from ondevice.lora import LoraSettings
 from ondevice.operations.elementwise import graph_key
 from ondevice.operations.tensors import Graph
 from ondevice.operations.values import shape_at
@@ -121,7 +122,7 @@ def _export(
         config=checkpoint.config,
         hidden_size=width,
         vocab_size=vocabulary,
-        lora={**lora, "targets": []},
+        lora=msgspec.structs.replace(lora, targets=()),
         buckets=buckets,
         weights_nbytes=nbytes,
         weights_sha256="",
@@ -156,9 +157,10 @@ def _export(
     return writer.commit(msgspec.structs.replace(manifest, quality=quality))
 
 
-def _lora(config: ExportConfig, cut: Cut) -> dict[str, Any]:
-    targets = _lora_targets(config, cut)
-    return {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets}
+def _lora(config: ExportConfig, cut: Cut) -> LoraSettings:
+    """The manifest's `lora`. Raises UsageError for a target that no linear layer has."""
+    config.lora.check_targets(linear_names(cut))
+    return config.lora
 
 
 def _transcoded(tensors: Tensors) -> dict[str, int]:
@@ -181,20 +183,6 @@ def _check_space(
             f"the bundle needs about {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are "
             f"free at {writer.destination.parent}; make room or choose another --output"
         )
-
-
-def _lora_targets(config: ExportConfig, cut: Cut) -> Any:
-    """The manifest's `lora.targets`. Raises UsageError for a name that no linear layer has."""
-    names = config.lora_target_names
-    if names is None:
-        return "all-linear"
-    known = linear_names(cut)
-    if unknown := sorted(set(names) - known):
-        raise UsageError(
-            f"--lora-targets {','.join(unknown)}: the model has no such linear layer; it has "
-            f"{', '.join(sorted(known))}"
-        )
-    return list(names)
 
 
 def set_device(name: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from harness.compare.result import result
 from harness.compare.trials import Trial, Tried, choose, grid, without
 from harness.measure.training import measure_training
 from ondevice.config.compare import CompareConfig, by_method
+from ondevice.config.lora import LoraOptions
 from ondevice.errors import (
     BudgetError,
     DivergedError,
@@ -226,7 +227,8 @@ def _common(config: CompareConfig, trial: Trial) -> dict[str, object]:
         *("optimizer", "queries", "loss_on", "skip_bad_rows"),
     )
     settings: dict[str, object] = {name: getattr(config, name) for name in shared}
-    for name in ("max_seq_length", "eval_data", "columns", "valid_split"):
+    given = ("max_seq_length", "eval_data", "columns", "valid_split")
+    for name in (*given, *(one.name for one in fields(LoraOptions))):
         if getattr(config, name) is not None:
             settings[name] = getattr(config, name)
     return settings | {"method": trial.method, **trial.values}

@@ -24,6 +24,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.operations.tensors import Matrix
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
+from runtime.methods.dropout import StepDropout
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row as ScoredRow
 from runtime.storage.weight_source import FloatTile, WeightSource
@@ -46,15 +47,20 @@ def dequantized(weights: WeightSource, matrix: Matrix) -> mx.array:
     )
 
 
-def dense_model(bundle: Bundle, adapters: Adapters | None = None) -> nn.Module:
-    """mlx-lm's model with the bundle's weights, and adapters where given."""
+def dense_model(
+    bundle: Bundle, adapters: Adapters | None = None, dropout: StepDropout | None = None
+) -> nn.Module:
+    """mlx-lm's model with the bundle's weights, and adapters where given.
+
+    With `dropout` it is that of `batch_loss` in a training step.
+    """
     manifest = bundle.manifest
     model = build_model(manifest.family, manifest.config)
     weights = Weights(bundle)
     values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
     values |= {name: weights.vector(name) for name in manifest.vectors}
     model.load_weights(list(values.items()), strict=True)
-    return model if adapters is None else adapted(model, adapters)
+    return model if adapters is None else adapted(model, adapters, dropout)
 
 
 def checkpoint_model(checkpoint: Checkpoint) -> nn.Module:
@@ -69,7 +75,25 @@ def checkpoint_model(checkpoint: Checkpoint) -> nn.Module:
     return model
 
 
-def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
+class RowDropout(nn.Module):  # type: ignore[misc]
+    """The dropout of one adapter's input, in place of mlx-lm's: one mask for each row."""
+
+    def __init__(self, dropout: StepDropout, tensor: str) -> None:
+        super().__init__()
+        self._dropout, self._tensor = dropout, tensor
+        self._row = 0
+
+    def begin(self, row: int) -> None:
+        """Take the mask of this row from now on."""
+        self._row = row
+
+    def __call__(self, x: mx.array) -> mx.array:
+        _, tokens, columns = x.shape
+        mask = self._dropout.of_tensor(self._tensor, self._row).mask(tokens, columns)
+        return x * mask.kept.astype(x.dtype)[None] * mask.factor
+
+
+def adapted(model: nn.Module, adapters: Adapters, dropout: StepDropout | None = None) -> nn.Module:
     """The model, frozen, with its linear layers replaced by mlx-lm's LoRA layers."""
     manifest = adapters.manifest
     model.freeze()
@@ -77,9 +101,9 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
     for block in manifest.layers:
         for name in manifest.adapted(block):
             path = block.tensor(name)
-            lora = LoRALinear.from_base(
-                parents[path], r=int(manifest.lora["rank"]), scale=adapters.scale
-            )
+            lora = LoRALinear.from_base(parents[path], r=manifest.lora.rank, scale=adapters.scale)
+            if dropout is not None:
+                lora.dropout = RowDropout(dropout, path)
             parent, _, attribute = path.rpartition(".")
             setattr(parents[parent], attribute, lora)
     model.update(tree_unflatten(list(adapters.tensors.items())))
@@ -94,7 +118,10 @@ def batch_loss(model: nn.Module, rows: Sequence[Row]) -> mx.array:
     an error of 5e-5, which would be the reference's error and not ours.
     """
     total, count = mx.array(0.0, mx.float64), 0
-    for tokens, scored in rows:
+    dropouts = [one for one in model.modules() if isinstance(one, RowDropout)]
+    for row, (tokens, scored) in enumerate(rows):
+        for dropout in dropouts:
+            dropout.begin(row)
         ids = mx.array(np.asarray(tokens, np.int32))
         logits = model(ids[None, :-1])[0].astype(mx.float64)
         target = mx.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
@@ -182,6 +209,13 @@ def linear(
     """y = x W^T + b + s (x A) B."""
     y = x @ w.T + scale * ((x @ a) @ b)
     return y if bias is None else y + bias
+
+
+def token_bits(key: int, token: int, columns: int) -> npt.NDArray[np.uint16]:
+    """The random bits (C,) that say what dropout drops of one token, by a key of its own."""
+    last = ((key & 0xFFFFFFFF) + token) & 0xFFFFFFFF
+    words = mx.random.split(mx.array([key >> 32, last], mx.uint32), math.ceil(columns / 4))
+    return np.array(words).reshape(-1).view(np.uint16)[:columns]
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None) -> mx.array:

@@ -25,6 +25,7 @@ from runtime.data.text_encoder import TextEncoder, load_encoder  # noqa: E402
 from runtime.engine.model import Model  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.run.budget import plan_evaluation  # noqa: E402
+from runtime.run.lora import to_apply  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
 
 BUDGET_BYTES = 1_000_000_000  # of the plan; the tokenizer in this process is not counted
@@ -41,16 +42,13 @@ def label_accuracy(
     Raises:
         DataError: the bundle has no tokenizer, a word is more than one token, a prompt is too long.
     """
-    bundle = open_checked(path)
+    bundle = to_apply(adapter, open_checked(path))
     encoder = load_encoder(bundle.path)
     labels = word_tokens(encoder, words)
     prompts = [prompt_tokens(encoder, row.prompt, bundle) for row in rows]
     longest = max(map(len, prompts))
     session = open_session(bundle, plan_evaluation(bundle, BUDGET_BYTES, longest))
-    if adapter is None:
-        adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
-    else:
-        adapters = Adapters.load(bundle.manifest, adapter)
+    adapters = Adapters.applied(bundle.manifest, adapter)
     expected = np.array([words.index(row.completion) for row in rows])
     found: list[npt.NDArray[np.float32]] = []
     for some in _groups(prompts):

@@ -10,6 +10,7 @@ import msgspec
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError
+from ondevice.lora import LoraSettings
 from ondevice.operations.base import require
 from ondevice.operations.program import Block, BlockType
 from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Extent, Matrix
@@ -88,13 +89,9 @@ def _check_files(manifest: Manifest) -> None:
 
 def _check_lora(manifest: Manifest) -> None:
     lora = manifest.lora
-    require(set(lora) == {"rank", "alpha", "targets"}, f"lora has keys {sorted(lora)}")
-    rank, alpha = lora["rank"], lora["alpha"]
-    require(type(rank) is int and 0 < rank <= 4096, "lora.rank is not in 1..4096")
-    require(type(alpha) in (int, float) and 0 < alpha <= 1e6, "lora.alpha is not in 0..1e6")
-    targets = lora["targets"]
-    listed = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
-    require(targets == "all-linear" or listed, "lora.targets")
+    require(not lora.problem, f"lora: {lora.problem}")
+    plain = LoraSettings(lora.rank, lora.alpha, lora.targets)
+    require(lora == plain, "lora has more than rank, alpha and targets")
 
 
 def _check_extent(name: str, extent: Extent) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from ondevice.bundle.quality import Quality
 from ondevice.errors import BundleError
+from ondevice.lora import LoraSettings
 from ondevice.operations.base import Tables
 from ondevice.operations.program import Block, BlockType
 from ondevice.operations.tensors import Extent, File, Graph, Matrix, Record
@@ -27,7 +28,8 @@ class Manifest(Record, frozen=True):
     """The content of manifest.json.
 
     `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS` and
-    `GRAPH.vjp.TOKENS`. `quality` is None if it was not measured.
+    `GRAPH.vjp.TOKENS`. `quality` is None if it was not measured. `lora` is the default of new
+    adapters in the file; `with_lora` gives the manifest those of a run or an adapter.
     """
 
     mlx_version: str
@@ -36,7 +38,7 @@ class Manifest(Record, frozen=True):
     config: dict[str, Any]
     hidden_size: int
     vocab_size: int
-    lora: dict[str, Any]
+    lora: LoraSettings
     buckets: tuple[int, ...]
     weights_nbytes: int
     weights_sha256: str
@@ -79,10 +81,34 @@ class Manifest(Record, frozen=True):
 
     def adapted(self, block: Block) -> tuple[str, ...]:
         """Relative names of the block's matrices that LoRA adapts, in program order."""
-        targets = self.lora["targets"]
+        layers = self.layers
+        if block not in layers[self.lora.first_layer(len(layers)) :]:
+            return ()
+        return tuple(name for name in self._adaptable(block) if self.lora.adapts(name))
+
+    @property
+    def first_adapted(self) -> int:
+        """The index of the first block with an adapter, where a backward pass can end.
+
+        1, that of the first layer, if no block has one.
+        """
+        adapted = (index for index, block in enumerate(self.blocks) if self.adapted(block))
+        return next(adapted, 1)
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The last parts of the names of all matrices that LoRA can adapt, sorted."""
+        paths = (name for block in self.layers for name in self._adaptable(block))
+        return tuple(sorted({name.split(".")[-1] for name in paths}))
+
+    def with_lora(self, lora: LoraSettings) -> Manifest:
+        """The same model with other adapters than the bundle's default."""
+        return msgspec.structs.replace(self, lora=lora)
+
+    def _adaptable(self, block: Block) -> tuple[str, ...]:
+        """Relative names of the block's matrices that LoRA can adapt, in program order."""
         operations = self.block_types[block.type].operations
-        names = [name for operation in operations for name in operation.adaptable]
-        return tuple(n for n in names if targets == "all-linear" or n.split(".")[-1] in targets)
+        return tuple(name for operation in operations for name in operation.adaptable)
 
     def matrices_of(self, block: Block) -> list[Matrix]:
         """The matrices by which a block multiplies."""

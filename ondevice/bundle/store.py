@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import fsync_path, reading_errors, sha256_file, storage_errors
+from ondevice.lora import LoraSettings
 from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
@@ -44,6 +45,10 @@ class Bundle:
     @property
     def tokenizer_path(self) -> Path:
         return self.path / TOKENIZER
+
+    def with_lora(self, lora: LoraSettings) -> Bundle:
+        """The same bundle with other adapters than its default."""
+        return replace(self, manifest=self.manifest.with_lora(lora))
 
     def verify(self) -> None:
         """Check every checksum.

@@ -47,7 +47,7 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
         "device": m.device,
         "hidden_size": m.hidden_size,
         "vocab_size": m.vocab_size,
-        "lora": m.lora,
+        "lora": msgspec.to_builtins(m.lora),
         "buckets": list(m.buckets),
         "weights_bytes": m.weights_nbytes,
         "weights_sha256": m.weights_sha256,
@@ -82,7 +82,7 @@ def describe_bundle(bundle: Bundle) -> str:
     parameters = sum(x.rows * x.columns for x in m.matrices.values())
     graphs = sum(graph.nbytes for graph in m.graphs.values())
     trainable = sum(
-        (m.matrices[b.tensor(n)].rows + m.matrices[b.tensor(n)].columns) * int(m.lora["rank"])
+        (m.matrices[b.tensor(n)].rows + m.matrices[b.tensor(n)].columns) * m.lora.rank
         for b in m.layers
         for n in m.adapted(b)
     )
@@ -90,8 +90,7 @@ def describe_bundle(bundle: Bundle) -> str:
         f"{bundle.path}: {m.family}, {parameters / 1e6:.1f}M parameters in "
         f"{format_bytes(m.weights_nbytes)}, {len(m.layers)} layers of width {m.hidden_size}, "
         f"vocabulary {m.vocab_size}",
-        f"LoRA: rank {m.lora['rank']}, alpha {m.lora['alpha']:g}, on {_targets(m.lora)}: "
-        f"{trainable / 1e6:.2f}M trainable",
+        f"LoRA by default: {m.lora.describe()}: {trainable / 1e6:.2f}M trainable",
         f"graphs: {len(m.graphs)} in {format_bytes(graphs)}, for sequence lengths "
         f"{', '.join(map(str, m.buckets))} on {m.device}, MLX {m.mlx_version}",
         f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
@@ -130,11 +129,6 @@ def _quality(manifest: Manifest) -> str:
     lost = "not measured" if quality is None else quality.describe()
     warning = "" if quality is None or not quality.is_hurt else f"\nwarning: {quality.warning()}"
     return f"{manifest.bits_per_weight:.2f} bits per weight{how}; {lost}{warning}"
-
-
-def _targets(lora: dict[str, Any]) -> str:
-    targets = lora["targets"]
-    return "all linear layers" if targets == "all-linear" else ", ".join(targets)
 
 
 def _operations(block_type: BlockType) -> list[str]:

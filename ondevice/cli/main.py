@@ -21,7 +21,18 @@ FLAGS_ELSEWHERE = {
     "--lr": "--learning-rate",
     "--adapter-path": "--adapter",
     "--lora-r": "--lora-rank",
+    "--target-modules": "--lora-targets",
+    "--lora-target-modules": "--lora-targets",
+    "--num-layers": "--lora-layers",
+    "--use-rslora": "--rslora",
 }
+NO_DORA = (
+    "DoRA is not supported: it divides every output by the norm of a row of the merged weight "
+    "W + s BA, which takes another pass over the dequantized weights after each update, and trains "
+    "one more tensor for each matrix; no operation of a bundle does this. Use LoRA, with --rslora "
+    "where the rank is high"
+)
+REFUSED = {"--dora": NO_DORA, "--use-dora": NO_DORA}
 START = """\
 a first run:
   ondevice export MODEL -o bundle
@@ -138,6 +149,9 @@ def _check_command(word: str) -> None:
 def _not_known(words: list[str], parser: argparse.ArgumentParser) -> str:
     """The message for arguments that a command does not have, with similar ones."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    for flag in flags:
+        if flag in REFUSED:
+            return f"{flag}: {REFUSED[flag]}"
     there = [name for name in parser._option_string_actions if name.startswith("--")]
     near = [FLAGS_ELSEWHERE.get(flag) for flag in flags if FLAGS_ELSEWHERE.get(flag) in there]
     near += [name for flag in flags for name in difflib.get_close_matches(flag, there, n=1)]

@@ -169,7 +169,7 @@ def add_arguments(
         if one.name == cls.positional:
             nargs = "*" if str(one.type).startswith("tuple") else "?"
             parser.add_argument(one.name, nargs=nargs, metavar=_metavar(one), **options)
-        elif one.type == "bool":
+        elif one.type in ("bool", "bool | None"):
             place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         else:
             place.add_argument(*flags, dest=one.name, metavar=_metavar(one), **options)
@@ -241,7 +241,11 @@ _TYPES = {  # by annotation; `from __future__ import annotations` keeps annotati
         lambda text: int(text) if text.isdecimal() else text,
     ),
     "float": FieldType("a number", "X", _number, float),
+    "float | None": FieldType(
+        "a number", "X", lambda value: value is None or _number(value), float
+    ),
     "bool": FieldType("true or false", "", lambda value: isinstance(value, bool)),
+    "bool | None": FieldType("true or false", "", lambda value: isinstance(value, bool | None)),
     "tuple[str, ...]": FieldType(
         "a list of names",
         "TEXT,TEXT,...",
@@ -283,7 +287,7 @@ def _metavar(one: Field[Any]) -> str:
 
 def _normal(one: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
-    if one.type == "float":
+    if one.type in ("float", "float | None") and value is not None:
         return float(value)
     if one.type == "tuple[float, ...]":
         return tuple(map(float, value))

@@ -23,6 +23,7 @@ from ondevice.config.base import (
     refuse,
     required,
 )
+from ondevice.config.lora import LoraOptions
 from ondevice.config.shared import TRAIN_DATA, BundleConfig, DataOptions, valid_split_field
 from ondevice.methods import METHODS, SEARCHES, Search
 
@@ -87,7 +88,7 @@ _SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARC
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(BundleConfig, DataOptions):
+class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     """The options of `ondevice compare`, which trains several methods under one budget."""
 
     data: str = required(TRAIN_DATA)

@@ -6,7 +6,6 @@ from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from ondevice.config.base import (
-    ABOVE_ZERO,
     COUNT,
     FILLED,
     INCREASING,
@@ -19,16 +18,10 @@ from ondevice.config.base import (
     output_option,
     required,
 )
+from ondevice.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
 from ondevice.config.shared import DEVICES, DataOptions
+from ondevice.lora import ALL_LINEAR, LoraSettings
 from ondevice.units import parse_bytes
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
-
-
-def _are_names(text: str) -> bool:
-    return all(name.isidentifier() for name in _names(text))
 
 
 def _share(text: str) -> float:
@@ -44,11 +37,7 @@ def _is_share(text: str) -> bool:
 
 _SHARE = Check(_is_share, "a share such as +5%, up to +100%")
 EIGHT_BIT = "k_proj,v_proj"
-_NAMES = Check(_are_names, "names of layers such as k_proj,v_proj, or none")
-_LAYERS = Check(
-    lambda text: text == "all-linear" or _are_names(text),
-    "all-linear, or names of layers such as q_proj,v_proj",
-)
+_NAMES = Check(are_layer_names, "names of layers such as k_proj,v_proj, or none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,17 +129,19 @@ class ExportConfig(DataOptions):
         Group.MEMORY,
         metavar="SIZE",
     )
-    lora_rank: int = option(8, "rank of the adapters", COUNT, Group.LORA)
+    lora_rank: int = option(
+        8, "rank of adapters where `ondevice train` gives no other", RANK, Group.LORA
+    )
     lora_alpha: float = option(
         16.0,
-        "alpha of the adapters, whose output is scaled by alpha / rank",
-        ABOVE_ZERO,
+        "alpha of adapters, whose output is scaled by alpha / rank, likewise",
+        ALPHA,
         Group.LORA,
     )
     lora_targets: str = option(
-        "all-linear",
-        "linear layers to adapt: all-linear, or their names, such as q_proj,v_proj",
-        _LAYERS,
+        ALL_LINEAR,
+        "linear layers to adapt, likewise: all-linear, or their names, such as q_proj,v_proj",
+        TARGETS,
         Group.LORA,
         metavar="NAMES",
     )
@@ -182,11 +173,9 @@ class ExportConfig(DataOptions):
     @property
     def eight_bit_names(self) -> tuple[str, ...]:
         """The names of linear layers that get 8 bits."""
-        return () if self.eight_bit == "none" else _names(self.eight_bit)
+        return () if self.eight_bit == "none" else layer_names(self.eight_bit)
 
     @property
-    def lora_target_names(self) -> tuple[str, ...] | None:
-        """The layer names to adapt, or None for every linear layer."""
-        if self.lora_targets == "all-linear":
-            return None
-        return _names(self.lora_targets)
+    def lora(self) -> LoraSettings:
+        """The adapters that training uses where it is given no others."""
+        return LoraSettings(self.lora_rank, self.lora_alpha, targets_of(self.lora_targets))

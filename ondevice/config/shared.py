@@ -18,6 +18,7 @@ from ondevice.config.base import (
     option,
     required,
 )
+from ondevice.config.lora import LoraOptions, dropout_field
 from ondevice.methods import METHODS
 from ondevice.units import parse_bytes
 
@@ -158,7 +159,7 @@ class BundleConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepConfig(BundleConfig):
+class StepConfig(BundleConfig, LoraOptions):
     """Options of a training step on which its memory depends."""
 
     method: str = choice(
@@ -181,6 +182,11 @@ class StepConfig(BundleConfig):
         NOT_NEGATIVE,
         Group.TRAINING,
     )
+    adapter: str | None = adapter_field(
+        "adapter to start from: a run, an adapter directory or its .safetensors file "
+        "(default: new adapters)"
+    )
+    lora_dropout: float | None = dropout_field()
     queries: int = option(1, "random directions averaged per step", COUNT, Group.MEZO)
     plan: str = choice(
         "budget",

@@ -22,7 +22,6 @@ from ondevice.config.shared import (
     TRAIN_DATA,
     DataOptions,
     StepConfig,
-    adapter_field,
     valid_split_field,
 )
 
@@ -35,10 +34,6 @@ class TrainConfig(StepConfig, DataOptions):
 
     data: str = required(TRAIN_DATA, "DATA")
     output: str = output_option("run", "run directory to write", "RUN")
-    adapter: str | None = adapter_field(
-        "adapter to start from: a run, an adapter directory or its .safetensors file "
-        "(default: new adapters)"
-    )
     valid_split: str | None = valid_split_field()
     profile: bool = option(
         False, "measure where time and memory go, and write it to the run's summary.json"

@@ -104,6 +104,7 @@ class Visit:
     wanted: forward the results to compute, backward the values to return gradients for.
     lanes: how many hidden states run together, of `tokens` tokens each.
     tensor: maps the name of a tensor within the block to its full name.
+    dropped: the matrices, relative to the block, whose adapters drop values of their input.
     """
 
     backward: bool
@@ -112,6 +113,7 @@ class Visit:
     tokens: int
     values: Mapping[str, Shape]
     tensor: Callable[[str], str]
+    dropped: frozenset[str] = frozenset()
 
     def bytes_of(self, name: str) -> int:
         """The bytes of a value for the tokens of this visit."""

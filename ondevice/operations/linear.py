@@ -9,6 +9,8 @@ from ondevice.operations.base import Execution, Operation, Tables, Visit, requir
 from ondevice.operations.tensors import Matrix, Record
 from ondevice.operations.values import F32, Shape, T
 
+MASK = 1  # bytes of a value's entry in a mask
+
 
 class Product(Record, frozen=True):
     """One product: `output` = input times the matrix `name`, which is relative to the block."""
@@ -63,14 +65,14 @@ class Linear(Operation, frozen=True):
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
         chosen = [
-            (visit.tensor(linear.name), execution.tables.matrices[visit.tensor(linear.name)])
-            for linear in self.linears
-            if visit.backward or linear.output in visit.wanted
+            linear for linear in self.linears if visit.backward or linear.output in visit.wanted
         ]
+        tables, tensor = execution.tables, visit.tensor
         if visit.backward:
-            summed = visit.tokens * chosen[0][1].columns * F32 if len(chosen) > 1 else 0
-            return summed + max(_backward(name, m, visit, execution) for name, m in chosen)
-        return max(_forward(name, m, visit, execution) for name, m in chosen)
+            columns = tables.matrices[tensor(chosen[0].name)].columns
+            summed = visit.tokens * columns * F32 if len(chosen) > 1 else 0
+            return summed + max(_backward(one.name, visit, execution) for one in chosen)
+        return max(_forward(one.name, visit, execution) for one in chosen)
 
     def check(
         self,
@@ -102,21 +104,32 @@ class Linear(Operation, frozen=True):
         return f"linear {names} -> {shapes}"
 
 
-def _forward(name: str, matrix: Matrix, visit: Visit, execution: Execution) -> int:
-    """Bytes of the split inputs, and of a tile while it is dequantized or multiplied."""
-    rows = execution.tile_rows[name]
+def _forward(relative: str, visit: Visit, execution: Execution) -> int:
+    """Bytes of the split inputs, and of a tile while it is dequantized or multiplied.
+
+    After that, or if larger, those of an input with values dropped, and its mask.
+    """
+    name = visit.tensor(relative)
+    matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
     values = rows * matrix.columns
     multiplied = _part(matrix, rows, visit.tokens) + execution.tile_bytes(matrix, values)
     tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
-    return visit.lanes * visit.tokens * matrix.columns * F32 + tile
+    inputs = visit.tokens * matrix.columns
+    dropped = inputs * (MASK + F32) if relative in visit.dropped else 0
+    return max(visit.lanes * inputs * F32 + tile, dropped)
 
 
-def _backward(name: str, matrix: Matrix, visit: Visit, execution: Execution) -> int:
-    """Bytes of a tile and its part of dy; or, if larger, of the two halves of dx."""
-    rows = execution.tile_rows[name]
-    halves = visit.tokens * matrix.columns * F32
+def _backward(relative: str, visit: Visit, execution: Execution) -> int:
+    """Bytes of a tile and its part of dy; or, if larger, of the two halves of dx.
+
+    With dropout also those of the mask, or if larger, of what the adapter adds to dx.
+    """
+    name = visit.tensor(relative)
+    matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
+    inputs = visit.tokens * matrix.columns
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
-    return max(tile + _part(matrix, rows, visit.tokens), halves)
+    most = max(tile + _part(matrix, rows, visit.tokens), inputs * F32)
+    return most + inputs * MASK if relative in visit.dropped else most
 
 
 def _part(matrix: Matrix, rows: int, tokens: int) -> int:

@@ -143,8 +143,8 @@ class Model:
     ) -> tuple[mx.array | None, Gradients]:
         """A layer's vjp at x (1, bucket, D): dx, and (dA, dB) per adapted matrix.
 
-        dx is None in the first layer, since nothing before it is trained. `kept` is what
-        `forward_keeping` returned; it is consumed.
+        dx is None in the first layer with an adapter, since nothing before it is trained. `kept` is
+        what `forward_keeping` returned; it is consumed.
         """
         lowered = self._lowered[block]
         program = lowered.program

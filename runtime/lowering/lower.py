@@ -52,8 +52,9 @@ class LoweredBlock:
     """One block as it runs.
 
     `forward` computes the output. `keeping` computes the output and keeps the values `kept`.
-    `backward` computes the gradient of the input (except in the first layer, where nothing reads
-    it) from the input and the gradient of the output; `backward_kept` also uses the values `kept`.
+    `backward` computes the gradient of the input (except in the first layer with an adapter, where
+    nothing reads it) from the input and the gradient of the output; `backward_kept` also uses the
+    values `kept`. Layers before that one have no backward.
     `head` is the operation that passes over the vocabulary, in the last block.
     """
 
@@ -71,11 +72,15 @@ class LoweredBlock:
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """All blocks at one sequence bucket, and the sizes at which their operations run."""
+    """All blocks at one sequence bucket, and the sizes at which their operations run.
+
+    `first_adapted` is the index of the first block with an adapter: a backward pass ends there.
+    """
 
     blocks: tuple[LoweredBlock, ...]
     execution: Execution
     hold: bool
+    first_adapted: int
 
     @property
     def bucket(self) -> int:
@@ -129,9 +134,10 @@ def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> Lowere
     """
     known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
     blocks = []
+    first = manifest.first_adapted
     for index, block in enumerate(manifest.blocks):
         adapted = frozenset(manifest.adapted(block))
-        input_wanted = index > 1  # nothing is trained before the first layer
+        input_wanted = index > first  # nothing is trained before it
         key = (block.type, adapted, input_wanted)
         if key not in known:
             known[key] = _lower_block(manifest, block, bucket, sizes, adapted, input_wanted)
@@ -144,7 +150,7 @@ def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> Lowere
         sizes.query_block,
         packed,
     )
-    return LoweredModel(tuple(blocks), execution, sizes.hold)
+    return LoweredModel(tuple(blocks), execution, sizes.hold, first)
 
 
 def rows_at_once(rows: int, columns: int, values: int) -> int:

@@ -13,15 +13,17 @@ import json
 import math
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError, DivergedError
 from ondevice.files import fsync_path, storage_errors, write_atomic
+from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
 from ondevice.operations.program import Block
 from ondevice.paths import text_path
 from runtime.engine.values import Lora
@@ -30,6 +32,12 @@ from runtime.methods.noise import key_of
 Tensors = MutableMapping[str, mx.array]
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+
+
+_DAMAGE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError),
+    msgspec.ValidationError,
+)
 
 
 class Adapters:
@@ -42,12 +50,13 @@ class Adapters:
         self.manifest = manifest
         self.tensors = tensors
         self.dtype = dtype
-        self.scale = float(manifest.lora["alpha"]) / int(manifest.lora["rank"])
+        self.scale = manifest.lora.scale
+        self.dropout = manifest.lora.dropout
 
     @staticmethod
     def shapes_of(manifest: Manifest, block: Block) -> dict[str, tuple[int, int]]:
         """The shapes of one block's tensors, in program order."""
-        rank = int(manifest.lora["rank"])
+        rank = manifest.lora.rank
         found: dict[str, tuple[int, int]] = {}
         for name in manifest.adapted(block):
             matrix = manifest.matrices[block.tensor(name)]
@@ -105,18 +114,21 @@ class Adapters:
 
     def config(self) -> dict[str, Any]:
         """The content of adapter_config.json."""
-        lora = self.manifest.lora
-        keys = sorted({n for block in self.manifest.layers for n in self.manifest.adapted(block)})
+        lora, layers = self.manifest.lora, self.manifest.layers
+        keys = sorted({n for block in layers for n in self.manifest.adapted(block)})
         return {
             "fine_tune_type": "lora",
-            "num_layers": len(self.manifest.layers),
+            "num_layers": len(layers) - lora.first_layer(len(layers)),
             "lora_parameters": {
-                "rank": lora["rank"],
+                "rank": lora.rank,
                 "scale": self.scale,
-                "dropout": 0.0,
+                "dropout": lora.dropout,
                 "keys": keys,
             },
-            "ondevice": {"weights_sha256": self.manifest.weights_sha256},
+            "ondevice": {
+                "weights_sha256": self.manifest.weights_sha256,
+                "lora": lora.to_json(),
+            },
         }
 
     def check_finite(self) -> None:
@@ -153,6 +165,11 @@ class Adapters:
             file.write(np.array(self.tensors[name], copy=False).tobytes())
 
     @classmethod
+    def applied(cls, manifest: Manifest, source: Path | None) -> Adapters:
+        """Those in `source`, checked as `load` does; none without it."""
+        return cls(manifest, {}) if source is None else cls.load(manifest, source)
+
+    @classmethod
     def load(cls, manifest: Manifest, source: Path, into: Tensors | None = None) -> Adapters:
         """Read adapters (a folder, or the file itself) into `into`, and check them.
 
@@ -162,7 +179,7 @@ class Adapters:
         """
         source = text_path(source)
         path = source / WEIGHTS if source.is_dir() else source
-        _check_config(manifest, path.with_name(CONFIG))
+        _check_config(manifest, _config_path(source))
         expected = cls.shapes(manifest)
         tensors: Tensors = {} if into is None else into
         try:
@@ -182,20 +199,70 @@ class Adapters:
         return cls(manifest, tensors)
 
 
+def lora_of(source: Path) -> LoraSettings | None:
+    """The LoRA settings of adapters (a folder, or the file itself); None if no config is there.
+
+    A config that mlx-lm wrote says no alpha: it is the scale times the rank.
+
+    Raises:
+        BundleError: the config is damaged, or of another kind of adapter.
+        UsageError: the path is not valid UTF-8.
+    """
+    path = _config_path(text_path(source))
+    return _read_config(path).lora if path.exists() else None
+
+
+class _Config(NamedTuple):
+    """What adapter_config.json states; `weights` is None if it names none."""
+
+    lora: LoraSettings
+    weights: str | None
+
+
+def _config_path(source: Path) -> Path:
+    return source / CONFIG if source.is_dir() else source.with_name(CONFIG)
+
+
+def _read_config(path: Path) -> _Config:
+    try:
+        config = json.loads(path.read_bytes())
+        kind = config.get("fine_tune_type", "lora")
+        if kind != "lora":
+            raise BundleError(f"{path}: its adapter is {kind!r:.80}; only lora is supported")
+        parameters, own = config["lora_parameters"], config.get("ondevice", {})
+        scale, weights = float(parameters["scale"]), own.get("weights_sha256")
+        lora = msgspec.convert(own.get("lora") or _from_mlx_lm(config), LoraSettings)
+    except _DAMAGE as problem:
+        raise BundleError(f"{path} is damaged: {problem!r}") from None
+    if lora.problem:
+        raise BundleError(f"{path}: {lora.problem}")
+    if not math.isclose(scale, lora.scale):
+        raise BundleError(f"{path}: its scale is {scale:g}, that of its settings {lora.scale:g}")
+    return _Config(lora, weights)
+
+
+def _from_mlx_lm(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `LoraSettings` in a config that mlx-lm wrote."""
+    parameters = config["lora_parameters"]
+    keys = parameters.get("keys")
+    return {
+        "rank": parameters["rank"],
+        "alpha": parameters["scale"] * parameters["rank"],
+        "targets": ALL_LINEAR if keys is None else sorted({key.split(".")[-1] for key in keys}),
+        "layers": config.get("num_layers", ALL_LAYERS),
+        "dropout": parameters.get("dropout", 0.0),
+    }
+
+
 def _check_config(manifest: Manifest, path: Path) -> None:
     """Refuse adapters of other weights or another scale, as far as a config states these."""
     if not path.exists():
         return
-    try:
-        config = json.loads(path.read_bytes())
-        scale = float(config["lora_parameters"]["scale"])
-        weights = config.get("ondevice", {}).get("weights_sha256", manifest.weights_sha256)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise BundleError(f"{path} is damaged: {problem!r}") from None
-    expected = float(manifest.lora["alpha"]) / int(manifest.lora["rank"])
-    if not math.isclose(scale, expected):
-        raise BundleError(f"{path}: its scale is {scale:g}, the bundle's alpha / rank {expected:g}")
-    if weights != manifest.weights_sha256:
+    lora, weights = _read_config(path)
+    expected = manifest.lora.scale
+    if not math.isclose(lora.scale, expected):
+        raise BundleError(f"{path}: its scale is {lora.scale:g}, expected {expected:g}")
+    if weights not in (None, manifest.weights_sha256):
         raise BundleError(
             f"{path}: the adapter was trained on other weights (SHA-256 {str(weights)[:12]}), the "
             f"bundle's are {manifest.weights_sha256[:12]}"

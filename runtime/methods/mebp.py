@@ -9,7 +9,7 @@ they go to a scratch file instead, and are applied once their norm is known.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from runtime.engine.model import Model
 from runtime.engine.values import Gradients, Loras, Values, accumulate
 from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
+from runtime.methods.dropout import StepDropout
 from runtime.methods.optimizer import Optimizer, moments
 from runtime.methods.protocol import Models, Row, Start, StepLoss, StepResult, Update
 from runtime.planner.demand import Demand
@@ -34,7 +35,7 @@ class Backprop:
 
     `activations` holds a slot per block for each row; `lanes` rows go through each block together
     in the forward pass. The last `kept_layers` layers keep what their backward needs; the others
-    recompute it.
+    recompute it. `dropout` is that of the step.
     """
 
     model: Model
@@ -42,15 +43,17 @@ class Backprop:
     activations: Activations
     lanes: int = 1
     kept_layers: int = 0
+    dropout: StepDropout | None = None
 
     def gradients(self, rows: Sequence[Row], tokens: int, update: Update) -> StepLoss:
         """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
         kept = self._forward(rows)
         result = self._head(rows, tokens)
         blocks = self.model.blocks
-        for index in range(len(blocks) - 2, 0, -1):
+        last = self.model.lowered.first_adapted
+        for index in range(len(blocks) - 2, last - 1, -1):
             block = blocks[index]
-            if index > 1:  # of the embedding a few rows are read, not all
+            if index > last:
                 self.model.read_ahead(blocks[index - 1])
             with self.model.profile.block(block.label, "backward"):
                 total = self._block(index, len(rows), kept)
@@ -69,7 +72,7 @@ class Backprop:
                 block,
                 self.activations.get(index, row),
                 self.activations.get(index + 1, row),
-                loras,
+                self._of_row(block, loras, row),
                 kept=kept.pop((index, row), None),
             )
             if dx is not None:
@@ -77,6 +80,9 @@ class Backprop:
             accumulate(total, gradients)
             del dx, gradients
         return total
+
+    def _of_row(self, block: Block, loras: Loras, row: int) -> Loras:
+        return loras if self.dropout is None else self.dropout.of_row(block, loras, row)
 
     def _forward(self, rows: Sequence[Row]) -> Kept:
         kept: Kept = {}
@@ -100,7 +106,8 @@ class Backprop:
         for row in range(rows):
             x = self.activations.get(index, row)
             block = self.model.blocks[index]
-            y, kept[index, row] = self.model.forward_keeping(block, x, loras)
+            given = self._of_row(block, loras, row)
+            y, kept[index, row] = self.model.forward_keeping(block, x, given)
             self.activations.put(index + 1, row, y)
             del x, y
 
@@ -108,7 +115,9 @@ class Backprop:
         for first in range(0, rows, self.lanes):
             group = range(first, min(first + self.lanes, rows))
             xs = [self.activations.get(index, row) for row in group]
-            ys = self.model.forward_lanes(self.model.blocks[index], xs, [loras] * len(group))
+            block = self.model.blocks[index]
+            given = [self._of_row(block, loras, row) for row in group]
+            ys = self.model.forward_lanes(block, xs, given)
             for row in group:
                 self.activations.put(index + 1, row, ys.pop(0))
 
@@ -162,6 +171,7 @@ class MeBP:
     lanes: int = 1
     kept_layers: int = 0
     clipping: Clipping | None = None
+    seed: int = 0  # of the dropout
     keeps_log: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
@@ -177,9 +187,13 @@ class MeBP:
             accumulate(held.setdefault(block, {}), gradients)
 
         loss = StepLoss(0.0, 0, 0)
+        dropout = StepDropout(self.seed, self.adapters.dropout, number)
         for rows in parts:
             model = self.models(max(len(row.inputs) for row in rows))
-            pass_ = Backprop(model, self.adapters, self.activations, self.lanes, self.kept_layers)
+            pass_ = Backprop(
+                model, self.adapters, self.activations, self.lanes, self.kept_layers, dropout
+            )
+            dropout = replace(dropout, first_row=dropout.first_row + len(rows))
             update: Update = self.optimizer.apply if len(parts) == 1 else hold
             if self.clipping is not None:
                 update = self.clipping.store
@@ -212,6 +226,7 @@ def demand(config: StepConfig) -> Demand:
         holds_gradients=config.grad_accumulation > 1 and not config.max_grad_norm,
         moments=len(moments(config.optimizer)),
         stores_gradients=bool(config.max_grad_norm),
+        drops_inputs=bool(config.lora_dropout),
     )
 
 
@@ -227,4 +242,5 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
         begin.plan.lanes,
         begin.plan.kept_layers,
         Clipping(begin.adapters, most, begin.scratch) if most else None,
+        config.seed,
     )

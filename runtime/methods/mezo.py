@@ -220,10 +220,10 @@ class MeZO:
 
     def log_header(self) -> str:
         """The header of the log from which `ondevice replay` rebuilds the run's adapters."""
-        weights = self.adapters.manifest.weights_sha256
-        noise = self.noise
-        initial = digest(self.adapters)
-        return Header(noise.seed, noise.kind, self.weight_decay, weights, initial).line()
+        manifest, noise = self.adapters.manifest, self.noise
+        lora = manifest.lora.to_json()
+        weights, initial = manifest.weights_sha256, digest(self.adapters)
+        return Header(noise.seed, noise.kind, self.weight_decay, weights, initial, lora).line()
 
 
 def _hidden_states(config: StepConfig) -> int:
@@ -237,12 +237,18 @@ def demand(config: StepConfig) -> Demand:
     The copies of a query are freed once its hidden states are done.
 
     Raises:
-        UsageError: the configuration asks for gradients.
+        UsageError: the configuration asks for gradients, or for dropout.
     """
     if config.max_grad_norm:
         raise UsageError(
             f"--max-grad-norm {config.max_grad_norm:g} limits the norm of gradients, and mezo "
             "computes none: it sees losses only; leave it out, and lower --learning-rate instead"
+        )
+    if config.lora_dropout:
+        raise UsageError(
+            f"--lora-dropout {config.lora_dropout:g} is not for mezo: it estimates gradients from "
+            "small differences between losses, to which random masks add noise; leave it out, or "
+            "give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
         )
     hidden_states = _hidden_states(config)
     return Demand(

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 
+def number_of(*parts: int | str) -> int:
+    """A random number of 63 bits that depends on nothing but its parts."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
 def key_of(*parts: int | str) -> mx.array:
     """A random key that depends on nothing but its parts."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    key: mx.array = mx.random.key(int.from_bytes(digest[:8], "little") >> 1)
+    key: mx.array = mx.random.key(number_of(*parts))
     return key
 
 

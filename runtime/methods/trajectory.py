@@ -1,8 +1,9 @@
 """The log from which a zeroth-order run can be rebuilt: a few bytes a step.
 
-`trajectory.jsonl` begins with a header (seed, noise, weight decay, what it starts from); then one
-line a step: `[rate, [projected gradient of each query]]`, or `[rate, null]` for a step that was
-skipped because a loss was not finite. Floats are written so that they read back to the same bits.
+`trajectory.jsonl` begins with a header (seed, noise, weight decay, LoRA settings, what it starts
+from); then one line a step: `[rate, [projected gradient of each query]]`, or `[rate, null]` for a
+step that was skipped because a loss was not finite. Floats are written so that they read back to
+the same bits.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ondevice.errors import BundleError
 from ondevice.files import storage_errors, write_atomic
+from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
@@ -37,13 +40,18 @@ def digest(adapters: Adapters) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a log: which run it belongs to, and how its noise is drawn."""
+    """The header of a log: which run it belongs to, and how its noise is drawn.
+
+    `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
+    bundle's default.
+    """
 
     seed: int
     noise: str
     weight_decay: float
     weights_sha256: str
     initial_sha256: str
+    lora: dict[str, Any] = field(default_factory=dict)
     format: str = FORMAT
 
     def check(self) -> None:
@@ -59,6 +67,16 @@ class Header:
             raise ValueError(f"its weight decay is {decay!r}")
         if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
             raise ValueError("its checksums are not text")
+        if self.settings is not None and (problem := self.settings.problem):
+            raise ValueError(f"its LoRA {problem}")
+
+    @property
+    def settings(self) -> LoraSettings | None:
+        """The LoRA settings, None if the log has none. Raises ValueError if they are invalid."""
+        try:
+            return msgspec.convert(self.lora, LoraSettings) if self.lora else None
+        except msgspec.ValidationError as problem:
+            raise ValueError(f"its LoRA settings: {problem}") from None
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"

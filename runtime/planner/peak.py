@@ -147,7 +147,7 @@ class PeakModel:
 
     def _adapters(self, block: Block) -> dict[str, int]:
         """The float32 bytes of each of a block's adapters."""
-        rank = int(self.manifest.lora["rank"])
+        rank = self.manifest.lora.rank
         sizes = {}
         for name in self.manifest.adapted(block):
             matrix = self.manifest.matrices[block.tensor(name)]
@@ -161,7 +161,7 @@ class PeakModel:
         lowered = self.lowered.blocks[index]
         program = lowered.program
         backward = 0
-        if program.input and self.demand.backward:
+        if program.input and self.demand.backward and lowered.backward:
             (last,) = lowered.head.activations if lowered.head else (program.output,)
             alive = {program.input, gradient_of(last)}
             backward = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
@@ -274,7 +274,8 @@ class PeakModel:
             body = one.body
             return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
         values, tensor = program.values, lowered.block.tensor
-        visit = Visit(one.backward, one.wanted, lanes, tokens, values, tensor)
+        dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
+        visit = Visit(one.backward, one.wanted, lanes, tokens, values, tensor, dropped)
         return one.operation.working_bytes(visit, self.execution)
 
     # Weights.

@@ -41,13 +41,17 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
 
     Raises:
         UsageError: rows are longer than the bundle has graphs for, or the method does not clip
-            gradients and is asked to.
+            gradients, or drop inputs of adapters, and is asked to.
     """
     demand = method(config.method).demand(config)
     if config.max_grad_norm and not demand.stores_gradients:
         raise UsageError(
             f"--max-grad-norm {config.max_grad_norm:g}: {config.method} does not clip gradients; "
             "leave it out"
+        )
+    if config.lora_dropout and not demand.drops_inputs:
+        raise UsageError(
+            f"--lora-dropout {config.lora_dropout:g}: {config.method} has no dropout; leave it out"
         )
     request = Request(
         choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),

@@ -11,7 +11,6 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from ondevice.bundle.store import Bundle
 from ondevice.config.evaluate import EvalConfig
 from ondevice.errors import InterruptedRunError
 from runtime.data.reading import reading_of
@@ -23,6 +22,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row, StepLoss
 from runtime.run.budget import check_budget, plan_evaluation
 from runtime.run.events import Events
+from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.signals import Stop
 from runtime.system.footprint import Meter
@@ -113,7 +113,8 @@ def evaluate_rows(
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
     """`ondevice eval`: loss, perplexity and accuracy under a budget."""
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
-        bundle = open_checked(config.bundle)
+        adapter = None if config.adapter is None else Path(config.adapter)
+        bundle = to_apply(adapter, open_checked(config.bundle))
         manifest = bundle.manifest
         source = Source("eval.tokens", config.data, "valid", reading_of(config))
         length = config.max_seq_length or source.length(bundle, scratch)
@@ -126,7 +127,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)
-        adapters = _adapters_for_eval(bundle, config.adapter).in_dtype(config.adapter_dtype)
+        adapters = Adapters.applied(manifest, adapter).in_dtype(config.adapter_dtype)
         result = evaluate_rows(
             session, adapters, rows, config.eval_rows, events, "evaluating", meter
         )
@@ -138,10 +139,3 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             "peak_footprint_bytes": meter.peak_bytes,
             "peak_rss_bytes": meter.peak_rss_bytes,
         }
-
-
-def _adapters_for_eval(bundle: Bundle, adapter: str | None) -> Adapters:
-    if adapter is None:
-        untrained = {**bundle.manifest.lora, "targets": []}
-        return Adapters(msgspec.structs.replace(bundle.manifest, lora=untrained), {})
-    return Adapters.load(bundle.manifest, Path(adapter))

@@ -18,6 +18,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.config.shared import DataOptions
 from ondevice.engine import Comparison, Progress, TokenRow, Visit
 from ondevice.errors import BudgetError, BundleError
+from ondevice.lora import ALL_LINEAR
 from ondevice.operations.values import F32
 from ondevice.row_reader import RowReader
 from ondevice.units import format_bytes
@@ -97,10 +98,9 @@ class ExportEngine:
         self, source: Bundle, reader: RowReader, rows: Sequence[TokenRow], visit: Visit
     ) -> None:
         """Compute the gradients of each row's summed loss, block by block from the last."""
-        manifest = msgspec.structs.replace(
-            source.manifest, lora={**source.manifest.lora, "targets": "all-linear"}
-        )
-        trained = Bundle(source.path, manifest)
+        every = msgspec.structs.replace(source.manifest.lora, targets=ALL_LINEAR)
+        trained = source.with_lora(every)
+        manifest = trained.manifest
         length = max(len(row.tokens) - 1 for row in rows)
         request = Request(choose_bucket(manifest, length), layout="whole", prefetch=False)
         demand = Demand(rows=len(rows), hidden_states=len(rows), backward=True, trains=False)

@@ -15,6 +15,7 @@ from ondevice.errors import UsageError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.run.budget import plan_evaluation
+from runtime.run.lora import to_apply
 from runtime.run.open import open_checked, open_session
 
 BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
@@ -51,7 +52,7 @@ def generate(
         prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
-    bundle = open_checked(path)
+    bundle = to_apply(adapter, open_checked(path))
     encoder = load_encoder(bundle.path)
     ends, ending = {encoder.eos, *encoder.ends}, ""
     if chat:
@@ -77,10 +78,7 @@ def generate(
     length = min(longest, len(tokens) + max_tokens)
     plan = plan_evaluation(bundle, BUDGET_BYTES, length)
     session = open_session(bundle, plan)
-    if adapter is None:
-        adapters = Adapters.initial(bundle.manifest, 0)  # B is zero: the base model
-    else:
-        adapters = Adapters.load(bundle.manifest, adapter)
+    adapters = Adapters.applied(bundle.manifest, adapter)
     shown = encoder.decode(tokens)
     while len(tokens) < length:
         token = next_token(session.model(len(tokens)), adapters, tokens)

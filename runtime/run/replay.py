@@ -36,9 +36,10 @@ def replay(
             f"{run} has no {TRAJECTORY}: its method logs no steps, so it cannot be replayed"
         )
     config = load(TrainConfig, run / CONFIG, {})
-    opened = open_checked(bundle or config.bundle)
-    use_device(opened.manifest.device, opened.path)
     header, updates = read_log(run / TRAJECTORY)
+    opened = open_checked(bundle or config.bundle)
+    opened = opened.with_lora(header.settings or opened.manifest.lora)
+    use_device(opened.manifest.device, opened.path)
     source = initial if initial is not None else config.adapter
     if source is None:
         start = Adapters.initial(opened.manifest, header.seed)

@@ -25,6 +25,7 @@ from runtime.planner.plan import Plan
 from runtime.run.budget import kept_plan, machine_for, make_plan, training
 from runtime.run.events import Events
 from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_json
+from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.trainer import ENDS, Progress, Trainer
 from runtime.storage.scratch import MappedTensors
@@ -38,8 +39,14 @@ def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = 
 
     Raises:
         BudgetError: nothing fits.
-        UsageError: rows are longer than the bundle has graphs for, or the machine cannot be read.
+        UsageError: rows are longer than the bundle has graphs for, the machine cannot be read, or
+            the LoRA settings do not fit the model or the adapter to start from.
     """
+    return _plan(*to_train(config, bundle), machine)
+
+
+def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None) -> Plan:
+    """The plan for a configuration and a bundle with the same LoRA settings."""
     machine = machine or machine_for(bundle, config.arithmetic)
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
         machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
@@ -63,8 +70,8 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
         existed = folder.path.exists()
         with folder.created():
             try:
-                config = with_length(config, bundle, folder.path)
-                chosen = plan_training(config, bundle, _this_machine(config, bundle))
+                config, bundle = to_train(with_length(config, bundle, folder.path), bundle)
+                chosen = _plan(config, bundle, _this_machine(config, bundle))
                 meter.aim(chosen.predicted_peak_bytes)
                 fixed = _with_absolute_paths(config, folder)
                 rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
@@ -115,7 +122,7 @@ def resume(
     with folder.locked(), _meter(config) as meter:
         save = folder.latest()
         _check_steps(config, folder, save)
-        bundle = open_checked(config.bundle)
+        config, bundle = to_resume(config, open_checked(config.bundle))
         chosen = _plan_again(config, bundle, folder, events)
         events.plan(chosen)
         meter.aim(chosen.predicted_peak_bytes)

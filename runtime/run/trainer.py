@@ -309,6 +309,7 @@ class Trainer:
             "scored_tokens_per_s": self._per_second(entries, "tokens"),
             "final_train_loss": losses[-1] if losses else None,
             "trainable_parameters": self.adapters.size,
+            "lora": self.adapters.manifest.lora.to_json(),
             "eval": self.evaluations,
             "best": None if best is None else best._asdict(),
             "evaluations_no_better": no_better_since(

@@ -21,6 +21,7 @@ from runtime.engine.values import Gradients
 from runtime.lowering.lower import Sizes, lower
 from runtime.lowering.schedule import backward_schedule
 from runtime.methods.adapters import Adapters
+from runtime.methods.dropout import StepDropout
 from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import Row, StepLoss
 from runtime.methods.registry import method as implementation
@@ -66,7 +67,12 @@ def rows_of(bundle: Bundle, rng: Rng, lengths: tuple[int, ...] = BATCH) -> list[
 
 
 def mebp(
-    model: Model, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
+    model: Model,
+    adapters: Adapters,
+    rows: list[Row],
+    folder: Path,
+    kept: int = 0,
+    dropout: StepDropout | None = None,
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name."""
     manifest = model.bundle.manifest
@@ -81,7 +87,8 @@ def mebp(
             found[f"{block.tensor(name)}.lora_b"] = db
 
     tokens = sum(len(row.targets) for row in rows)
-    result = Backprop(model, adapters, scratch, 1, kept).gradients(rows, tokens, update)
+    backprop = Backprop(model, adapters, scratch, 1, kept, dropout)
+    result = backprop.gradients(rows, tokens, update)
     assert result.tokens == tokens
     return result, found
 
@@ -94,6 +101,7 @@ def demand_of(method: str, rows: int = 1, accumulation: int = 1) -> Demand:
         optimizer="adamw",
         queries=1,
         max_grad_norm=0.0,
+        lora_dropout=None,
     )
     return implementation(method).demand(config)  # type: ignore[arg-type]
 

@@ -45,6 +45,7 @@ def demand_of(
     queries: int = 1,
     optimizer: str = "adamw",
     max_grad_norm: float = 0.0,
+    lora_dropout: float = 0.0,
 ) -> Demand:
     """What a method needs of rows in micro-batches; `EVAL` is an evaluation."""
     if method == EVAL:
@@ -55,6 +56,7 @@ def demand_of(
         queries=queries,
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
+        lora_dropout=lora_dropout,
     )
     return implementation(method).demand(config)  # type: ignore[arg-type]
 

@@ -2,6 +2,8 @@
 
     dA = s x^T (dy B^T)    dB = s (x A)^T dy    dx = dy W + s (dy B^T) A^T
 
+With dropout, drop(x) takes the place of x in the products with A, and dx = dy W + drop(s (dy B^T)
+A^T) with the same mask, which is drawn again (`runtime.engine.dropout`).
 x A is recomputed in the backward pass (MeSP, arXiv 2602.13069). Several inputs (batch lanes) can be
 multiplied by each tile of W while it is dequantized; the result of a lane does not depend on the
 others. The reference is `harness.oracles.reference.linear`.
@@ -16,6 +18,7 @@ import mlx.core as mx
 
 from ondevice.operations.linear import Linear
 from ondevice.operations.tensors import Matrix
+from runtime.engine.dropout import Mask
 from runtime.engine.kernels.base import Run, Tools
 from runtime.engine.matrices import Matrices
 from runtime.engine.tiles import Input, RowSum
@@ -49,7 +52,9 @@ class LoraProducts:
             if bias is not None:
                 y = y + bias
             if lora is not None:
-                y = mx.addmm(y, (x @ lora.a) * lora.scale, lora.b)
+                given = dropped(x, lora.mask(x))
+                y = mx.addmm(y, (given @ lora.a) * lora.scale, lora.b)
+                del given
             mx.eval(y)
             results.append(y)
         return results
@@ -97,18 +102,32 @@ class LoraProducts:
             del part
         return total.result(matrix.group_size)
 
-    def add_lora_input(self, dx: mx.array, lora: Lora, dy_b: mx.array) -> mx.array:
+    def add_lora_input(
+        self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: Mask | None = None
+    ) -> mx.array:
         """dx with the adapter's part added, which follows from `through_b`."""
-        return mx.addmm(dx, dy_b, lora.a.T)
+        if mask is None:
+            return mx.addmm(dx, dy_b, lora.a.T)
+        return dx + mask(dy_b @ lora.a.T)
 
     def backward_lora(
-        self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array
+        self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array, mask: Mask | None = None
     ) -> tuple[mx.array, mx.array]:
         """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
+        x = dropped(x, mask)
         # not x^T (T, r): threads of a BLAS would pack all of x between them
         da = mx.contiguous((dy_b.T @ x).T)
         db = ((x @ lora.a) * lora.scale).T @ dy
         return da, db
+
+
+def dropped(x: mx.array, mask: Mask | None) -> mx.array:
+    """drop(x), evaluated; x itself without a mask."""
+    if mask is None:
+        return x
+    found = mask(x)
+    mx.eval(found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -150,9 +169,13 @@ class LinearKernel:
                 self.tools.observe(run.block.tensor(linear.name), x, dy)
                 del x
             lora = loras.get(linear.name)
+            mask = None
             if lora is not None:
                 dy_b = products.through_b(dy, lora)
-                pair = products.backward_lora(values[source].squeeze(0), dy, lora, dy_b)
+                x = values[source].squeeze(0)
+                mask = lora.mask(x)
+                pair = products.backward_lora(x, dy, lora, dy_b, mask)
+                del x
                 mx.eval(pair)
                 accumulate(gradients, {linear.name: pair})
                 del pair
@@ -160,10 +183,10 @@ class LinearKernel:
                 name = run.block.tensor(linear.name)
                 dx = products.backward_input(dy, self.tools.bundle.manifest.matrices[name])
                 if lora is not None:
-                    dx = products.add_lora_input(dx, lora, dy_b)
+                    dx = products.add_lora_input(dx, lora, dy_b, mask)
                     del dy_b
                 total = dx if total is None else total + dx
                 mx.eval(total)
                 del dx
-            del dy, received
+            del dy, received, mask
         return {} if total is None else {source: total[None]}

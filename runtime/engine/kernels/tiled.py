@@ -28,7 +28,12 @@ class TiledKernel:
         for tile in _tiles(run, body):
             inside = [{source: values[source][:, tile]} for values in lanes]
             run.executor.forward(
-                run.block, body.program, body.instructions, body.tokens, inside, loras
+                run.block,
+                body.program,
+                body.instructions,
+                body.tokens,
+                inside,
+                [_after(one, tile.start) for one in loras],
             )
             for y, values in zip(ys, inside, strict=True):
                 self.tools.arrays.put(y, (slice(None), tile), values.pop(result))
@@ -48,7 +53,13 @@ class TiledKernel:
         for tile in _tiles(run, body):
             inside = {source: x[:, tile], gradient_of(result): dy[:, tile]}
             run.executor.reverse(
-                run.block, body.program, body.instructions, body.tokens, inside, loras, gradients
+                run.block,
+                body.program,
+                body.instructions,
+                body.tokens,
+                inside,
+                _after(loras, tile.start),
+                gradients,
             )
             if dx is not None:
                 part = inside.pop(gradient_of(source))
@@ -60,6 +71,11 @@ def _body(run: Run) -> Body:
     body = run.instruction.body
     assert body is not None  # the lowering gives it to every instruction of this operation
     return body
+
+
+def _after(loras: Loras, tokens: int) -> Loras:
+    """The adapters for the tile that begins after so many tokens."""
+    return {name: lora.after(tokens) for name, lora in loras.items()}
 
 
 def _tiles(run: Run, body: Body) -> Iterator[slice]:

@@ -168,9 +168,9 @@ def test_a_missing_or_broken_file_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_layer_names_are_split() -> None:
     base = {"source": "s", "output": "o"}
-    assert load(ExportConfig, None, base).lora_target_names is None
+    assert load(ExportConfig, None, base).lora.targets == "all-linear"
     some = load(ExportConfig, None, {**base, "lora_targets": "q_proj, v_proj"})
-    assert some.lora_target_names == ("q_proj", "v_proj")
+    assert some.lora.targets == ("q_proj", "v_proj")
 
 
 NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()))
@@ -254,7 +254,7 @@ def test_help_is_in_groups_in_their_order() -> None:
     used = {one.metadata["group"] for one in fields(TrainConfig)} | {config.Group.OTHER}
     headings = [group for group in config.Group if group in used]
     at = [text.index(f"\n{group}:\n") for group in headings]
-    assert at == sorted(at) and len(at) == 8
+    assert at == sorted(at) and len(at) == 9
     mezo, evaluation = headings.index(config.Group.MEZO), headings.index(config.Group.EVALUATION)
     assert at[mezo] < text.rindex("  --epsilon") < at[evaluation] < text.rindex("  --stop-loss")
     short = argparse.ArgumentParser(add_help=False)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from support.layouts import MIXED, STORED, Layout
+from support.lora import with_lora
 from support.models import (
     CLOSE,
     FAMILIES,
@@ -28,6 +29,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.operations.attention import Attention
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
+from runtime.methods.dropout import StepDropout
 from runtime.methods.protocol import Row
 from runtime.run.evaluate import evaluate
 
@@ -112,6 +114,44 @@ def test_gradients_of_other_bundles(
     agree(found, expected)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank": 3, "alpha": 5.0, "rslora": True},
+        {"layers": 1},
+        {"layers": 2, "targets": ("k_proj", "down_proj"), "dropout": 0.3},
+        {"dropout": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_other_adapters(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    bundle = with_lora(tiny(family), **settings)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    dropout = StepDropout(seed, adapters.dropout, int(rng.integers(1000)))
+    kept = int(rng.integers(len(bundle.manifest.layers) + 1))
+    result, found = mebp(model_of(bundle, 32), adapters, rows, tmp_path, kept, dropout)
+    dense = reference.dense_model(bundle, adapters, dropout)
+    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
+    layers, targets = settings.get("layers", len(bundle.manifest.layers)), settings.get("targets")
+    assert len(expected) == 2 * layers * (7 if targets is None else len(targets))
+    assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
+    agree(found, expected)
+
+
+def test_dropout_is_for_training_only(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = with_lora(tiny("qwen2"), dropout=0.4)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    model = model_of(bundle, 32)
+    plain, _ = mebp(model, adapters, rows, tmp_path)
+    masked, _ = mebp(model, adapters, rows, tmp_path, 0, StepDropout(1, adapters.dropout, 0))
+    evaluated = sum(one.loss_sum for one in evaluate(model, adapters, rows))
+    assert evaluated == pytest.approx(plain.loss_sum, rel=1e-6)
+    assert abs(masked.loss_sum - plain.loss_sum) > 1e-3 * plain.loss_sum
+
+
 def test_windows_reach_less_far_than_the_bucket(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
     """At 64 tokens Gemma's window of 16 matters, and its gradients are still exact."""
     bundle = tiny("gemma3")
@@ -181,7 +221,7 @@ class NumpyLlama:
         return x / np.sqrt(mean + self.config["rms_norm_eps"]) * self.v[f"{name}.weight"]
 
     def linear(self, x: np.ndarray, name: str, lora: dict[str, np.ndarray]) -> np.ndarray:
-        scale = self.manifest.lora["alpha"] / self.manifest.lora["rank"]
+        scale = self.manifest.lora.alpha / self.manifest.lora.rank
         return x @ self.w[name].T + scale * (x @ lora[f"{name}.lora_a"]) @ lora[f"{name}.lora_b"]
 
     def rotate(self, x: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.layouts import STORED
 from support.lengths import at_length
+from support.lora import drawn_lora
 from support.models import Kept, adapters_of, agree, model_of, row_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
@@ -19,6 +20,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE
 from runtime.lowering.lower import Sizes
 from runtime.methods.adapters import DTYPES, Adapters
+from runtime.methods.dropout import StepDropout
 from runtime.methods.mebp import MeBP
 from runtime.methods.mezo import MOST_LANES, MeZO
 from runtime.methods.noise import Noise
@@ -94,14 +96,15 @@ def rounded(adapters: Adapters) -> Adapters:
 @at_length("draws", 1, 6)
 @pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_gradients_are_autograds_under_every_plan(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, draws: int
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, layouts: str, draws: int
 ) -> None:
-    bundle = tiny(family, layouts, seq_lens=BUCKETS)
-    manifest = bundle.manifest
+    exported = tiny(family, layouts, seq_lens=BUCKETS)
     for _ in range(draws):
+        bundle = exported.with_lora(drawn_lora(exported, rng, dropout=True))
+        manifest = bundle.manifest
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
-        print(msgspec.structs.replace(chosen, blocks=()))
+        print(manifest.lora, msgspec.structs.replace(chosen, blocks=()))
         adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
         rows = [drawn_rows(bundle, rng, chosen.bucket, count) for _ in range(parts)]
         shape = (1, chosen.bucket, manifest.hidden_size)
@@ -109,12 +112,13 @@ def test_gradients_are_autograds_under_every_plan(
         kept = Kept()
         session = open_session(bundle, chosen)
         method = MeBP(
-            session.model, adapters, scratch, kept, chosen.lanes, chosen.kept_layers  # type: ignore[arg-type]
+            session.model, adapters, scratch, kept, chosen.lanes, chosen.kept_layers, seed=seed  # type: ignore[arg-type]
         )  # fmt: skip
         for _ in range(2):  # what stays from one step to the next must not matter
             kept.found.clear()
-            result = method.step(0, 1e-3, rows)
-        model = reference.dense_model(bundle, rounded(adapters))
+            result = method.step(5, 1e-3, rows)
+        dropout = StepDropout(seed, adapters.dropout, 5)
+        model = reference.dense_model(bundle, rounded(adapters), dropout)
         flat = [(row.tokens, row.scored) for part in rows for row in part]
         loss, expected = reference.gradients(model, flat)
         assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=CLOSE)
@@ -127,8 +131,9 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
     tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, layouts: str, draws: int
 ) -> None:
     """Bit for bit with the same tiles; with others the losses differ by rounding only."""
-    bundle = tiny(family, layouts, seq_lens=BUCKETS)
+    exported = tiny(family, layouts, seq_lens=BUCKETS)
     for _ in range(draws):
+        bundle = exported.with_lora(drawn_lora(exported, rng, dropout=False))
         count, parts, queries = (int(n) for n in rng.integers(1, (4, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
         print(msgspec.structs.replace(chosen, blocks=()))

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.layouts import STORED
+from support.lora import with_lora
 from support.models import FAMILIES, LENGTHS, adapters_of, model_of
-from support.plans import peak_model_of, task_of
+from support.plans import Task, demand_of, peak_model_of
 
 from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE
@@ -19,7 +20,9 @@ from ondevice.operations.values import F32
 from runtime.engine.model import Model
 from runtime.lowering.lower import Sizes
 from runtime.lowering.token_tiles import fold, tiled_of
+from runtime.methods.dropout import StepDropout
 from runtime.planner.peak import PeakModel
+from runtime.planner.plan import Request
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -82,7 +85,8 @@ def hidden(rng: Rng, model: Model) -> mx.array:
 
 def drawn(bundle: Bundle, rng: Rng, method: str) -> tuple[Model, PeakModel, int]:
     """A model whose tiles are not so small that objects of a few bytes count, and its peaks."""
-    task = task_of(int(rng.choice(bundle.manifest.buckets)), method)
+    bucket, dropout = int(rng.choice(bundle.manifest.buckets)), bundle.manifest.lora.dropout
+    task = Task(Request(bucket), demand_of(method, lora_dropout=dropout))
     tokens = int(rng.choice([48, 64, WHOLE]))
     tiles, queries = int(rng.integers(8_000, 60_000)), int(rng.integers(16, 65))
     sizes = Sizes(tiles, queries, 0, most_tokens=tokens)
@@ -103,20 +107,29 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
     assert NOT_FAR_UNDER * expected <= found.most <= NEVER_OVER * expected + ahead
 
 
+@pytest.mark.parametrize(
+    "lora",
+    [{}, {"dropout": 0.2}, {"layers": 2, "targets": ("down_proj",), "dropout": 0.2, "rank": 20}],
+    ids=str,
+)
 @pytest.mark.parametrize(("family", "layouts"), CASES)
 def test_a_backward_pass_allocates_what_the_plan_says(
-    tiny: Tiny, rng: Rng, family: str, layouts: str
+    tiny: Tiny, rng: Rng, seed: int, family: str, layouts: str, lora: dict[str, object]
 ) -> None:
-    bundle = tiny(family, layouts, seq_lens=LENGTHS)
+    bundle = with_lora(tiny(family, layouts, seq_lens=LENGTHS), **lora)
     for _ in range(2):
         model, peaks, _ = drawn(bundle, rng, "mebp")
         adapters = adapters_of(bundle, rng)
         mx.eval(adapters.tensors)
+        dropout = StepDropout(seed, adapters.dropout, 0)
         found = Allocated()
-        for block in model.blocks[1:-1]:
-            loras = adapters.loras(block)
+        for index, block in enumerate(model.blocks[1:-1], start=1):
+            loras = dropout.of_row(block, adapters.loras(block), 0)
             with found.watching():
                 model.forward(block, hidden(rng, model), loras)
+            if index < model.lowered.first_adapted:
+                assert peaks.block(index, 1).backward_bytes == 0
+                continue
             with found.watching():
                 x, dy = hidden(rng, model), hidden(rng, model)
                 result = model.backward(block, x, dy, loras)

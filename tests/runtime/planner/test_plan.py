@@ -250,10 +250,10 @@ def test_a_short_row_takes_no_more_than_was_planned(tiny: Tiny) -> None:
         assert tuple(session.model(n).bucket for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
 
 
-@pytest.mark.parametrize("targets", [[], ["nothing"]])
-def test_nothing_to_train_is_planned_all_the_same(tiny: Tiny, targets: list[str]) -> None:
+@pytest.mark.parametrize("targets", [(), ("nothing",)])
+def test_nothing_to_train_is_planned_all_the_same(tiny: Tiny, targets: tuple[str, ...]) -> None:
     manifest = tiny("gemma3", seq_lens=(128,)).manifest
-    manifest = msgspec.structs.replace(manifest, lora={**manifest.lora, "targets": targets})
+    manifest = manifest.with_lora(msgspec.structs.replace(manifest.lora, targets=targets))
     for dtype in ("float32", "bfloat16"):
         plan = plan_of(manifest, task_of(128, adapter_dtype=dtype))
         assert plan.adapter_bytes == plan.gradient_bytes == 0

@@ -340,7 +340,10 @@ def test_results_do_not_depend_on_the_budget(bundle: Path, tmp_path: Path) -> No
         assert np.linalg.norm(found[1][name] - value) <= 1e-5 * np.linalg.norm(value), name
 
 
-def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lora", [{}, {"lora_rank": 5, "lora_layers": 2, "lora_targets": "q_proj,up_proj"}], ids=str
+)
+def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path, lora: dict[str, object]) -> None:
     """mlx-lm's own loader takes the adapter, and its logits are the bundle's."""
     import mlx.core as mx
     from mlx_lm.tuner.utils import load_adapters
@@ -348,10 +351,12 @@ def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path) -> None:
     from harness.oracles.reference import dense_model, relative_error
     from ondevice.bundle.store import open_bundle
     from runtime.methods.adapters import Adapters
+    from runtime.run.lora import to_apply
 
     run = tmp_path / "run"
-    assert ondevice(*train_arguments(bundle, run, 3)).returncode == 0
-    opened = open_bundle(bundle)
+    flags = ["--rslora"] if lora else []
+    assert ondevice(*train_arguments(bundle, run, 3, **lora), *flags).returncode == 0
+    opened = to_apply(run, open_bundle(bundle))
     tokens = mx.array([[5, 80, 200, 7]])
     ours = dense_model(opened, Adapters.load(opened.manifest, run))(tokens)
     theirs = load_adapters(dense_model(opened), str(run))(tokens)

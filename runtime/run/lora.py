@@ -1,0 +1,135 @@
+"""The LoRA settings that a command works with: given, of an adapter, or the bundle's default.
+
+A bundle that has been given them (`Bundle.with_lora`) is what everything else reads: the plan, the
+lowering, the adapters and what is saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.store import Bundle
+from ondevice.config.shared import StepConfig
+from ondevice.errors import UsageError
+from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
+from runtime.methods.adapters import lora_of
+
+C = TypeVar("C", bound=StepConfig)
+FLAGS = {
+    "rank": "--lora-rank",
+    "alpha": "--lora-alpha",
+    "targets": "--lora-targets",
+    "layers": "--lora-layers",
+    "rslora": "--rslora",
+}
+
+
+def to_train(config: C, bundle: Bundle) -> tuple[C, Bundle]:
+    """The configuration with all LoRA options filled in, and the bundle with these settings.
+
+    What is not given comes from the adapter to start from, else from the bundle's default.
+
+    Raises:
+        BundleError: the adapter's configuration is damaged.
+        UsageError: the model lacks a target or so many layers, or the adapter has other settings.
+    """
+    adapter = None if config.adapter is None else lora_of(Path(config.adapter))
+    manifest = bundle.manifest
+    lora = _checked(_with_given(config, adapter or manifest.lora), manifest)
+    if adapter is not None:
+        _check_adapter(config, manifest, adapter, lora)
+    return _filled(config, lora), bundle.with_lora(lora)
+
+
+def to_resume(config: C, bundle: Bundle) -> tuple[C, Bundle]:
+    """As `to_train`, for a run's own configuration: the adapter it began from may be gone.
+
+    An earlier version of the program wrote none of these options, and used the bundle's default.
+    """
+    lora = _checked(_with_given(config, bundle.manifest.lora), bundle.manifest)
+    return _filled(config, lora), bundle.with_lora(lora)
+
+
+def to_apply(adapter: Path | None, bundle: Bundle) -> Bundle:
+    """The bundle with the settings of an adapter, or without any adapters.
+
+    An adapter whose folder holds no configuration has the bundle's default.
+
+    Raises:
+        BundleError: the adapter's configuration is damaged.
+    """
+    if adapter is None:
+        return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
+    return bundle.with_lora(lora_of(adapter) or bundle.manifest.lora)
+
+
+def _with_given(config: StepConfig, lora: LoraSettings) -> LoraSettings:
+    given = config.given_lora
+    if config.lora_dropout is not None:
+        given["dropout"] = config.lora_dropout
+    return msgspec.structs.replace(lora, **given)
+
+
+def _filled(config: C, lora: LoraSettings) -> C:
+    """The configuration with the options that were not given; given ones stay as they are."""
+    targets = lora.targets if lora.targets == ALL_LINEAR else ",".join(lora.targets)
+    values: dict[str, Any] = {
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_targets": targets,
+        "lora_layers": lora.layers,
+        "lora_dropout": lora.dropout,
+        "rslora": lora.rslora,
+    }
+    unset = {name: value for name, value in values.items() if getattr(config, name) is None}
+    return replace(config, **unset)
+
+
+def _checked(lora: LoraSettings, manifest: Manifest) -> LoraSettings:
+    """The settings, with -1 where all of the model's layers get adapters."""
+    lora.check_targets(manifest.linear_names)
+    if not lora.targets:
+        raise UsageError(
+            "the bundle's default adapts no linear layer; give --lora-targets, of "
+            f"{', '.join(manifest.linear_names)}"
+        )
+    count = len(manifest.layers)
+    if lora.layers > count:
+        raise UsageError(
+            f"--lora-layers {lora.layers}: the model has {count} layers; give at most {count}, or "
+            f"{ALL_LAYERS} for all"
+        )
+    return msgspec.structs.replace(lora, layers=ALL_LAYERS) if lora.layers == count else lora
+
+
+def _check_adapter(
+    config: StepConfig, manifest: Manifest, adapter: LoraSettings, lora: LoraSettings
+) -> None:
+    """Refuse settings that are not those of the adapter to start from, but for its dropout."""
+    for name in config.given_lora:
+        now, before = (_effective(one, name, manifest) for one in (lora, adapter))
+        if now != before:
+            flag, found = FLAGS[name], getattr(adapter, name)
+            shown = found if isinstance(found, str | int | float) else ",".join(found)
+            raise UsageError(
+                f"{flag} {getattr(config, _option(name))}: the adapter in {config.adapter} has "
+                f"{flag} {shown}; leave {flag} out, or start with a new adapter (without --adapter)"
+            )
+
+
+def _option(name: str) -> str:
+    return name if name == "rslora" else f"lora_{name}"
+
+
+def _effective(lora: LoraSettings, name: str, manifest: Manifest) -> object:
+    """A setting as far as it matters to this model."""
+    if name == "targets":
+        return {one for one in manifest.linear_names if lora.adapts(one)}
+    if name == "layers":
+        return lora.first_layer(len(manifest.layers))
+    return getattr(lora, name)

@@ -1,0 +1,260 @@
+"""Runs with LoRA settings of their own: what is saved and read again, kills, and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.runs import adapter, here, ondevice, struck, train_arguments
+from support.shared import Shared
+
+from ondevice.units import parse_bytes
+
+STEPS = 7
+SHAPE = {"lora_rank": 3, "lora_alpha": 6, "lora_targets": "q_proj,down_proj", "lora_layers": 2}
+LORA = {
+    **{"rank": 3, "alpha": 6.0, "targets": ["q_proj", "down_proj"]},
+    **{"layers": 2, "dropout": 0.0, "rslora": True},
+}
+
+
+def arguments(bundle: Path, run: Path, steps: int = STEPS, **more: object) -> list[str]:
+    """A run with every setting of the adapters' shape."""
+    return [*train_arguments(bundle, run, steps, **SHAPE, **more), "--rslora"]
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    return tomllib.loads((run / "config.toml").read_text())
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def run(bundle: Path, shared: Shared) -> Path:
+    def train(path: Path) -> None:
+        done = ondevice(*arguments(bundle, path, lora_dropout=0.2, grad_accumulation=2))
+        assert done.returncode == 0, done.stderr
+
+    return shared("a run with LoRA settings", train)
+
+
+def test_the_settings_are_kept_with_all_that_is_saved(run: Path) -> None:
+    config, lora = config_of(run), {**LORA, "dropout": 0.2}
+    assert {name: config[name] for name in SHAPE} == SHAPE
+    assert config["rslora"] is True and config["lora_dropout"] == 0.2
+    (save,) = run.glob("saves/step-*")
+    for folder in (run, save):
+        found = adapter_config(folder)
+        assert found["ondevice"]["lora"] == lora and found["num_layers"] == 2
+        assert found["lora_parameters"] == {
+            "rank": 3, "scale": 6 / 3**0.5, "dropout": 0.2,
+            "keys": ["mlp.down_proj", "self_attn.q_proj"],
+        }  # fmt: skip
+    tensors = load_file(run / "adapters.safetensors")
+    assert len(tensors) == 2 * 2 * 2  # A and B, layers, targets
+    assert all(3 in tensor.shape for tensor in tensors.values())
+    assert not any(name.startswith("model.layers.0.") for name in tensors)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["lora"] == lora
+    assert summary["trainable_parameters"] == sum(tensor.size for tensor in tensors.values())
+    assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_killed_and_resumed_is_the_same(
+    bundle: Path, run: Path, rng: np.random.Generator, tmp_path: Path, method: str
+) -> None:
+    whole, killed = run, tmp_path / "killed"
+    options: dict[str, object] = {"lora_dropout": 0.2, "grad_accumulation": 2}
+    if method == "mezo":
+        whole, options = tmp_path / "whole", {"method": "mezo", "save_every": 3}
+        assert ondevice(*arguments(bundle, whole, **options)).returncode == 0
+    moment = f"step {int(rng.integers(1, STEPS + 1))}"
+    done = struck(signal.SIGKILL, moment, *arguments(bundle, killed, **options))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert ondevice("train", "--resume", killed).returncode == 0
+    assert adapter(killed) == adapter(whole)
+    assert adapter_config(killed) == adapter_config(whole)
+    if method == "mezo":
+        header = json.loads((killed / "trajectory.jsonl").read_text().splitlines()[0])
+        assert header["lora"] == LORA
+        assert json.loads(ondevice("replay", killed, "--json").stdout)["identical"] is True
+
+
+def test_dropout_changes_what_is_learnt_and_the_seed_what_is_dropped(
+    bundle: Path, run: Path, tmp_path: Path
+) -> None:
+    same = {"grad_accumulation": 2, "adapter": run, "learning_rate": 1e-3}
+    found = set()
+    for name, options in {
+        "without": {"lora_dropout": 0},
+        "with": {},  # that of the adapter
+        "again": {"lora_dropout": 0.2},
+        "more": {"lora_dropout": 0.5},
+    }.items():
+        done = ondevice(*train_arguments(bundle, tmp_path / name, 2, **same, **options))
+        assert done.returncode == 0, done.stderr
+        found.add(adapter(tmp_path / name))
+    assert adapter(tmp_path / "with") == adapter(tmp_path / "again")
+    assert len(found) == 3
+
+
+def test_what_is_the_default_may_be_given(bundle: Path, tmp_path: Path) -> None:
+    unset, given = tmp_path / "unset", tmp_path / "given"
+    assert ondevice(*train_arguments(bundle, unset, 3)).returncode == 0
+    options = {"lora_rank": 8, "lora_alpha": 16, "lora_targets": "all-linear", "lora_layers": -1}
+    done = ondevice(*train_arguments(bundle, given, 3, **options, lora_dropout=0), "--no-rslora")
+    assert done.returncode == 0, done.stderr
+    assert adapter(given) == adapter(unset)
+    assert adapter_config(given) == adapter_config(unset)
+    written = {**config_of(given), "output": ""}
+    assert {**config_of(unset), "output": ""} == written
+
+
+def test_an_adapter_brings_its_settings(bundle: Path, run: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    done = ondevice(*train_arguments(bundle, more, 2, adapter=run))
+    assert done.returncode == 0, done.stderr
+    assert adapter_config(more) == adapter_config(run)
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    moved = tmp_path / "moved"
+    assert ondevice(*train_arguments(bundle, moved, 2, adapter=copy)).returncode == 0
+    shutil.rmtree(copy)
+    assert ondevice("train", "--resume", moved, "--steps", 3).returncode == 0
+    data = ["--data", "random:1", "--max-seq-length", 24]
+    losses = [
+        json.loads(ondevice("eval", bundle, "--json", *data, *given).stdout)["loss"]
+        for given in ([], ["--adapter", run], ["--adapter", more])
+    ]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "there"),
+    [
+        ("lora_rank", 8, "--lora-rank 3"),
+        ("lora_alpha", 7, "--lora-alpha 6"),
+        ("lora_targets", "all-linear", "--lora-targets q_proj,down_proj"),
+        ("lora_layers", -1, "--lora-layers 2"),
+    ],
+)
+def test_an_adapter_of_other_settings_is_refused_with_both(
+    bundle: Path, run: Path, tmp_path: Path, option: str, value: object, there: str
+) -> None:
+    other = tmp_path / "other"
+    refused = here(*train_arguments(bundle, other, 2, adapter=run, **{option: value}))
+    given = f"--{option.replace('_', '-')} {value}"
+    assert refused.returncode == 2 and not other.exists()
+    assert given in refused.stderr and there in refused.stderr
+    plan = ("plan", bundle, "--max-seq-length=24", "--adapter", run)
+    assert here(*plan, f"--{option.replace('_', '-')}={value}").returncode == 2
+    same = here(*plan, "--lora-targets=down_proj,q_proj", "--lora-rank=3", "--rslora")
+    assert same.returncode == 0, same.stderr
+    refused = here(*plan, "--no-rslora")
+    assert refused.returncode == 2 and "has --rslora" in refused.stderr
+
+
+def test_what_the_model_lacks_is_refused(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for options, said in (
+        ({"lora_targets": "q_proj,w_proj"}, ("w_proj", "down_proj, gate_proj, k_proj")),
+        ({"lora_layers": 9}, ("--lora-layers 9", "has 3 layers")),
+        ({"lora_layers": 0}, ("lora_layers is 0", "1 or more, or -1")),
+        ({"lora_rank": 0}, ("lora_rank is 0",)),
+        ({"lora_dropout": 1}, ("lora_dropout is 1", "below 1")),
+        ({"lora_dropout": 0.1, "method": "mezo"}, ("--lora-dropout 0.1 is not for mezo",)),
+    ):
+        refused = here(*train_arguments(bundle, run, 2, **options))
+        assert refused.returncode == 2 and not run.exists(), refused.stderr
+        assert all(word in refused.stderr for word in said), refused.stderr
+
+
+def test_mezo_goes_on_from_an_adapter_with_dropout_once_it_is_switched_off(
+    bundle: Path, run: Path, tmp_path: Path
+) -> None:
+    options = {"adapter": run, "method": "mezo"}
+    refused = here(*train_arguments(bundle, tmp_path / "run", 2, **options))
+    assert refused.returncode == 2 and "give --lora-dropout 0" in refused.stderr
+    done = ondevice(*train_arguments(bundle, tmp_path / "run", 2, **options, lora_dropout=0))
+    assert done.returncode == 0, done.stderr
+
+
+def test_dora_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
+    for flag in ("--use-dora", "--dora"):
+        refused = here(*train_arguments(bundle, tmp_path / "run", 2), flag)
+        assert refused.returncode == 2 and "DoRA is not supported" in refused.stderr
+    assert "meant --lora-layers" in here("train", bundle, "--num-layers", 4).stderr.replace(
+        "did you mean", "meant"
+    )
+    folder = tmp_path / "dora"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"fine_tune_type": "dora"}')
+    refused = here(*train_arguments(bundle, tmp_path / "run", 2, adapter=folder))
+    assert refused.returncode == 4 and "its adapter is 'dora'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ondevice": {"lora": {"rank": 0, "alpha": 1.0, "targets": "all-linear"}}},
+        {"ondevice": {"lora": {"rank": 3, "alpha": 6.0, "targets": "q_proj"}}},
+        {"ondevice": {"lora": {**LORA, "dropout": 1.0}}},
+        {"ondevice": {"lora": {**LORA, "more": 1}}},
+        {"ondevice": {"lora": 5}},
+        {"ondevice": 5},
+        {"lora_parameters": {"rank": 3, "scale": 5.0}},
+        {"lora_parameters": {"rank": 3}},
+        {"lora_parameters": {"rank": 3, "scale": 10**400}},
+    ],
+    ids=str,
+)
+def test_damaged_configurations_are_refused(
+    bundle: Path, run: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(run / "adapters.safetensors", copy)
+    (copy / "adapter_config.json").write_text(json.dumps({**adapter_config(run), **change}))
+    refused = here("eval", bundle, "--adapter", copy, "--data", "random:1")
+    assert refused.returncode == 4 and "adapter_config.json" in refused.stderr, refused.stderr
+
+
+def test_an_adapter_of_mlx_lm_brings_its_settings(bundle: Path, run: Path, tmp_path: Path) -> None:
+    """Its configuration names the scale and no alpha, and nothing of ours."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(run / "adapters.safetensors", copy)
+    config = adapter_config(run)
+    del config["ondevice"]
+    (copy / "adapter_config.json").write_text(json.dumps(config))
+    data = ["--data", "random:1", "--max-seq-length", 24, "--json"]
+    losses = [
+        json.loads(ondevice("eval", bundle, "--adapter", one, *data).stdout)["loss"]
+        for one in (run, copy)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_fewer_layers_plan_less(bundle: Path) -> None:
+    found = {
+        layers: json.loads(
+            here("plan", bundle, "--max-seq-length=24", "--json", f"--lora-layers={layers}").stdout
+        )
+        for layers in (1, 3)
+    }
+    assert [block["backward_bytes"] > 0 for block in found[3]["blocks"]] == [False, *[True] * 4]
+    assert [block["backward_bytes"] > 0 for block in found[1]["blocks"]] == [
+        *[False] * 3, True, True,
+    ]  # fmt: skip
+    disk = [found[layers]["scratch_disk_bytes"] for layers in (1, 3)]
+    assert disk[0] < disk[1] <= parse_bytes("1GB")
