@@ -45,7 +45,8 @@ class LoraOptions(Config):
 
     lora_rank: int | None = option(
         None,
-        "rank of the adapters (these five: default from --adapter, else as exported)",
+        "rank of the adapters (default of this and the next four: that of the adapter to start "
+        "from, else the bundle's)",
         RANK,
         Group.LORA,
     )
@@ -93,7 +94,7 @@ def dropout_field() -> Any:
     return option(
         None,
         "probability of dropping a value of an adapter's input while training; not with mezo "
-        "(default: from --adapter, else 0)",
+        "(default: that of the adapter to start from, else 0)",
         _SHARE,
         Group.LORA,
     )
