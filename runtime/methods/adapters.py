@@ -181,16 +181,21 @@ class Adapters:
         path = source / WEIGHTS if source.is_dir() else source
         _check_config(manifest, _config_path(source))
         expected = cls.shapes(manifest)
+        hint = "" if _config_path(source).exists() else f"; there is no {CONFIG} that describes it"
         tensors: Tensors = {} if into is None else into
         try:
             with safe_open(path, framework="numpy") as file:
                 if set(file.keys()) != set(expected):
                     odd = sorted(set(file.keys()) ^ set(expected))
-                    raise BundleError(f"{path} does not fit the bundle: {len(odd)} names, {odd[0]}")
+                    raise BundleError(
+                        f"{path} does not fit the bundle: {len(odd)} names, {odd[0]}{hint}"
+                    )
                 for name, shape in expected.items():
                     value = file.get_tensor(name)
                     if value.shape != shape or value.dtype != np.float32:
-                        raise BundleError(f"{path}: {name} is {value.shape}, expected {shape}")
+                        raise BundleError(
+                            f"{path}: {name} is {value.shape}, expected {shape}{hint}"
+                        )
                     if not np.isfinite(value).all():
                         raise BundleError(f"{path}: {name} holds values that are not finite")
                     tensors[name] = mx.array(value)

@@ -336,3 +336,15 @@ def test_a_budget_too_small_for_all_is_refused(bundle: Path, tmp_path: Path) -> 
     assert done.returncode == 3, done.stderr
     assert "no method could run" in done.stderr and "smallest that fits" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_adapters_reach_every_run(tmp_path: Path) -> None:
+    runs, seen = Runs(lambda method, rate: 2.0), list[dict[str, Any]]()
+
+    def measure(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
+        seen.append({name: settings[name] for name in settings if "lora" in name})
+        return runs(settings, run)
+
+    lora = {"lora_rank": 4, "lora_layers": 2, "rslora": False}
+    compare(settings(tmp_path, **lora), lambda text: None, measure)
+    assert len(seen) >= 4 and all(one == lora for one in seen)

@@ -141,6 +141,20 @@ def test_gradients_of_other_adapters(
     agree(found, expected)
 
 
+def test_a_backward_pass_ends_at_the_first_layer_with_adapters(
+    tiny: Tiny, rng: Rng, tmp_path: Path
+) -> None:
+    exported = tiny("gemma3")
+    names = [block.label for block in exported.manifest.layers]
+    for layers in range(1, len(names) + 1):
+        bundle = with_lora(exported, layers=layers)
+        model = model_of(bundle, 32)
+        model.profile.on = True
+        mebp(model, adapters_of(bundle, rng), rows_of(bundle, rng), tmp_path)
+        visited = [name for name, way in model.profile.blocks if way == "backward"]
+        assert visited == names[::-1][:layers]
+
+
 def test_dropout_is_for_training_only(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
     bundle = with_lora(tiny("qwen2"), dropout=0.4)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)

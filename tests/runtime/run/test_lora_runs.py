@@ -229,6 +229,46 @@ def test_damaged_configurations_are_refused(
     assert refused.returncode == 4 and "adapter_config.json" in refused.stderr, refused.stderr
 
 
+def test_a_run_of_an_earlier_version_goes_on(bundle: Path, tmp_path: Path) -> None:
+    """It has the bundle's settings, and says so nowhere."""
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    assert ondevice(*train_arguments(bundle, whole, 4, method="mezo")).returncode == 0
+    done = struck(signal.SIGKILL, "step 3", *train_arguments(bundle, old, 4, method="mezo"))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    lines = (old / "config.toml").read_text().splitlines(keepends=True)
+    plain = [line for line in lines if not line.startswith(("lora_", "rslora"))]
+    assert len(lines) - len(plain) == 6
+    (old / "config.toml").write_text("".join(plain))
+    for path in old.rglob("adapter_config.json"):
+        config = json.loads(path.read_text())
+        del config["ondevice"]["lora"]
+        path.write_text(json.dumps(config))
+    header, *steps = (old / "trajectory.jsonl").read_text().splitlines(keepends=True)
+    facts = json.loads(header)
+    del facts["lora"]
+    (old / "trajectory.jsonl").write_text("".join([json.dumps(facts) + "\n", *steps]))
+    done = ondevice("train", "--resume", old)
+    assert done.returncode == 0, done.stderr
+    assert adapter(old) == adapter(whole)
+    assert json.loads(ondevice("replay", old, "--json").stdout)["identical"] is True
+    facts["lora"] = {"rank": 0, "alpha": 1.0, "targets": "all-linear"}
+    (old / "trajectory.jsonl").write_text("".join([json.dumps(facts) + "\n", *steps]))
+    refused = here("replay", old)
+    assert refused.returncode == 4 and "its LoRA rank is not in 1..4096" in refused.stderr
+
+
+def test_weights_without_their_configuration_are_the_default(
+    bundle: Path, run: Path, tmp_path: Path
+) -> None:
+    alone = tmp_path / "adapters.safetensors"
+    shutil.copy(run / "adapters.safetensors", alone)
+    refused = here("eval", bundle, "--adapter", alone, "--data", "random:1")
+    assert refused.returncode == 4 and "there is no adapter_config.json" in refused.stderr
+    given = {**SHAPE, "adapter": alone}
+    done = ondevice(*train_arguments(bundle, tmp_path / "more", 1, **given), "--rslora")
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_adapter_of_mlx_lm_brings_its_settings(bundle: Path, run: Path, tmp_path: Path) -> None:
     """Its configuration names the scale and no alpha, and nothing of ours."""
     copy = tmp_path / "copy"
