@@ -25,6 +25,7 @@ class Demand:
     trains: whether adapters are trained; then they live in a scratch file, and evaluations occur.
     moments: float32 values of optimizer state for each trained value, in a scratch file.
     stores_gradients: whether the gradients of all layers are in a scratch file during a step.
+    packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
     """
 
     rows: int = 1
@@ -40,6 +41,7 @@ class Demand:
     trains: bool = True
     moments: int = 0
     stores_gradients: bool = False
+    packs: bool = False
 
 
 def lane_choices(most: int, fewest: int = 1) -> tuple[int, ...]:

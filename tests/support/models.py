@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from runtime.lowering.lower import Sizes, lower
 from runtime.lowering.schedule import backward_schedule
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
-from runtime.methods.protocol import Row, StepLoss
+from runtime.methods.protocol import PackedRows, Row, Sample, StepLoss
 from runtime.methods.registry import method as implementation
 from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
@@ -65,8 +65,17 @@ def rows_of(bundle: Bundle, rng: Rng, lengths: tuple[int, ...] = BATCH) -> list[
     return [row_of(bundle, rng, length) for length in lengths]
 
 
+def packed_of(bundle: Bundle, rng: Rng, length: int, most: int) -> PackedRows:
+    """Rows of 1 to `most` tokens that have `length` tokens together."""
+    rows: list[Row] = []
+    while length:
+        rows.append(row_of(bundle, rng, min(int(rng.integers(1, most + 1)), length)))
+        length -= len(rows[-1].inputs)
+    return PackedRows(tuple(rows))
+
+
 def mebp(
-    model: Model, adapters: Adapters, rows: list[Row], folder: Path, kept: int = 0
+    model: Model, adapters: Adapters, rows: Sequence[Sample], folder: Path, kept: int = 0
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name."""
     manifest = model.bundle.manifest
