@@ -18,7 +18,7 @@ from support.token_rows import VOCAB, after, listed, write_rows
 from ondevice.errors import DataError, UsageError
 from runtime.data import rows as data
 from runtime.data.report import DataReport
-from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens, row_index
+from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens
 
 
 def test_the_training_process_does_not_load_the_tokenizer() -> None:
@@ -191,18 +191,3 @@ def test_orders_differ_by_seed_and_epoch_and_are_fair() -> None:
     assert len(set(orders)) == 25
     first = np.bincount([order(0, epoch, 4)[0] for epoch in range(2000)], minlength=4)
     assert abs(first - 500).max() < 100
-
-
-@settings(deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1))
-def test_the_row_of_a_position_needs_no_history(seed: int, n: int, positions: list[int]) -> None:
-    unbroken = [int(row) for epoch in range(200 // n + 1) for row in order(seed, epoch, n)]
-    assert [row_index(seed, position, n) for position in positions] == [
-        unbroken[position] for position in positions
-    ]
-
-
-def test_there_is_no_row_before_the_first_or_of_nothing() -> None:
-    for position, n in ((-1, 5), (0, 0)):
-        with pytest.raises(ValueError):
-            row_index(0, position, n)
