@@ -34,6 +34,9 @@ class Samples:
         order = SampleOrder(config.seed, packing.lengths(lengths), buckets, step)
         return cls(rows, order, packing, packing.report(lengths, buckets))
 
+    def __len__(self) -> int:
+        return len(self.rows if self.packing is None else self.packing)
+
     def at(self, position: int) -> Sample:
         """The sample at a position of training, from 0, over epochs."""
         index = self.order.sample(position)
