@@ -29,9 +29,7 @@ class SampleOrder:
 
     def __init__(self, seed: int, lengths: Lengths, buckets: Sequence[int], step: int) -> None:
         self._seed, self._count, self._step = seed, len(lengths), step
-        edges = np.array(buckets)
-        found = np.searchsorted(edges, lengths).astype(np.int32)
-        self._buckets = found if step > 1 and found.min() < found.max() else None
+        self._buckets = _buckets_of(lengths, buckets) if step > 1 else None
         self._kept = lru_cache(maxsize=2)(self._epoch)
 
     def sample(self, position: int) -> int:
@@ -49,6 +47,12 @@ class SampleOrder:
             part = found[at : at + window]
             found[at : at + window] = part[_together(self._buckets[part], self._step)]
         return found
+
+
+def _buckets_of(lengths: Lengths, buckets: Sequence[int]) -> Places | None:
+    """The number of the bucket of each sample (n,); None if all are of one."""
+    found = np.searchsorted(np.array(buckets), lengths).astype(np.int32)
+    return found if found.min() < found.max() else None
 
 
 def _together(buckets: Places, step: int) -> npt.NDArray[np.int64]:

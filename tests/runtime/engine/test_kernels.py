@@ -365,6 +365,19 @@ def test_attention_does_not_read_the_rows_beside(
         assert mx.array_equal(one, other)
 
 
+def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, arrays: Arrays) -> None:
+    """Their keys are not even multiplied: numbers that no mask could take away do not show."""
+    starts = np.repeat([0, 8, 20], [8, 12, 10]).astype(np.int32)
+    q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
+    kernel = QueryBlocks(4, arrays)
+    before = (mx.arange(30) < 8)[None, None, :, None]
+    k, v = (mx.where(before, mx.nan, x) for x in (k, v))
+    out, lse = kernel.forward(q, k, v, 0.3, None, starts)
+    for one in (out, *kernel.backward(q, k, v, out, lse, d_out, 0.3, None, starts)):
+        assert mx.isnan(one[:, :, :8]).all()
+        assert mx.isfinite(one[:, :, 8:]).all()
+
+
 # --- arrays -----------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import initialize_rope
 from support.layouts import MIXED, STORED, Layout
 from support.models import (
     CLOSE,
@@ -160,6 +161,40 @@ def test_positions_need_not_start_again_in_long_sequences(
     dense = reference.dense_model(bundle, adapters)
     rows = [(row.tokens, row.scored) for row in packed.rows]
     agree(found, reference.gradients(dense, rows)[1], bound)
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 256},
+    "longrope": {
+        "original_max_position_embeddings": 256,
+        "short_factor": [1.0] * 16,
+        "long_factor": [1.0 + place / 8 for place in range(16)],
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scores_depend_on_distances_alone(rng: Rng, name: str) -> None:
+    """Whatever the configuration scales positions by: it is what packing rests on."""
+    rope = initialize_rope(
+        32, 1e4, False, {"rope_type": name, **SCALINGS[name]}, max_position_embeddings=1024
+    )
+    q, k = (mx.array(rng.standard_normal((1, 1, 40, 32)).astype(np.float32)) for _ in range(2))
+
+    def scores(start: int) -> mx.array:
+        return rope(q, offset=start) @ rope(k, offset=start).swapaxes(-1, -2)
+
+    near, far = scores(0), scores(int(rng.integers(1, 470)))
+    assert reference.relative_error(far, near) <= CLOSE
+    assert reference.relative_error(near, q @ k.swapaxes(-1, -2)) > 0.1
 
 
 def test_packed_rows_in_batches_are_all_their_rows(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
