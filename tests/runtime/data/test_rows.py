@@ -53,6 +53,12 @@ def test_the_bytes_of_a_token_file(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_lengths_are_those_of_the_rows(tmp_path: Path) -> None:
+    rows = TokenRows(write_rows(tmp_path / "out", [([5, 6, 7], [1]), ([8, 9], [0])]), VOCAB)
+    assert rows.lengths.tolist() == [2, 1]
+    assert RandomRows(3, VOCAB, 4, 5).lengths.tolist() == [4] * 5
+
+
 def put(at: int, kind: str, value: int) -> Callable[[bytes], bytes]:
     packed = struct.pack(kind, value)
     return lambda raw: raw[:at] + packed + raw[at + len(packed) :]
