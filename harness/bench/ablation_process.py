@@ -33,12 +33,13 @@ prepare(keep_heap="buffer-reuse" not in sys.argv)
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
-from runtime.data.rows import RANDOM_ROWS, RandomRows, row_index  # noqa: E402
+from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.methods import mezo  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.protocol import Row, Start  # noqa: E402
+from runtime.methods.protocol import Start  # noqa: E402
 from runtime.run.budget import check_budget  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
+from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.system.footprint import Meter  # noqa: E402
 from runtime.system.heap import trim_heap  # noqa: E402
@@ -66,6 +67,7 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
         )
         length = config.max_seq_length or manifest.usual_bucket
         rows = RandomRows(config.seed, manifest.vocab_size, length, RANDOM_ROWS)
+        samples = Samples.of(config, manifest, rows)
         step_s, losses, cached = [], [], []
         for step in range(config.steps):
             if cold:
@@ -75,8 +77,7 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
             if cold or step == 0:
                 cached.append(cached_share(bundle.weights_path))
             start = time.perf_counter()
-            row = Row(*rows.row(row_index(config.seed, step, len(rows))))
-            loss = method.step(step, config.learning_rate, [[row]]).loss
+            loss = method.step(step, config.learning_rate, [[samples.at(step)]]).loss
             step_s.append(time.perf_counter() - start)
             losses.append(loss.loss_sum / loss.tokens)
             check_budget(meter, plan, "an ablation saves nothing")

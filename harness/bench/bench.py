@@ -22,6 +22,7 @@ from harness.bench.budget_curve import CURVE
 from harness.bench.footprint import FOOTPRINT
 from harness.bench.machine import MACHINE
 from harness.bench.mebp_tables import TABLE2, TABLE4
+from harness.bench.packing import PACKING
 from harness.bench.peers import PEERS
 from harness.bench.prediction import PREDICTION
 from harness.bench.step_profile import PROFILE
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "prediction": PREDICTION,
     "curve": CURVE,
     "profile": PROFILE,
+    "packing": PACKING,
     "peers": PEERS,
     "machine": MACHINE,
 }

@@ -61,13 +61,19 @@ class Bench:
     runs: Path
     note: Note
 
-    def rows(self, measured: Callable[[Path, str, int], Row]) -> Iterator[Row]:
-        """A row for each model and length: what `measured` returns, or why there is nothing."""
+    def rows(
+        self, measured: Callable[[Path, str, int], Row], besides: Sequence[int] = ()
+    ) -> Iterator[Row]:
+        """A row for each model and length: what `measured` returns, or why there is nothing.
+
+        The bundles have the lengths `besides` too.
+        """
         private = {str(self.runs): "RUNS", str(Path(self.config.bundles).resolve()): "BUNDLES"}
         for model, lengths in self.cases.items():
             bundle, failed = None, None
             try:
-                bundle = bundle_of(Path(self.config.bundles), model, lengths, self.note)
+                buckets = (*lengths, *besides)
+                bundle = bundle_of(Path(self.config.bundles), model, buckets, self.note)
             except OnDeviceError as problem:
                 failed = f"no bundle: {reason(problem)}"
                 self.note(f"{model}: {failed}")

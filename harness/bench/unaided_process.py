@@ -24,12 +24,13 @@ import msgspec  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import OnDeviceError  # noqa: E402
 from ondevice.methods import METHODS  # noqa: E402
-from runtime.data.rows import RANDOM_ROWS, RandomRows, row_index  # noqa: E402
+from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.protocol import Row, Start  # noqa: E402
+from runtime.methods.protocol import Start  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
 from runtime.run.budget import machine_for  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
+from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402
 from runtime.system.footprint import Meter  # noqa: E402
@@ -50,11 +51,11 @@ def train_unaided(config: TrainConfig, scratch: Path) -> dict[str, Any]:
         running = method(config.method).start(config, begin)
         length = config.max_seq_length or manifest.usual_bucket
         rows = RandomRows(config.seed, manifest.vocab_size, length, RANDOM_ROWS)
+        samples = Samples.of(config, manifest, rows)
         step_s = []
         for step in range(config.steps):
             start = time.perf_counter()
-            row = Row(*rows.row(row_index(config.seed, step, len(rows))))
-            running.step(step, config.learning_rate, [[row]])
+            running.step(step, config.learning_rate, [[samples.at(step)]])
             step_s.append(time.perf_counter() - start)
     return {
         "step_s": step_s[1:],

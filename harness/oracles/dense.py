@@ -29,11 +29,12 @@ from ondevice.bundle.store import open_bundle  # noqa: E402
 from ondevice.config.base import load  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import UsageError  # noqa: E402
-from runtime.data.rows import TokenRows, row_index  # noqa: E402
+from runtime.data.rows import TokenRows  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.optimizer import learning_rate  # noqa: E402
 from runtime.methods.protocol import Row, StepLoss  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
+from runtime.run.samples import Samples  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,11 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
     held_out = TokenRows(run / "valid.tokens", manifest.vocab_size)
     before = evaluate_dense(model, held_out, config.eval_rows)
     size = config.batch_size * config.grad_accumulation
+    samples = Samples.of(config, manifest, rows)
     losses = []
     for step in tqdm(range(steps), desc="dense", disable=None):
-        batch = [rows.row(row_index(config.seed, step * size + i, len(rows))) for i in range(size)]
-        loss, found = gradients(model, batch)
+        batch = [row for i in range(size) for row in samples.at(step * size + i).rows]
+        loss, found = gradients(model, [(row.tokens, row.scored) for row in batch])
         rule.learning_rate = learning_rate(
             config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, step
         )

@@ -7,8 +7,10 @@ references materialize what the kernels avoid.
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +28,7 @@ from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Row as ScoredRow
+from runtime.methods.protocol import PackedRows, Sample
 from runtime.storage.weight_source import FloatTile, WeightSource
 from runtime.storage.weights import Weights
 
@@ -81,15 +83,16 @@ class RowDropout(nn.Module):  # type: ignore[misc]
     def __init__(self, dropout: StepDropout, tensor: str) -> None:
         super().__init__()
         self._dropout, self._tensor = dropout, tensor
-        self._row = 0
+        self._row, self._first = 0, 0
 
-    def begin(self, row: int) -> None:
-        """Take the mask of this row from now on."""
-        self._row = row
+    def begin(self, row: int, first: int = 0) -> None:
+        """Take the mask of this row from now on, from its token `first` on."""
+        self._row, self._first = row, first
 
     def __call__(self, x: mx.array) -> mx.array:
         _, tokens, columns = x.shape
-        mask = self._dropout.of_tensor(self._tensor, self._row).mask(tokens, columns)
+        dropout = self._dropout.of_tensor(self._tensor, self._row).after(self._first)
+        mask = dropout.mask(tokens, columns)
         return x * mask.kept.astype(x.dtype)[None] * mask.factor
 
 
@@ -111,26 +114,83 @@ def adapted(model: nn.Module, adapters: Adapters, dropout: StepDropout | None = 
     return model
 
 
-def batch_loss(model: nn.Module, rows: Sequence[Row]) -> mx.array:
+def batch_loss(
+    model: nn.Module, rows: Sequence[Row], places: Sequence[tuple[int, int]] | None = None
+) -> mx.array:
     """Mean loss over all scored targets of all rows, each row run by itself.
+
+    `places` says, for dropout, where each row stands in the step: the number of its sequence, and
+    its first token there. Without it every row is a sequence of its own.
 
     From the logits on it is float64 (CPU only): in float32 MLX sums a vocabulary of 262,144 with
     an error of 5e-5, which would be the reference's error and not ours.
     """
     total, count = mx.array(0.0, mx.float64), 0
     dropouts = [one for one in model.modules() if isinstance(one, RowDropout)]
-    for row, (tokens, scored) in enumerate(rows):
+    at = places or [(number, 0) for number in range(len(rows))]
+    for (tokens, scored), place in zip(rows, at, strict=True):
         for dropout in dropouts:
-            dropout.begin(row)
+            dropout.begin(*place)
         ids = mx.array(np.asarray(tokens, np.int32))
-        logits = model(ids[None, :-1])[0].astype(mx.float64)
-        target = mx.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
         mask = np.zeros(len(tokens) - 1)
         mask[scored] = 1.0
-        losses = mx.logsumexp(logits, axis=-1) - target
-        total = total + (losses * mx.array(mask, mx.float64)).sum()
+        total = total + _loss_sum(model(ids[None, :-1])[0], ids[1:], mask)
         count += len(scored)
     return total / count
+
+
+def _loss_sum(logits: mx.array, targets: mx.array, mask: npt.NDArray[np.float64]) -> mx.array:
+    """The summed loss of logits (T, V) against targets (T,), weighed by a mask (T,), in float64."""
+    logits = logits.astype(mx.float64)
+    target = mx.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return ((mx.logsumexp(logits, axis=-1) - target) * mx.array(mask, mx.float64)).sum()
+
+
+@contextmanager
+def row_masks(family: str, numbers: mx.array) -> Iterator[None]:
+    """Make mlx-lm's models of a family attend by an explicit mask over packed rows.
+
+    `numbers` (T,) has the number of each token's row. The mask is block-diagonal and causal; where
+    a layer has a window, it is that of distances in the whole sequence. Positions are those of the
+    whole sequence, too.
+    """
+    module: Any = importlib.import_module(f"mlx_lm.models.{family}")
+
+    def masked(h: mx.array, cache: object = None, window_size: int | None = None) -> mx.array:
+        distance = mx.arange(h.shape[1])[:, None] - mx.arange(h.shape[1])[None]
+        near = (distance >= 0) & (distance < (window_size or h.shape[1]))
+        return near & (numbers[:, None] == numbers[None])
+
+    plain = module.create_attention_mask
+    module.create_attention_mask = masked
+    try:
+        yield
+    finally:
+        module.create_attention_mask = plain
+
+
+def packed_gradients(model: nn.Module, packed: PackedRows) -> tuple[float, dict[str, mx.array]]:
+    """As `gradients`, of packed rows in one sequence, by an explicit mask over all scores."""
+    ids: list[int] = []
+    targets: list[int] = []
+    numbers: list[int] = []
+    mask: list[float] = []
+    for number, row in enumerate(packed.rows):
+        tokens, scored = row.tokens.tolist(), set(row.scored.tolist())
+        ids += tokens[:-1]
+        targets += tokens[1:]
+        numbers += [number] * (len(tokens) - 1)
+        mask += [float(at in scored) for at in range(len(tokens) - 1)]
+
+    def loss(model: nn.Module) -> mx.array:
+        logits = model(mx.array(ids)[None])[0]
+        return _loss_sum(logits, mx.array(targets), np.array(mask)) / sum(mask)
+
+    with mx.stream(mx.cpu), row_masks(model.model_type, mx.array(numbers)):
+        value, tree = nn.value_and_grad(model, loss)(model)
+        found: dict[str, mx.array] = dict(tree_flatten(tree))
+        mx.eval(value, found)
+    return float(value), found
 
 
 def in_double(model: nn.Module) -> nn.Module:
@@ -139,22 +199,24 @@ def in_double(model: nn.Module) -> nn.Module:
     return model
 
 
-def gradients(model: nn.Module, rows: Sequence[Row]) -> tuple[float, dict[str, mx.array]]:
-    """The loss and d loss / d adapter, by autograd over the dense model, on the CPU."""
+def gradients(
+    model: nn.Module, rows: Sequence[Row], places: Sequence[tuple[int, int]] | None = None
+) -> tuple[float, dict[str, mx.array]]:
+    """`batch_loss` and d loss / d adapter, by autograd over the dense model, on the CPU."""
     with mx.stream(mx.cpu):
-        value, tree = nn.value_and_grad(model, lambda m: batch_loss(m, rows))(model)
+        value, tree = nn.value_and_grad(model, lambda m: batch_loss(m, rows, places))(model)
         found: dict[str, mx.array] = dict(tree_flatten(tree))
         mx.eval(value, found)
     return float(value), found
 
 
-def plain_loss(model: Model, adapters: Adapters, rows: Sequence[ScoredRow]) -> float:
-    """Mean loss over all scored targets, each row run by itself from end to end."""
+def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> float:
+    """Mean loss over all scored targets, each sample run by itself from end to end."""
     total, count = 0.0, 0
     for row in rows:
         x = model.embed(row.inputs)
         for block in model.blocks[1:-1]:
-            x = model.forward(block, x, adapters.loras(block))
+            x = model.forward(block, x, adapters.loras(block), row.offsets)
         h = model.hidden(x, row.scored)
         (result,) = model.losses([h], [row.targets], gradient=False)
         total += float(result.loss.sum().item())  # type: ignore[arg-type]
@@ -184,7 +246,7 @@ class MonolithicMeZO:
         return Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
 
     def step(
-        self, model: Model, rows: Sequence[ScoredRow], number: int, rate: float
+        self, model: Model, rows: Sequence[Sample], number: int, rate: float
     ) -> tuple[float, list[float]]:
         """Update the adapters; returns the mean of all losses, and the projected gradients."""
         losses: list[tuple[float, float]] = []
@@ -218,12 +280,24 @@ def token_bits(key: int, token: int, columns: int) -> npt.NDArray[np.uint16]:
     return np.array(words).reshape(-1).view(np.uint16)[:columns]
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None) -> mx.array:
-    """softmax(q k^T scale + mask) v over all scores at once; (1, H, T, D), (1, K, T, D)."""
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None,
+    numbers: mx.array | None = None,
+) -> mx.array:
+    """softmax(q k^T scale + mask) v over all scores at once; (1, H, T, D), (1, K, T, D).
+
+    `numbers` (T,) has the number of each token's row, in a sequence of packed rows.
+    """
     repeats, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
     distance = mx.arange(length)[:, None] - mx.arange(length)[None]
     allowed = (distance >= 0) & (distance < (window or length))
+    if numbers is not None:
+        allowed = allowed & (numbers[:, None] == numbers[None])
     scores = mx.where(allowed, (q @ k.swapaxes(-1, -2)) * scale, -mx.inf)
     return mx.softmax(scores, axis=-1) @ v
 

@@ -166,11 +166,14 @@ def _data(arguments: argparse.Namespace) -> None:
     if arguments.json:
         reports = msgspec.to_builtins(found.reports, str_keys=True)
         facts = {"buckets": list(buckets), "recommended": first.recommended()}
+        facts["packing"] = msgspec.to_builtins(found.packing)
         print(json.dumps({"data": reports, **facts, "row": found.row}))
         return
     for name, report in found.reports.items():
         print(f"{name}: {report.describe(buckets)}\n")
     print(describe_lengths(first.recommended(), first.longest, buckets))
+    if found.packing is not None:
+        print(found.packing.describe())
     if found.row:
         text, means = marked(found.row, sys.stdout.isatty())
         print(f"\nrow {config.row}, with what is scored {means}:\n\n{text}")

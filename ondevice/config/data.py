@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ondevice.config.base import COUNT, NOT_NEGATIVE, option, required
-from ondevice.config.shared import DATA_FILE, DataOptions, valid_split_field
+from ondevice.config.shared import DATA_FILE, DataOptions, pack_field, valid_split_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +25,4 @@ class DataConfig(DataOptions):
     )
     row: int = option(0, "the row to show, counted from 0 among those that are kept", NOT_NEGATIVE)
     valid_split: str | None = valid_split_field()
+    pack: bool = pack_field()

@@ -97,6 +97,16 @@ def valid_split_field() -> Any:
     )
 
 
+def pack_field() -> Any:
+    """The field for packing short rows together."""
+    return option(
+        False,
+        "train on sequences of several short rows, of which none attends to another; they have the "
+        "bundle's length for --max-seq-length (default: its longest up to 256, or what rows need)",
+        group=Group.DATA,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Config):
     """Options of commands that read data: which rows there are, and which tokens have a loss."""
@@ -168,7 +178,10 @@ class StepConfig(BundleConfig, LoraOptions):
         *METHODS,
         group=Group.TRAINING,
     )
-    batch_size: int = option(1, "rows per batch", COUNT, Group.TRAINING)
+    pack: bool = pack_field()
+    batch_size: int = option(
+        1, "rows per batch; with --pack sequences of rows", COUNT, Group.TRAINING
+    )
     grad_accumulation: int = option(
         1, "batches whose gradients are accumulated per step", COUNT, Group.TRAINING
     )

@@ -1,4 +1,9 @@
-"""The operation Attention: causal, optionally with a sliding window, with grouped heads."""
+"""The operation Attention: causal, optionally with a sliding window, with grouped heads.
+
+Where a sequence holds several packed rows, attention does not cross from one to another. Positions
+go on from row to row: rotary position embeddings make scores depend on distances only, and windows
+count distances too.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,15 @@ from collections.abc import Mapping
 from ondevice.operations.base import Execution, Operation, Tables, Visit, require
 from ondevice.operations.values import F32, Shape, T, shape_at
 
+STARTS = "@starts"  # the value that packed sequences have besides (no program can name it so)
+START_BYTES = 4  # of each token's: the position at which its row starts
+
 
 class Attention(Operation, frozen=True):
     """softmax(q k^T scale) v for q (1, H, T, D) and k, v (1, K, T, D), H a multiple of K.
 
-    A token attends to itself and to earlier tokens; with `window`, to the last `window` of these.
+    A token attends to itself and to earlier tokens of its row; with `window`, to the last `window`
+    of these.
     """
 
     inputs: tuple[str, str, str]

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
+from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.config.data import DataConfig
+from ondevice.config.train import TrainConfig
 from ondevice.errors import DataError, UsageError
 from runtime.data.examples import Row
+from runtime.data.packing import PackingReport, pack
 from runtime.data.reading import Reading, reading_of
 from runtime.data.records import TEXT
 from runtime.data.report import DataReport
-from runtime.data.rows import split_file
+from runtime.data.rows import Lengths, split_file
+from runtime.data.source import length_holding, length_to_pack
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.data.tokenizing import TRAIN, VALID, Reader
+from runtime.planner.plan import choose_bucket
 
 SPLITS = (TRAIN, VALID, "test")
 
 
 @dataclass(frozen=True)
 class Overview:
-    """The report of each split by name, and a row of the first: pieces of text, scored or not."""
+    """The report of each split by name, and a row of the first: pieces of text, scored or not.
+
+    `packing` says what packing makes of the first split's rows, if that is asked for.
+    """
 
     reports: dict[str, DataReport]
     row: list[tuple[str, bool]]
+    packing: PackingReport | None = None
 
 
 def overview(config: DataConfig, bundle: Bundle) -> Overview:
@@ -40,18 +52,31 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     encoder, manifest = load_encoder(bundle.path), bundle.manifest
     reports: dict[str, DataReport] = {}
     shown: Row | None = None
+    lengths = array("q")  # of the first split's rows
     for name, file, reading in _parts(config):
         usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
         length = config.max_seq_length or usual
         reader = Reader(file, encoder, length, reading, VALID if name == VALID else TRAIN)
         for number, row in enumerate(reader.rows()):
-            if not reports and number == config.row:
-                shown = row
+            if not reports:
+                lengths.append(row.length)
+                shown = row if number == config.row else shown
         reports[name] = reader.report
     if shown is None and config.row:
         kept = next(iter(reports.values())).kept
         raise UsageError(f"there is no row {config.row}: {kept} are kept, counted from 0")
-    return Overview(reports, [] if shown is None else pieces(shown, encoder))
+    shown_row = [] if shown is None else pieces(shown, encoder)
+    if not config.pack or not lengths:
+        return Overview(reports, shown_row)
+    longest = max(one.longest for name, one in reports.items() if name in (TRAIN, VALID))
+    length = config.max_seq_length or length_to_pack(manifest, length_holding(manifest, longest))
+    return Overview(reports, shown_row, _packed(np.array(lengths), length, manifest))
+
+
+def _packed(lengths: Lengths, length: int, manifest: Manifest) -> PackingReport:
+    """What packing makes of rows of these lengths, with the default seed."""
+    packing = pack(lengths, choose_bucket(manifest, length), TrainConfig.seed)
+    return packing.report(lengths, manifest.buckets)
 
 
 def pieces(row: Row, encoder: TextEncoder) -> list[tuple[str, bool]]:

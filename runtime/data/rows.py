@@ -2,8 +2,7 @@
 
 Text becomes tokens in another process (`runtime.data.tokenizing`), so the tokenizer's memory
 is never part of the training footprint; it writes a token file, from which training
-copies one row at a time. The order of rows is a function of (seed, position): nothing is shuffled
-in place, so a resumed run sees the same rows as an uninterrupted one.
+copies one row at a time. The order of rows is a function of (seed, epoch).
 
 Token file, all little-endian: the header (magic `ondvtok\\0`, version and seq_length as uint32,
 then rows, tokens and bytes of the report as uint64), one index entry per row (start as int64,
@@ -18,7 +17,6 @@ import os
 import struct
 import subprocess
 import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +41,8 @@ _CHECK_ITEMS = 2**16  # how much of a token file is checked at a time
 
 Tokens = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.int64]
+"""How many tokens each row predicts, (n,)."""
 
 
 class Rows(Protocol):
@@ -52,6 +52,10 @@ class Rows(Protocol):
     def report(self) -> DataReport | None: ...
 
     def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> Lengths:
+        """How many tokens each row predicts, as a new array."""
 
     def row(self, index: int) -> tuple[Tokens, Positions]:
         """Row `index`: its tokens (T + 1,), and the positions (N,) that are scored.
@@ -175,6 +179,10 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def lengths(self) -> Lengths:
+        return self._index["length"].astype(np.int64) - 1
+
     def row(self, index: int) -> tuple[Tokens, Positions]:
         """Row `index`, see Rows. Raises IndexError if there is no such row."""
         if not 0 <= index < len(self):
@@ -233,6 +241,10 @@ class RandomRows:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def lengths(self) -> Lengths:
+        return np.full(self._count, self.seq_length)
+
     def row(self, index: int) -> tuple[Tokens, Positions]:
         """Row `index`, of which every position is scored. Raises IndexError if there is none."""
         if not 0 <= index < self._count:
@@ -265,20 +277,6 @@ def order(seed: int, epoch: int, n: int) -> npt.NDArray[np.int32]:
     """The (n,) order of rows 0..n-1 in `epoch`: their order by a hash of (seed, epoch, row)."""
     keys = _hashed(2, seed, epoch, np.arange(n, dtype=np.uint64))
     return np.argsort(keys, kind="stable").astype(np.int32)
-
-
-def row_index(seed: int, position: int, n: int) -> int:
-    """The row that is the `position`-th example (from 0) of training on n rows, over epochs.
-
-    A function of its arguments; the order of the last epochs asked for is kept for speed.
-    """
-    if n < 1 or position < 0:
-        raise ValueError(f"no position {position} in {n} rows")
-    epoch, place = divmod(position, n)
-    return int(_kept_order(seed, epoch, n)[place])
-
-
-_kept_order = lru_cache(maxsize=2)(order)  # training and evaluation
 
 
 def _hashed(*keys: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

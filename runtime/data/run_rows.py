@@ -11,7 +11,7 @@ from ondevice.errors import DataError, UsageError
 from runtime.data.reading import reading_of
 from runtime.data.report import DataReport
 from runtime.data.rows import Rows, split_file
-from runtime.data.source import Source
+from runtime.data.source import Source, length_to_pack
 
 TOKENS = ("train.tokens", "valid.tokens")
 
@@ -28,8 +28,10 @@ def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfi
     """
     if config.max_seq_length is not None:
         return config
-    lengths = [source.length(bundle, folder) for source in _sources(config)]
-    return replace(config, max_seq_length=max(lengths))
+    length = max(source.length(bundle, folder) for source in _sources(config))
+    if config.pack:
+        length = length_to_pack(bundle.manifest, length)
+    return replace(config, max_seq_length=length)
 
 
 def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Rows, Rows | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from runtime.data.reading import Reading
 from runtime.data.records import TEXT
@@ -46,4 +47,14 @@ class Source:
             return manifest.usual_bucket
         rows = self.rows(bundle, folder, manifest.buckets[-1])
         longest = 0 if rows.report is None else rows.report.longest
-        return next((one for one in manifest.buckets if one >= longest), manifest.buckets[-1])
+        return length_holding(manifest, longest)
+
+
+def length_holding(manifest: Manifest, longest: int) -> int:
+    """The bundle's shortest length that holds the longest row, or its longest if none does."""
+    return next((one for one in manifest.buckets if one >= longest), manifest.buckets[-1])
+
+
+def length_to_pack(manifest: Manifest, length: int) -> int:
+    """The length of packed sequences where none is given: that of text, or what rows need."""
+    return max(length, manifest.usual_bucket)

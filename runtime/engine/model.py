@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.bundle.store import Bundle
+from ondevice.operations.attention import STARTS
 from ondevice.operations.program import Block
 from ondevice.operations.tensors import Matrix
 from ondevice.operations.values import gradient_of
@@ -29,6 +30,8 @@ from runtime.storage.weight_source import WeightSource
 
 Positions = npt.NDArray[np.int64]
 """Places in a row, in increasing order."""
+Offsets = npt.NDArray[np.int64]
+"""Where each row of a packed sequence begins (k,), and where the last one ends: k + 1 numbers."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +107,40 @@ class Model:
         values: Values = {TOKENS: mx.array(padded)}
         return self._forward(self.blocks[0], [values], [{}])[0]
 
-    def forward(self, block: Block, x: mx.array, loras: Loras) -> mx.array:
-        """A layer's output (1, bucket, D)."""
-        return self.forward_lanes(block, [x], [loras])[0]
+    def forward(
+        self, block: Block, x: mx.array, loras: Loras, offsets: Offsets | None = None
+    ) -> mx.array:
+        """A layer's output (1, bucket, D); `offsets` divide a sequence of packed rows."""
+        return self.forward_lanes(block, [x], [loras], [offsets])[0]
 
     def forward_lanes(
-        self, block: Block, xs: list[mx.array], loras: Sequence[Loras]
+        self,
+        block: Block,
+        xs: list[mx.array],
+        loras: Sequence[Loras],
+        offsets: Sequence[Offsets | None] | None = None,
     ) -> list[mx.array]:
         """A layer's outputs (1, bucket, D) of several inputs, each with its adapters.
 
         Every tile of the weights is read and dequantized once and serves all of them; none of the
-        results depends on the others. `xs` is emptied.
+        results depends on the others. `xs` is emptied. `offsets` of an input that is not None
+        divide it into packed rows.
         """
         source = self._lowered[block].program.input
-        lanes: list[Values] = [{source: x} for x in xs]
+        of_lanes = offsets or [None] * len(xs)
+        pairs = zip(xs, of_lanes, strict=True)
+        lanes: list[Values] = [{source: x, **self._starts(one)} for x, one in pairs]
         xs.clear()
         return self._forward(block, lanes, loras)
+
+    def _starts(self, offsets: Offsets | None) -> Values:
+        """What attention reads of packed rows; padding is a row of its own. Nothing for one row."""
+        if offsets is None:
+            return {}
+        lengths = np.diff(offsets, append=self.bucket)
+        starts = mx.array(np.repeat(offsets, lengths).astype(np.int32))
+        mx.eval(starts)
+        return {STARTS: starts}
 
     def _forward(self, block: Block, lanes: list[Values], loras: Sequence[Loras]) -> list[mx.array]:
         lowered = self._lowered[block]
@@ -127,28 +148,38 @@ class Model:
         self.executor.forward(block, program, lowered.forward, self.bucket, lanes, loras)
         return [values[program.output] for values in lanes]
 
-    def forward_keeping(self, block: Block, x: mx.array, loras: Loras) -> tuple[mx.array, Values]:
+    def forward_keeping(
+        self, block: Block, x: mx.array, loras: Loras, offsets: Offsets | None = None
+    ) -> tuple[mx.array, Values]:
         """A layer's output (1, bucket, D), and the values that spare `backward` recomputation."""
         lowered = self._lowered[block]
         program = lowered.program
-        values: Values = {program.input: x}
+        values: Values = {program.input: x, **self._starts(offsets)}
         del x
         self.executor.forward(block, program, lowered.keeping, self.bucket, [values], [loras])
         y = values.pop(program.output)
-        values.pop(program.input, None)
+        for name in (program.input, STARTS):
+            values.pop(name, None)
         return y, values
 
     def backward(
-        self, block: Block, x: mx.array, dy: mx.array, loras: Loras, kept: Values | None = None
+        self,
+        block: Block,
+        x: mx.array,
+        dy: mx.array,
+        loras: Loras,
+        kept: Values | None = None,
+        offsets: Offsets | None = None,
     ) -> tuple[mx.array | None, Gradients]:
         """A layer's vjp at x (1, bucket, D): dx, and (dA, dB) per adapted matrix.
 
         dx is None in the first layer with an adapter, since nothing before it is trained. `kept` is
-        what `forward_keeping` returned; it is consumed.
+        what `forward_keeping` returned; it is consumed. `offsets` divide a sequence of packed rows.
         """
         lowered = self._lowered[block]
         program = lowered.program
         values: Values = {program.input: x, gradient_of(program.output): dy}
+        values |= self._starts(offsets)
         del x, dy
         schedule = lowered.backward
         if kept is not None:

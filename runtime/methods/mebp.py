@@ -22,7 +22,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
 from runtime.methods.dropout import StepDropout
 from runtime.methods.optimizer import Optimizer, moments
-from runtime.methods.protocol import Models, Row, Start, StepLoss, StepResult, Update
+from runtime.methods.protocol import Models, Sample, Start, StepLoss, StepResult, Update
 from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
 
@@ -45,7 +45,7 @@ class Backprop:
     kept_layers: int = 0
     dropout: StepDropout | None = None
 
-    def gradients(self, rows: Sequence[Row], tokens: int, update: Update) -> StepLoss:
+    def gradients(self, rows: Sequence[Sample], tokens: int, update: Update) -> StepLoss:
         """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
         kept = self._forward(rows)
         result = self._head(rows, tokens)
@@ -56,24 +56,25 @@ class Backprop:
             if index > last:
                 self.model.read_ahead(blocks[index - 1])
             with self.model.profile.block(block.label, "backward"):
-                total = self._block(index, len(rows), kept)
+                total = self._block(index, rows, kept)
                 self.model.release(block)
                 with self.model.profile.span("optimizer"):
                     update(block, total)
                 del total
         return result
 
-    def _block(self, index: int, rows: int, kept: Kept) -> Gradients:
+    def _block(self, index: int, rows: Sequence[Sample], kept: Kept) -> Gradients:
         block = self.model.blocks[index]
         loras = self.adapters.loras(block)
         total: Gradients = {}
-        for row in range(rows):
+        for row, item in enumerate(rows):
             dx, gradients = self.model.backward(
                 block,
                 self.activations.get(index, row),
                 self.activations.get(index + 1, row),
                 self._of_row(block, loras, row),
                 kept=kept.pop((index, row), None),
+                offsets=item.offsets,
             )
             if dx is not None:
                 self.activations.put(index, row, dx)
@@ -84,7 +85,7 @@ class Backprop:
     def _of_row(self, block: Block, loras: Loras, row: int) -> Loras:
         return loras if self.dropout is None else self.dropout.of_row(block, loras, row)
 
-    def _forward(self, rows: Sequence[Row]) -> Kept:
+    def _forward(self, rows: Sequence[Sample]) -> Kept:
         kept: Kept = {}
         blocks = self.model.blocks
         with self.model.profile.block(blocks[0].label, "forward"):
@@ -96,32 +97,35 @@ class Backprop:
             loras = self.adapters.loras(block)
             with self.model.profile.block(block.label, "forward"):
                 if index >= len(blocks) - 1 - self.kept_layers:
-                    self._forward_keeping(index, len(rows), loras, kept)
+                    self._forward_keeping(index, rows, loras, kept)
                 else:
-                    self._forward_lanes(index, len(rows), loras)
+                    self._forward_lanes(index, rows, loras)
             self.model.release(block)
         return kept
 
-    def _forward_keeping(self, index: int, rows: int, loras: Loras, kept: Kept) -> None:
-        for row in range(rows):
+    def _forward_keeping(
+        self, index: int, rows: Sequence[Sample], loras: Loras, kept: Kept
+    ) -> None:
+        for row, item in enumerate(rows):
             x = self.activations.get(index, row)
             block = self.model.blocks[index]
             given = self._of_row(block, loras, row)
-            y, kept[index, row] = self.model.forward_keeping(block, x, given)
+            y, kept[index, row] = self.model.forward_keeping(block, x, given, item.offsets)
             self.activations.put(index + 1, row, y)
             del x, y
 
-    def _forward_lanes(self, index: int, rows: int, loras: Loras) -> None:
-        for first in range(0, rows, self.lanes):
-            group = range(first, min(first + self.lanes, rows))
+    def _forward_lanes(self, index: int, rows: Sequence[Sample], loras: Loras) -> None:
+        for first in range(0, len(rows), self.lanes):
+            group = range(first, min(first + self.lanes, len(rows)))
             xs = [self.activations.get(index, row) for row in group]
+            offsets = [rows[row].offsets for row in group]
             block = self.model.blocks[index]
             given = [self._of_row(block, loras, row) for row in group]
-            ys = self.model.forward_lanes(block, xs, given)
+            ys = self.model.forward_lanes(block, xs, given, offsets)
             for row in group:
                 self.activations.put(index + 1, row, ys.pop(0))
 
-    def _head(self, rows: Sequence[Row], tokens: int) -> StepLoss:
+    def _head(self, rows: Sequence[Sample], tokens: int) -> StepLoss:
         """The losses; the gradients of the head's inputs replace these inputs."""
         head = len(self.model.blocks) - 1
         block = self.model.blocks[head]
@@ -147,7 +151,7 @@ class Backprop:
         return result
 
 
-def _groups(rows: Sequence[Row], most: int) -> list[list[int]]:
+def _groups(rows: Sequence[Sample], most: int) -> list[list[int]]:
     """Groups of rows for one pass over the vocabulary, of at most `most` scored positions."""
     groups: list[list[int]] = []
     room = 0
@@ -174,7 +178,7 @@ class MeBP:
     seed: int = 0  # of the dropout
     keeps_log: ClassVar[bool] = False
 
-    def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; gradients of several parts are held until the last.
 
         With clipping they are held in its scratch file, until their norm is known.

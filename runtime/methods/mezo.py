@@ -30,7 +30,7 @@ from runtime.engine.model import Model
 from runtime.engine.values import Loras
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Models, Row, Start, StepLoss, StepResult
+from runtime.methods.protocol import Models, Sample, Start, StepLoss, StepResult
 from runtime.methods.scalar_update import Update, projected_gradient
 from runtime.methods.trajectory import Header, digest
 from runtime.planner.demand import Demand, lane_choices
@@ -68,7 +68,7 @@ class MeZO:
     _pending: Update | None = field(default=None, repr=False)
     keeps_log: ClassVar[bool] = True
 
-    def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; all parts run together, at the bucket of their longest row."""
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
@@ -82,12 +82,12 @@ class MeZO:
         for index, block in enumerate(model.blocks[1:-1], start=1):
             model.read_ahead(model.blocks[index + 1])
             with model.profile.block(block.label, "forward"):
-                self._block(model, block, number, lanes)
+                self._block(model, block, number, rows, lanes)
         self._pending = None  # every block has been visited
         losses = self._losses(model, rows, lanes)
         return self._learn(number, rate, rows, lanes, losses)
 
-    def _embed(self, model: Model, rows: Sequence[Row], lanes: Sequence[Lane]) -> None:
+    def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
         block = model.blocks[0]
         with model.profile.block(block.label, "forward"):
             for row, item in enumerate(rows):
@@ -98,7 +98,9 @@ class MeZO:
                 del x
             model.release(block)
 
-    def _block(self, model: Model, block: Block, number: int, lanes: list[Lane]) -> None:
+    def _block(
+        self, model: Model, block: Block, number: int, rows: Sequence[Sample], lanes: list[Lane]
+    ) -> None:
         self._catch_up(block, model)
         perturbed: dict[tuple[int, float], Loras] = {}
         for first in range(0, len(lanes), self.lanes):
@@ -111,7 +113,8 @@ class MeZO:
                         self._perturb(perturbed, block, number, query)
             xs = [self.activations.get(0, first + i) for i in range(len(group))]
             loras = [perturbed[lane.query, lane.sign] for lane in group]
-            ys = model.forward_lanes(block, xs, loras)
+            offsets = [rows[lane.row].offsets for lane in group]
+            ys = model.forward_lanes(block, xs, loras, offsets)
             for i in range(len(group)):
                 self.activations.put(0, first + i, ys.pop(0))
             del loras  # before the next group's are drawn
@@ -140,7 +143,7 @@ class MeZO:
             for suffix in ("lora_a", "lora_b")
         ]
 
-    def _losses(self, model: Model, rows: Sequence[Row], lanes: Sequence[Lane]) -> list[float]:
+    def _losses(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> list[float]:
         """The summed loss of every lane."""
         head = model.blocks[-1]
         found: list[float] = []
@@ -161,7 +164,7 @@ class MeZO:
         self,
         number: int,
         rate: float,
-        rows: Sequence[Row],
+        rows: Sequence[Sample],
         lanes: Sequence[Lane],
         losses: Sequence[float],
     ) -> StepResult:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.operations.program import Block
-from runtime.engine.model import Model, Positions
+from runtime.engine.model import Model, Offsets, Positions
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.planner.demand import Demand
@@ -43,6 +44,49 @@ class Row:
         """The targets (N,) that have a loss."""
         return self.tokens[1 + self.scored].astype(np.int64)
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (self,)
+
+    @property
+    def offsets(self) -> None:
+        """None: the sequence is one row."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows one after another in one sequence, each predicted as if it were alone.
+
+    A row's inputs end before its last token, which is a target only: no token predicts the first of
+    the next row.
+    """
+
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([row.inputs for row in self.rows])
+
+    @cached_property
+    def offsets(self) -> Offsets:
+        """Where each row begins in `inputs`, and where the last one ends."""
+        return np.cumsum([0, *(len(row.tokens) - 1 for row in self.rows)])
+
+    @cached_property
+    def scored(self) -> Positions:
+        """The positions (N,) in `inputs` whose targets have a loss."""
+        pairs = zip(self.rows, self.offsets.tolist(), strict=False)
+        return np.concatenate([row.scored + start for row, start in pairs])
+
+    @cached_property
+    def targets(self) -> npt.NDArray[np.int64]:
+        """The targets (N,) that have a loss."""
+        return np.concatenate([row.targets for row in self.rows])
+
+
+Sample = Row | PackedRows
+"""One element of a batch: what goes through the blocks as one hidden state."""
+
 
 @dataclass(frozen=True)
 class StepLoss:
@@ -67,7 +111,7 @@ class StepLoss:
 class StepResult:
     """What a step did.
 
-    `loss` is that of the batch; `forward_passes` counts rows run forward for the objective (not
+    `loss` is that of the batch; `forward_passes` counts samples run forward for the objective (not
     recomputation); `skipped` is above 0 if nothing was learned because a loss was not finite, and
     counts such steps in a row; `record` is the step's line in the trajectory log; `gradient_norm`
     is that of all gradients before they were clipped, None where none are.
@@ -99,8 +143,8 @@ class Method(Protocol):
     @property
     def keeps_log(self) -> bool: ...
 
-    def step(self, number: int, rate: float, parts: Sequence[Sequence[Row]]) -> StepResult:
-        """Step `number` (0-based) at learning rate `rate` over micro-batches of rows.
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
+        """Step `number` (0-based) at learning rate `rate` over micro-batches of samples.
 
         The objective is the mean loss over all scored tokens of all parts.
         """

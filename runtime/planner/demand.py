@@ -26,6 +26,7 @@ class Demand:
     moments: float32 values of optimizer state for each trained value, in a scratch file.
     stores_gradients: whether the gradients of all layers are in a scratch file during a step.
     drops_inputs: whether training drops values of the adapters' inputs.
+    packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
     """
 
     rows: int = 1
@@ -42,6 +43,7 @@ class Demand:
     moments: int = 0
     stores_gradients: bool = False
     drops_inputs: bool = False
+    packs: bool = False
 
 
 def lane_choices(most: int, fewest: int = 1) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ondevice.bundle.manifest import Manifest
+from ondevice.operations.attention import START_BYTES, STARTS
 from ondevice.operations.base import Visit, materialized_bytes
 from ondevice.operations.program import Block, Program
 from ondevice.operations.values import F32, bytes_at, gradient_of
@@ -163,7 +164,7 @@ class PeakModel:
         backward = 0
         if program.input and self.demand.backward and lowered.backward:
             (last,) = lowered.head.activations if lowered.head else (program.output,)
-            alive = {program.input, gradient_of(last)}
+            alive = {program.input, gradient_of(last), *self._starts(lowered)}
             backward = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
             backward += self._held_weights(lowered)
         return BlockPeak(lowered.block.label, self.forward(index, lanes), backward)
@@ -176,7 +177,7 @@ class PeakModel:
 
     def _forward(self, lowered: LoweredBlock, lanes: int) -> int:
         program, bucket = lowered.program, self.lowered.bucket
-        start = {program.input} if program.input else set()
+        start = {program.input, *self._starts(lowered)} if program.input else set()
         if not program.input:
             lanes = 1  # embedded one at a time
         found = self._peak(lowered, program, lowered.forward, start, lanes, bucket)
@@ -187,6 +188,10 @@ class PeakModel:
             )
             found = max(found, lowered.head.working_bytes(visit, self.execution))
         return found
+
+    def _starts(self, lowered: LoweredBlock) -> tuple[str, ...]:
+        """The value that a layer has besides, for each hidden state of packed rows."""
+        return (STARTS,) if self.demand.packs and lowered.head is None else ()
 
     def free_lanes(self, live: int, at_least: int, most: int) -> int:
         """How many hidden states can run through every block together within `live` bytes.
@@ -247,6 +252,8 @@ class PeakModel:
         def size(name: str) -> int:
             if name in statistics:
                 return statistics[name]
+            if name == STARTS:
+                return tokens * START_BYTES
             return bytes_at(program.values[name.removeprefix("~")], tokens)
 
         held.take({name: (size(name), "") for name in alive})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ondevice.bundle.manifest import Manifest
@@ -43,7 +44,7 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
         UsageError: rows are longer than the bundle has graphs for, or the method does not clip
             gradients, or drop inputs of adapters, and is asked to.
     """
-    demand = method(config.method).demand(config)
+    demand = replace(method(config.method).demand(config), packs=config.pack)
     if config.max_grad_norm and not demand.stores_gradients:
         raise UsageError(
             f"--max-grad-norm {config.max_grad_norm:g}: {config.method} does not clip gradients; "

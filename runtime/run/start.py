@@ -27,6 +27,7 @@ from runtime.run.events import Events
 from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
+from runtime.run.samples import Samples
 from runtime.run.trainer import ENDS, Progress, Trainer
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
@@ -77,6 +78,9 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
                 rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
                 for report in reports_of(rows, eval_rows).values():
                     events.note(report.describe(bundle.manifest.buckets))
+                samples = Samples.of(fixed, bundle.manifest, rows)
+                if samples.packing_report is not None:
+                    events.note(samples.packing_report.describe())
                 if eval_rows is None and fixed.eval_every:
                     raise UsageError(
                         "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
@@ -96,7 +100,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
                 events.note(f"ondevice: warning: {bundle.manifest.quality.warning()}")
             events.plan(chosen)
             return Trainer(
-                fixed, folder, session, adapters, running, rows, eval_rows, events, meter
+                fixed, folder, session, adapters, running, samples, eval_rows, events, meter
             ).run()
 
 
@@ -127,6 +131,7 @@ def resume(
         events.plan(chosen)
         meter.aim(chosen.predicted_peak_bytes)
         rows, eval_rows = open_run_rows(config, bundle, folder.path)
+        samples = Samples.of(config, bundle.manifest, rows)
         session = open_session(bundle, chosen)
         if save is None:
             done, adapters = 0, _first_adapters(config, session, folder)
@@ -144,7 +149,7 @@ def resume(
         if running.keeps_log:
             truncate_log(folder.trajectory, done)
         trainer = Trainer(
-            config, folder, session, adapters, running, rows, eval_rows, events, meter, progress
+            config, folder, session, adapters, running, samples, eval_rows, events, meter, progress
         )
         if trainer.ended:
             events.note(

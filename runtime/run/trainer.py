@@ -21,17 +21,18 @@ import msgspec
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
 from ondevice.files import storage_errors
-from runtime.data.rows import Rows, row_index
+from runtime.data.rows import Rows
 from runtime.data.run_rows import reports_of
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
-from runtime.methods.protocol import Method, Row
+from runtime.methods.protocol import Method
 from runtime.run.best import Best, best_of, no_better_since
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.events import Events
 from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
 from runtime.run.open import Session
+from runtime.run.samples import Samples
 from runtime.run.signals import Stop, catching_signals
 from runtime.system.backend import describe
 from runtime.system.footprint import Meter
@@ -69,7 +70,7 @@ class Trainer:
         session: Session,
         adapters: Adapters,
         method: Method,
-        rows: Rows,
+        samples: Samples,
         eval_rows: Rows | None,
         events: Events,
         meter: Meter,
@@ -77,7 +78,7 @@ class Trainer:
     ) -> None:
         self.config, self.folder, self.session = config, folder, session
         self.adapters, self.method = adapters, method
-        self.rows, self.eval_rows = rows, eval_rows
+        self.samples, self.eval_rows = samples, eval_rows
         self.events, self.meter = events, meter
         before = progress or Progress()
         self.done = self.first = before.done
@@ -206,7 +207,7 @@ class Trainer:
         size, count = config.batch_size, config.grad_accumulation
         first = self.done * size * count
         parts = [
-            [self._row(first + part * size + index) for index in range(size)]
+            [self.samples.at(first + part * size + index) for index in range(size)]
             for part in range(count)
         ]
         rate = learning_rate(
@@ -240,9 +241,6 @@ class Trainer:
         if result.gradient_norm is not None:
             entry["gradient_norm"] = result.gradient_norm
         return entry, result.record
-
-    def _row(self, position: int) -> Row:
-        return Row(*self.rows.row(row_index(self.config.seed, position, len(self.rows))))
 
     def _evaluate(self, when: str) -> None:
         assert self.eval_rows is not None
@@ -315,7 +313,10 @@ class Trainer:
             "evaluations_no_better": no_better_since(
                 self.evaluations, self.done, self.config.min_delta
             ),
-            "data": msgspec.to_builtins(reports_of(self.rows, self.eval_rows), str_keys=True),
+            "data": msgspec.to_builtins(
+                reports_of(self.samples.rows, self.eval_rows), str_keys=True
+            ),
+            "packing": msgspec.to_builtins(self.samples.packing_report),
             "machine": describe(),
         }
         if self.config.profile:

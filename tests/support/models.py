@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from runtime.lowering.schedule import backward_schedule
 from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
 from runtime.methods.mebp import Backprop
-from runtime.methods.protocol import Row, StepLoss
+from runtime.methods.protocol import PackedRows, Row, Sample, StepLoss
 from runtime.methods.registry import method as implementation
 from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
@@ -66,10 +66,19 @@ def rows_of(bundle: Bundle, rng: Rng, lengths: tuple[int, ...] = BATCH) -> list[
     return [row_of(bundle, rng, length) for length in lengths]
 
 
+def packed_of(bundle: Bundle, rng: Rng, length: int, most: int) -> PackedRows:
+    """Rows of 1 to `most` tokens that have `length` tokens together."""
+    rows: list[Row] = []
+    while length:
+        rows.append(row_of(bundle, rng, min(int(rng.integers(1, most + 1)), length)))
+        length -= len(rows[-1].inputs)
+    return PackedRows(tuple(rows))
+
+
 def mebp(
     model: Model,
     adapters: Adapters,
-    rows: list[Row],
+    rows: Sequence[Sample],
     folder: Path,
     kept: int = 0,
     dropout: StepDropout | None = None,

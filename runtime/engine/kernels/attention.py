@@ -1,4 +1,4 @@
-"""Causal attention by query blocks: sliding window, grouped keys, and its hand-derived backward.
+"""Causal attention by query blocks: window, packed rows, grouped keys; and its backward by hand.
 
 Never more than one block of scores (H, block, keys) exists. The forward keeps the log-sum-exp of
 each row; the backward rebuilds the probabilities from it (as FlashAttention, arXiv 2205.14135):
@@ -6,6 +6,7 @@ each row; the backward rebuilds the probabilities from it (as FlashAttention, ar
     P = exp(S - lse)   dV = P^T dO   dS = P * (dO V^T - rowsum(dO * O)) * scale
     dQ = dS K          dK = dS^T Q
 
+A block of queries is multiplied by no keys before its window or before the row of its first query.
 The reference is `harness.oracles.reference.attention`.
 """
 
@@ -16,14 +17,17 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from ondevice.operations.attention import Attention
+from ondevice.operations.attention import STARTS, Attention
 from runtime.engine.arrays import Arrays
 from runtime.engine.kernels.base import Run, Tools
 from runtime.engine.sums import row_sums
 from runtime.engine.values import Gradients, Loras, Values
 
 MASKED = -1e30  # added to a score, which vanishes in its rounding
+Starts = npt.NDArray[np.int32]
+"""For each token (T,) the position at which its row starts; positions never fall."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,15 @@ class QueryBlocks:
     query_block: int
     arrays: Arrays
 
-    def _blocks(self, length: int, window: int | None) -> Iterator[tuple[int, int, int, mx.array]]:
+    def _blocks(
+        self, length: int, window: int | None, starts: Starts | None
+    ) -> Iterator[tuple[int, int, int, mx.array]]:
         for start in range(0, length, self.query_block):
             stop = min(length, start + self.query_block)
             first = 0 if window is None else max(0, start - window + 1)
-            yield start, stop, first, _mask(start, stop, first, window)
+            if starts is not None:
+                first = max(first, int(starts[start]))
+            yield start, stop, first, _mask(start, stop, first, window, starts)
 
     def _scores(self, q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
         s = _multiply(q * scale, k.swapaxes(-1, -2))
@@ -46,12 +54,19 @@ class QueryBlocks:
         return s
 
     def forward(
-        self, q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        window: int | None,
+        starts: Starts | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Attend.
 
         Args:
             q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
+            starts: where each token's row starts, in a sequence of packed rows.
         Returns:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
@@ -60,7 +75,7 @@ class QueryBlocks:
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, length, width)
         joined, sums = _Joined(length, arrays), _Joined(length, arrays)
-        for start, stop, first, mask in self._blocks(length, window):
+        for start, stop, first, mask in self._blocks(length, window, starts):
             keys = k[0, :, None, first:stop]
             s = self._scores(grouped[:, :, start:stop], keys, scale, mask)
             top = arrays.row_max(s)
@@ -85,6 +100,7 @@ class QueryBlocks:
         d_out: mx.array,
         scale: float,
         window: int | None,
+        starts: Starts | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned."""
         arrays = self.arrays
@@ -97,7 +113,7 @@ class QueryBlocks:
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
         mx.eval(dk, dv)
         joined = _Joined(length, arrays)
-        for start, stop, first, mask in self._blocks(length, window):
+        for start, stop, first, mask in self._blocks(length, window, starts):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
@@ -140,12 +156,14 @@ class _Joined:
         self.arrays.put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
 
 
-def _mask(start: int, stop: int, first: int, window: int | None) -> mx.array:
+def _mask(start: int, stop: int, first: int, window: int | None, starts: Starts | None) -> mx.array:
     """What is added to the scores of queries start:stop with keys first:stop."""
     rows, columns = np.arange(start, stop)[:, None], np.arange(first, stop)[None]
     masked = columns > rows
     if window is not None:
         masked |= columns <= rows - window
+    if starts is not None:
+        masked |= columns < starts[start:stop, None]
     return mx.array(masked * np.float32(MASKED))
 
 
@@ -177,7 +195,8 @@ class AttentionKernel:
         operation = run.operation(Attention)
         for values in lanes:
             q, k, v = (values[name] for name in operation.inputs)
-            out, sums = self.blocks.forward(q, k, v, operation.scale, operation.window)
+            scale, window = operation.scale, operation.window
+            out, sums = self.blocks.forward(q, k, v, scale, window, _starts(values))
             mx.eval(out, sums)
             values[operation.outputs[0]] = out
             for name in run.instruction.statistics:
@@ -196,5 +215,11 @@ class AttentionKernel:
             values[f"~{output}"],
             operation.scale,
             operation.window,
+            _starts(values),
         )
         return dict(zip(operation.inputs, results, strict=True))
+
+
+def _starts(values: Values) -> Starts | None:
+    """Where each token's row starts; None in a sequence that is one row."""
+    return np.asarray(values[STARTS]) if STARTS in values else None

@@ -371,6 +371,25 @@ def test_zo2_ablation(bundles: Path, tmp_path: Path) -> None:
     assert "x1.90  x1.75-x3.49" in text and "NVIDIA A100 80 GB" in text
 
 
+def test_packing(bundles: Path, tmp_path: Path) -> None:
+    report = run(bundles, tmp_path, "packing", seq_lens="128")
+    found = report["rows"][0]["variants"]
+    assert len(found) == 2 * 3
+    for packed, batch, alone in (found[:3], found[3:]):
+        assert [one["failed"] for one in (packed, batch, alone)] == [None] * 3
+        assert batch["how"] == "3 rows a step" and alone["how"] == "1 row a step"
+        first, second, third = (one["processes"][0] for one in (packed, batch, alone))
+        assert first["tokens"] == second["tokens"] == third["tokens"]
+        assert first["tokens"] <= first["computed_tokens"] < third["computed_tokens"]
+        assert third["computed_tokens"] <= second["computed_tokens"]
+        assert (first["steps"] < second["steps"], third["steps"]) == (True, 64)
+        assert packed["epoch_s_to_packed"] == {"median": 1, "low": 1, "high": 1}
+        assert alone["epoch_cpu_s_to_packed"]["low"] > 0
+    assert "An epoch over 64 rows of 10 to 60 tokens" in to_text(report)
+    failed = run(bundles, tmp_path, "packing", seq_lens="16")
+    assert "--max-seq-length 16 < 60, the tokens of the longest row" in to_text(failed)
+
+
 def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(
     bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

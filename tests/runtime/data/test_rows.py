@@ -18,7 +18,7 @@ from support.token_rows import VOCAB, after, listed, write_rows
 from ondevice.errors import DataError, UsageError
 from runtime.data import rows as data
 from runtime.data.report import DataReport
-from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens, row_index
+from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens
 
 
 def test_the_training_process_does_not_load_the_tokenizer() -> None:
@@ -51,6 +51,12 @@ def test_the_bytes_of_a_token_file(tmp_path: Path) -> None:
         + struct.pack("<qI", 0, 3) + struct.pack("<qI", 3, 2)
         + struct.pack("<5i", 5, 6, 7, 8, 9) + bytes([0, 0, 1, 0, 1]) + report
     )  # fmt: skip
+
+
+def test_lengths_are_those_of_the_rows(tmp_path: Path) -> None:
+    rows = TokenRows(write_rows(tmp_path / "out", [([5, 6, 7], [1]), ([8, 9], [0])]), VOCAB)
+    assert rows.lengths.tolist() == [2, 1]
+    assert RandomRows(3, VOCAB, 4, 5).lengths.tolist() == [4] * 5
 
 
 def put(at: int, kind: str, value: int) -> Callable[[bytes], bytes]:
@@ -191,18 +197,3 @@ def test_orders_differ_by_seed_and_epoch_and_are_fair() -> None:
     assert len(set(orders)) == 25
     first = np.bincount([order(0, epoch, 4)[0] for epoch in range(2000)], minlength=4)
     assert abs(first - 500).max() < 100
-
-
-@settings(deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1))
-def test_the_row_of_a_position_needs_no_history(seed: int, n: int, positions: list[int]) -> None:
-    unbroken = [int(row) for epoch in range(200 // n + 1) for row in order(seed, epoch, n)]
-    assert [row_index(seed, position, n) for position in positions] == [
-        unbroken[position] for position in positions
-    ]
-
-
-def test_there_is_no_row_before_the_first_or_of_nothing() -> None:
-    for position, n in ((-1, 5), (0, 0)):
-        with pytest.raises(ValueError):
-            row_index(0, position, n)

@@ -296,22 +296,28 @@ def test_linear_and_its_backward(
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 3), (4, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("block", [1, 7, 16, 1000])
+@pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_its_backward(
-    rng: Rng, arrays: Arrays, heads: int, groups: int, window: int | None, block: int
+    rng: Rng, arrays: Arrays, heads: int, groups: int, window: int | None, block: int, packed: bool
 ) -> None:
+    """In a sequence that is one row, and in one of packed rows, which attention does not cross."""
     length, width, value_width = (int(n) for n in rng.integers((1, 1, 1), (40, 20, 20)))
     q = normal(rng, 1, heads, length, width)
     k = normal(rng, 1, groups, length, width)
     v = normal(rng, 1, groups, length, value_width)
     d_out = normal(rng, 1, heads, length, value_width)
     scale = float(rng.uniform(0.05, 1))
+    numbers = np.sort(rng.integers(0, 5, length)) if packed else np.zeros(length, int)
+    starts = np.searchsorted(numbers, numbers).astype(np.int32) if packed else None
     kernel = QueryBlocks(block, arrays)
-    out, lse = kernel.forward(q, k, v, scale, window)
+    out, lse = kernel.forward(q, k, v, scale, window, starts)
     (expected,), gradients = mx.vjp(
-        lambda q, k, v: reference.attention(q, k, v, scale, window), [q, k, v], [d_out]
+        lambda q, k, v: reference.attention(q, k, v, scale, window, mx.array(numbers)),
+        [q, k, v],
+        [d_out],
     )
     close(out, expected)
-    found = kernel.backward(q, k, v, out, lse, d_out, scale, window)
+    found = kernel.backward(q, k, v, out, lse, d_out, scale, window, starts)
     # one key: softmax is constant and dq, dk are zero up to rounding
     floor = 1e-5 * float(mx.linalg.norm(d_out.reshape(-1)))
     for mine, theirs in zip(found, gradients, strict=True):
@@ -337,6 +343,39 @@ def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, array
     outside = (far > 20) | (far <= 15)
     moved, _ = kernel.forward(q, mx.where(outside, 1e3, k), mx.where(outside, -1e3, v), 0.3, 5)
     assert mx.array_equal(out[:, :, 20], moved[:, :, 20])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_does_not_read_the_rows_beside(
+    rng: Rng, arrays: Arrays, window: int | None
+) -> None:
+    """What other rows hold changes no bit of this one."""
+    starts = np.repeat([0, 7, 20, 26], [7, 13, 6, 4]).astype(np.int32)
+    q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
+    inside = (mx.arange(30) >= 7) & (mx.arange(30) < 20)
+    kernel = QueryBlocks(4, arrays)
+
+    def row(k: mx.array, v: mx.array) -> list[mx.array]:
+        out, lse = kernel.forward(q, k, v, 0.3, window, starts)
+        found = [out, *kernel.backward(q, k, v, out, lse, d_out, 0.3, window, starts)]
+        return [one[:, :, 7:20] for one in found]
+
+    moved = [mx.where(inside[None, None, :, None], x, 1e3) for x in (k, v)]
+    for one, other in zip(row(k, v), row(*moved), strict=True):
+        assert mx.array_equal(one, other)
+
+
+def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, arrays: Arrays) -> None:
+    """Their keys are not even multiplied: numbers that no mask could take away do not show."""
+    starts = np.repeat([0, 8, 20], [8, 12, 10]).astype(np.int32)
+    q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
+    kernel = QueryBlocks(4, arrays)
+    before = (mx.arange(30) < 8)[None, None, :, None]
+    k, v = (mx.where(before, mx.nan, x) for x in (k, v))
+    out, lse = kernel.forward(q, k, v, 0.3, None, starts)
+    for one in (out, *kernel.backward(q, k, v, out, lse, d_out, 0.3, None, starts)):
+        assert mx.isnan(one[:, :, :8]).all()
+        assert mx.isfinite(one[:, :, 8:]).all()
 
 
 # --- arrays -----------------------------------------------------------------------------------

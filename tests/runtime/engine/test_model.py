@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import initialize_rope
 from support.layouts import MIXED, STORED, Layout
 from support.lora import with_lora
 from support.models import (
@@ -19,6 +20,7 @@ from support.models import (
     agree,
     mebp,
     model_of,
+    packed_of,
     rows_of,
     scored_of,
     with_input_gradients,
@@ -30,7 +32,7 @@ from ondevice.operations.attention import Attention
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
-from runtime.methods.protocol import Row
+from runtime.methods.protocol import PackedRows, Row
 from runtime.run.evaluate import evaluate
 
 Rng = np.random.Generator
@@ -177,6 +179,101 @@ def test_windows_reach_less_far_than_the_bucket(tiny: Tiny, rng: Rng, tmp_path: 
     dense = reference.dense_model(bundle, adapters)
     _, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
     agree(found, expected)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize(("family", "layouts"), STORED)
+def test_gradients_of_packed_rows_are_those_of_the_rows(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
+) -> None:
+    """Of the rows one by one, and of one sequence with an explicit mask over all its scores."""
+    bundle = tiny(family, layouts)
+    adapters, packed = (
+        adapters_of(bundle, rng),
+        packed_of(bundle, rng, int(rng.integers(40, 65)), 30),
+    )
+    result, found = mebp(model_of(bundle, 64, arithmetic), adapters, [packed], tmp_path)
+    dense = reference.dense_model(bundle, adapters)
+    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in packed.rows])
+    assert result.tokens == sum(len(row.scored) for row in packed.rows)
+    assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
+    agree(found, expected)
+    masked_loss, masked = reference.packed_gradients(dense, packed)
+    assert masked_loss == pytest.approx(loss, rel=1e-5)
+    agree(found, masked)
+
+
+@pytest.mark.parametrize(("length", "bound"), [(512, CLOSE), (1024, 5e-5)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_need_not_start_again_in_long_sequences(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, length: int, bound: float
+) -> None:
+    """Scores depend on distances alone, so that a row's place in a sequence does not matter."""
+    bundle = tiny(family, seq_lens=(512, 1024))
+    adapters, packed = adapters_of(bundle, rng), packed_of(bundle, rng, length, 200)
+    _, found = mebp(model_of(bundle, length, query_block=64), adapters, [packed], tmp_path)
+    dense = reference.dense_model(bundle, adapters)
+    rows = [(row.tokens, row.scored) for row in packed.rows]
+    agree(found, reference.gradients(dense, rows)[1], bound)
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 256},
+    "longrope": {
+        "original_max_position_embeddings": 256,
+        "short_factor": [1.0] * 16,
+        "long_factor": [1.0 + place / 8 for place in range(16)],
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scores_depend_on_distances_alone(rng: Rng, name: str) -> None:
+    """Whatever the configuration scales positions by: it is what packing rests on."""
+    rope = initialize_rope(
+        32, 1e4, False, {"rope_type": name, **SCALINGS[name]}, max_position_embeddings=1024
+    )
+    q, k = (mx.array(rng.standard_normal((1, 1, 40, 32)).astype(np.float32)) for _ in range(2))
+
+    def scores(start: int) -> mx.array:
+        return rope(q, offset=start) @ rope(k, offset=start).swapaxes(-1, -2)
+
+    near, far = scores(0), scores(int(rng.integers(1, 470)))
+    assert reference.relative_error(far, near) <= CLOSE
+    assert reference.relative_error(near, q @ k.swapaxes(-1, -2)) > 0.1
+
+
+def test_packed_rows_in_batches_are_all_their_rows(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    """Beside rows that are not packed, in sequences of other lengths, and with kept values."""
+    bundle = tiny("gemma3")
+    adapters = adapters_of(bundle, rng)
+    batch = [packed_of(bundle, rng, 60, 20), *rows_of(bundle, rng), packed_of(bundle, rng, 31, 9)]
+    dense = reference.dense_model(bundle, adapters)
+    rows = [(row.tokens, row.scored) for one in batch for row in one.rows]
+    _, expected = reference.gradients(dense, rows)
+    for kept in (0, 1, len(bundle.manifest.layers)):
+        _, found = mebp(model_of(bundle, 64), adapters, batch, tmp_path, kept)
+        agree(found, expected)
+
+
+def test_the_sequence_of_packed_rows() -> None:
+    """The last token of a row is only predicted: it never predicts the next row's first."""
+    first = Row(np.array([5, 6, 7], np.int32), np.array([1]))
+    second = Row(np.array([8, 9], np.int32), np.array([0]))
+    packed = PackedRows((first, second))
+    assert packed.inputs.tolist() == [5, 6, 8]
+    assert packed.offsets.tolist() == [0, 2, 3]
+    assert packed.scored.tolist() == [1, 2]
+    assert packed.targets.tolist() == [7, 9]
+    assert first.rows == (first,) and first.offsets is None
 
 
 def test_evaluation_counts_right_predictions(tiny: Tiny, rng: Rng) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.layouts import STORED
 from support.lengths import at_length
 from support.lora import drawn_lora
-from support.models import Kept, adapters_of, agree, model_of, row_of
+from support.models import Kept, adapters_of, agree, model_of, packed_of, row_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
 from harness.oracles import reference
@@ -24,7 +24,7 @@ from runtime.methods.dropout import StepDropout
 from runtime.methods.mebp import MeBP
 from runtime.methods.mezo import MOST_LANES, MeZO
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Row
+from runtime.methods.protocol import Sample
 from runtime.planner.plan import LEVELS, PAPER, Plan
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
@@ -68,11 +68,15 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
     )
 
 
-def drawn_rows(bundle: Bundle, rng: Rng, bucket: int, count: int) -> list[Row]:
-    """Rows whose longest needs the bucket."""
+def drawn_rows(bundle: Bundle, rng: Rng, bucket: int, count: int) -> list[Sample]:
+    """Rows whose longest needs the bucket; some are packed ones."""
     lengths = rng.integers(1, bucket + 1, count)
     lengths[int(rng.integers(count))] = bucket
-    return [row_of(bundle, rng, int(length)) for length in lengths]
+    found: list[Sample] = []
+    for length in map(int, lengths):
+        packed = packed_of(bundle, rng, length, 1 + length // 3)
+        found.append(packed if rng.random() < 0.5 else row_of(bundle, rng, length))
+    return found
 
 
 def anywhere(adapters: Adapters, folder: Path, rng: Rng) -> Adapters:
@@ -119,8 +123,14 @@ def test_gradients_are_autograds_under_every_plan(
             result = method.step(5, 1e-3, rows)
         dropout = StepDropout(seed, adapters.dropout, 5)
         model = reference.dense_model(bundle, rounded(adapters), dropout)
-        flat = [(row.tokens, row.scored) for part in rows for row in part]
-        loss, expected = reference.gradients(model, flat)
+        samples = [sample for part in rows for sample in part]
+        flat = [(row.tokens, row.scored) for sample in samples for row in sample.rows]
+        places = [
+            (number, int(start))
+            for number, sample in enumerate(samples)
+            for start in ([0] if sample.offsets is None else sample.offsets[:-1])
+        ]
+        loss, expected = reference.gradients(model, flat, places)
         assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=CLOSE)
         agree(kept.found, expected)
 

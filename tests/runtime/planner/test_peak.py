@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from support.layouts import STORED
 from support.lora import with_lora
 from support.models import FAMILIES, LENGTHS, adapters_of, model_of
-from support.plans import Task, demand_of, peak_model_of
+from support.plans import Task, demand_of, peak_model_of, task_of
 
 from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE
@@ -176,3 +177,23 @@ def test_the_head_allocates_no_more_than_the_plan_says(
         widest = max(peaks.execution.chunk_rows, bundle.manifest.hidden_size)
         ahead = 4 * model.bucket * widest * F32  # now and then, although the limit is 0
         assert found.most <= head.forward_bytes + small + ahead
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_rows_start_is_counted_for_every_lane(
+    tiny: Tiny, rng: Rng, family: str, method: str
+) -> None:
+    """Nothing else of packed rows takes memory: their hidden states are those of one row."""
+    manifest = tiny(family).manifest
+    bucket, lanes = int(rng.choice(manifest.buckets)), int(rng.integers(1, 9))
+    task = task_of(bucket, method)
+    packing = task._replace(demand=replace(task.demand, packs=True))
+    sizes = Sizes(10_000, 16)
+    plain, packed = (peak_model_of(manifest, one, sizes) for one in (task, packing))
+    for index in range(len(manifest.blocks)):
+        before, after = plain.block(index, lanes), packed.block(index, lanes)
+        inside = 0 < index < len(manifest.blocks) - 1
+        assert after.forward_bytes - before.forward_bytes == inside * lanes * bucket * 4
+        added = inside * (method == "mebp") * bucket * 4
+        assert after.backward_bytes - before.backward_bytes == added

@@ -80,6 +80,18 @@ def test_a_run_is_as_long_as_its_data(bundle: Bundle, tmp_path: Path) -> None:
     assert ondevice("eval", bundle.path, *flags).returncode == 0
 
 
+def test_the_rows_of_a_step_need_the_same_length(bundle: Bundle, tmp_path: Path) -> None:
+    """A batch is padded to its longest row, so short rows and long ones go apart."""
+    rows = [{"text": "x" * (4 if number % 2 else 20)} for number in range(12)]
+    data = write(tmp_path / "rows.jsonl", rows)
+    run = tmp_path / "run"
+    done = ondevice(*train(bundle, data, run, "--batch-size=3", "--steps=4"))
+    assert done.returncode == 0, done.stderr
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = sorted(json.loads(line)["processed_tokens"] for line in lines)
+    assert found == [3 * 5] * 2 + [3 * 21] * 2  # with BOS before and EOS after the text
+
+
 def test_which_answers_have_a_loss(bundle: Bundle, tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", [{"messages": TURNS}])
     counts = {}
