@@ -330,9 +330,11 @@ def _report(arguments: argparse.Namespace) -> None:
     from ondevice.config.report import ReportConfig
 
     config = _load(ReportConfig, arguments)
+    if config.samples:
+        _prepare()
     from harness.compare.runs_page import write_page
 
-    runs = write_page([Path(run) for run in config.runs], Path(config.output))
+    runs = write_page([Path(run) for run in config.runs], Path(config.output), config.samples)
     if arguments.json:
         print(json.dumps({"output": config.output, "runs": [run.name for run in runs]}))
         return
@@ -459,7 +461,8 @@ COMMANDS = (
     Command(
         "report",
         "show one or more runs as a page of HTML",
-        "The page holds losses, footprints, times and settings, and needs no network.",
+        "The page holds losses, footprints, times and settings, and needs no network. --samples "
+        "adds what the model says before and after training.",
         "report.ReportConfig",
         _report,
     ),
