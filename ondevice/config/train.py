@@ -43,6 +43,13 @@ class TrainConfig(StepConfig, DataOptions):
     profile: bool = option(
         False, "measure where time and memory go, and write it to the run's summary.json"
     )
+    report_to: str = choice(
+        "none",
+        "tracker that steps and evaluations are also sent to, where it is installed",
+        "none",
+        "tensorboard",
+        "wandb",
+    )
     heap_relief: bool = option(
         True,
         "give free heap memory back to the system near the predicted peak",

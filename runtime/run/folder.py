@@ -29,6 +29,7 @@ from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import CONFIG as ADAPTER_CONFIG
 from runtime.methods.adapters import WEIGHTS, Adapters, Tensors
 from runtime.methods.protocol import Method
+from runtime.run.trackers import OF_TRACKERS
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
 TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
@@ -287,7 +288,7 @@ def _leftover(path: Path) -> bool:
     """Whether a file is of a run of ours that was killed before it began."""
     if path.name == "saves":
         return path.is_dir() and not any(path.iterdir())
-    ours = (*TOKENS, PLAN, LOCK, TRAJECTORY)
+    ours = (*TOKENS, PLAN, LOCK, TRAJECTORY, *OF_TRACKERS)
     return path.name in ours or (path.name.startswith(".") and path.name.endswith(".partial"))
 
 
