@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +11,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.config.data import DataConfig
 from ondevice.errors import DataError, UsageError
 from runtime.data.examples import Row
+from runtime.data.hub import located
 from runtime.data.reading import Reading, reading_of
 from runtime.data.records import TEXT
 from runtime.data.report import DataReport
@@ -40,14 +42,15 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     encoder, manifest = load_encoder(bundle.path), bundle.manifest
     reports: dict[str, DataReport] = {}
     shown: Row | None = None
-    for name, file, reading in _parts(config):
-        usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
-        length = config.max_seq_length or usual
-        reader = Reader(file, encoder, length, reading, VALID if name == VALID else TRAIN)
-        for number, row in enumerate(reader.rows()):
-            if not reports and number == config.row:
-                shown = row
-        reports[name] = reader.report
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, file, reading in _parts(config, Path(scratch)):
+            usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
+            length = config.max_seq_length or usual
+            reader = Reader(file, encoder, length, reading, VALID if name == VALID else TRAIN)
+            for number, row in enumerate(reader.rows()):
+                if not reports and number == config.row:
+                    shown = row
+            reports[name] = reader.report
     if shown is None and config.row:
         kept = next(iter(reports.values())).kept
         raise UsageError(f"there is no row {config.row}: {kept} are kept, counted from 0")
@@ -61,9 +64,9 @@ def pieces(row: Row, encoder: TextEncoder) -> list[tuple[str, bool]]:
     return [(encoder.show([token for token, _ in run]), scored) for scored, run in runs]
 
 
-def _parts(config: DataConfig) -> list[tuple[str, Path, Reading]]:
+def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]:
     """The files to read by the name of their split, and how each is read."""
-    path, split = Path(config.data), config.valid_split
+    path, split = Path(located(config.data, scratch)), config.valid_split
     reading = reading_of(config, split)
     if not path.is_dir():
         file = split_file(path, TRAIN)

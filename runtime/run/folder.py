@@ -25,6 +25,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.paths import text_path
+from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import CONFIG as ADAPTER_CONFIG
 from runtime.methods.adapters import WEIGHTS, Adapters, Tensors
@@ -286,6 +287,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _leftover(path: Path) -> bool:
     """Whether a file is of a run of ours that was killed before it began."""
+    if path.name.startswith(FOLDER):
+        return True
     if path.name == "saves":
         return path.is_dir() and not any(path.iterdir())
     ours = (*TOKENS, PLAN, LOCK, TRAJECTORY, *OF_TRACKERS)
