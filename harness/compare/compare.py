@@ -247,6 +247,8 @@ def _check_held_out(config: CompareConfig) -> None:
         return
     if hub_dataset(config.data) is not None:
         return  # training finds out, where it loads it
+    if hub_dataset(config.data) is not None:
+        return  # training finds out, where it loads it
     named = not config.data.startswith("random:")
     if named and split_file(config.data, "valid") and Path(config.data).is_dir():
         return

@@ -90,6 +90,8 @@ def _by_replacement(
         return None
     before, found, after = text.partition(_PROBE)
     begin, end = around[0], around[1].rstrip()
+    if not after.startswith(end):  # after the last answer some write the end of all, too (Phi-3)
+        end = end.lstrip().partition("\n")[0]
     if not found or _PROBE in before + after or not after.startswith(end):
         return None
     if not (whole.startswith(before) and whole.endswith(after)):
