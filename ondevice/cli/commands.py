@@ -213,9 +213,7 @@ def _train(arguments: argparse.Namespace) -> None:
             evaluated=lambda when, found: say(describe_validation(when, found)),
         )
         if config is None:
-            summary = resume(
-                arguments.resume, events, overrides.get("budget"), overrides.get("steps")
-            )
+            summary = resume(arguments.resume, events, overrides)
         else:
             summary = train(config, events)
     if quiet:
@@ -227,11 +225,13 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """Refuse options beside `--resume` that would contradict the run's own."""
-    own = set(overrides) - {"budget", "steps"}
+    from ondevice.config.train import CHANGEABLE
+
+    own = set(overrides) - set(CHANGEABLE)
     odd = [f"--{name.replace('_', '-')}" for name in sorted(own)]
     if odd or arguments.config:
         raise UsageError(
-            "--resume takes the run's own settings, --budget and --steps; leave out "
+            "--resume takes the run's own settings, --budget, --steps and --patience; leave out "
             f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )
@@ -356,6 +356,8 @@ def _replay(arguments: argparse.Namespace) -> None:
         print(json.dumps(facts))
     else:
         print(f"{facts['output']}: {facts['steps']} steps from a log of {facts['log_bytes']} bytes")
+        if facts["best_step"] is not None:
+            print(f"the adapter is that after step {facts['best_step']}, kept by --keep-best")
     if facts["identical"] is False:
         raise BundleError(
             f"{run} has other adapters after step {facts['saved_steps']} than its log leads to"

@@ -26,6 +26,7 @@ from ondevice.config.shared import (
     valid_split_field,
 )
 
+CHANGEABLE = ("budget", "steps", "patience")  # settings that --resume may change
 _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
 
 

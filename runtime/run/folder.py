@@ -130,7 +130,7 @@ class RunFolder:
         """
         method.settle()
         adapters.check_finite()
-        place = self._place(step)
+        place = self.place(step)
         if not place.exists():  # else what it holds is this state
             self._write(place, step, adapters, method)
         self._remove_old(keep, best)
@@ -142,7 +142,7 @@ class RunFolder:
         Raises:
             BundleError: the save is gone.
         """
-        place = self._place(step)
+        place = self.place(step)
         for name in (WEIGHTS, ADAPTER_CONFIG):
             if not (place / name).exists():
                 raise BundleError(
@@ -156,7 +156,8 @@ class RunFolder:
                 temporary.replace(self.path / name)
         fsync_path(self.path)
 
-    def _place(self, step: int) -> Path:
+    def place(self, step: int) -> Path:
+        """Where the save of a step is."""
         return self.saves / f"step-{step:08d}"
 
     @staticmethod
@@ -174,7 +175,7 @@ class RunFolder:
     def _remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
         found = sorted(self.saves.glob("step-*"))
-        stay = {*found[-keep:], *(() if best is None else (self._place(best),))}
+        stay = {*found[-keep:], *(() if best is None else (self.place(best),))}
         with storage_errors(self.saves):
             for old in found:
                 if old not in stay:

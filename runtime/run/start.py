@@ -27,7 +27,7 @@ from runtime.run.events import Events
 from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.trackers import reporting
-from runtime.run.trainer import ENDS, Progress, Trainer
+from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
@@ -101,14 +101,13 @@ def _begin(
     return Trainer(fixed, folder, session, adapters, running, rows, eval_rows, events, meter).run()
 
 
-def resume(
-    path: Path, events: Events, budget: str | None = None, steps: str | None = None
-) -> dict[str, Any]:
+def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]:
     """Continue the run in `path` from its last save, with its plan.
 
-    A new plan is made under another `budget`, or if the plan no longer fits. Tile sizes may then
-    differ, which changes the last bits of results. With another number of `steps` in all, the
-    learning rate goes on as the schedule over that many steps says.
+    `wanted` are new values of CHANGEABLE settings. A new plan is made under another budget, or if
+    the plan no longer fits. Tile sizes may then differ, which changes the last bits of results.
+    With another number of steps in all, the learning rate goes on as the schedule over that many
+    steps says. More patience lets a run go on that its patience has ended.
 
     Raises:
         OnDeviceError: the run cannot go on; what it has saved stays as it is.
@@ -116,8 +115,6 @@ def resume(
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
-    given = {"budget": budget, "steps": steps}
-    wanted = {name: value for name, value in given.items() if value is not None}
     before = load(TrainConfig, path / CONFIG, {})
     config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
     with folder.locked(), _meter(config) as meter:
@@ -154,8 +151,6 @@ def _continue(
     if save is not None:
         running.read(save / STATE_OF_METHOD)
         adapters.save(path)  # a kill may have come between the save and this copy of it
-    folder.write_json(PLAN, chosen.to_json())
-    write_atomic(path / CONFIG, to_toml(config).encode())
     progress = _progress(folder, done)
     if running.keeps_log:
         truncate_log(folder.trajectory, done)
@@ -163,18 +158,23 @@ def _continue(
         config, folder, session, adapters, running, rows, eval_rows, events, meter, progress
     )
     if trainer.ended:
+        finished = f"this run is finished, after step {done}: {ENDS[trainer.ended]}"
+        further = FURTHER.get(trainer.ended)
+        ways = f"give --resume {path} {further}, or " if further else ""
+        said = f"{finished}; to train further, {ways}start another with --adapter {path}"
+        if config.steps > before.steps:  # which would change nothing
+            raise UsageError(said)
+        events.note(said)
+    folder.write_json(PLAN, chosen.to_json())
+    write_atomic(path / CONFIG, to_toml(config).encode())
+    if trainer.ended:
+        return trainer.run()
+    events.note(f"resuming after step {done} of {config.steps}")
+    if (rates := _next_rates(before, config, done))[0] != rates[1]:
         events.note(
-            f"this run is finished, after step {done}: {ENDS[trainer.ended]}; to train "
-            f"further, give --resume {path} --steps MORE, or start another with --adapter "
-            f"{path}"
+            f"the learning-rate schedule is now over {config.steps} steps: the next step's "
+            f"rate is {rates[1]:.3g}, over {before.steps} steps it would be {rates[0]:.3g}"
         )
-    else:
-        events.note(f"resuming after step {done} of {config.steps}")
-        if (rates := _next_rates(before, config, done))[0] != rates[1]:
-            events.note(
-                f"the learning-rate schedule is now over {config.steps} steps: the next step's "
-                f"rate is {rates[1]:.3g}, over {before.steps} steps it would be {rates[0]:.3g}"
-            )
     return trainer.run()
 
 
