@@ -168,8 +168,8 @@ def to_text(report: dict[str, Any]) -> str:
     lines = [f"answered right, of {report['unseen_cities']} unseen cities:"]
     for name, one in report["shares"].items():
         lines.append(
-            f"{name:>10}: first turn {one['first']:.0%} ({one['first_gets_second']:.0%} begin with "
-            f"second's answer), second turn {one['second']:.0%}, both {one['both']:.0%}"
+            f"{name:>10}: first turn {one['first']:.0%} ({one['first_gets_second']:.0%} begin "
+            f"with the second's answer), second turn {one['second']:.0%}, both {one['both']:.0%}"
         )
     return "\n".join(lines)
 
