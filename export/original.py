@@ -164,7 +164,7 @@ class Original:
                 _, rows = self._split()
             if not rows:
                 rows, text = self._own_text(), OWN_TEXT
-            found = self.engine.compare(self.bundle, self.checkpoint, bundle, rows)
+            return self.engine.compare(self.bundle, self.checkpoint, bundle, rows, text)
         except (BudgetError, DataError) as problem:
             self.engine.check("while it measured the quality")
             self.engine.note(
@@ -172,14 +172,6 @@ class Original:
                 "leaves the measurement out"
             )
             return None
-        return Quality(
-            divergence=found.divergence,
-            source_loss=found.source_loss,
-            loss=found.loss,
-            tokens=found.tokens,
-            rows=found.rows,
-            text=text,
-        )
 
     def _is_layer(self, name: str) -> bool:
         """Whether a matrix belongs to a layer, and not to the embedding or the head."""

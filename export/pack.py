@@ -81,7 +81,7 @@ def _export(
     cut = cut_model(checkpoint.family, checkpoint.config)
     lora = _lora(config, cut)
     stored, kept = stored_forms(config, checkpoint, cut)
-    _check_space(checkpoint, writer, stored)
+    _check_space(config, checkpoint, writer, stored)
     running = None if engine is None else engine(writer.place)
 
     def written(what: str, done: int, total: int) -> None:
@@ -171,10 +171,15 @@ def _transcoded(tensors: Tensors) -> dict[str, int]:
 
 
 def _check_space(
-    checkpoint: Checkpoint, writer: BundleWriter, stored: Mapping[str, Stored]
+    config: ExportConfig,
+    checkpoint: Checkpoint,
+    writer: BundleWriter,
+    stored: Mapping[str, Stored],
 ) -> None:
     """Raise StorageError if the disk has too little space, before anything is written."""
     needed = stored_bytes(checkpoint, stored)
+    if config.bits == "auto":
+        needed = round(needed * (1 + config.size_share))
     free = shutil.disk_usage(writer.folder).free
     if needed > free:
         raise StorageError(

@@ -17,6 +17,7 @@ import numpy as np
 from export.cut.model import Cut
 from export.packed import Packing, Plain, Stored
 from export.sources.source import Checkpoint, slices
+from ondevice.config.base import flag
 from ondevice.config.export import EIGHT_BIT, ExportConfig
 from ondevice.errors import UsageError
 
@@ -61,9 +62,10 @@ def stored_forms(
         else:
             found[use.name] = _form(config, checkpoint, use, asked)
     quantized = [n for n, one in found.items() if isinstance(one, Packing) and n not in kept]
-    if config.calibrate is not None and not quantized:
+    unused = sorted(config.changed & {"calibrate", "group_size", "layout", "eight_bit"})
+    if unused and not quantized:
         raise UsageError(
-            f"--calibrate {config.calibrate}: nothing is quantized; "
+            f"{', '.join(flag(name) for name in unused)}: nothing is quantized; "
             + (
                 "a quantized checkpoint keeps its values: add --bits 4 to quantize it again"
                 if kept

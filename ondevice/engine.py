@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ondevice.bundle.quality import Quality
 from ondevice.bundle.store import Bundle
 from ondevice.config.shared import DataOptions
 from ondevice.row_reader import RowReader
@@ -36,21 +37,6 @@ class TokenRow:
 
     tokens: Tokens
     scored: Positions
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far a model's next-token predictions are from those of its source, over `tokens` tokens.
-
-    `divergence` is the mean KL(source || model) of the distributions, and the losses are mean
-    cross-entropies; all are in nats per token.
-    """
-
-    divergence: float
-    source_loss: float
-    loss: float
-    tokens: int
-    rows: int
 
 
 class Products(Protocol):
@@ -123,9 +109,14 @@ class Engine(Protocol):
         """
 
     def compare(
-        self, source: Bundle, reader: RowReader, model: Bundle, rows: Sequence[TokenRow]
-    ) -> Comparison:
-        """Compare a bundle's predictions with those of its source.
+        self,
+        source: Bundle,
+        reader: RowReader,
+        model: Bundle,
+        rows: Sequence[TokenRow],
+        text: str,
+    ) -> Quality:
+        """Compare a bundle's predictions with those of its source, on rows of `text`.
 
         Raises:
             BudgetError: not even the smallest tiles fit the budget.

@@ -39,12 +39,10 @@ class Chunk:
 
     order: (n,) the matrix's columns in ascending order of the diagonal.  lower: (n, n), below the
     diagonal the columns of L over their diagonal elements, elsewhere the Hessian in that order.
-    weight: (n,) the squares of L's diagonal elements.
     """
 
     order: npt.NDArray[np.intp]
     lower: F32
-    weight: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,8 @@ def prepare(gram: Gram, damping: float = 0.01) -> Factor:
     chunks = []
     for (start, _), block in zip(gram.extents, gram.take(), strict=True):
         order = _sort(block)
-        own, weight = _factor_damped(block, mean, damping)
-        chunks.append(Chunk(order + start, block, weight))
-        used = max(used, own)
+        used = max(used, _factor_damped(block, mean, damping))
+        chunks.append(Chunk(order + start, block))
     return Factor(gram.columns, tuple(chunks), used)
 
 
@@ -125,8 +122,8 @@ def _sort(a: F32) -> npt.NDArray[np.intp]:
     return order
 
 
-def _factor_damped(a: F32, mean: float, damping: float) -> tuple[float, npt.NDArray[np.float64]]:
-    """Factor a (n, n) in place; returns the damping and the squares of L's diagonal."""
+def _factor_damped(a: F32, mean: float, damping: float) -> float:
+    """Factor a (n, n) in place; returns the damping."""
     diagonal = np.diagonal(a).copy()
     every = np.diag_indices(len(a))
     while True:
@@ -147,7 +144,7 @@ def _factor_damped(a: F32, mean: float, damping: float) -> tuple[float, npt.NDAr
         a[tile.stop :, tile] /= root[tile].astype(np.float32)
         within = np.tril(a[tile, tile], -1) / root[tile]
         a[tile, tile] = within + np.triu(a[tile, tile], 1) + np.diag(diagonal[tile])
-    return damping, np.square(root)
+    return damping
 
 
 def _cholesky(a: F32) -> bool:
@@ -175,8 +172,7 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
     """Quantize rows (R, C) of finite values so that their products with the inputs change least.
 
     Rows are independent: a matrix may come in slices. Scales and biases are those of
-    `quantize_rows`; where one is too large for its type, it is infinite. `output_error_sum` is
-    tr((W - Q) H (W - Q)^T) with the damped Hessian.
+    `quantize_rows`; where one is too large for its type, it is infinite.
     """
     rows, columns = w.shape
     if columns != factor.columns:
@@ -184,16 +180,15 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
     scales, biases = fit_rows(w, packing, threads)
     codes = np.empty(w.shape, np.uint8)
 
-    def work(task: tuple[int, Chunk]) -> tuple[float, float, float, float]:
+    def work(task: tuple[int, Chunk]) -> tuple[float, float, float]:
         start, chunk = task
         part = slice(start, start + TILE_ROWS)
         steps = _Steps(scales[part], None if biases is None else biases[part], packing)
         d = np.ascontiguousarray(w[part].T[chunk.order])
         squares = _square_sum(d)
         with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
-            found, output = _quantize(d, chunk, steps)
-            codes[part, chunk.order] = found.T
-            return squares, _square_sum(d), float(max(d.max(), -d.min())), output
+            codes[part, chunk.order] = _quantize(d, chunk, steps).T
+            return squares, _square_sum(d), float(max(d.max(), -d.min()))
 
     with ThreadPoolExecutor(threads) as pool:
         sums = list(pool.map(work, product(range(0, rows, TILE_ROWS), factor.chunks)))
@@ -202,7 +197,6 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
         sum(s[0] for s in sums),
         sum(s[1] for s in sums),
         max((s[2] for s in sums), default=0.0),
-        sum(s[3] for s in sums),
     )
 
 
@@ -231,13 +225,12 @@ def _finite(a: Floats) -> F32:
     return np.ascontiguousarray(np.where(np.isfinite(a), a, 0).astype(np.float32).T)
 
 
-def _quantize(d: F32, chunk: Chunk, steps: _Steps) -> tuple[npt.NDArray[np.uint8], float]:
-    """The integers (n, R) for a chunk's weights d (n, R), which become W - Q, and |D L|^2."""
+def _quantize(d: F32, chunk: Chunk, steps: _Steps) -> npt.NDArray[np.uint8]:
+    """The integers (n, R) for a chunk's weights d (n, R), which become D = W - Q."""
     n, rows = d.shape
     lower = chunk.lower
     groups = chunk.order // steps.group_size
     codes = np.empty(d.shape, np.uint8)
-    output = 0.0
     target, q = np.empty(rows, np.float32), np.empty(rows, np.float32)
     for stop in range(n, 0, -BLOCK):
         start = max(0, stop - BLOCK)
@@ -259,8 +252,7 @@ def _quantize(d: F32, chunk: Chunk, steps: _Steps) -> tuple[npt.NDArray[np.uint8
                 np.add(q, steps.zero, out=codes[k], casting="unsafe")
                 np.multiply(q, steps.scale[group], out=q)
                 target -= q
-                output += float(chunk.weight[k]) * float(target @ target)
                 d[k] -= q
                 if steps.bias is not None:
                     d[k] -= steps.bias[group]
-    return codes, output
+    return codes

@@ -30,15 +30,13 @@ class Quantized:
     """Quantized rows, and the errors of the quantization.
 
     square_sum, error_sum: of the squares of the values and of their errors.  error_max: the largest
-    error's magnitude.  output_error_sum: of the squares of the errors of the products with the
-    inputs, where those are known.
+    error's magnitude.
     """
 
     rows: PackedRows
     square_sum: float
     error_sum: float
     error_max: float
-    output_error_sum: float | None = None
 
     @property
     def overflows(self) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ondevice.cli.progress import say, step_bar, task_bar
-from ondevice.config.base import Config, given, load
+from ondevice.config.base import Config, flag, given, load
 from ondevice.errors import BundleError, UsageError
 from ondevice.units import format_bytes
 
@@ -228,7 +228,7 @@ def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> N
     from ondevice.config.train import CHANGEABLE
 
     own = set(overrides) - set(CHANGEABLE)
-    odd = [f"--{name.replace('_', '-')}" for name in sorted(own)]
+    odd = [flag(name) for name in sorted(own)]
     if odd or arguments.config:
         raise UsageError(
             "--resume takes the run's own settings, --budget, --steps and --patience; leave out "
@@ -266,7 +266,6 @@ def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
     """Compare the bundle's predictions with those of the checkpoint that it came from."""
     from export.original import original_of
     from export.sources.open import open_checkpoint
-    from ondevice.bundle.quality import Quality
     from runtime.data.reading import reading_of
     from runtime.data.source import Source
     from runtime.run.export_engine import ExportEngine
@@ -287,8 +286,7 @@ def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
         original = original_of(bundle, checkpoint)
         held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
         rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
-        found = engine.compare(original, checkpoint, bundle, rows)
-    quality = Quality(**vars(found), text=config.data)
+        quality = engine.compare(original, checkpoint, bundle, rows, config.data)
     if as_json:
         print(json.dumps(msgspec.to_builtins(quality)))
     else:

@@ -165,7 +165,7 @@ def add_arguments(
     for one in fields(cls):
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(one)}
         place = places.get(one.metadata["group"], parser)
-        flags = sorted((_flag(one), *one.metadata["aliases"]), key=_is_long)
+        flags = sorted((flag(one.name), *one.metadata["aliases"]), key=_is_long)
         if one.name == cls.positional:
             nargs = "*" if str(one.type).startswith("tuple") else "?"
             parser.add_argument(one.name, nargs=nargs, metavar=_metavar(one), **options)
@@ -189,7 +189,7 @@ def usage(cls: type[Config]) -> str:
     """The usage line of a command: its required arguments, and [options]."""
     words: list[str] = []
     for one in fields(cls):
-        name = f"{_flag(one)} {_metavar(one)}"
+        name = f"{flag(one.name)} {_metavar(one)}"
         if one.name == cls.positional:
             words.insert(0, _metavar(one))
         elif one.default is MISSING:
@@ -269,8 +269,9 @@ def _type_of(one: Field[Any]) -> FieldType:
     return _TYPES[str(one.type)]
 
 
-def _flag(one: Field[Any]) -> str:
-    return "--" + one.name.replace("_", "-")
+def flag(name: str) -> str:
+    """An option's name on the command line."""
+    return "--" + name.replace("_", "-")
 
 
 def _is_long(flag: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import ClassVar
 
 from ondevice.config.base import (
@@ -17,6 +17,7 @@ from ondevice.config.base import (
     choice,
     option,
     output_option,
+    refuse,
     required,
 )
 from ondevice.config.shared import DEVICES, DataOptions
@@ -111,7 +112,8 @@ class ExportConfig(DataOptions):
     )
     size: str = option(
         "+5%",
-        "with --bits auto: how much larger the weights may be than with 4 bits everywhere",
+        "with --bits auto: how much larger the weights may be than with 4 bits in every linear "
+        "layer",
         _SHARE,
         Group.QUANTIZATION,
         metavar="SHARE",
@@ -161,6 +163,37 @@ class ExportConfig(DataOptions):
         Group.GRAPHS,
     )
     device: str = choice("auto", "device that the graphs are for", *DEVICES, group=Group.GRAPHS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        floats = (16, 32)
+        problems = [
+            f"{name} has no effect: {reason}"
+            for name, useless, reason in (
+                ("size", self.bits != "auto", "it limits what bits auto may add"),
+                ("eight_bit", self.bits == "auto", "bits auto chooses the layers itself"),
+                ("eight_bit", self.bits in (8, *floats), f"every linear layer has {self.bits}"),
+                ("layout", self.bits == self.head_bits == 8, "8 bits are stored symmetric"),
+                (
+                    "group_size",
+                    self.bits in floats and self.head_bits in floats,
+                    "floats have no groups",
+                ),
+                (
+                    "layout",
+                    self.bits in floats and self.head_bits in floats,
+                    "floats have no groups",
+                ),
+                ("calibration_tokens", self.calibrate is None, "it needs calibrate"),
+            )
+            if useless and name in self.changed
+        ]
+        refuse(type(self), problems)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The names of the options that differ from their defaults."""
+        return frozenset(one.name for one in fields(self) if getattr(self, one.name) != one.default)
 
     @property
     def budget_bytes(self) -> int:

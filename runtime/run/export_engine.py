@@ -14,9 +14,10 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from ondevice.bundle.quality import Quality
 from ondevice.bundle.store import Bundle
 from ondevice.config.shared import DataOptions
-from ondevice.engine import Comparison, Progress, TokenRow, Visit
+from ondevice.engine import Progress, TokenRow, Visit
 from ondevice.errors import BudgetError, BundleError
 from ondevice.operations.values import F32
 from ondevice.row_reader import RowReader
@@ -41,6 +42,7 @@ from runtime.system.footprint import Meter
 
 FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
 """What a forward pass without adapters needs: rows that travel together."""
+COMPARED_ROWS = 32  # rows that go through the blocks of two models at a time
 HEAD_ROWS = 4  # rows whose logits are compared in one pass over the vocabulary
 LOGITS_HELD = 5  # of both models, their exponentials, differences, and a copy
 TILES_HELD = 4  # float32 tiles that the second model's takes while it is dequantized
@@ -119,22 +121,55 @@ class ExportEngine:
         Backprop(model, untrained, activations).gradients(scored, 1, lambda block, found: None)
 
     def compare(
-        self, source: Bundle, reader: RowReader, model: Bundle, rows: Sequence[TokenRow]
-    ) -> Comparison:
-        """Compare a bundle's predictions with those of its source, both block by block."""
+        self,
+        source: Bundle,
+        reader: RowReader,
+        model: Bundle,
+        rows: Sequence[TokenRow],
+        text: str,
+    ) -> Quality:
+        """Compare a bundle's predictions with those of its source, both block by block.
+
+        A limited number of rows goes through the blocks at a time, which bounds the scratch files.
+        """
         spare = self._head_bytes(model, rows)
-        session = self._session(model, None, rows, spare)
-        passes = (
-            self.open(source, reader, rows, spare),
-            RowPass(session, rows, self.scratch, self._watch),
+        sessions = (
+            self._session(source, RowWeights(source.manifest, reader), rows, spare),
+            self._session(model, None, rows, spare),
         )
-        layers = range(1, len(model.manifest.blocks) - 1)
+        found: list[Divergence] = []
+        for start in range(0, len(rows), COMPARED_ROWS):
+            chosen = rows[start : start + COMPARED_ROWS]
+            found += self._compare_rows(sessions, chosen, start, len(rows))
+        tokens = sum(len(one.loss) for one in found)
+        if not all(np.isfinite(one.divergence).all() for one in found):
+            raise BundleError(
+                "the predictions of the checkpoint or of the bundle are not finite: the weights "
+                "are damaged, or too large for the stored form; try --bits 32"
+            )
+        return Quality(
+            divergence=sum(float(one.divergence.sum()) for one in found) / tokens,
+            source_loss=sum(float(one.source_loss.sum()) for one in found) / tokens,
+            loss=sum(float(one.loss.sum()) for one in found) / tokens,
+            tokens=tokens,
+            rows=len(rows),
+            text=text,
+        )
+
+    def _compare_rows(
+        self, sessions: tuple[Session, Session], rows: Sequence[TokenRow], done: int, total: int
+    ) -> list[Divergence]:
+        """Compare two models on some of `total` rows, of which `done` went before."""
+        passes = [RowPass(one, rows, self.scratch, self._watch) for one in sessions]
+        layers = range(1, len(passes[0].models[0].lowered.blocks) - 1)
+        steps = 2 * len(layers)
         for number, one in enumerate(passes):
             one.embed()
             for index in layers:
                 for _ in one.layer(index):
                     pass
-                self.progress("comparing", number * len(layers) + index, 2 * len(layers))
+                ready = done + len(rows) * (number * len(layers) + index) / steps
+                self.progress("comparing", round(ready), total)
         found: list[Divergence] = []
         for start in range(0, len(rows), HEAD_ROWS):
             chosen = range(start, min(len(rows), start + HEAD_ROWS))
@@ -145,19 +180,7 @@ class ExportEngine:
             models = (passes[0].models[start], passes[1].models[start])
             found += compare_heads(*models, first, second, targets)
             self._watch()
-        tokens = sum(len(one.loss) for one in found)
-        if not all(np.isfinite(one.divergence).all() for one in found):
-            raise BundleError(
-                "the predictions of the checkpoint or of the bundle are not finite: the weights "
-                "are damaged, or too large for the stored form; try --bits 32"
-            )
-        return Comparison(
-            divergence=sum(float(one.divergence.sum()) for one in found) / tokens,
-            source_loss=sum(float(one.source_loss.sum()) for one in found) / tokens,
-            loss=sum(float(one.loss.sum()) for one in found) / tokens,
-            tokens=tokens,
-            rows=len(rows),
-        )
+        return found
 
     def check(self, doing: str) -> None:
         """Raise BudgetError if the process has exceeded the budget."""

@@ -14,6 +14,7 @@ from support.token_rows import write_tokenizer
 
 from export.pack import export_bundle
 from ondevice.bundle.store import Bundle
+from ondevice.config.export import ExportConfig
 from ondevice.errors import BudgetError, DataError, UsageError
 from runtime.data.reading import Reading
 from runtime.data.source import Source
@@ -80,7 +81,8 @@ def divergence(bundle: Bundle, source: str) -> float:
     held_out = Source("eval.tokens", "random:9", "valid", Reading())
     with open_checkpoint(source, seed=0) as checkpoint:
         rows = engine.first_rows(bundle, held_out, 32, 24)
-        return engine.compare(original_of(bundle, checkpoint), checkpoint, bundle, rows).divergence
+        original = original_of(bundle, checkpoint)
+        return engine.compare(original, checkpoint, bundle, rows, "random:9").divergence
 
 
 def test_quality_is_measured_on_rows_that_calibration_has_not_seen(
@@ -190,5 +192,27 @@ def test_data_that_cannot_be_used_are_refused(tmp_path: Path, folder: Path) -> N
 
 
 def test_calibration_needs_something_to_quantize(tmp_path: Path, folder: Path, text: Path) -> None:
-    with pytest.raises(UsageError, match="nothing is quantized"):
+    with pytest.raises(UsageError, match="--calibrate: nothing is quantized"):
         exported(folder, tmp_path / "out", bits=16, calibrate=str(text))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"size": "+9%"}, "size has no effect"),
+        ({"bits": "auto", "eight_bit": "none"}, "eight_bit has no effect: bits auto chooses"),
+        ({"bits": 16, "eight_bit": "q_proj"}, "eight_bit has no effect: every linear layer has 16"),
+        ({"bits": 8, "layout": "symmetric"}, "layout has no effect: 8 bits"),
+        ({"bits": 32, "group_size": 32}, "group_size has no effect: floats"),
+        ({"bits": 32, "layout": "symmetric"}, "layout has no effect: floats"),
+        ({"calibration_tokens": 100}, "calibration_tokens has no effect: it needs calibrate"),
+    ],
+)
+def test_options_without_effect_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ExportConfig(source="model", output="out", **given)
+
+
+def test_options_may_concern_the_embedding_alone() -> None:
+    one = ExportConfig(source="m", output="o", bits=16, embedding_bits=4, layout="symmetric")
+    assert one.head_bits == 4 and {"bits", "embedding_bits", "layout"} < one.changed

@@ -21,7 +21,7 @@ from export.sources.families import expected_shapes
 from export.sources.gguf_file import GGUFFile
 from export.sources.open import open_checkpoint
 from ondevice.bundle.store import WEIGHTS, Bundle
-from ondevice.errors import BundleError, StorageError
+from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.operations.tensors import Extent
 from runtime.storage.weights import Weights
 
@@ -153,7 +153,11 @@ def test_what_a_gguf_holds_as_floats_is_quantized(rng: Rng, tmp_path: Path) -> N
     [
         ({"bits": 8}, (8, 64), (8, 64)),
         ({"embedding_bits": 4, "group_size": 128}, None, (4, 128)),
-        ({"bits": 4, "embedding_bits": 8, "group_size": 32}, (4, 32), (8, 32)),
+        (
+            {"bits": 4, "embedding_bits": 8, "group_size": 32, "eight_bit": "none"},
+            (4, 32),
+            (8, 32),
+        ),
     ],
 )
 def test_bits_that_are_asked_for_requantize(
@@ -164,7 +168,7 @@ def test_bits_that_are_asked_for_requantize(
     embedding: tuple[int, int] | None,
 ) -> None:
     source = source_of(rng, tmp_path, "qwen2")
-    bundle = export_bundle(settings(source.path, tmp_path / "bundle", eight_bit="none", **more))
+    bundle = export_bundle(settings(source.path, tmp_path / "bundle", **more))
     with open_checkpoint(str(source.path)) as read:
         for name, matrix in bundle.manifest.matrices.items():
             wanted = linear if ".layers." in name else embedding
@@ -207,6 +211,14 @@ def test_an_mlx_checkpoint_keeps_its_values(tmp_path: Path, bits: int) -> None:
         assert (matrix.bits, matrix.layout) == (4 if bits <= 4 else 8, "affine")
         assert matrix.error == {}
         np.testing.assert_allclose(values_of(bundle, name), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_options_that_nothing_uses_are_refused_where_values_are_kept(tmp_path: Path) -> None:
+    folder, _ = mlx_folder(tmp_path / "checkpoint", 4)
+    given = settings(folder, tmp_path / "bundle", layout="symmetric", group_size=32)
+    with pytest.raises(UsageError, match=r"--group-size, --layout: nothing is quantized.*--bits 4"):
+        export_bundle(given)
+    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize("more", [{}, {"bits": 4}, {"bits": 8, "embedding_bits": 8}])

@@ -20,6 +20,7 @@ from ondevice.bundle.float_manifest import float_manifest
 from ondevice.bundle.store import Bundle
 from ondevice.engine import TokenRow
 from ondevice.errors import BudgetError
+from runtime.run import export_engine
 from runtime.run.export_engine import ExportEngine
 from runtime.system.footprint import Meter
 
@@ -119,18 +120,27 @@ def test_inputs_of_products_are_those_of_the_dense_model(
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_comparison_with_a_bundle(
-    tiny: Tiny, rows: list[TokenRow], tmp_path: Path, family: str
+    tiny: Tiny,
+    rows: list[TokenRow],
+    tmp_path: Path,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with open_checkpoint(f"random:tiny-{family}", seed=0) as checkpoint:
         bundle = tiny(family)
         reader = Replaced(checkpoint)
         engine = engine_of(tmp_path)
-        found = engine.compare(source_of(bundle), reader, bundle, rows)
+        found = engine.compare(source_of(bundle), reader, bundle, rows, "some text")
         scored = [(row.tokens, row.scored) for row in rows]
         expected = batch_loss(dense(checkpoint, reader), scored).item()
         assert found.source_loss == pytest.approx(expected, abs=1e-5)
         assert found.tokens == sum(len(row.scored) for row in rows) and found.rows == len(rows)
         assert found.divergence > 1e-4 and found.loss != found.source_loss
+        monkeypatch.setattr(export_engine, "COMPARED_ROWS", 2)  # the last rows are fewer
+        again = engine.compare(source_of(bundle), reader, bundle, rows, "some text")
+        assert again.divergence == pytest.approx(found.divergence, rel=1e-6)
+        assert again.loss == pytest.approx(found.loss, rel=1e-6)
+        assert again.text == "some text" and again.rows == found.rows
 
 
 def test_a_budget_that_is_too_small_is_refused(
