@@ -32,6 +32,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.files import write_atomic
+from runtime.data.hub import hub_dataset
 from runtime.data.rows import split_file
 
 PROFILE_STEPS = 3  # in a run of their own, as profiling slows a step down
@@ -246,6 +247,10 @@ def _ending(config: CompareConfig, steps: int) -> str:
 def _check_held_out(config: CompareConfig) -> None:
     if config.eval_data is not None or config.valid_split is not None:
         return
+    if hub_dataset(config.data) is not None:
+        return  # training finds out, where it loads it
+    if hub_dataset(config.data) is not None:
+        return  # training finds out, where it loads it
     named = not config.data.startswith("random:")
     if named and split_file(config.data, "valid") and Path(config.data).is_dir():
         return

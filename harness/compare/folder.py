@@ -15,6 +15,7 @@ from ondevice.config.base import load, to_toml
 from ondevice.config.compare import CompareConfig
 from ondevice.errors import UsageError
 from ondevice.files import storage_errors, write_atomic
+from runtime.data.run_rows import absolute as absolute_data
 
 CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"
 FOLDERS = (SWEEP, RUNS, PROFILE)
@@ -22,15 +23,11 @@ FOLDERS = (SWEEP, RUNS, PROFILE)
 
 def absolute(config: CompareConfig) -> CompareConfig:
     """The settings with absolute paths, so that they mean the same from any directory."""
-
-    def resolved(data: str) -> str:
-        return data if data.startswith("random:") else str(Path(data).resolve())
-
     return replace(
         config,
         bundle=str(Path(config.bundle).resolve()),
-        data=resolved(config.data),
-        eval_data=None if config.eval_data is None else resolved(config.eval_data),
+        data=absolute_data(config.data),
+        eval_data=None if config.eval_data is None else absolute_data(config.eval_data),
         output=str(Path(config.output).resolve()),
     )
 

@@ -24,6 +24,8 @@ from ondevice.units import format_bytes, format_seconds
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"
+DIRECTIONS = ("forward", "backward")
+MEASURED = tuple(f"{one}_{what}" for one in DIRECTIONS for what in ("s", "peak_bytes"))
 ENDS = {"steps": "all steps done"}  # of a summary's "stopped", where its own word says too little
 OPTIONAL = ("loss", "gradient_norm")
 NEEDED = ("step", "seconds", "learning_rate", "footprint_bytes", "peak_footprint_bytes")
@@ -32,14 +34,21 @@ Entry = Mapping[str, Any]  # a line of metrics.jsonl
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's files say; `stopped` is what ended it, empty where it has not ended."""
+    """What a run's files say; `stopped` is what ended it, empty where it has not ended.
+
+    blocks: each block's measurements, and work_s: seconds of a step by kind of work; both are empty
+    without `--profile`.
+    """
 
     name: str
+    path: Path
     settings: Mapping[str, Any]
     budget_bytes: int
     entries: Sequence[Entry]
     curve: Curve
     stopped: str
+    blocks: Sequence[Mapping[str, Any]]
+    work_s: Mapping[str, float]
 
     def steps(self, value: Callable[[Entry], float | None]) -> list[tuple[float, float]]:
         """A value of every step, without those that have none."""
@@ -50,13 +59,18 @@ class Run:
         """A value of every evaluation."""
         return [(float(point.step), value(point)) for point in self.curve.points]
 
+    def profiled(self, key: str, scale: float) -> list[tuple[float, float]]:
+        """A measurement of every block that has it, by the block's place."""
+        found = [(float(place), one.get(key)) for place, one in enumerate(self.blocks)]
+        return [(place, value * scale) for place, value in found if value is not None]
 
-def write_page(paths: Sequence[Path], output: Path) -> list[Run]:
-    """Write the page of the runs in `paths`; returns what it shows.
+
+def write_page(paths: Sequence[Path], output: Path, samples: int = 0) -> list[Run]:
+    """Write the page of the runs in `paths`, with so many samples; returns what it shows.
 
     Raises:
         UsageError: a path holds no run, or is given twice.
-        BundleError: a run's file is damaged.
+        BundleError: a run's file is damaged, or its bundle is gone and samples are wanted.
     """
     same = {path.resolve() for path in paths}
     if len(same) < len(paths):
@@ -66,7 +80,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[Run]:
         read_run(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)
     ]
-    write_atomic(output, to_html(runs).encode())
+    write_atomic(output, to_html(runs, _samples(runs, samples)).encode())
     return runs
 
 
@@ -90,7 +104,10 @@ def read_run(path: Path, name: str) -> Run:
         stopped = summary.get("stopped", "")
         if not isinstance(stopped, str):
             raise ValueError(f"stopped in {SUMMARY} is {stopped!r}")
-        return Run(name, settings, plan["budget_bytes"], entries, curve, stopped)
+        blocks, work_s = summary.get("blocks", []), summary.get("seconds_per_step", {})
+        _check_profile(blocks, work_s)
+        budget = plan["budget_bytes"]
+        return Run(name, path, settings, budget, entries, curve, stopped, blocks, work_s)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise BundleError(f"{path} is damaged: {problem!r}") from None
 
@@ -125,12 +142,33 @@ def _check_numbers(file: str, found: Mapping[str, Any], keys: Sequence[str]) -> 
             raise ValueError(f"{key} in {file} is {value!r}, not a finite number")
 
 
-def to_html(runs: Sequence[Run]) -> str:
-    """The page: an overview, charts and settings."""
+def _check_profile(blocks: Sequence[Mapping[str, Any]], work_s: Mapping[str, float]) -> None:
+    for block in blocks:
+        if not isinstance(block["name"], str):
+            raise ValueError(f"name in {SUMMARY} is {block['name']!r}")
+        _check_numbers(SUMMARY, block, [key for key in MEASURED if key in block])
+    _check_numbers(SUMMARY, work_s, list(work_s))
+
+
+def _samples(runs: Sequence[Run], count: int) -> list[str]:
+    """What the models say, as parts of the page."""
+    if not count:
+        return []
+    from harness.compare.samples import sample_tables  # which loads MLX
+
+    tables, notes = sample_tables([(run.name, run.path, run.settings) for run in runs], count)
+    return [*(table.html() for table in tables), *map(paragraph, notes)]
+
+
+def to_html(runs: Sequence[Run], samples: Sequence[str] = ()) -> str:
+    """The page: an overview, charts, samples and settings."""
     title = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     charts = [chart.html() for chart in charts_of(runs) if not chart.is_empty]
     none = [] if charts else [paragraph("No step has been trained yet.")]
     parts = [_overview(runs).html(), *none, *charts]
+    if any(run.work_s for run in runs):
+        parts.append(_work(runs).html())
+    parts += samples
     parts += [table.html() for table in _settings(runs)]
     return page(f"Training: {title}", parts)
 
@@ -196,7 +234,48 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
             lines(lambda run: run.steps(lambda e: e["seconds"])),
             from_zero=True,
         ),
+        *_charts_of_blocks(runs),
     ]
+
+
+def _charts_of_blocks(runs: Sequence[Run]) -> list[Chart]:
+    """Memory and time of each block, of the runs that were profiled."""
+    # "model.layers.3" is shown as 3; the other blocks have names of their own
+    places = [one["name"].rpartition(".")[2] for one in max((run.blocks for run in runs), key=len)]
+
+    def lines(key: str, scale: float) -> list[Line]:
+        return [
+            Line(
+                f"{run.name}, {direction}",
+                index,
+                run.profiled(f"{direction}_{key}", scale),
+                faint=direction == "forward",
+            )
+            for direction in DIRECTIONS
+            for index, run in enumerate(runs)
+        ]
+
+    look: dict[str, Any] = {"from_zero": True, "across": "block", "places": places}
+    return [
+        Chart("Most memory allocated in each block", "MB", lines("peak_bytes", 1e-6), **look),
+        Chart("Time per step in each block", "s", lines("s", 1.0), **look),
+    ]
+
+
+def _work(runs: Sequence[Run]) -> Table:
+    """The seconds of a step by kind of work, of the runs that were profiled."""
+    measured = [run for run in runs if run.work_s]
+    kinds = dict.fromkeys(kind for run in measured for kind in run.work_s)
+
+    def longest(kind: str) -> float:
+        return max(run.work_s.get(kind, 0.0) for run in measured)
+
+    rows = [
+        (kind, *(format_seconds(run.work_s.get(kind, 0.0)) for run in measured))
+        for kind in sorted(kinds, key=longest, reverse=True)
+    ]
+    head = ("work of a step", *(run.name for run in measured))
+    return Table("Where the time of a step goes", [head, *rows], left=1)
 
 
 def _overview(runs: Sequence[Run]) -> Table:

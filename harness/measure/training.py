@@ -13,6 +13,7 @@ from typing import Any
 
 from harness.measure.command import flag, ondevice
 from ondevice.errors import UsageError
+from runtime.data.run_rows import absolute
 
 PATHS = ("bundle", "data", "eval_data")  # settings that are paths
 
@@ -46,8 +47,8 @@ def _check_same(settings: Mapping[str, object], run: Path) -> None:
     different = []
     for name, value in settings.items():
         before = known.get(name)
-        if name in PATHS and not str(value).startswith("random:"):
-            value = str(Path(str(value)).resolve())
+        if name in PATHS:
+            value = absolute(str(value))
         if before != value:
             different.append(f"{name} {before!r} (now {value!r})")
     if different:

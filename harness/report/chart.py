@@ -14,6 +14,7 @@ from html import escape
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 26, 44  # of the plotted area, to the edges
 MOST_POINTS = 400
+MOST_PLACES = 12  # whose names fit side by side
 COLOURS = 6  # that the style of a page has; further lines take them again
 
 Point = tuple[float, float]
@@ -57,9 +58,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps, under a heading.
+    """Lines over steps, or over other things in a row, under a heading.
 
-    from_zero: whether the vertical axis begins at 0 and not at the lowest value.
+    from_zero: whether the vertical axis begins at 0 and not at the lowest value.  across: what the
+    horizontal axis counts.  places: what stands at 0, 1, 2 and so on, where it does not count; at
+    least two.
     """
 
     title: str
@@ -67,6 +70,8 @@ class Chart:
     lines: Sequence[Line]
     levels: Sequence[Level] = ()
     from_zero: bool = False
+    across: str = "step"
+    places: Sequence[str] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -81,7 +86,7 @@ class Chart:
     def _svg(self, name: str) -> str:
         points = [point for line in self.lines for point in line.points]
         heights = [y for _, y in points] + [level.height for level in self.levels]
-        xs = ticks(min(x for x, _ in points), max(x for x, _ in points), 8)
+        xs = self._across(points)
         low = 0.0 if self.from_zero else min(heights)
         ys = ticks(low, max(heights), 5)
         area = _Area((xs[0], xs[-1]), (ys[0], ys[-1]))
@@ -97,18 +102,29 @@ class Chart:
             )
         for x in xs:
             place = area.x(x)
+            name = escape(self.places[round(x)]) if self.places else shown(x)
             parts.append(
-                f'<text x="{place:.1f}" y="{floor + 18}" text-anchor="middle">{shown(x)}</text>'
+                f'<text x="{place:.1f}" y="{floor + 18}" text-anchor="middle">{name}</text>'
             )
-        parts.append(f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">step</text>')
+        across = escape(self.across)
+        parts.append(f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">{across}</text>')
         parts.append(f'<text x="0" y="12">{escape(self.unit)}</text>')
         for level in self.levels:
             colour = f"stroke:var(--c{level.colour % COLOURS})"
             path = f"M{LEFT} {area.y(level.height):.1f}H{right}"
             parts.append(f'<path class="level" style="{colour}" d="{path}"/>')
         for line in sorted(self.lines, key=lambda line: not line.faint):
-            parts += _drawn(line, area)
+            parts += _drawn(line, area, self.across)
         return "\n".join([*parts, "</svg>"])
+
+    def _across(self, points: Sequence[Point]) -> list[float]:
+        """The horizontal axis's ticks: round numbers, or places from the first to the last."""
+        if not self.places:
+            return ticks(min(x for x, _ in points), max(x for x, _ in points), 8)
+        last = len(self.places) - 1
+        every = math.ceil(last / MOST_PLACES)
+        inner = range(0, last - every // 2, every)  # none that runs into the last
+        return [float(place) for place in (*inner, last)]
 
     def _legend(self) -> str:
         items = []
@@ -142,7 +158,7 @@ class _Area:
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
-def _drawn(line: Line, area: _Area) -> list[str]:
+def _drawn(line: Line, area: _Area, across: str) -> list[str]:
     """The elements of one line."""
     if not line.points:
         return []
@@ -154,7 +170,7 @@ def _drawn(line: Line, area: _Area) -> list[str]:
     if line.marked or len(line.points) == 1:
         found += [
             f'<circle cx="{area.x(x):.1f}" cy="{area.y(y):.1f}" r="3" style="fill:{colour}">'
-            f"<title>{escape(line.name)}, step {x:g}: {y:.4g}</title></circle>"
+            f"<title>{escape(line.name)}, {escape(across)} {x:g}: {y:.4g}</title></circle>"
             for x, y in line.points
         ]
     return found

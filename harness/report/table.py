@@ -9,11 +9,15 @@ from html import escape
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under a heading; the first `left` columns are words, the others numbers."""
+    """Cells under a heading; the first `left` columns are words, the others numbers.
+
+    wrapped: whether the cells are texts of several lines, whose white space is shown.
+    """
 
     title: str
     rows: Sequence[tuple[str, ...]]
     left: int
+    wrapped: bool = False
 
     def text(self) -> str:
         """Aligned columns."""
@@ -39,9 +43,10 @@ class Table:
             return f"<tr>{''.join(cells)}</tr>"
 
         head, *body = self.rows
+        table = '<table class="wrapped">' if self.wrapped else "<table>"
         return (
             f"<h2>{escape(self.title)}</h2>\n"
-            f'<div class="wide"><table>\n<thead>{line(head, "th")}</thead>\n<tbody>\n'
+            f'<div class="wide">{table}\n<thead>{line(head, "th")}</thead>\n<tbody>\n'
             + "\n".join(line(row, "td") for row in body)
             + "\n</tbody></table></div>"
         )

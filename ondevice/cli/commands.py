@@ -216,9 +216,7 @@ def _train(arguments: argparse.Namespace) -> None:
             evaluated=lambda when, found: say(describe_validation(when, found)),
         )
         if config is None:
-            summary = resume(
-                arguments.resume, events, overrides.get("budget"), overrides.get("steps")
-            )
+            summary = resume(arguments.resume, events, overrides)
         else:
             summary = train(config, events)
     if quiet:
@@ -230,11 +228,13 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """Refuse options beside `--resume` that would contradict the run's own."""
-    own = set(overrides) - {"budget", "steps"}
+    from ondevice.config.train import CHANGEABLE
+
+    own = set(overrides) - set(CHANGEABLE)
     odd = [flag(name) for name in sorted(own)]
     if odd or arguments.config:
         raise UsageError(
-            "--resume takes the run's own settings, --budget and --steps; leave out "
+            "--resume takes the run's own settings, --budget, --steps and --patience; leave out "
             f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )
@@ -331,9 +331,11 @@ def _report(arguments: argparse.Namespace) -> None:
     from ondevice.config.report import ReportConfig
 
     config = _load(ReportConfig, arguments)
+    if config.samples:
+        _prepare()
     from harness.compare.runs_page import write_page
 
-    runs = write_page([Path(run) for run in config.runs], Path(config.output))
+    runs = write_page([Path(run) for run in config.runs], Path(config.output), config.samples)
     if arguments.json:
         print(json.dumps({"output": config.output, "runs": [run.name for run in runs]}))
         return
@@ -355,6 +357,8 @@ def _replay(arguments: argparse.Namespace) -> None:
         print(json.dumps(facts))
     else:
         print(f"{facts['output']}: {facts['steps']} steps from a log of {facts['log_bytes']} bytes")
+        if facts["best_step"] is not None:
+            print(f"the adapter is that after step {facts['best_step']}, kept by --keep-best")
     if facts["identical"] is False:
         raise BundleError(
             f"{run} has other adapters after step {facts['saved_steps']} than its log leads to"
@@ -460,7 +464,8 @@ COMMANDS = (
     Command(
         "report",
         "show one or more runs as a page of HTML",
-        "The page holds losses, footprints, times and settings, and needs no network.",
+        "The page holds losses, footprints, times and settings, and needs no network. --samples "
+        "adds what the model says before and after training.",
         "report.ReportConfig",
         _report,
     ),

@@ -113,7 +113,7 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
     config = command.config
     line = f"ondevice {command.name} {usage(config)}"
     if command.resumes:
-        line += "\n       ondevice train --resume RUN [--steps N] [--budget SIZE]"
+        line += "\n       ondevice train --resume RUN [--steps N] [--patience N] [--budget SIZE]"
     parser = commands.add_parser(
         command.name,
         help=command.summary,
@@ -129,7 +129,7 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
             metavar="RUN",
             type=Path,
             help="go on with an interrupted run, with its own settings, or with a finished one and "
-            "more --steps; only --steps and --budget may be given beside it",
+            "more --steps; only --steps, --patience and --budget may be given beside it",
         )
         groups[Group.OTHER].add_argument(
             "--verbose", action="store_true", help="print the memory plan before training starts"

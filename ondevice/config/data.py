@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ondevice.config.base import COUNT, NOT_NEGATIVE, option, required
-from ondevice.config.shared import DATA_FILE, DataOptions, pack_field, valid_split_field
+from ondevice.config.shared import (
+    DATA_FILE,
+    HUB_DATA,
+    DataOptions,
+    pack_field,
+    valid_split_field,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +21,9 @@ class DataConfig(DataOptions):
 
     positional: ClassVar[str] = "data"
 
-    data: str = required(f"data: {DATA_FILE}, or a folder with train, valid and test", "DATA")
+    data: str = required(
+        f"data: {DATA_FILE}, a folder with train, valid and test, or {HUB_DATA}", "DATA"
+    )
     bundle: str = required("bundle directory, written by `ondevice export`", "BUNDLE")
     max_seq_length: int | None = option(
         None,

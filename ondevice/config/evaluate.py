@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ondevice.config.base import FILLED, NOT_NEGATIVE, option, refuse, required
 from ondevice.config.shared import (
     DATA_FILE,
+    HUB_DATA,
     BundleConfig,
     DataOptions,
     adapter_dtype_field,
@@ -18,7 +19,9 @@ from ondevice.config.shared import (
 class EvalConfig(BundleConfig, DataOptions):
     """The options of `ondevice eval`, which measures the loss of a bundle or adapter."""
 
-    data: str = required(f"held-out data: {DATA_FILE}, a folder with valid, or random:SEED", "DATA")
+    data: str = required(
+        f"held-out data: {DATA_FILE}, a folder with valid, {HUB_DATA}, or random:SEED", "DATA"
+    )
     adapter: str | None = adapter_field(
         "adapter to apply: a run, an adapter directory or its .safetensors file "
         "(default: the base model)"

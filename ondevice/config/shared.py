@@ -25,7 +25,10 @@ from ondevice.units import parse_bytes
 DEVICES = ("auto", "cpu", "gpu")
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 DATA_FILE = f"a {', '.join(DATA_SUFFIXES[:-1])} or {DATA_SUFFIXES[-1]} file"
-TRAIN_DATA = f"training data: {DATA_FILE}, a folder with train and valid, or random:SEED"
+HUB_DATA = "a Hugging Face dataset id (OWNER/NAME[:CONFIG[:SPLIT]])"
+TRAIN_DATA = (
+    f"training data: {DATA_FILE}, a folder with train and valid, {HUB_DATA}, or random:SEED"
+)
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
     *("instruction", "input", "output"),

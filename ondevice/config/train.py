@@ -25,6 +25,7 @@ from ondevice.config.shared import (
     valid_split_field,
 )
 
+CHANGEABLE = ("budget", "steps", "patience")  # settings that --resume may change
 _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
 
 
@@ -37,6 +38,13 @@ class TrainConfig(StepConfig, DataOptions):
     valid_split: str | None = valid_split_field()
     profile: bool = option(
         False, "measure where time and memory go, and write it to the run's summary.json"
+    )
+    report_to: str = choice(
+        "none",
+        "tracker that steps and evaluations are also sent to, where it is installed",
+        "none",
+        "tensorboard",
+        "wandb",
     )
     heap_relief: bool = option(
         True,

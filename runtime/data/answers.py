@@ -10,15 +10,13 @@ messages follow: they drop earlier reasoning (Qwen3), or move the system prompt 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 Span = tuple[int, int]
 """A range of characters: the first, and the one after the last."""
 Render = Callable[[list[dict[str, Any]], bool], str]
 """Messages as text, and whether it ends with the prompt for an answer. Raises ValueError."""
-
-_PROBE = "Probe"
 
 
 def answers(
@@ -83,14 +81,17 @@ def _by_replacement(
     around: tuple[str, str],
 ) -> Span | None:
     """What differs where the answer is another, and what the template writes around it."""
-    other = {"role": messages[turn]["role"], "content": _PROBE}
+    probe = next(word for word in map("Probe{}".format, count()) if word not in whole)
+    other = {"role": messages[turn]["role"], "content": probe}
     try:
         text = render([*messages[:turn], other, *messages[turn + 1 :]], False)
     except ValueError:
         return None
-    before, found, after = text.partition(_PROBE)
+    before, found, after = text.partition(probe)
     begin, end = around[0], around[1].rstrip()
-    if not found or _PROBE in before + after or not after.startswith(end):
+    if not after.startswith(end):  # after the last answer some write the end of all, too (Phi-3)
+        end = end.lstrip().partition("\n")[0]
+    if not found or probe in before + after or not after.startswith(end):
         return None
     if not (whole.startswith(before) and whole.endswith(after)):
         return None

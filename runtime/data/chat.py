@@ -2,14 +2,14 @@
 
 Only processes that render load transformers: the one that tokenizes, and that of `ondevice generate
 --chat`. A template is a Jinja program written by the model's publisher. transformers runs it in
-Jinja's sandbox, to which this adds two limits: no powers, and on Linux a bound on memory.
+Jinja's sandbox, to which this adds three limits: no powers, a bound on the time of the CPU, and on
+Linux one on memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -22,8 +22,10 @@ from tokenizers import Tokenizer, models
 from ondevice.errors import DataError
 from runtime.data.answers import Span, answers
 from runtime.data.conversation import Messages, checked_messages, checked_tools
+from runtime.data.limits import TooSlowError, bounded_memory, bounded_seconds
 
 MOST_BYTES = 1 << 30  # memory that rendering one conversation may take
+MOST_SECONDS = 20  # of the CPU that it may take
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
 ASSISTANT = "assistant"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -135,12 +137,16 @@ class ChatTemplate:
     @contextmanager
     def _rendering(self) -> Iterator[None]:
         try:
-            with _bounded_memory():
+            with bounded_memory(MOST_BYTES), bounded_seconds(MOST_SECONDS):
                 yield
         except _UNREADABLE as error:
             raise self._unreadable(error) from error
         except MemoryError:
             raise ValueError(f"{self.name} takes more than {MOST_BYTES:,} bytes") from None
+        except TooSlowError:
+            raise ValueError(
+                f"{self.name} takes more than {MOST_SECONDS} s of the CPU for one conversation"
+            ) from None
         except Exception as error:  # a template is a program, and may fail as any does
             raise ValueError(f"the chat template refuses messages: {error}") from error
 
@@ -183,25 +189,6 @@ def _check(source: object) -> None:
         raise ValueError("it is not text")
     if any(kind == "operator" and word == "**" for _, kind, word in _words(source)):
         raise ValueError("it computes a power, which may take forever")
-
-
-@contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """Let this process allocate at most MOST_BYTES more, where the system can tell and limit."""
-    sizes = Path("/proc/self/statm")
-    if not sizes.exists():
-        yield
-        return
-    used = int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = used + MOST_BYTES
-    if soft != resource.RLIM_INFINITY:
-        wanted = min(wanted, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from array import array
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,6 +16,7 @@ from ondevice.config.data import DataConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import DataError, UsageError
 from runtime.data.examples import Row
+from runtime.data.hub import located
 from runtime.data.packing import PackingReport, pack
 from runtime.data.reading import Reading, reading_of
 from runtime.data.records import TEXT
@@ -53,15 +55,16 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     reports: dict[str, DataReport] = {}
     shown: Row | None = None
     lengths = array("q")  # of the first split's rows
-    for name, file, reading in _parts(config):
-        usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
-        length = config.max_seq_length or usual
-        reader = Reader(file, encoder, length, reading, VALID if name == VALID else TRAIN)
-        for number, row in enumerate(reader.rows()):
-            if not reports:
-                lengths.append(row.length)
-                shown = row if number == config.row else shown
-        reports[name] = reader.report
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, file, reading in _parts(config, Path(scratch)):
+            usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
+            length = config.max_seq_length or usual
+            reader = Reader(file, encoder, length, reading, VALID if name == VALID else TRAIN)
+            for number, row in enumerate(reader.rows()):
+                if not reports:
+                    lengths.append(row.length)
+                    shown = row if number == config.row else shown
+            reports[name] = reader.report
     if shown is None and config.row:
         kept = next(iter(reports.values())).kept
         raise UsageError(f"there is no row {config.row}: {kept} are kept, counted from 0")
@@ -86,9 +89,9 @@ def pieces(row: Row, encoder: TextEncoder) -> list[tuple[str, bool]]:
     return [(encoder.show([token for token, _ in run]), scored) for scored, run in runs]
 
 
-def _parts(config: DataConfig) -> list[tuple[str, Path, Reading]]:
+def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]:
     """The files to read by the name of their split, and how each is read."""
-    path, split = Path(config.data), config.valid_split
+    path, split = Path(located(config.data, scratch)), config.valid_split
     reading = reading_of(config, split)
     if not path.is_dir():
         file = split_file(path, TRAIN)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +22,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.config.shared import DATA_FILE, DATA_SUFFIXES
-from ondevice.errors import DataError, StorageError, UsageError
+from ondevice.config.shared import DATA_FILE, DATA_SUFFIXES, HUB_DATA
+from ondevice.errors import DataError, UsageError
 from ondevice.paths import text_path
+from runtime.data.process import run_module
 from runtime.data.reading import Reading
 from runtime.data.report import DataReport
 
@@ -85,7 +84,9 @@ def split_file(data: str | Path, split: str) -> Path | None:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise DataError(f"no data at {path}; give {DATA_FILE}, a folder, or random:SEED")
+        raise DataError(
+            f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
+        )
     found = [path / f"{split}{suffix}" for suffix in DATA_SUFFIXES]
     found = [file for file in found if file.is_file()]
     if len(found) > 1:
@@ -113,30 +114,9 @@ def prepare_tokens(
     if file is None:
         names = ", ".join(f"{split}{suffix}" for suffix in DATA_SUFFIXES)
         raise DataError(f"{data} has none of {names}; add one or name a file")
-    options = {"bundle": bundle_dir, "input": file, "seq-length": seq_length, "output": out_file}
+    options = {"bundle": bundle_dir, "input": file, "seq_length": seq_length, "output": out_file}
     options |= {"reading": msgspec.json.encode(reading).decode(), "part": part}
-    command = [sys.executable, "-P", "-m", "runtime.data.tokenizing"]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    # -P keeps modules of the working directory out; the path lets an uninstalled checkout run
-    root = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": paths},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-    )
-    said = done.stderr.strip()
-    if done.returncode == StorageError.exit_code:
-        raise StorageError(said)
-    if done.returncode == DataError.exit_code:
-        raise DataError(said)
-    if done.returncode:
-        last = said.splitlines()[-1] if said else "it said nothing"
-        raise DataError(f"tokenizing {file} failed with status {done.returncode}: {last}")
+    run_module("runtime.data.tokenizing", f"tokenizing {file}", **options)
     return out_file
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from ondevice.bundle.store import Bundle
 from ondevice.config.train import TrainConfig
 from ondevice.errors import DataError, UsageError
+from runtime.data.hub import forget, hub_dataset, located
 from runtime.data.reading import reading_of
 from runtime.data.report import DataReport
 from runtime.data.rows import Rows, split_file
@@ -17,8 +18,9 @@ TOKENS = ("train.tokens", "valid.tokens")
 
 
 def absolute(data: str) -> str:
-    """The absolute path; `random:SEED` is returned unchanged."""
-    return data if data.startswith("random:") else str(Path(data).resolve())
+    """The absolute path; `random:SEED` and datasets of the hub are returned unchanged."""
+    is_path = not data.startswith("random:") and hub_dataset(data) is None
+    return str(Path(data).resolve()) if is_path else data
 
 
 def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfig:
@@ -28,7 +30,7 @@ def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfi
     """
     if config.max_seq_length is not None:
         return config
-    length = max(source.length(bundle, folder) for source in _sources(config))
+    length = max(source.length(bundle, folder) for source in _sources(config, folder))
     if config.pack:
         length = length_to_pack(bundle.manifest, length)
     return replace(config, max_seq_length=length)
@@ -42,21 +44,20 @@ def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Ro
     """
     length = config.max_seq_length
     assert length is not None
-    rows, *held_out = [source.rows(bundle, folder, length) for source in _sources(config)]
+    rows, *held_out = [source.rows(bundle, folder, length) for source in _sources(config, folder)]
+    forget(folder)
     if len(rows) == 0:
         raise DataError(f"{config.data} holds no row to train on")
     return rows, held_out[0] if held_out else None
 
 
-def _sources(config: TrainConfig) -> list[Source]:
+def _sources(config: TrainConfig, folder: Path) -> list[Source]:
     """The rows to train on, and those to evaluate on if there are any."""
     train, valid = TOKENS
     reading = reading_of(config, config.valid_split)
     first = Source(train, config.data, "train", reading)
     is_random = config.data.startswith("random:")
-    folder_data = not is_random and Path(config.data).is_dir()
-    held_out = folder_data and split_file(config.data, "valid") is not None
-    eval_data = config.eval_data or (config.data if held_out else None)
+    eval_data = config.eval_data or (config.data if _has_valid(config.data, folder) else None)
     if config.valid_split is not None:
         if is_random or eval_data is not None:
             raise UsageError(
@@ -65,6 +66,16 @@ def _sources(config: TrainConfig) -> list[Source]:
             )
         return [first, Source(valid, config.data, "train", reading, "valid")]
     return [first] if eval_data is None else [first, Source(valid, eval_data, "valid", reading)]
+
+
+def _has_valid(data: str, folder: Path) -> bool:
+    """Whether the data themselves hold validation rows."""
+    if data.startswith("random:"):
+        return False
+    if hub_dataset(data) is not None and (folder / TOKENS[0]).exists():
+        return (folder / TOKENS[1]).exists()  # a resumed run does not load it again
+    place = Path(located(data, folder))
+    return place.is_dir() and split_file(place, "valid") is not None
 
 
 def reports_of(rows: Rows, eval_rows: Rows | None) -> dict[str, DataReport]:

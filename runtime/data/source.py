@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
+from runtime.data.hub import located
 from runtime.data.reading import Reading
 from runtime.data.records import TEXT
 from runtime.data.rows import Rows, TokenRows, open_rows, split_file
@@ -30,7 +31,8 @@ class Source:
         file, vocabulary = folder / self.name, bundle.manifest.vocab_size
         if file.exists():
             return TokenRows(file, vocabulary)
-        given = (self.data, self.split, length, file, self.reading, self.part)
+        data = located(self.data, folder)
+        given = (data, self.split, length, file, self.reading, self.part)
         return open_rows(bundle.path, vocabulary, *given)
 
     def length(self, bundle: Bundle, folder: Path) -> int:
@@ -42,7 +44,7 @@ class Source:
         manifest = bundle.manifest
         if self.data.startswith("random:"):
             return manifest.usual_bucket
-        file = split_file(self.data, self.split)
+        file = split_file(located(self.data, folder), self.split)
         if file is not None and file.suffix == TEXT:
             return manifest.usual_bucket
         rows = self.rows(bundle, folder, manifest.buckets[-1])

@@ -35,6 +35,11 @@ class TextEncoder:
     chat: Callable[[], ChatTemplate]
     has_template: bool
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end generation, EOS among them."""
+        return self.ends if self.eos is None else self.ends | {self.eos}
+
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
     """The tokenizer of a bundle. Raises DataError if it has none or it cannot be read."""

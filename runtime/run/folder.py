@@ -25,10 +25,12 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.paths import text_path
+from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import CONFIG as ADAPTER_CONFIG
 from runtime.methods.adapters import WEIGHTS, Adapters, Tensors
 from runtime.methods.protocol import Method
+from runtime.run.trackers import OF_TRACKERS
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
 TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
@@ -128,7 +130,7 @@ class RunFolder:
         """
         method.settle()
         adapters.check_finite()
-        place = self._place(step)
+        place = self.place(step)
         if not place.exists():  # else what it holds is this state
             self._write(place, step, adapters, method)
         self._remove_old(keep, best)
@@ -140,7 +142,7 @@ class RunFolder:
         Raises:
             BundleError: the save is gone.
         """
-        place = self._place(step)
+        place = self.place(step)
         for name in (WEIGHTS, ADAPTER_CONFIG):
             if not (place / name).exists():
                 raise BundleError(
@@ -154,7 +156,8 @@ class RunFolder:
                 temporary.replace(self.path / name)
         fsync_path(self.path)
 
-    def _place(self, step: int) -> Path:
+    def place(self, step: int) -> Path:
+        """Where the save of a step is."""
         return self.saves / f"step-{step:08d}"
 
     @staticmethod
@@ -172,7 +175,7 @@ class RunFolder:
     def _remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
         found = sorted(self.saves.glob("step-*"))
-        stay = {*found[-keep:], *(() if best is None else (self._place(best),))}
+        stay = {*found[-keep:], *(() if best is None else (self.place(best),))}
         with storage_errors(self.saves):
             for old in found:
                 if old not in stay:
@@ -285,9 +288,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _leftover(path: Path) -> bool:
     """Whether a file is of a run of ours that was killed before it began."""
+    if path.name.startswith(FOLDER):
+        return True
     if path.name == "saves":
         return path.is_dir() and not any(path.iterdir())
-    ours = (*TOKENS, PLAN, LOCK, TRAJECTORY)
+    ours = (*TOKENS, PLAN, LOCK, TRAJECTORY, *OF_TRACKERS)
     return path.name in ours or (path.name.startswith(".") and path.name.endswith(".partial"))
 
 

@@ -7,16 +7,23 @@ to mlx-lm.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ondevice.bundle.store import Bundle
 from ondevice.errors import UsageError
+from ondevice.lora import LoraSettings
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.run.budget import plan_evaluation
 from runtime.run.lora import to_apply
-from runtime.run.open import open_checked, open_session
+from runtime.run.open import Session, open_checked, open_session
+
+if TYPE_CHECKING:
+    from runtime.data.text_encoder import TextEncoder
 
 BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
 
@@ -32,6 +39,91 @@ def next_token(model: Model, adapters: Adapters, tokens: list[int]) -> int:
     model.release(model.blocks[-1])
     assert result.predicted is not None
     return int(result.predicted.item())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to continue; `ends` are the tokens that end it, and `ending` the text that does."""
+
+    tokens: list[int]
+    ends: frozenset[int]
+    ending: str = ""
+
+
+def text_prompt(encoder: TextEncoder, text: str) -> Prompt:
+    """A prompt of text, with the tokenizer's BOS before it."""
+    head = [] if encoder.bos is None else [encoder.bos]
+    return Prompt(head + encoder.encode(text), encoder.end_tokens)
+
+
+def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
+    """The prompt for the model's answer to a conversation, by the bundle's chat template.
+
+    Raises:
+        DataError: there is no template.
+        UsageError: the template refuses the messages.
+    """
+    template = encoder.chat()
+    try:
+        tokens = encoder.encode(template.prompt(messages))
+        ending = template.ending
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    first = encoder.encode(ending)[:1]
+    if encoder.special.issuperset(first):  # which an answer never holds itself
+        return Prompt(tokens, encoder.end_tokens.union(first))
+    return Prompt(tokens, encoder.end_tokens, ending)
+
+
+class Generator:
+    """A bundle that continues prompts, with the adapter that each is given.
+
+    longest: the most tokens of a prompt and its continuation together.
+    """
+
+    def __init__(self, bundle: Bundle, encoder: TextEncoder, longest: int | None = None) -> None:
+        self.bundle, self.encoder = bundle, encoder
+        self.longest = longest or bundle.manifest.buckets[-1]
+        self._sessions: dict[LoraSettings, Session] = {}
+
+    def adapters(self, path: Path | None) -> Adapters:
+        """The adapters in a run, folder or file; without one those that change nothing."""
+        return Adapters.applied(to_apply(path, self.bundle).manifest, path)
+
+    def _session(self, lora: LoraSettings) -> Session:
+        """The model with adapters of these settings."""
+        if lora not in self._sessions:
+            bundle = self.bundle.with_lora(lora)
+            plan = plan_evaluation(bundle, BUDGET_BYTES, self.longest)
+            self._sessions[lora] = open_session(bundle, plan)
+        return self._sessions[lora]
+
+    def pieces(self, prompt: Prompt, adapters: Adapters, max_tokens: int) -> Iterator[str]:
+        """Yield the continuation of a prompt, up to an end or `max_tokens`."""
+        session = self._session(adapters.manifest.lora)
+        tokens, decode = list(prompt.tokens), self.encoder.decode
+        length = min(self.longest, len(tokens) + max_tokens)
+        shown = decode(tokens)
+        while len(tokens) < length:
+            token = next_token(session.model(len(tokens)), adapters, tokens)
+            if token in prompt.ends:
+                break
+            tokens.append(token)
+            text = decode(tokens)
+            end = text.find(prompt.ending, len(shown)) if prompt.ending else -1
+            if end >= 0:
+                yield text[len(shown) : end]
+                return
+            # hold back incomplete characters, and text that may become the ending
+            if not text.endswith("\N{REPLACEMENT CHARACTER}") and not _begins(prompt.ending, text):
+                yield text[len(shown) :]
+                shown = text
+        if rest := decode(tokens)[len(shown) :]:
+            yield rest
+
+    def text(self, prompt: Prompt, adapters: Adapters, max_tokens: int) -> str:
+        """The whole continuation."""
+        return "".join(self.pieces(prompt, adapters, max_tokens))
 
 
 def generate(
@@ -52,22 +144,13 @@ def generate(
         prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
-    bundle = to_apply(adapter, open_checked(path))
+    bundle = open_checked(path)
     encoder = load_encoder(bundle.path)
-    ends, ending = {encoder.eos, *encoder.ends}, ""
     if chat:
-        template = encoder.chat()
-        try:
-            tokens = encoder.encode(template.prompt([{"role": "user", "content": prompt}]))
-            ending = template.ending
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        first = encoder.encode(ending)[:1]
-        if encoder.special.issuperset(first):  # which an answer never holds itself
-            ends.update(first)
-            ending = ""
+        given = chat_prompt(encoder, [{"role": "user", "content": prompt}])
     else:
-        tokens = ([] if encoder.bos is None else [encoder.bos]) + encoder.encode(prompt)
+        given = text_prompt(encoder, prompt)
+    tokens = given.tokens
     if not tokens:
         raise UsageError("the prompt has no tokens")
     if max(tokens) >= bundle.manifest.vocab_size:
@@ -75,27 +158,8 @@ def generate(
     longest = bundle.manifest.buckets[-1]
     if len(tokens) >= longest:
         raise UsageError(f"the prompt has {len(tokens)} tokens; the bundle's longest is {longest}")
-    length = min(longest, len(tokens) + max_tokens)
-    plan = plan_evaluation(bundle, BUDGET_BYTES, length)
-    session = open_session(bundle, plan)
-    adapters = Adapters.applied(bundle.manifest, adapter)
-    shown = encoder.decode(tokens)
-    while len(tokens) < length:
-        token = next_token(session.model(len(tokens)), adapters, tokens)
-        if token in ends:
-            break
-        tokens.append(token)
-        text = encoder.decode(tokens)
-        end = text.find(ending, len(shown)) if ending else -1
-        if end >= 0:
-            yield text[len(shown) : end]
-            return
-        # hold back incomplete characters, and text that may become the ending
-        if not text.endswith("�") and not _begins(ending, text):
-            yield text[len(shown) :]
-            shown = text
-    if rest := encoder.decode(tokens)[len(shown) :]:
-        yield rest
+    generator = Generator(bundle, encoder, min(longest, len(tokens) + max_tokens))
+    yield from generator.pieces(given, generator.adapters(adapter), max_tokens)
 
 
 def _begins(ending: str, text: str) -> bool:

@@ -11,7 +11,8 @@ from ondevice.errors import UsageError
 from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters
 from runtime.methods.trajectory import digest, read_log, rebuild
-from runtime.run.folder import CONFIG, TRAJECTORY, RunFolder
+from runtime.run.best import best_of
+from runtime.run.folder import CONFIG, SUMMARY, TRAJECTORY, RunFolder
 from runtime.run.open import open_checked
 from runtime.system.backend import use_device
 
@@ -21,6 +22,7 @@ def replay(
 ) -> dict[str, Any]:
     """Rebuild the adapter of `run` into the folder `output`, and compare it with the run's own.
 
+    Of a finished run with `--keep-best` this is the adapter of its best evaluation, as in the run.
     `initial` are the adapters that the run started from; without it they are drawn again from the
     run's seed, or read from where its configuration says.
 
@@ -46,10 +48,16 @@ def replay(
     else:
         start = Adapters.load(opened.manifest, Path(source))
     identical, saved = None, RunFolder(run).latest()
+    best = _best(run, config, len(updates))
+    places = {} if best is None else {best: RunFolder(run).place(best)}
     if saved is not None:  # the log of a killed run is longer than what it has saved
-        step, own = RunFolder(run).restore(opened.manifest, saved)
-        identical = digest(own) == digest(rebuild(header, updates[:step], start))
-    rebuilt = rebuild(header, updates, start)
+        step = RunFolder.step_of(saved)
+        places[step] = saved
+    for after, place in places.items():
+        _, own = RunFolder(run).restore(opened.manifest, place)
+        same = digest(own) == digest(rebuild(header, updates[:after], start))
+        identical = same and identical is not False
+    rebuilt = rebuild(header, updates[: len(updates) if best is None else best], start)
     rebuilt.check_finite()
     output.mkdir(parents=True, exist_ok=True)
     rebuilt.save(output)
@@ -59,5 +67,14 @@ def replay(
         "log_bytes": (run / TRAJECTORY).stat().st_size,
         "output": str(output),
         "saved_steps": None if saved is None else step,
+        "best_step": best,
         "identical": identical,
     }
+
+
+def _best(run: Path, config: TrainConfig, steps: int) -> int | None:
+    """The step whose adapter a finished run has kept as its own, if it is not the last's."""
+    if not (config.keep_best and (run / SUMMARY).exists()):
+        return None
+    found = best_of(RunFolder(run).evaluations(steps), steps)
+    return None if found is None else found.step

@@ -28,7 +28,8 @@ from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_js
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.samples import Samples
-from runtime.run.trainer import ENDS, Progress, Trainer
+from runtime.run.trackers import reporting
+from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
@@ -71,47 +72,55 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
         existed = folder.path.exists()
         with folder.created():
             try:
-                config, bundle = to_train(with_length(config, bundle, folder.path), bundle)
-                chosen = _plan(config, bundle, _this_machine(config, bundle))
-                meter.aim(chosen.predicted_peak_bytes)
-                fixed = _with_absolute_paths(config, folder)
-                rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
-                for report in reports_of(rows, eval_rows).values():
-                    events.note(report.describe(bundle.manifest.buckets))
-                samples = Samples.of(fixed, bundle.manifest, rows)
-                if samples.packing_report is not None:
-                    events.note(samples.packing_report.describe())
-                if eval_rows is None and fixed.eval_every:
-                    raise UsageError(
-                        "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
-                        "folder with a valid file as --data"
-                    )
-                session = open_session(bundle, chosen)
-                adapters = _first_adapters(fixed, session, folder)
-                running = _method(fixed, session, adapters, folder)
-                if running.keeps_log:
-                    start_log(folder.trajectory, running.log_header())
-                folder.write_json(PLAN, chosen.to_json())
-                write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
+                with reporting(config, folder.path, 0, events) as events:
+                    return _begin(config, bundle, folder, events, meter)
             except BaseException:
-                _remove_refused(folder, existed)
+                if not (folder.path / CONFIG).exists():  # the last file of a beginning
+                    _remove_refused(folder, existed)
                 raise
-            if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
-                events.note(f"ondevice: warning: {bundle.manifest.quality.warning()}")
-            events.plan(chosen)
-            return Trainer(
-                fixed, folder, session, adapters, running, samples, eval_rows, events, meter
-            ).run()
 
 
-def resume(
-    path: Path, events: Events, budget: str | None = None, steps: str | None = None
+def _begin(
+    config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, meter: Meter
 ) -> dict[str, Any]:
+    """Plan and train a run in its empty folder."""
+    config, bundle = to_train(with_length(config, bundle, folder.path), bundle)
+    chosen = _plan(config, bundle, _this_machine(config, bundle))
+    meter.aim(chosen.predicted_peak_bytes)
+    fixed = _with_absolute_paths(config, folder)
+    rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
+    for report in reports_of(rows, eval_rows).values():
+        events.note(report.describe(bundle.manifest.buckets))
+    samples = Samples.of(fixed, bundle.manifest, rows)
+    if samples.packing_report is not None:
+        events.note(samples.packing_report.describe())
+    if eval_rows is None and fixed.eval_every:
+        raise UsageError(
+            "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
+            "folder with a valid file as --data"
+        )
+    session = open_session(bundle, chosen)
+    adapters = _first_adapters(fixed, session, folder)
+    running = _method(fixed, session, adapters, folder)
+    if running.keeps_log:
+        start_log(folder.trajectory, running.log_header())
+    folder.write_json(PLAN, chosen.to_json())
+    write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
+    if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
+        events.note(f"ondevice: warning: {bundle.manifest.quality.warning()}")
+    events.plan(chosen)
+    return Trainer(
+        fixed, folder, session, adapters, running, samples, eval_rows, events, meter
+    ).run()
+
+
+def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]:
     """Continue the run in `path` from its last save, with its plan.
 
-    A new plan is made under another `budget`, or if the plan no longer fits. Tile sizes may then
-    differ, which changes the last bits of results. With another number of `steps` in all, the
-    learning rate goes on as the schedule over that many steps says.
+    `wanted` are new values of CHANGEABLE settings. A new plan is made under another budget, or if
+    the plan no longer fits. Tile sizes may then differ, which changes the last bits of results.
+    With another number of steps in all, the learning rate goes on as the schedule over that many
+    steps says. More patience lets a run go on that its patience has ended.
 
     Raises:
         OnDeviceError: the run cannot go on; what it has saved stays as it is.
@@ -119,52 +128,68 @@ def resume(
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
-    given = {"budget": budget, "steps": steps}
-    wanted = {name: value for name, value in given.items() if value is not None}
     before = load(TrainConfig, path / CONFIG, {})
     config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
     with folder.locked(), _meter(config) as meter:
         save = folder.latest()
         _check_steps(config, folder, save)
-        config, bundle = to_resume(config, open_checked(config.bundle))
-        chosen = _plan_again(config, bundle, folder, events)
-        events.plan(chosen)
-        meter.aim(chosen.predicted_peak_bytes)
-        rows, eval_rows = open_run_rows(config, bundle, folder.path)
-        samples = Samples.of(config, bundle.manifest, rows)
-        session = open_session(bundle, chosen)
-        if save is None:
-            done, adapters = 0, _first_adapters(config, session, folder)
-        else:
-            tensors = _scratch_tensors(session, folder)
-            done, adapters = folder.restore(bundle.manifest, save, tensors)
-            adapters = adapters.in_dtype(config.adapter_dtype)
-        running = _method(config, session, adapters, folder)
-        if save is not None:
-            running.read(save / STATE_OF_METHOD)
-            adapters.save(path)  # a kill may have come between the save and this copy of it
-        folder.write_json(PLAN, chosen.to_json())
-        write_atomic(path / CONFIG, to_toml(config).encode())
-        progress = _progress(folder, done)
-        if running.keeps_log:
-            truncate_log(folder.trajectory, done)
-        trainer = Trainer(
-            config, folder, session, adapters, running, samples, eval_rows, events, meter, progress
-        )
-        if trainer.ended:
-            events.note(
-                f"this run is finished, after step {done}: {ENDS[trainer.ended]}; to train "
-                f"further, give --resume {path} --steps MORE, or start another with --adapter "
-                f"{path}"
-            )
-        else:
-            events.note(f"resuming after step {done} of {config.steps}")
-            if (rates := _next_rates(before, config, done))[0] != rates[1]:
-                events.note(
-                    f"the learning-rate schedule is now over {config.steps} steps: the next step's "
-                    f"rate is {rates[1]:.3g}, over {before.steps} steps it would be {rates[0]:.3g}"
-                )
+        saved = 0 if save is None else folder.step_of(save)
+        with reporting(config, path, saved, events) as events:
+            return _continue(before, config, folder, save, events, meter)
+
+
+def _continue(
+    before: TrainConfig,
+    config: TrainConfig,
+    folder: RunFolder,
+    save: Path | None,
+    events: Events,
+    meter: Meter,
+) -> dict[str, Any]:
+    """Go on after a save, or from the start without one; `before` is what the run was so far."""
+    path = folder.path
+    config, bundle = to_resume(config, open_checked(config.bundle))
+    chosen = _plan_again(config, bundle, folder, events)
+    events.plan(chosen)
+    meter.aim(chosen.predicted_peak_bytes)
+    rows, eval_rows = open_run_rows(config, bundle, folder.path)
+    samples = Samples.of(config, bundle.manifest, rows)
+    session = open_session(bundle, chosen)
+    if save is None:
+        done, adapters = 0, _first_adapters(config, session, folder)
+    else:
+        tensors = _scratch_tensors(session, folder)
+        done, adapters = folder.restore(bundle.manifest, save, tensors)
+        adapters = adapters.in_dtype(config.adapter_dtype)
+    running = _method(config, session, adapters, folder)
+    if save is not None:
+        running.read(save / STATE_OF_METHOD)
+        adapters.save(path)  # a kill may have come between the save and this copy of it
+    progress = _progress(folder, done)
+    if running.keeps_log:
+        truncate_log(folder.trajectory, done)
+    trainer = Trainer(
+        config, folder, session, adapters, running, samples, eval_rows, events, meter, progress
+    )
+    if trainer.ended:
+        finished = f"this run is finished, after step {done}: {ENDS[trainer.ended]}"
+        further = FURTHER.get(trainer.ended)
+        ways = f"give --resume {path} {further}, or " if further else ""
+        said = f"{finished}; to train further, {ways}start another with --adapter {path}"
+        if config.steps > before.steps:  # which would change nothing
+            raise UsageError(said)
+        events.note(said)
+    folder.write_json(PLAN, chosen.to_json())
+    write_atomic(path / CONFIG, to_toml(config).encode())
+    if trainer.ended:
         return trainer.run()
+    events.note(f"resuming after step {done} of {config.steps}")
+    if (rates := _next_rates(before, config, done))[0] != rates[1]:
+        events.note(
+            f"the learning-rate schedule is now over {config.steps} steps: the next step's "
+            f"rate is {rates[1]:.3g}, over {before.steps} steps it would be {rates[0]:.3g}"
+        )
+    return trainer.run()
 
 
 def _check_steps(config: TrainConfig, folder: RunFolder, save: Path | None) -> None:

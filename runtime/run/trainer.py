@@ -45,6 +45,10 @@ ENDS = {  # why a run is over, by what `Trainer.ended` says
     "rise": "its held-out loss has risen beyond --stop-rise",
     "patience": "its held-out loss was no better for as many evaluations as --patience says",
 }
+FURTHER = {  # what lets a run that is over go on, where more of something does
+    "steps": "--steps MORE",
+    "patience": "--patience MORE (and --steps MORE)",
+}
 FOUND_BY_EVALUATION = ("loss", "rise", "patience")
 
 

@@ -25,7 +25,7 @@ def weights_of(preset: str) -> tuple[dict[str, Any], Arrays]:
 
 
 def write_folder(folder: Path, config: dict[str, Any], arrays: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(
         str(folder / "model.safetensors"), {name: mx.array(a) for name, a in arrays.items()}

@@ -48,8 +48,9 @@ def runs(tiny: Tiny, shared: Shared) -> Path:
         folder.mkdir()
         options = {"eval_data": "random:5", "eval_rows": 1, "eval_every": 4, "learning_rate": 0.1}
         clipped = {"max_grad_norm": 1, "seed": 3}
-        for name, more in (("first", {}), ("second", clipped)):
-            done = ondevice(*train_arguments(bundle, folder / name, STEPS[name], **options, **more))
+        for name, more, flags in (("first", {}, ["--profile"]), ("second", clipped, [])):
+            given = train_arguments(bundle, folder / name, STEPS[name], **options, **more)
+            done = ondevice(*given, *flags)
             assert done.returncode == 0, done.stderr
 
     return shared("two runs for a report", train)
@@ -98,6 +99,29 @@ def test_the_page_shows_what_the_runs_measured(runs: Path, report: Path) -> None
     ]  # fmt: skip
 
 
+def test_the_page_shows_where_time_and_memory_go(runs: Path, report: Path) -> None:
+    summary = json.loads((runs / "first" / "summary.json").read_text())
+    charts = {one.title: one for one in charts_of([read_run(runs / "first", "first")])}
+    for title, key, scale in (
+        ("Most memory allocated in each block", "peak_bytes", 1e-6),
+        ("Time per step in each block", "s", 1.0),
+    ):
+        assert title in report.read_text()
+        names = [block["name"] for block in summary["blocks"]]
+        assert list(charts[title].places) == [name.rpartition(".")[2] for name in names]
+        for line, direction in zip(charts[title].lines, ("forward", "backward"), strict=True):
+            assert line.name == f"first, {direction}"
+            values = [block.get(f"{direction}_{key}") for block in summary["blocks"]]
+            known = [(at, value * scale) for at, value in enumerate(values) if value is not None]
+            assert line.points == known and len(known) >= 3
+    texts = Tags(report.read_text()).texts
+    table = texts[
+        texts.index("Where the time of a step goes") : texts.index("Settings that differ")
+    ]
+    assert set(summary["seconds_per_step"]) <= set(table)
+    assert not charts_of([read_run(runs / "second", "second")])[-1].lines[0].points
+
+
 def test_a_run_that_is_still_trained_has_a_page(runs: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(runs / "first", tmp_path / "<b>&run"))
     (run / "summary.json").unlink()
@@ -135,6 +159,9 @@ def test_what_is_no_run_is_refused(runs: Path, tmp_path: Path) -> None:
         ("metrics.jsonl", metrics.replace('"loss": ', '"loss": [], "was": ', 1)),
         ("plan.json", '{"budget_bytes": "much"}'),
         ("summary.json", '{"stopped": 3}'),
+        ("summary.json", '{"blocks": [{"name": 3}]}'),
+        ("summary.json", '{"blocks": [{"name": "a", "forward_s": "long"}]}'),
+        ("summary.json", '{"seconds_per_step": {"a": []}}'),
         ("evaluations.json", evaluations.replace('"accuracy": ', '"accuracy": "all", "was": ')),
         ("evaluations.json", "[]"),
         ("evaluations.json", '{"before": {}}'),
@@ -160,7 +187,7 @@ def test_a_browser_shows_it_in_light_and_in_dark(report: Path, tmp_path: Path, d
     scheme = 0 if dark else 1
     flags = [
         "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--blink-settings=preferredColorScheme={scheme}", "--window-size=900,2900",
+        f"--blink-settings=preferredColorScheme={scheme}", "--window-size=900,4300",
         f"--user-data-dir={tmp_path / 'browser'}", f"--screenshot={picture}",
     ]  # fmt: skip
     done = subprocess.run(

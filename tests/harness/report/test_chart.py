@@ -14,6 +14,7 @@ from harness.report.chart import (
     BOTTOM,
     HEIGHT,
     LEFT,
+    MOST_PLACES,
     MOST_POINTS,
     RIGHT,
     TOP,
@@ -72,6 +73,16 @@ def test_points_lie_where_the_axes_say() -> None:
     assert corners[2] == (WIDTH - RIGHT, pytest.approx((TOP + HEIGHT - BOTTOM) / 2))
     from_zero = Chart("Loss", "nats", [Line("a", 0, [(0, 10), (100, 5)])], from_zero=True)
     assert path_of(from_zero, "line")[1][1] == pytest.approx((TOP + HEIGHT - BOTTOM) / 2)
+
+
+@pytest.mark.parametrize("count", [2, 3, 13, 14, 28, 64])
+def test_places_have_their_names(count: int) -> None:
+    names = [f"<{at}>" for at in range(count)]
+    chart = Chart("x", "s", [Line("a", 0, [(0, 1)])], across="block", places=names)
+    texts = [one.text for one in drawn(chart) if one.tag.endswith("text")]
+    found = [text for text in texts if text in names]
+    assert found[0] == names[0] and found[-1] == names[-1]
+    assert len(found) <= MOST_PLACES + 1 and "block" in texts and "step" not in texts
 
 
 def test_a_level_is_inside_the_axes(rng: Rng) -> None:

@@ -117,6 +117,19 @@ def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> No
         opened(tmp_path, template).prompt(QUESTION)
 
 
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_loops_for_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = opened(tmp_path, "{% if messages | length > 1 %}" + LOOPS + "{% endif %}x")
+    monkeypatch.setattr("runtime.data.chat.MOST_SECONDS", 1)
+    with pytest.raises(ValueError, match="of bundle takes more than 1 s of the CPU for one"):
+        chat.prompt([*ANSWERED, *QUESTION])
+    assert chat.prompt(QUESTION) == "x"  # and the limit is gone
+
+
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [

@@ -6,16 +6,15 @@ What is expected was written by hand.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.token_rows import make_tokenizer
+from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, chat_encoder, said, scored_texts
 
-from runtime.data.examples import Row, row_of
+from runtime.data.examples import row_of
 from runtime.data.fields import Conversation
-from runtime.data.text_encoder import TextEncoder, load_encoder
+from runtime.data.text_encoder import TextEncoder
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "chat_templates"
 SPECIAL = {
@@ -39,27 +38,6 @@ END = {
 SAY = {"mistral": " "}  # written before an answer's text, after the prompt has ended
 THINK = {"qwen3": "<think>\n\n</think>\n\n"}  # written before the last answer alone
 
-SYSTEM = {"role": "system", "content": "be short"}
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {}}}
-CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "CET"}}}
-
-
-def said(*texts: str, first: str = "user") -> list[dict[str, Any]]:
-    """Messages of the user and the assistant in turn."""
-    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
-    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
-
-
-def encoder_of(folder: Path, name: str) -> TextEncoder:
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens(SPECIAL[name])
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    config = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
-    config["chat_template"] = (TEMPLATES / f"{name}.jinja").read_text()
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
-    return load_encoder(folder)
-
 
 @pytest.fixture(params=SPECIAL)
 def name(request: pytest.FixtureRequest) -> str:
@@ -68,29 +46,13 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def encoder(tmp_path: Path, name: str) -> TextEncoder:
-    return encoder_of(tmp_path, name)
-
-
-def scored(encoder: TextEncoder, row: Row) -> list[str]:
-    """The text of each run of scored tokens."""
-    runs: list[str] = []
-    before = 0
-    tokenizer = make_tokenizer()
-    for token, one in zip(row.tokens, row.scored, strict=True):
-        piece = encoder.show([token]) if token >= tokenizer.get_vocab_size() else None
-        piece = piece or str(tokenizer.id_to_token(token))
-        if one and not before:
-            runs.append("")
-        if one:
-            runs[-1] += piece
-        before = one
-    return runs
+    return chat_encoder(tmp_path, (TEMPLATES / f"{name}.jinja").read_text(), SPECIAL[name])
 
 
 def read(
     encoder: TextEncoder, messages: object, loss_on: str = "assistant", **more: Any
 ) -> list[str]:
-    return scored(encoder, row_of(Conversation(messages, **more), encoder, loss_on))
+    return scored_texts(encoder, row_of(Conversation(messages, **more), encoder, loss_on))
 
 
 def answers(name: str, *texts: str) -> list[str]:
@@ -99,9 +61,6 @@ def answers(name: str, *texts: str) -> list[str]:
     found = [f"{before}{text}{END[name]}" for text in texts]
     found[-1] = before + THINK.get(name, "") + texts[-1] + END[name]
     return found
-
-
-TWO = said("sun in X?", "yes", "rain in X?", "no")
 
 
 def test_every_answer_is_scored_with_the_token_that_ends_it(
@@ -149,7 +108,7 @@ def test_a_cut_answer_has_no_ending(encoder: TextEncoder, name: str) -> None:
     row = row_of(Conversation(TWO), encoder, "assistant")
     whole = answers(name, "yes", "no")
     for length in range(1, row.length + 1):
-        runs = scored(encoder, row.shortened(length))
+        runs = scored_texts(encoder, row.shortened(length))
         assert runs[:-1] == whole[: max(0, len(runs) - 1)]
         assert not runs or whole[len(runs) - 1].startswith(runs[-1])
         if row.shortened(length).cut and runs:
@@ -157,12 +116,6 @@ def test_a_cut_answer_has_no_ending(encoder: TextEncoder, name: str) -> None:
             assert cut_off == (not runs[-1].endswith(END[name]))
 
 
-CALLED = [
-    *said("what time?"),
-    {"role": "assistant", "tool_calls": [CALL]},
-    {"role": "tool", "name": "clock", "content": "12"},
-    {"role": "assistant", "content": "noon"},
-]
 ARGUMENTS = '{"zone": "CET"}'
 WRITTEN = {
     # the white space before a call is the template's, and what a model has to write
@@ -178,7 +131,7 @@ def test_tool_calls_are_scored_and_results_are_not(
     encoder: TextEncoder, name: str, tools: object
 ) -> None:
     row = row_of(Conversation(CALLED, tools), encoder, "assistant")
-    assert scored(encoder, row) == [WRITTEN[name][0] + END[name], *answers(name, "noon")]
+    assert scored_texts(encoder, row) == [WRITTEN[name][0] + END[name], *answers(name, "noon")]
     lost = tools is not None and name == "llama3"  # whose template here writes no tools
     assert row.warnings == ((encoder.chat().name + " does not write the row's tools",) * lost)
 
@@ -190,7 +143,7 @@ def test_tools_and_calls_that_a_template_does_not_write_are_warned_of(encoder: T
         "the row's tools",
         "the row's tool calls",
     ]
-    assert scored(encoder, row) == ["<|im_end|>", "noon<|im_end|>"]
+    assert scored_texts(encoder, row) == ["<|im_end|>", "noon<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", ["qwen3"], indirect=True)

@@ -144,7 +144,11 @@ def test_killed_and_resumed_keeps_the_same_best(
 
 def test_a_run_stops_when_patience_is_at_its_end(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = {**WATCHED, "min_delta": 100, "patience": 2}  # no loss is so much better
+    options: dict[str, object] = {
+        **WATCHED,
+        "min_delta": 100,
+        "patience": 2,
+    }  # no loss is so much better
     done = ondevice(*train_arguments(bundle, run, STEPS, **options))
     assert done.returncode == 0, done.stderr
     facts = summary_of(run)
@@ -154,6 +158,37 @@ def test_a_run_stops_when_patience_is_at_its_end(bundle: Path, tmp_path: Path) -
     resumed = ondevice("train", "--resume", run)
     assert resumed.returncode == 0 and "no better for as many evaluations" in resumed.stderr
     assert summary_of(run)["steps"] == 6
+    config = (run / "config.toml").read_text()
+    refused = ondevice("train", "--resume", run, "--steps", STEPS + 1)
+    assert refused.returncode == 2, refused.stderr
+    assert f"give --resume {run} --patience MORE (and --steps MORE)" in refused.stderr
+    assert (run / "config.toml").read_text() == config and summary_of(run)["steps"] == 6
+    further = ondevice("train", "--resume", run, "--patience", 4, "--steps", STEPS + 1)
+    assert further.returncode == 0 and "resuming after step 6 of 29" in further.stderr
+    assert summary_of(run)["stopped"] == "patience" and summary_of(run)["steps"] == 12
+    to_the_end = ondevice("train", "--resume", run, "--patience", 99)
+    assert to_the_end.returncode == 0, to_the_end.stderr
+    assert summary_of(run)["stopped"] == "steps" and summary_of(run)["steps"] == STEPS + 1
+    at_once = tmp_path / "at once"
+    options |= {"patience": 0, "min_delta": 0}
+    whole = ondevice(*train_arguments(bundle, at_once, STEPS + 1, **options))
+    assert whole.returncode == 0, whole.stderr
+    assert adapter(run) == adapter(at_once)
+
+
+def test_replay_rebuilds_the_best(bundle: Path, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "replayed"
+    options = {**WATCHED, "method": "mezo", "learning_rate": 1e-2}
+    done = ondevice(*train_arguments(bundle, run, 10, **options), "--keep-best")
+    assert done.returncode == 0, done.stderr
+    again = ondevice("replay", run, "-o", output, "--json")
+    facts = json.loads(again.stdout)
+    assert again.returncode == 0 and facts["identical"] is True
+    assert facts["best_step"] == summary_of(run)["best"]["step"] and facts["steps"] == 10
+    assert adapter(output) == adapter(run)
+    (run / "summary.json").unlink()  # a run that has not ended
+    assert ondevice("replay", run, "-o", tmp_path / "last", "--json").returncode == 0
+    assert adapter(tmp_path / "last") == adapter(run / "saves" / "step-00000010")
 
 
 def test_what_watches_the_held_out_loss_needs_it(bundle: Path, tmp_path: Path) -> None:

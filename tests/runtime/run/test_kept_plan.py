@@ -86,7 +86,9 @@ def resumed(run: Path, given: str | None = None) -> tuple[Plan, str]:
     """The plan that is executed, and what is said."""
     plans: list[Plan] = []
     notes: list[str] = []
-    start.resume(run, Events(plan=plans.append, note=notes.append), given)
+    start.resume(
+        run, Events(plan=plans.append, note=notes.append), {"budget": given} if given else {}
+    )
     (plan,) = plans
     assert plan == plan_in(run)
     return plan, "\n".join(notes)
@@ -169,7 +171,7 @@ def test_a_process_that_no_plan_fits_is_refused_and_the_run_stays(
     files = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     on(monkeypatch, process_bytes=BUDGET)
     with pytest.raises(BudgetError, match="the smallest that fits is"):
-        start.resume(stopped, Events())
+        start.resume(stopped, Events(), {})
     assert {path: path.read_bytes() for path in files} == files
 
 
@@ -232,13 +234,13 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     for what, text in damaged(path.read_text()).items():
         path.write_text(text)
         with pytest.raises(BundleError, match=r"plan\.json is damaged: ") as refused:
-            start.resume(stopped, Events())
+            start.resume(stopped, Events(), {})
         assert refused.value.exit_code == 4, what
         assert len(str(refused.value)) < 1000, what
         assert path.read_text() == text, what
     path.unlink()
     with pytest.raises(BundleError, match=r"plan\.json"):
-        start.resume(stopped, Events())
+        start.resume(stopped, Events(), {})
     assert adapter(stopped) == before
 
 

@@ -1,0 +1,143 @@
+"""Datasets of the Hugging Face hub, which a process of its own writes as files of JSON lines.
+
+`python -m runtime.data.hub OWNER/NAME[:CONFIG[:SPLIT]] --output FOLDER` loads a dataset by the
+library `datasets`, whose memory so never counts in the process that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ondevice.config.shared import DATA_SUFFIXES
+from ondevice.errors import DataError, OnDeviceError
+from ondevice.files import storage_errors
+from runtime.data.process import run_module
+
+_ID = re.compile(
+    r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?::(?P<config>[\w.-]*))?(?::(?P<split>[^:]+(?::[^:]+)?))?"
+)
+FOLDER = "dataset-"  # begins the name of the folder that a dataset is written to
+ROWS = "rows.jsonl"  # of one split that was asked for
+NAMES = {  # our files, and the splits of datasets
+    "train.jsonl": ("train",),
+    "valid.jsonl": ("validation", "valid", "val", "dev"),
+    "test.jsonl": ("test",),
+}
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the hub; with a `split` (such as train[:10%]) only that is meant."""
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+
+
+def hub_dataset(data: str) -> HubDataset | None:
+    """The dataset that OWNER/NAME[:CONFIG[:SPLIT]] names.
+
+    None for what names something else: a path that exists, a file of data, or random:SEED.
+    """
+    found = _ID.fullmatch(data)
+    if found is None or Path(data).exists() or Path(found["name"]).suffix in DATA_SUFFIXES:
+        return None
+    return HubDataset(found["name"], found["config"] or None, found["split"])
+
+
+def located(data: str, scratch: Path) -> str:
+    """Where the data are: below `scratch` if they are a dataset of the hub, else where they say.
+
+    A dataset is loaded once, as a folder of train, valid and test files, or as one file if it
+    names a split.
+
+    Raises:
+        DataError: it cannot be loaded.
+        StorageError: it cannot be written.
+    """
+    dataset = hub_dataset(data)
+    if dataset is None:
+        return data
+    folder = scratch.resolve() / (FOLDER + re.sub(r"[^\w.-]", "-", data))
+    if not folder.exists():
+        run_module("runtime.data.hub", f"loading {data}", data, output=folder)
+    return str(folder / ROWS if dataset.split else folder)
+
+
+def forget(scratch: Path) -> None:
+    """Remove the datasets that `located` has written."""
+    for folder in scratch.glob(f"{FOLDER}*"):
+        shutil.rmtree(folder)
+
+
+def load(dataset: HubDataset) -> dict[str, Iterable[Mapping[str, Any]]]:
+    """The rows of each file. Raises DataError where `datasets` is missing or cannot load them."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"there is no file or folder {dataset.name}, and reading it from the Hugging Face hub "
+            "needs datasets: pip install 'ondevice-tune[datasets]'"
+        ) from None
+    try:
+        found = datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
+    except Exception as error:  # the library lets through those of all that it uses
+        raise DataError(
+            f"there is no file or folder {dataset.name}, and the Hugging Face dataset cannot be "
+            f"loaded: {str(error).strip() or type(error).__name__}; check its name and the "
+            "network, or save it as .jsonl or .parquet and give that"
+        ) from None
+    if dataset.split:
+        return {ROWS: found}
+    files = {
+        file: found[name]
+        for file, names in NAMES.items()
+        if (name := next((one for one in names if one in found), None)) is not None
+    }
+    if not files:
+        one = f"{dataset.name}:{dataset.config or ''}:{next(iter(found))}"
+        raise DataError(
+            f"{dataset.name} has the splits {', '.join(map(str, found))} and none of train, "
+            f"validation and test; name one, as in {one}"
+        )
+    return files
+
+
+def write(files: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> None:
+    """Write rows as JSON lines; the folder appears whole or not at all."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    with storage_errors(folder):
+        partial.mkdir(parents=True, exist_ok=True)
+        for name, rows in files.items():
+            with (partial / name).open("w", encoding="utf-8") as file:
+                for row in rows:
+                    file.write(json.dumps(row, default=str) + "\n")
+        partial.rename(folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; complaints go to stderr. Returns the exit code of `ondevice.errors`."""
+    parser = argparse.ArgumentParser(prog="python -m runtime.data.hub", description=__doc__)
+    parser.add_argument("dataset", help="OWNER/NAME[:CONFIG[:SPLIT]]")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    given = parser.parse_args(argv)
+    dataset = hub_dataset(given.dataset)
+    assert dataset is not None, given.dataset
+    try:
+        write(load(dataset), given.output)
+    except OnDeviceError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
