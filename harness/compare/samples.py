@@ -52,7 +52,7 @@ class Group:
         """A line for each question; a column for the base model and for each run."""
         encoder = self.generator.encoder
         columns = [
-            [encoder.show(one.prompt.tokens) for one in self.questions],
+            [encoder.show(without(encoder.bos, one.prompt.tokens)) for one in self.questions],
             [encoder.decode(one.expected) for one in self.questions],
             self._said(None),
             *map(self._said, self.runs.values()),
@@ -105,6 +105,11 @@ def sample_tables(
             groups.append(asked)
         group.runs[name] = path
     return [group.table() for group in groups], notes
+
+
+def without(bos: int | None, tokens: list[int]) -> list[int]:
+    """The tokens without the BOS at their beginning, if it is there."""
+    return tokens[1:] if tokens[:1] == [bos] else tokens
 
 
 def questions(rows: Rows, encoder: TextEncoder, count: int) -> list[Question]:

@@ -103,8 +103,9 @@ class Chart:
         for x in xs:
             place = area.x(x)
             name = escape(self.places[round(x)]) if self.places else shown(x)
+            anchor = "end" if self.places and x == xs[-1] else "middle"  # a name may be long
             parts.append(
-                f'<text x="{place:.1f}" y="{floor + 18}" text-anchor="middle">{name}</text>'
+                f'<text x="{place:.1f}" y="{floor + 18}" text-anchor="{anchor}">{name}</text>'
             )
         across = escape(self.across)
         parts.append(f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">{across}</text>')

@@ -84,7 +84,8 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     monkeypatch.syspath_prepend(str(folder))
     for name in ("tensorboardX", "wandb"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported goes again
+        monkeypatch.delitem(sys.modules, name)
     return folder
 
 
