@@ -79,18 +79,27 @@ set_alarm time=time label=label
   train: Set an alarm for {time} for {label} | Wake me up at {time} for {label}
   train: I need an alarm at {time} for {label} | Put an alarm at {time} for {label}, please
   train: Can you set my alarm to {time} for {label}? | Alarm at {time} for {label}
+  train: For {label}, wake me up at {time} | Alarm for {label}: {time}
+  train: I have to be up at {time} for {label} | Ring at {time}, it is for {label}
+  train: An alarm for {label}, {time} please | For {label} I need to get up at {time}
   test: Please set an alarm at {time} for {label} | Could you wake me at {time} for {label}?
   test: Make an alarm for {label} at {time}
 send_message to=name text=message
   train: Send a message to {name} saying {message} | Text {name} that {message}
   train: Tell {name} that {message} | Message {name}: {message} | Write to {name} that {message}
   train: Can you text {name} saying {message}?
+  train: Send this to {name}: {message} | I want to tell {name} that {message}
+  train: Message to {name}: {message} | Inform {name} that {message}
+  train: {message}, send that to {name} | Drop {name} a line saying {message}
   test: Send {name} a message that {message} | Please text {name}: {message}
   test: Let {name} know that {message}
 start_timer minutes=minutes
   train: Start a timer for {minutes} minutes | Set a {minutes} minute timer
   train: Count down {minutes} minutes | I need a timer of {minutes} minutes
   train: Timer for {minutes} minutes, please | Can you start a {minutes} minute timer?
+  train: {minutes} minutes on the timer, please | Timer: {minutes} minutes
+  train: Tell me when {minutes} minutes are over | Set the timer to {minutes} minutes
+  train: A timer of {minutes} minutes, please | I want a timer that takes {minutes} minutes
   test: Please set a timer for {minutes} minutes | Give me a {minutes} minute timer
   test: Run a timer for {minutes} minutes
 set_brightness percent=percent
@@ -99,6 +108,10 @@ set_brightness percent=percent
   train: Make the screen {percent} percent bright | Brightness at {percent} percent, please
   train: I want the brightness at {percent} percent
   train: Can you put the screen at {percent} percent brightness?
+  train: Screen brightness: {percent} percent | Dim the screen to {percent} percent
+  train: {percent} percent brightness, please | Could you set the brightness to {percent} percent?
+  train: Let the screen have a brightness of {percent} percent
+  train: I need {percent} percent brightness on the screen
   test: Please turn the brightness to {percent} percent
   test: Adjust the screen brightness to {percent} percent
   test: Put the brightness at {percent} percent
@@ -107,42 +120,65 @@ set_volume percent=percent
   train: Make the sound {percent} percent loud | Volume at {percent} percent, please
   train: I want the volume at {percent} percent
   train: Can you put the sound at {percent} percent volume?
+  train: Sound volume: {percent} percent | Turn the sound to {percent} percent
+  train: {percent} percent volume, please | Could you set the volume to {percent} percent?
+  train: Let the sound have a volume of {percent} percent
+  train: I need {percent} percent volume for the sound
   test: Please turn the volume to {percent} percent
   test: Adjust the sound volume to {percent} percent | Put the volume at {percent} percent
 switch device=device state=state
   train: Turn {state} the {device} | Switch the {device} {state}
   train: Please turn the {device} {state} | I want the {device} {state}
   train: {device} {state}, please | Can you switch {state} the {device}?
+  train: Let the {device} be {state} | Set the {device} to {state}
+  train: {device}: {state} | I need the {device} {state}
+  train: Would you switch the {device} {state}? | The {device} should be {state}
   test: Could you turn the {device} {state}? | Switch {state} my {device}
   test: Put the {device} {state}
 play_music query=music
   train: Play some {music} | I want to listen to {music} | Put on {music} music
   train: Can you play {music}? | Start playing {music} | Some {music} music, please
+  train: Music: {music} | Let me hear {music} | I am in the mood for {music}
+  train: Could you put on {music}? | Find some {music} to play | It is time for {music}
   test: Please play {music} for me | I would like to hear some {music} | Play {music} music now
 create_event title=event day=day time=time
   train: Add {event} to my calendar on {day} at {time} | Schedule {event} for {day} at {time}
   train: Create an event {event} on {day} at {time}
   train: Put {event} in the calendar for {day} at {time}
   train: Book {event} on {day} at {time}, please | Can you plan {event} on {day} at {time}?
+  train: On {day} at {time} I have {event}, put it in my calendar
+  train: New event on {day}, {time}: {event} | My calendar needs {event} at {time} on {day}
+  train: At {time} on {day} there is {event}, add it to my calendar
+  train: {event} is on {day} at {time}, note it in my calendar
+  train: Put this into the calendar on {day} at {time}: {event}
   test: Please schedule {event} on {day} at {time} | Add an event on {day} at {time}: {event}
   test: Calendar: {event} on {day} at {time}
 navigate destination=place
   train: Navigate to {place} | Take me to {place} | How do I get to {place}?
   train: Show me the way to {place} | Give me directions to {place} | I want to drive to {place}
+  train: Route to {place} | Which way is {place}? | Guide me to {place}
+  train: Drive me to {place}, please | Find the way to {place} | I have to get to {place}
   test: Please navigate me to {place} | What is the way to {place}?
   test: Directions to {place}, please
 call_contact name=name
   train: Call {name} | Phone {name}, please | I want to call {name} | Can you ring {name}?
   train: Give {name} a call | Make a call to {name}
+  train: Dial {name} | Get {name} on the phone | Ring {name}, please
+  train: I need to talk to {name} on the phone | Call up {name} | Connect me with {name}
   test: Please call {name} now | Could you phone {name}? | Start a call with {name}
 take_note text=note
   train: Take a note: {note} | Write down: {note} | Note that I should remember: {note}
   train: Make a note saying {note} | Save a note: {note} | Can you note down: {note}?
+  train: Jot down: {note} | Into my notes: {note} | A note for later: {note}
+  train: Remember this: {note} | Keep in mind: {note} | Put this into my notes: {note}
   test: Please take a note saying {note} | New note: {note} | Add a note: {note}
 get_weather city=city day=day
   train: What is the weather in {city} on {day}? | Show the weather for {city} on {day}
   train: Will it rain in {city} on {day}? | Weather in {city} on {day}, please
   train: How warm is it in {city} on {day}? | Tell me the forecast for {city} on {day}
+  train: On {day}, what is the weather in {city}? | Weather for {day} in {city}
+  train: Is it sunny in {city} on {day}? | Do I need an umbrella in {city} on {day}?
+  train: Tell me the weather on {day} in {city} | {city} on {day}: what is the weather like?
   test: How is the weather in {city} on {day}? | What will the weather be on {day} in {city}?
   test: Give me the forecast for {city} on {day}
 """

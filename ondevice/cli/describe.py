@@ -169,7 +169,8 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
     lines = [
-        f"sequence bucket of {plan['bucket']} tokens, {counted(plan['rows'], 'row')} per batch, "
+        f"sequence bucket of {plan['bucket']} tokens, "
+        f"{counted(plan['rows'], 'sequence')} per batch, "
         f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
         f"tiles: {_tiles(plan)}",
         _table(table),

@@ -90,7 +90,7 @@ def test_seeds_and_splits_differ_and_do_not_drift() -> None:
 
 
 PINNED = Example(
-    "User: I need a timer of 27 minutes\nCall:",
+    "User: Timer: 27 minutes\nCall:",
     ' {"name":"start_timer","arguments":{"minutes":27}}',
 )
 

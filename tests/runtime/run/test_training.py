@@ -74,7 +74,7 @@ def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
     assert summary["tokens_per_s"] >= summary["scored_tokens_per_s"] > 0
     assert "sequence bucket of" not in done.stderr
     again = ondevice("train", "--resume", run, "--verbose")
-    assert "sequence bucket of 32 tokens, 2 rows per batch" in again.stderr
+    assert "sequence bucket of 32 tokens, 2 sequences per batch" in again.stderr
 
 
 def test_in_a_terminal_there_is_a_bar_below_what_is_said(bundle: Path, tmp_path: Path) -> None:
