@@ -94,6 +94,8 @@ def _begin(
     samples = Samples.of(fixed, bundle.manifest, rows)
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())
+        chosen = _plan(config, bundle, _this_machine(config, bundle))  # the packing takes memory
+        meter.aim(chosen.predicted_peak_bytes)
     if eval_rows is None and fixed.eval_every:
         raise UsageError(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "

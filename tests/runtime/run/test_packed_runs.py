@@ -70,6 +70,17 @@ def test_a_packed_run_is_the_dense_run_over_the_same_rows(
         assert found[when]["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
+def test_the_plan_counts_what_packing_keeps_in_memory(bundle: Bundle, tmp_path: Path) -> None:
+    """`random:SEED` stands for 65,536 rows, whose places take more than a megabyte."""
+    process_bytes = []
+    for name, options in (("plain", ()), ("packed", ("--pack",))):
+        run = tmp_path / name
+        done = ondevice(*train(bundle, Path("random:1"), run, *options, steps=1))
+        assert done.returncode == 0, done.stderr
+        process_bytes.append(json.loads((run / "plan.json").read_text())["process_bytes"])
+    assert process_bytes[1] - process_bytes[0] > 1_000_000
+
+
 def test_one_packed_sequence_is_the_batch_of_its_rows(
     bundle: Bundle, rng: Rng, tmp_path: Path
 ) -> None:
