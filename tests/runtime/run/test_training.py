@@ -58,7 +58,7 @@ def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
     done = ondevice(*train_arguments(bundle, run, 12, **held_out))
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
-    assert said[0].startswith("fits the budget of 200 MB: the expected peak is ")
+    assert said[0].startswith("fits the budget of 400 MB: the expected peak is ")
     smallest = json.loads((run / "plan.json").read_text())["minimum_bytes"]
     assert said[0].endswith(f"the smallest budget that fits is {format_bytes(smallest, up=True)}")
     starts = (
