@@ -93,7 +93,7 @@ def test_the_page_shows_what_the_runs_measured(runs: Path, report: Path) -> None
     assert charts["Loss"].lines[0].points == [(one["step"], one["loss"]) for one in lines]
     assert [x for x, _ in charts["Loss"].lines[2].points] == [0, 4, 8, 12]
     (budget,) = charts["Footprint of the process"].levels  # the same for both
-    assert budget.height == 200.0 and budget.name == "budget 200 MB"
+    assert budget.height == 400.0 and budget.name == "budget 400 MB"
     assert [len(one.points) for one in charts["Norm of the gradients before clipping"].lines] == [
         0, STEPS["second"],
     ]  # fmt: skip
