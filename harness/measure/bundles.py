@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from export.sources.random import PRESETS
@@ -73,7 +74,7 @@ def _check(bundle: Bundle, model: str) -> None:
 
 def _is_current(bundle: Bundle) -> bool:
     try:
-        bundle.check_mlx()
+        bundle.check_mlx(metadata.version("mlx"))
     except BundleError:
         return False
     return True

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from ondevice.bundle.checks import check_manifest
@@ -72,9 +71,8 @@ class Bundle:
             if found != expected:
                 raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
 
-    def check_mlx(self) -> None:
-        """Refuse graphs that another version of MLX wrote (their format is tied to it)."""
-        here = metadata.version("mlx")
+    def check_mlx(self, here: str) -> None:
+        """Refuse graphs of another MLX than version `here` (their format is tied to it)."""
         if self.manifest.mlx_version != here:
             raise BundleError(
                 f"{self.path} holds graphs of MLX {self.manifest.mlx_version}, this is MLX "

@@ -75,7 +75,7 @@ class Session:
 def open_checked(path: str) -> Bundle:
     """Open a bundle, and check its MLX version and every checksum."""
     bundle = open_bundle(path)
-    bundle.check_mlx()
+    bundle.check_mlx(mx.__version__)
     bundle.verify()
     return bundle
 

@@ -207,12 +207,12 @@ def test_graphs_of_another_mlx_are_refused_and_traced_again(
     document["mlx_version"] = "0.1.2"
     rewrite(path, document)
     with pytest.raises(BundleError, match=rf"0\.1\.2.*ondevice retrace {path}"):
-        open_bundle(path).check_mlx()
+        open_bundle(path).check_mlx(mx.__version__)
     expected = forward_of(path, seed)
     before = all_bytes(path)
     for _ in range(3):
         bundle = retrace(path, "cpu")
-        bundle.check_mlx()
+        bundle.check_mlx(mx.__version__)
         bundle.verify()
         assert (forward_of(path, seed) == expected).all()
         after = all_bytes(path)
