@@ -18,7 +18,7 @@ from runtime.lowering.lower import LoweredModel, lower
 from runtime.planner.plan import Plan, choose_bucket
 from runtime.storage.weight_source import WeightSource
 from runtime.storage.weights import Weights
-from runtime.system.backend import limit_memory, use_device
+from runtime.system.backend import limit_memory, mlx_version, use_device
 from runtime.system.heap import place_values, trim_heap
 
 
@@ -75,7 +75,7 @@ class Session:
 def open_checked(path: str) -> Bundle:
     """Open a bundle, and check its MLX version and every checksum."""
     bundle = open_bundle(path)
-    bundle.check_mlx(mx.__version__)
+    bundle.check_mlx(mlx_version())
     bundle.verify()
     return bundle
 

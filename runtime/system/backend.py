@@ -121,6 +121,13 @@ def round_up(process_bytes: int) -> int:
     return -(-(process_bytes + READING_NOISE_BYTES) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
 
 
+def mlx_version() -> str:
+    """The version of the MLX that is loaded; `importlib.metadata` would take 1.5 MB to say it."""
+    import mlx.core as mx
+
+    return str(vars(mx)["__version__"])
+
+
 def use_device(device: str, bundle: Path) -> None:
     """Make the device that the graphs of `bundle` were traced for MLX's default.
 
@@ -147,12 +154,10 @@ def limit_memory(live_bytes: int, cache_bytes: int) -> None:
 
 def describe() -> dict[str, Any]:
     """The machine and the versions of this process, for summaries and reports."""
-    from importlib import metadata
-
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "mlx": metadata.version("mlx"),
+        "mlx": mlx_version(),
     }
