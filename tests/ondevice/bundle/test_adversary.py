@@ -11,7 +11,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from support.bundles import Rng, Tiny, copied, links, manifest_of, put, rewrite
+from support.bundles import Rng, Tiny, as_it_lies, copied, links, manifest_of, put, rewrite
 from support.models import model_of
 
 from ondevice.bundle.checks import check_manifest
@@ -326,8 +326,10 @@ def mutate(document: Any, rng: Rng) -> str:
 
 def runs(path: Path, rng: Rng) -> None:
     """Run a bundle, forward and backward: an accepted manifest may only fail as a BundleError."""
-    bundle = open_bundle(path)
+    bundle = as_it_lies(path)
     manifest = bundle.manifest
+    if not manifest.graphs:
+        return  # they are traced where the bundle is used
     model = model_of(bundle, manifest.buckets[0])
     adapters = Adapters.initial(manifest, 0)
     x = model.embed(rng.integers(0, manifest.vocab_size, 5))
