@@ -15,11 +15,11 @@ from ondevice.errors import BundleError, StorageError
 CHUNK_BYTES = 4 << 20
 
 
-def sha256_file(path: Path) -> str:
+def sha256_file(path: Path, chunk_bytes: int = CHUNK_BYTES) -> str:
     """The SHA-256 of a file, in hexadecimal; reads it in chunks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(chunk_bytes):
             digest.update(chunk)
     return digest.hexdigest()
 
