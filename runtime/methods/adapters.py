@@ -180,7 +180,7 @@ class Adapters:
             UsageError: the path is not valid UTF-8.
         """
         source = text_path(source)
-        path = source / WEIGHTS if source.is_dir() else source
+        path = _weights_path(source)
         check_adapter(path)
         _check_config(manifest, _config_path(source))
         expected = cls.shapes(manifest)
@@ -217,7 +217,8 @@ def lora_of(source: Path) -> LoraSettings | None:
         UsageError: the path is not valid UTF-8.
     """
     path = _config_path(text_path(source))
-    check_adapter(path)
+    for one in (path, _weights_path(source)):  # before anything is planned for them
+        check_adapter(one)
     return _read_config(path).lora if path.exists() else None
 
 
@@ -226,6 +227,10 @@ class _Config(NamedTuple):
 
     lora: LoraSettings
     weights: str | None
+
+
+def _weights_path(source: Path) -> Path:
+    return source / WEIGHTS if source.is_dir() else source
 
 
 def _config_path(source: Path) -> Path:

@@ -22,14 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.files import fsync_path, storage_errors, write_atomic
+from ondevice.files import fsync_path, require_file, storage_errors, write_atomic
 from ondevice.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import CONFIG as ADAPTER_CONFIG
-from runtime.methods.adapters import WEIGHTS, Adapters, Tensors
+from runtime.methods.adapters import WEIGHTS, Adapters
 from runtime.methods.protocol import Method
 from runtime.run.metrics import read_steps
 from runtime.run.trackers import OF_TRACKERS
@@ -41,6 +40,7 @@ PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
 LOCK = ".lock"
 STATE_OF_METHOD = "method.bin"
+SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
 
 
@@ -96,7 +96,9 @@ class RunFolder:
             UsageError: another process is training it.
         """
         with storage_errors(self.path / LOCK):
-            file = (self.path / LOCK).open("w")
+            if (self.path / LOCK).exists():
+                require_file(self.path / LOCK)
+            file = (self.path / LOCK).open("a")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,25 +172,34 @@ class RunFolder:
         if header is not None:
             self.trajectory.start(header.encode())
 
-    def check_logs(self, state: State, keeps_log: bool) -> float:
+    def check_logs(self, state: State) -> float:
         """Check the part of each log that belongs to a save; returns the seconds of its steps.
 
         Raises:
             BundleError: a log is altered or too short.
         """
         way_out = self.saves.way_out(self.saves.place(state.step))
-        logs = (self.metrics, self.trajectory) if keeps_log else (self.metrics,)
-        if {log.path.name for log in logs} != set(state.logs):
-            raise BundleError(f"{self.path}: its last save is of another method; {way_out}")
-        for log in logs:
+        for log in self._logs_of(state):
             log.check(state.logs[log.path.name], way_out)
         return sum(one.seconds for one in read_steps(self.metrics.path, state.step, way_out))
 
-    def go_on_with_logs(self, state: State) -> None:
-        """Drop what the logs hold of steps after the save."""
-        for log in (self.metrics, self.trajectory):
-            if log.path.name in state.logs:
-                log.go_on()
+    def go_on_with_logs(self, state: State, keeps_log: bool) -> None:
+        """Drop what the logs hold of steps after the save.
+
+        Raises:
+            BundleError: the save is of a method that keeps other logs.
+        """
+        logs = self._logs_of(state)
+        if logs != ([self.metrics, self.trajectory] if keeps_log else [self.metrics]):
+            raise BundleError(
+                f"{self.path}: its last save is of another method than its {CONFIG}; start another "
+                f"run with --adapter {self.path}"
+            )
+        for log in logs:
+            log.go_on()
+
+    def _logs_of(self, state: State) -> list[Log]:
+        return [log for log in (self.metrics, self.trajectory) if log.path.name in state.logs]
 
     def save(
         self,
@@ -270,8 +281,7 @@ class RunFolder:
                 partial.mkdir()  # not its parents: a folder that was removed stays so
                 adapters.save(partial)
                 method.write(partial / STATE_OF_METHOD)
-                names = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
-                self.saves.write_state(partial, step, names, logs, evaluated)
+                self.saves.write_state(partial, step, SAVED, logs, evaluated)
                 fsync_path(partial)
                 partial.rename(place)
             except BaseException:
@@ -306,18 +316,16 @@ class RunFolder:
             or (facts.get("step") == done if when == "after" else int(when) <= done)
         }
 
-    def restore(
-        self, manifest: Manifest, place: Path, into: Tensors | None = None
-    ) -> tuple[State, Adapters]:
-        """The state of a save, and its checked adapters in `into`.
+    def check_save(self, place: Path) -> State:
+        """The state of a save, whose files agree with their checksums.
 
         Raises:
-            BundleError: the save is damaged, belongs to another bundle or is of another version.
+            BundleError: the save is damaged, or is of another version.
         """
         state = self.saves.read(place)
-        for name in (STATE_OF_METHOD, ADAPTER_CONFIG):
+        for name in SAVED:
             self.saves.check(place, state, name)
-        return state, Adapters.load(manifest, place, into)
+        return state
 
 
 def read_json(path: Path) -> dict[str, Any]:

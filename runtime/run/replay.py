@@ -57,7 +57,8 @@ def replay(
         step = folder.saves.step_of(saved)
         places[step] = saved
     for after, place in places.items():
-        _, own = folder.restore(opened.manifest, place)
+        folder.check_save(place)
+        own = Adapters.load(opened.manifest, place)
         same = digest(own) == digest(rebuild(header, updates[:after], start))
         identical = same and identical is not False
     rebuilt = rebuild(header, updates[: len(updates) if best is None else best], start)

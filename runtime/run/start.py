@@ -28,7 +28,7 @@ from runtime.run.open import Session, open_checked, open_session
 from runtime.run.samples import Samples
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
-from runtime.storage.saves import CONFIG
+from runtime.storage.saves import CONFIG, State
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
@@ -134,21 +134,24 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
     with folder.locked():
         folder.prepare_to_resume()
-        folder.check(CONFIG)
+        for name in (CONFIG, PLAN):
+            folder.check(name)
         before = load(TrainConfig, path / CONFIG, {})
         config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
         save = folder.saves.latest()
-        saved = 0 if save is None else folder.saves.step_of(save)
-        _check_steps(config, folder, saved)
-        with _meter(config) as meter, reporting(config, path, saved, events) as events:
-            return _continue(before, config, folder, save, events, meter)
+        state = None if save is None else folder.check_save(save)
+        progress = _progress(folder, state)
+        _check_steps(config, folder, progress.done)
+        with _meter(config) as meter, reporting(config, path, progress.done, events) as events:
+            return _continue(before, config, folder, state, progress, events, meter)
 
 
 def _continue(
     before: TrainConfig,
     config: TrainConfig,
     folder: RunFolder,
-    save: Path | None,
+    state: State | None,
+    progress: Progress,
     events: Events,
     meter: Meter,
 ) -> dict[str, Any]:
@@ -164,22 +167,19 @@ def _continue(
             folder.check(name)
     samples = Samples.of(config, bundle.manifest, rows)
     session = open_session(bundle, chosen)
-    if save is None:
+    if state is None:
         if _has_lines(folder.metrics.path):
             events.note(f"{path} has no save: it is trained from its beginning")
         adapters = _first_adapters(config, session, folder)
         running = _method(config, session, adapters, folder)
-        progress = Progress(evaluations=folder.evaluations(0))
         folder.start_logs(running.log_header() if running.keeps_log else None)
     else:
-        state, adapters = folder.restore(bundle.manifest, save, _scratch_tensors(session, folder))
+        save = folder.saves.place(state.step)
+        adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
         adapters = adapters.in_dtype(config.adapter_dtype)
         running = _method(config, session, adapters, folder)
         running.read(save / STATE_OF_METHOD)
-        evaluations = folder.evaluations(state.step, state.evaluated)
-        seconds = folder.check_logs(state, running.keeps_log)
-        progress = Progress(state.step, seconds, evaluations)
-        folder.go_on_with_logs(state)
+        folder.go_on_with_logs(state, running.keeps_log)
         folder.publish(state.step)  # a kill may have come between the save and this copy of it
     trainer = Trainer(
         config, folder, session, adapters, running, samples, eval_rows, events, meter, progress
@@ -257,7 +257,6 @@ def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events) -> Plan:
     """The plan that the run was started with, or a new one where it cannot be executed again."""
     path = folder.path / PLAN
-    folder.check(PLAN)
     try:
         stored = msgspec.convert(read_json(path), Plan)
     except msgspec.ValidationError as problem:
@@ -303,6 +302,14 @@ def _method(config: TrainConfig, session: Session, adapters: Adapters, folder: R
         manifest.hidden_size,
     )
     return method(config.method).start(config, begin)
+
+
+def _progress(folder: RunFolder, state: State | None) -> Progress:
+    """How far the run has come: seconds, and the evaluations that no lost step came before."""
+    if state is None:
+        return Progress(evaluations=folder.evaluations(0))
+    evaluations = folder.evaluations(state.step, state.evaluated)
+    return Progress(state.step, folder.check_logs(state), evaluations)
 
 
 def _has_lines(path: Path) -> bool:

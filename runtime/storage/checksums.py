@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 
 from ondevice.errors import BundleError
-from ondevice.files import reading_errors, sha256_file, write_atomic
+from ondevice.files import read_file, reading_errors, require_file, sha256_file, write_atomic
 
 CHECKSUMS = "checksums.json"
-READ_BYTES = 1 << 20  # small, since training reads so inside its budget
 
 Sums = dict[str, tuple[str, ...]]
 
@@ -41,7 +40,7 @@ class Checksums:
         if not self.path.exists():
             return {}
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=Sums)
+            return msgspec.json.decode(read_file(self.path), type=Sums)
         except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
             raise BundleError(f"{self.path} is damaged: {problem}") from None
 
@@ -59,7 +58,7 @@ class Checksums:
 
     def record(self, name: str) -> None:
         """Record the SHA-256 of a file as it is."""
-        found = sha256_file(self.folder / name, READ_BYTES)
+        found = sha256_file(self.folder / name)
         self._write({**self.read(), name: (found,)})
 
     def check(self, name: str, way_out: str) -> None:
@@ -74,7 +73,8 @@ class Checksums:
                 raise BundleError(f"{path} is not there; {way_out}")
             sums = self.read()
             with reading_errors(path):
-                found = sha256_file(path, READ_BYTES)
+                require_file(path)
+                found = sha256_file(path)
             if found in sums.get(name, ()):
                 return
             if self.read() == sums:  # else it was replaced meanwhile

@@ -11,9 +11,7 @@ from typing import Annotated
 import msgspec
 
 from ondevice.errors import BundleError, StorageError
-from ondevice.files import reading_errors, storage_errors, write_atomic
-
-READ_BYTES = 1 << 20
+from ondevice.files import CHUNK_BYTES, reading_errors, require_file, storage_errors, write_atomic
 
 
 class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,9 +51,11 @@ class Log:
         Raises:
             BundleError: it differs, or the file is shorter.
         """
-        with reading_errors(self.path), self.path.open("rb") as file:
-            while chunk := file.read(min(READ_BYTES, kept.nbytes - self._nbytes)):
-                self._count(chunk)
+        with reading_errors(self.path):
+            require_file(self.path)
+            with self.path.open("rb") as file:
+                while chunk := file.read(min(CHUNK_BYTES, kept.nbytes - self._nbytes)):
+                    self._count(chunk)
         if self.prefix != kept:
             raise BundleError(
                 f"{self.path} is altered: the SHA-256 of its first {kept.nbytes} bytes is not the "

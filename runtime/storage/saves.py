@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from ondevice.errors import BundleError
-from ondevice.files import reading_errors, sha256_file, write_atomic
-from runtime.storage.checksums import CHECKSUMS, READ_BYTES, Checksums
+from ondevice.files import read_file, reading_errors, require_file, sha256_file, write_atomic
+from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Prefix
 
 CONFIG, SAVES, STATE = "config.toml", "saves", "state.json"
@@ -96,7 +96,7 @@ class Saves:
         evaluated: tuple[str, ...],
     ) -> None:
         """Write the state.json of a save whose other files lie in `folder`."""
-        files = {name: sha256_file(folder / name, READ_BYTES) for name in names}
+        files = {name: sha256_file(folder / name) for name in names}
         state = State(VERSION, step, files, dict(logs), evaluated)
         write_atomic(folder / STATE, state.encode())
 
@@ -110,7 +110,7 @@ class Saves:
         if not path.exists():
             raise BundleError(f"{path} is gone; {self.way_out(place)}")
         with reading_errors(path):
-            data = path.read_bytes()
+            data = read_file(path)
         try:
             version = msgspec.json.decode(data, type=_Version).version
             if version != VERSION:
@@ -143,7 +143,8 @@ class Saves:
         if not path.exists():
             raise BundleError(f"{path} is gone; {self.way_out(place)}")
         with reading_errors(path):
-            found = sha256_file(path, READ_BYTES)
+            require_file(path)
+            found = sha256_file(path)
         if found != state.files.get(name):
             raise BundleError(
                 f"{path} is altered: its SHA-256 is not the one in {STATE}; {self.way_out(place)}"
