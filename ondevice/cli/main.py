@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ondevice import __version__
+from ondevice import __version__, signals
 from ondevice.cli.commands import COMMANDS, Command
 from ondevice.config.base import Group, add_arguments, usage
 from ondevice.errors import InterruptedRunError, OnDeviceError, UsageError
@@ -41,7 +40,7 @@ a first run:
 
 `ondevice COMMAND --help` shows a command's options.
 exit codes: 0 done, 2 wrong usage, 3 memory budget, 4 bad bundle or data, 5 storage,
-130 interrupted, 1 anything else
+130 interrupted by Ctrl-C, SIGTERM or SIGHUP, 1 anything else
 """
 
 
@@ -54,12 +53,30 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    arrived: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> NoReturn:
+        arrived.append(number)
+        raise KeyboardInterrupt
+
+    signals.handle(interrupt)
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except BaseException as problem:
+        if not (arrived or isinstance(problem, KeyboardInterrupt)):
+            raise
+        # libraries may raise something else where a signal interrupts them
+        signals.ignore()
+        print("ondevice: interrupted", file=sys.stderr)
+        return InterruptedRunError.exit_code
+
+
+def _run(words: list[str]) -> int:
+    """Run a command; returns the exit code of an error that was reported."""
     parser = _parser(words[0] if words else "")
     if not words:
         parser.print_help()
         return UsageError.exit_code
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         _check_command(words[0])
         arguments, unknown = parser.parse_known_args(words)
@@ -67,19 +84,14 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
         arguments.handler(arguments)
     except OnDeviceError as problem:
+        if isinstance(problem, InterruptedRunError):
+            signals.ignore()
         print(f"ondevice: {problem}", file=sys.stderr)
         return problem.exit_code
-    except KeyboardInterrupt:
-        print("ondevice: interrupted", file=sys.stderr)
-        return InterruptedRunError.exit_code
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads our output any more, as with `| head`
         return 1
     return 0
-
-
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _parser(typed: str) -> argparse.ArgumentParser:
