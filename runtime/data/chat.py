@@ -8,7 +8,6 @@ Linux one on memory.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer, models
 
+from ondevice.documents import from_json
 from ondevice.errors import DataError
 from runtime.data.answers import Span, answers
 from runtime.data.conversation import Messages, checked_messages, checked_tools
@@ -219,7 +219,7 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_bytes()) if file.is_file() else {}
+    found = from_json(file.read_bytes()) if file.is_file() else {}
     if not isinstance(found, dict):
         raise ValueError(f"{file.name} is not a JSON object")
     return found

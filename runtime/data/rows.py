@@ -153,7 +153,7 @@ class TokenRows:
         self._check_tokens(vocab_size)
         try:
             self.report = msgspec.json.decode(view[report_at:].tobytes(), type=DataReport)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._require(False, f"its report is wrong: {error}")
 
     def __len__(self) -> int:

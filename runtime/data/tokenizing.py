@@ -135,7 +135,7 @@ class Reader:
                     raise record
                 found = recognise(record, self.reading.columns, self.encoder.has_template)
                 whole = row_of(found.example, self.encoder, self.reading.loss_on)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 if not self.reading.skip_bad_rows:
                     raise DataError(
                         f"{self.file}, {place}: {error}; --skip-bad-rows leaves such rows out"
