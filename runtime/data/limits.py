@@ -41,7 +41,7 @@ class Limits:
         The constant parts are for libraries, and one conversation at its own limits. A JSON file
         becomes some 10 bytes of Python's for each of its own, a long row some 50 while it is
         tokenized. Packed files may be ten times larger than they look. The slowest data, short
-        conversations, take 2 to 6 microseconds a byte on a fast machine.
+        conversations, take 10 microseconds a byte; this allows 400.
         """
         return cls(memory_bytes=(4 << 30) + 64 * size_bytes, cpu_s=60 + size_bytes // 2_500)
 
