@@ -11,7 +11,18 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from support.bundles import Rng, Tiny, as_it_lies, copied, links, manifest_of, put, rewrite
+from support.bundles import (
+    Rng,
+    Tiny,
+    as_it_lies,
+    copied,
+    links,
+    manifest_of,
+    put,
+    rewrite,
+    runnable,
+    with_noise,
+)
 from support.models import model_of
 
 from ondevice.bundle.checks import check_manifest
@@ -479,8 +490,18 @@ def test_graphs_that_are_not_what_the_manifest_says_are_refused(
 
 
 def test_a_graph_of_noise_is_refused(origin: Bundle, tmp_path: Path, rng: Rng) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    for graph in origin.manifest.graphs.values():
-        (path / graph.file).write_bytes(rng.bytes(graph.nbytes))
+    path = with_noise(origin, tmp_path / "bundle", rng)
     with pytest.raises(BundleError, match="cannot be loaded"):
         runs(path, rng)
+
+
+def test_a_graph_that_changes_after_the_start_does_not_run(
+    origin: Bundle, tmp_path: Path, rng: Rng
+) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    model = model_of(runnable(path), origin.manifest.buckets[0])
+    for graph in origin.manifest.graphs.values():
+        (path / graph.file).write_bytes(rng.bytes(graph.nbytes))
+    x = model.embed(rng.integers(0, origin.manifest.vocab_size, 5))
+    with pytest.raises(BundleError, match="is altered"):
+        model.forward(model.blocks[1], x, {})
