@@ -20,22 +20,27 @@ from pathlib import Path
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
 from ondevice.errors import BundleError, UsageError
-from ondevice.files import fsync_path, reading_errors, sha256_file, storage_errors
+from ondevice.files import fsync_path, read_file, reading_errors, sha256_file, storage_errors
 from ondevice.lora import LoraSettings
 from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
 NEW, OLD = "new", "old"  # the unfinished bundle, and the one that it replaces
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 4 << 20  # 20 times that of a model of 4 billion parameters
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An open bundle: its folder and its checked manifest."""
+    """An open bundle: its folder and its checked manifest.
+
+    `graphs_path` is the folder of the graphs that may run, to which the manifest's names of graphs
+    are relative. It is None where nobody has decided yet (see `runtime.run.traced_graphs`).
+    """
 
     path: Path
     manifest: Manifest
+    graphs_path: Path | None = None
 
     @property
     def weights_path(self) -> Path:
@@ -70,33 +75,6 @@ class Bundle:
                 found = sha256_file(self.path / name)
             if found != expected:
                 raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
-
-    def check_mlx(self, here: str) -> None:
-        """Refuse graphs of another MLX than version `here` (their format is tied to it)."""
-        if self.manifest.mlx_version != here:
-            raise BundleError(
-                f"{self.path} holds graphs of MLX {self.manifest.mlx_version}, this is MLX "
-                f"{here}; trace them again with: ondevice retrace {self.path}"
-            )
-
-
-def lock_bundle(bundle: Path, alone: bool) -> int:
-    """Lock a bundle, shared or (`alone`) exclusively; closing the returned descriptor unlocks it.
-
-    Raises:
-        UsageError: another process is using the bundle, or replacing its graphs.
-    """
-    folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder)
-        doing = "using" if alone else "replacing the graphs of"
-        raise UsageError(f"another process is {doing} {bundle}; wait for it") from None
-    except BaseException:
-        os.close(folder)
-        raise
-    return folder
 
 
 def open_bundle(path: str | Path) -> Bundle:
@@ -139,8 +117,10 @@ def _read_manifest(folder: Path) -> Manifest:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
-        raise BundleError(f"{path} has {size} bytes: not a manifest")
-    manifest = read_manifest(path.read_bytes(), str(path))
+        raise BundleError(
+            f"{path} has {size:,} bytes: not a manifest, which has {MAX_MANIFEST_BYTES:,} at most"
+        )
+    manifest = read_manifest(read_file(path), str(path))
     check_manifest(manifest)
     return manifest
 
@@ -300,7 +280,13 @@ class BundleWriter:
     def commit(self, manifest: Manifest) -> Bundle:
         """Write the manifest and move the bundle to its destination."""
         check_manifest(manifest)
-        self.file(MANIFEST, manifest_bytes(manifest))
+        data = manifest_bytes(manifest)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise BundleError(
+                f"{MANIFEST} would have {len(data):,} bytes, more than the {MAX_MANIFEST_BYTES:,} "
+                "that are read; export for fewer --seq-lens"
+            )
+        self.file(MANIFEST, data)
         with storage_errors(self.destination):
             for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
                 fsync_path(folder)
@@ -308,4 +294,4 @@ class BundleWriter:
                 self.destination.rename(self.place / OLD)
             self.folder.rename(self.destination)
             fsync_path(self.destination.parent)
-        return Bundle(self.destination, manifest)
+        return Bundle(self.destination, manifest, self.destination)

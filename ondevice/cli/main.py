@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ondevice import __version__, signals
+from ondevice import __version__
 from ondevice.cli.commands import COMMANDS, Command
+from ondevice.cli.outcome import outcome_of
 from ondevice.config.base import Group, add_arguments, usage
-from ondevice.errors import InterruptedRunError, OnDeviceError, UsageError
+from ondevice.errors import UsageError
 
 # what users of mlx-lm and PEFT type
 FLAGS_ELSEWHERE = {
@@ -50,48 +52,26 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see: {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse's own says nothing of a full disk
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    arrived: list[int] = []
-
-    def interrupt(number: int, frame: Any) -> NoReturn:
-        arrived.append(number)
-        raise KeyboardInterrupt
-
-    signals.handle(interrupt)
-    try:
-        return _run(sys.argv[1:] if argv is None else argv)
-    except BaseException as problem:
-        if not (arrived or isinstance(problem, KeyboardInterrupt)):
-            raise
-        # libraries may raise something else where a signal interrupts them
-        signals.ignore()
-        print("ondevice: interrupted", file=sys.stderr)
-        return InterruptedRunError.exit_code
+    words = sys.argv[1:] if argv is None else argv
+    return outcome_of(partial(_run, words))
 
 
-def _run(words: list[str]) -> int:
-    """Run a command; returns the exit code of an error that was reported."""
+def _run(words: list[str]) -> None:
     parser = _parser(words[0] if words else "")
     if not words:
         parser.print_help()
-        return UsageError.exit_code
-    try:
-        _check_command(words[0])
-        arguments, unknown = parser.parse_known_args(words)
-        if unknown or "handler" not in arguments:  # options without a command have none
-            raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
-        arguments.handler(arguments)
-    except OnDeviceError as problem:
-        if isinstance(problem, InterruptedRunError):
-            signals.ignore()
-        print(f"ondevice: {problem}", file=sys.stderr)
-        return problem.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()  # nobody reads our output any more, as with `| head`
-        return 1
-    return 0
+        sys.exit(UsageError.exit_code)
+    _check_command(words[0])
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown or "handler" not in arguments:  # options without a command have none
+        raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
+    arguments.handler(arguments)
 
 
 def _parser(typed: str) -> argparse.ArgumentParser:

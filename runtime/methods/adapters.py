@@ -21,8 +21,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.manifest import Manifest
+from ondevice.documents import from_json
 from ondevice.errors import BundleError, DivergedError
-from ondevice.files import fsync_path, storage_errors, write_atomic
+from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
 from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
 from ondevice.operations.program import Block
 from ondevice.paths import text_path
@@ -36,7 +37,7 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 _DAMAGE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError),
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError),
     msgspec.ValidationError,
 )
 
@@ -186,6 +187,7 @@ class Adapters:
         hint = "" if _config_path(source).exists() else f"; there is no {CONFIG} that describes it"
         tensors: Tensors = {} if into is None else into
         try:
+            require_file(path)
             with safe_open(path, framework="numpy") as file:
                 if set(file.keys()) != set(expected):
                     odd = sorted(set(file.keys()) ^ set(expected))
@@ -238,7 +240,7 @@ def _config_path(source: Path) -> Path:
 
 def _read_config(path: Path) -> _Config:
     try:
-        config = json.loads(path.read_bytes())
+        config = from_json(read_file(path))
         kind = config.get("fine_tune_type", "lora")
         if kind != "lora":
             raise BundleError(f"{path}: its adapter is {kind!r:.80}; only lora is supported")

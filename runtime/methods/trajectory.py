@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ondevice.documents import from_json
 from ondevice.errors import BundleError
+from ondevice.files import read_file
 from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import KINDS, Noise
@@ -88,20 +90,20 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
         BundleError: the file is not a log, or is damaged.
     """
     try:
-        lines = path.read_text().splitlines(keepends=True)
+        lines = read_file(path).decode().splitlines(keepends=True)
         if not lines[-1].endswith("\n"):
             lines.pop()  # the process died while it wrote this step's line
-        facts = json.loads(lines[0])
+        facts = from_json(lines[0])
         header = Header(**facts)
         header.check()
         return header, list(_updates(header, lines[1:]))
-    except (OSError, ValueError, TypeError, IndexError, OverflowError, RecursionError) as problem:
+    except (OSError, ValueError, TypeError, IndexError, OverflowError) as problem:
         raise BundleError(f"{path} is not a trajectory that can be replayed: {problem}") from None
 
 
 def _updates(header: Header, lines: list[str]) -> Iterator[Update | None]:
     for step, line in enumerate(lines):
-        rate, gradients = json.loads(line)
+        rate, gradients = from_json(line)
         if gradients is None:
             yield None
             continue

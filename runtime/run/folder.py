@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ondevice.documents import from_json
 from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.files import fsync_path, require_file, storage_errors, write_atomic
+from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
 from ondevice.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
@@ -335,8 +336,8 @@ def read_json(path: Path) -> dict[str, Any]:
         BundleError: it is damaged.
     """
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as problem:
+        found = from_json(read_file(path))
+    except (OSError, ValueError) as problem:
         raise BundleError(f"{path} is damaged: {problem!r}") from None
     if not isinstance(found, dict):
         raise BundleError(f"{path} is damaged: it holds no object")

@@ -6,16 +6,28 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ondevice.bundle.store import MANIFEST, Bundle
+from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.config.export import ExportConfig
+from runtime.run.traced_graphs import with_graphs
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
+
+
+def runnable(path: Path) -> Bundle:
+    """The bundle there, with graphs that may run."""
+    return with_graphs(open_bundle(path))
+
+
+def as_it_lies(path: Path) -> Bundle:
+    """The bundle there, with its own graphs, as if the user trusted them."""
+    return replace(open_bundle(path), graphs_path=path)
 
 
 def settings(source: object, output: Path, **more: Any) -> ExportConfig:
