@@ -176,8 +176,7 @@ class Adapters:
         """Read adapters (a folder, or the file itself) into `into`, and check them.
 
         Raises:
-            BundleError: they are damaged or belong to another bundle, or are no longer what the run
-                has saved that they are of.
+            BundleError: they are damaged, of another bundle, or not what their run saved.
             UsageError: the path is not valid UTF-8.
         """
         source = text_path(source)

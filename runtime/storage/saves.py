@@ -116,8 +116,8 @@ class Saves:
             if version != VERSION:
                 raise BundleError(
                     f"{place} is a save of version {version}, not {VERSION}: another version of "
-                    "ondevice wrote it; go on with that one, or train anew from its adapter "
-                    f"(--adapter {self.run})"
+                    "ondevice wrote it; go on with that one, or train anew from a copy of "
+                    f"adapters.safetensors and adapter_config.json of {self.run} (--adapter COPY)"
                 )
             state = msgspec.json.decode(data, type=State)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
@@ -182,6 +182,6 @@ def check_adapter(path: Path) -> None:
     ):
         Checksums(folder).check(
             path.name,
-            f"ondevice train --resume {folder} writes it again from its last save; a copy of the "
-            "adapter in another folder is used as it is",
+            f"ondevice train --resume {folder} writes it again from its last save; a copy of both "
+            "files of the adapter in another folder is used as it is",
         )

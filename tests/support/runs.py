@@ -54,11 +54,12 @@ from contextlib import contextmanager
 
 import ondevice.cli.progress as progress
 
-number, moment, *arguments = sys.argv[1:]
+numbers, moment, *arguments = sys.argv[1:]
 
 def told(where):
     if moment == where:
-        os.kill(os.getpid(), int(number))
+        for number in numbers.split(","):
+            os.kill(os.getpid(), int(number))
 
 def striking(bar, where):
     @contextmanager
@@ -77,14 +78,17 @@ sys.exit(main(arguments))
 
 
 def struck(
-    number: signal.Signals, moment: str, *arguments: object
+    number: signal.Signals | tuple[signal.Signals, ...], moment: str, *arguments: object
 ) -> subprocess.CompletedProcess[str]:
-    """As `ondevice`, but the process gets a signal at a moment that no clock decides.
+    """As `ondevice`, but the process gets a signal, or several, at a moment that no clock decides.
 
     moment: "step N", when its line of metrics is written and it is not yet saved; or the task
     that the command's progress names: "evaluating (before)", "graphs", a tensor's name.
     """
-    command = [sys.executable, "-c", STRUCK, str(int(number)), moment, *map(str, arguments)]
+    numbers = ",".join(
+        str(int(one)) for one in (number if isinstance(number, tuple) else (number,))
+    )
+    command = [sys.executable, "-c", STRUCK, numbers, moment, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
