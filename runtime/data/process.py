@@ -66,7 +66,8 @@ def run_module(
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         under = "" if limits is None else f"; it may take {limits.describe()}"
-        raise DataError(f"{what} was ended by {name}{under}: {last}")
+        first = said.splitlines()[0] if said else last
+        raise DataError(f"{what} was ended by {name}{under}: {first}")
     if done.returncode:
         raise DataError(f"{what} failed with status {done.returncode}: {last}")
     return done.stdout
