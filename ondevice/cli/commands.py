@@ -145,6 +145,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     # as in `_train`: the plan counts what the process has loaded
     with task_bar("row"), step_bar(), Meter():
         plan = plan_training(config, open_bundle(config.bundle), machine)
+    if plan.warning:
+        _say(f"ondevice: warning: {plan.warning}")
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:

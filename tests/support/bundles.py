@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ondevice.bundle.store import MANIFEST, Bundle
+from ondevice.bundle.manifest import manifest_bytes
+from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.config.export import ExportConfig
 
 Rng = np.random.Generator
@@ -49,3 +51,14 @@ def put(document: Any, where: str, value: Any) -> None:
     for key in parents:
         document = document[int(key) if isinstance(document, list) else key]
     document[int(last) if isinstance(document, list) else last] = value
+
+
+def harmless(path: Path, origin: Bundle) -> bool:
+    """Whether a manifest differs in nothing but names, notes and sums, which a run never reads."""
+    unread = {"config": {}, "provenance": {}, "family": "", "mlx_version": "", "weights_sha256": ""}
+
+    def read(bundle: Bundle) -> bytes:
+        manifest = msgspec.structs.replace(bundle.manifest, files={}, device="", **unread)
+        return manifest_bytes(manifest)
+
+    return read(open_bundle(path)) == read(origin)
