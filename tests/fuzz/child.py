@@ -6,6 +6,7 @@ with MLX, whose threads a fork does not take along.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -27,6 +28,7 @@ SECONDS = 10  # of the CPU that a case may take
 WAITING_S = 60  # on the clock: a case takes tenths of a second, so it waits for what never comes
 MEMORY_BYTES = 4 << 30  # that a case may map beyond what is imported
 FILE_BYTES = 1 << 30  # that a file may have
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 FAILED = 99  # the exit code of work that raised what no user should see
 
 Tell = Callable[[Any], None]
@@ -101,6 +103,7 @@ def _work(work: Work, writing: int, said: Path, seconds: float) -> NoReturn:
     try:
         with suppress(PermissionError):  # the parent was faster
             os.setpgid(0, 0)
+        _end_with_parent()
         _redirect(said)
         _limit(seconds)
         os.environ["TMPDIR"] = str(said.parent)
@@ -122,6 +125,13 @@ def _work(work: Work, writing: int, said: Path, seconds: float) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Let SIGKILL come when the parent has ended, where Linux can do that."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _redirect(said: Path) -> None:

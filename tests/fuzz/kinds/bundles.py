@@ -44,11 +44,15 @@ class _Bundles(Kind):
         return not harmless(folder, open_bundle(original))
 
 
-def export(source: object, output: Path, **more: object) -> None:
-    """Export a checkpoint at one short sequence bucket."""
-    given = {"output": output, "seq-lens": 24, "device": "cpu", **more}
-    code = ondevice("export", source, *(f"--{name}={value}" for name, value in given.items()))
-    if code:
+def exported(source: object, output: Path) -> int:
+    """Export a checkpoint at one short sequence bucket. Returns the exit code."""
+    given = {"output": output, "seq-lens": 24, "device": "cpu"}
+    return ondevice("export", source, *(f"--{name}={value}" for name, value in given.items()))
+
+
+def export(source: object, output: Path) -> None:
+    """Export what can be exported."""
+    if code := exported(source, output):
         raise RuntimeError(f"{source} is not exported: exit code {code}")
 
 

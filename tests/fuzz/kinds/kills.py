@@ -27,7 +27,7 @@ from support.runs import train_arguments
 from fuzz.campaign import IDENTICAL, SAID, Campaign
 from fuzz.child import FAILED, SECONDS, Ended, Tell, in_child
 from fuzz.kind import ondevice, sha256
-from fuzz.kinds.bundles import BUDGET, export
+from fuzz.kinds.bundles import BUDGET, export, exported
 
 # what changes the file system, as Python audits it; os.fsync is none of them, and wrapped
 CHANGES = (
@@ -110,8 +110,7 @@ class ExportKilled(Scene):
     def command(self, inputs: Path, output: Path) -> int:
         if output.exists():  # it was killed after its last rename
             return ondevice("inspect", output, "--verify")
-        export("random:tiny-gemma3", output)
-        return 0
+        return exported("random:tiny-gemma3", output)
 
     def facts(self, output: Path) -> Any:
         files = sorted(path for path in output.rglob("*") if path.is_file())

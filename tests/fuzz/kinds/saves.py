@@ -49,7 +49,7 @@ def _write(name: str, data: bytes) -> Change:
 
 def _renamed(folder: Path, rng: Rng) -> None:
     saves = folder / "saves"
-    (saves / f"step-{SAVED:08d}").rename(saves / f"step-{SAVED - 1:08d}")
+    (saves / f"step-{SAVED:08d}").rename(saves / f"step-{SAVED + 1:08d}")
 
 
 def _left_partials(folder: Path, rng: Rng) -> None:
