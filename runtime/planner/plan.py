@@ -126,7 +126,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def warning(self) -> str:
         """What to say before a run that the system may end; usually empty."""
-        return limit_warning(self.limit_bytes, self.budget_bytes)
+        return limit_warning(self.limit_bytes, self.budget_bytes, self.minimum_bytes)
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = msgspec.to_builtins(self)
@@ -166,11 +166,11 @@ class Planner:
 
         Raises:
             BudgetError: not even the most frugal one fits; the message has the numbers and a way
-                out.
+                out; or the machine's limit is lower than the budget.
         """
-        check_limit(self.machine, budget_bytes)
         levels = self._levels(request)
         smallest = math.ceil(self._least(request, demand) / MARGIN)
+        check_limit(self.machine, budget_bytes, smallest)
         plan = self._without_token_tiles(request, demand, levels[0], budget_bytes, smallest)
         if plan is not None:
             return plan

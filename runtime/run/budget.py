@@ -115,7 +115,7 @@ def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) 
     Raises:
         BudgetError: the system would not let the process take the budget.
     """
-    check_limit(machine, wanted.budget_bytes)
+    check_limit(machine, wanted.budget_bytes, plan.minimum_bytes)
     if plan.budget_bytes != wanted.budget_bytes:
         return (
             f"the budget is {format_bytes(wanted.budget_bytes)}, no longer "
