@@ -139,12 +139,14 @@ def _plan(arguments: argparse.Namespace) -> None:
     from ondevice.bundle.store import open_bundle
     from ondevice.cli.describe import describe_plan
     from runtime.run.start import machine_of, plan_training
+    from runtime.run.traced_graphs import with_graphs
     from runtime.system.footprint import Meter
 
     machine = machine_of(config.machine)
     # as in `_train`: the plan counts what the process has loaded
     with task_bar("row"), step_bar(), Meter():
-        plan = plan_training(config, open_bundle(config.bundle), machine)
+        bundle = with_graphs(open_bundle(config.bundle), config.device, _say)
+        plan = plan_training(config, bundle, machine)
     if plan.warning:
         _say(f"ondevice: warning: {plan.warning}")
     if arguments.json:
@@ -278,7 +280,7 @@ def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
     from runtime.system.footprint import Meter
     from runtime.system.heap import trim_heap
 
-    bundle = open_checked(config.bundle)
+    bundle = open_checked(config.bundle, config.device, _say)
     budget = config.budget_bytes
     seed = int(bundle.manifest.provenance.get("seed", 0))  # of random:PRESET
     with (
@@ -306,7 +308,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     from runtime.run.generate import generate
 
     adapter = None if config.adapter is None else Path(config.adapter)
-    pieces = generate(config.bundle, config.prompt, adapter, config.max_tokens, config.chat)
+    pieces = generate(
+        config.bundle, config.prompt, adapter, config.max_tokens, config.chat, config.device, _say
+    )
     if arguments.json:
         print(json.dumps({"prompt": config.prompt, "text": "".join(pieces)}))
         return
@@ -369,26 +373,39 @@ def _replay(arguments: argparse.Namespace) -> None:
         print(f"identical to the run's own adapters after step {facts['saved_steps']}")
 
 
-def _retrace(arguments: argparse.Namespace) -> None:
-    from ondevice.config.retrace import RetraceConfig
+def _trust(arguments: argparse.Namespace) -> None:
+    from ondevice.config.trust import TrustConfig
 
-    config = _load(RetraceConfig, arguments)
-    _prepare(keep_heap=False)
-    from export.retrace import retrace
+    config = _load(TrustConfig, arguments)
+    from ondevice.bundle.store import open_bundle
+    from ondevice.bundle.trusted import are_trusted, trust_graphs
+    from ondevice.cli.describe import describe_trust
 
-    with task_bar("graph") as progress:
-        bundle = retrace(config.bundle, config.device, progress)
+    bundle = open_bundle(config.bundle)
+    bundle.verify_small()
     manifest = bundle.manifest
+    if not manifest.graphs:
+        raise UsageError(f"{bundle.path} has no graphs; they are traced where it is used")
+    known = are_trusted(manifest)
+    if not known:
+        _say(describe_trust(bundle))
+        if not config.yes:
+            _ask("Let them run? [y/N] ")
+        trust_graphs(manifest, f"trusted by ondevice trust {bundle.path}")
     if arguments.json:
-        facts = {"graphs": len(manifest.graphs), "device": manifest.device}
-        print(
-            json.dumps({"bundle": str(bundle.path), **facts, "mlx_version": manifest.mlx_version})
-        )
+        facts = {"graphs": len(manifest.graphs), "trusted_before": known}
+        print(json.dumps({"bundle": str(bundle.path), **facts}))
     else:
-        print(
-            f"{bundle.path}: {len(manifest.graphs)} graphs for {manifest.device}, "
-            f"MLX {manifest.mlx_version}"
-        )
+        print(f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}")
+
+
+def _ask(question: str) -> None:
+    """Go on only if the user says yes, at a terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError("there is no terminal to ask at; pass --yes to answer yes")
+    print(question, end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("not trusted: nothing was changed")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -479,11 +496,12 @@ COMMANDS = (
         _replay,
     ),
     Command(
-        "retrace",
-        "trace a bundle's graphs again, for this MLX or another device",
-        "The weights stay as they are.",
-        "retrace.RetraceConfig",
-        _retrace,
+        "trust",
+        "let a bundle's own graphs run on this machine",
+        "Graphs from elsewhere do not run: they are traced again from the model's configuration. "
+        "This is for machines without mlx-lm, which does the tracing.",
+        "trust.TrustConfig",
+        _trust,
     ),
     Command(
         "bench",

@@ -68,7 +68,7 @@ def located(data: str, scratch: Path) -> str:
         return data
     folder = scratch.resolve() / (FOLDER + re.sub(r"[^\w.-]", "-", data))
     if not folder.exists():
-        run_module("runtime.data.hub", f"loading {data}", data, output=folder)
+        run_module("runtime.data.hub", f"loading {data}", DataError, data, output=folder)
     return str(folder / ROWS if dataset.split else folder)
 
 

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ondevice.errors import DataError, StorageError
+from ondevice.errors import OnDeviceError, StorageError
 
 
-def run_module(module: str, what: str, *arguments: object, **options: object) -> None:
+def run_module(
+    module: str, what: str, failure: type[OnDeviceError], *arguments: object, **options: object
+) -> None:
     """Run `python -m module` with options such as seq_length=8, until it has done `what`.
 
     Raises:
-        DataError, StorageError: what its stderr says, if it ends with their exit code.
-        DataError: it ended in another way.
+        OnDeviceError: a StorageError or a `failure` with what its stderr says, if it ends with the
+            exit code of one; a `failure` if it ends in another way.
     """
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -34,8 +36,8 @@ def run_module(module: str, what: str, *arguments: object, **options: object) ->
     said = done.stderr.strip()
     if done.returncode == StorageError.exit_code:
         raise StorageError(said)
-    if done.returncode == DataError.exit_code:
-        raise DataError(said)
+    if done.returncode == failure.exit_code:
+        raise failure(said)
     if done.returncode:
         last = said.splitlines()[-1] if said else "it said nothing"
-        raise DataError(f"{what} failed with status {done.returncode}: {last}")
+        raise failure(f"{what} failed with status {done.returncode}: {last}")

@@ -116,7 +116,7 @@ def prepare_tokens(
         raise DataError(f"{data} has none of {names}; add one or name a file")
     options = {"bundle": bundle_dir, "input": file, "seq_length": seq_length, "output": out_file}
     options |= {"reading": msgspec.json.encode(reading).decode(), "part": part}
-    run_module("runtime.data.tokenizing", f"tokenizing {file}", **options)
+    run_module("runtime.data.tokenizing", f"tokenizing {file}", DataError, **options)
     return out_file
 
 

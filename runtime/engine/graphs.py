@@ -38,9 +38,15 @@ class Graphs:
     def _open(self, key: str) -> Callable[..., Any]:
         if key not in self._opened:
             graph = self.bundle.manifest.graphs[key]
+            if self.bundle.graphs_path is None:
+                raise BundleError(
+                    f"{self.bundle.path}: its graphs may not run, since nobody has checked where "
+                    "they come from"
+                )
             try:
                 self._opened[key] = cast(
-                    Callable[..., Any], mx.import_function(str(self.bundle.path / graph.file))
+                    Callable[..., Any],
+                    mx.import_function(str(self.bundle.graphs_path / graph.file)),
                 )
             except RuntimeError as problem:
                 raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None

@@ -13,7 +13,8 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.trajectory import digest, read_log, rebuild
 from runtime.run.best import best_of
 from runtime.run.folder import CONFIG, SUMMARY, TRAJECTORY, RunFolder
-from runtime.run.open import open_checked
+from runtime.run.open import open_verified
+from runtime.run.traced_graphs import choose_device
 from runtime.system.backend import use_device
 
 
@@ -39,9 +40,9 @@ def replay(
         )
     config = load(TrainConfig, run / CONFIG, {})
     header, updates = read_log(run / TRAJECTORY)
-    opened = open_checked(bundle or config.bundle)
+    opened = open_verified(bundle or config.bundle)
     opened = opened.with_lora(header.settings or opened.manifest.lora)
-    use_device(opened.manifest.device, opened.path)
+    use_device(choose_device(config.device, opened.manifest))
     source = initial if initial is not None else config.adapter
     if source is None:
         start = Adapters.initial(opened.manifest, header.seed)

@@ -67,7 +67,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
         OnDeviceError: the run was refused, or failed; a refused run leaves no files behind.
     """
     with _meter(config) as meter:
-        bundle = open_checked(config.bundle)
+        bundle = open_checked(config.bundle, config.device, events.note)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
         with folder.created():
@@ -150,7 +150,7 @@ def _continue(
 ) -> dict[str, Any]:
     """Go on after a save, or from the start without one; `before` is what the run was so far."""
     path = folder.path
-    config, bundle = to_resume(config, open_checked(config.bundle))
+    config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events)
     _announce(chosen, events)
     meter.aim(chosen.predicted_peak_bytes)

@@ -6,18 +6,28 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from ondevice.bundle.manifest import manifest_bytes
 from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.config.export import ExportConfig
+from runtime.run.traced_graphs import with_graphs
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
+
+
+def runnable(path: Path) -> Bundle:
+    """The bundle there, with graphs that may run."""
+    return with_graphs(open_bundle(path))
+
+
+def as_it_lies(path: Path) -> Bundle:
+    """The bundle there, with its own graphs, as if the user trusted them."""
+    return replace(open_bundle(path), graphs_path=path)
 
 
 def settings(source: object, output: Path, **more: Any) -> ExportConfig:
@@ -51,14 +61,3 @@ def put(document: Any, where: str, value: Any) -> None:
     for key in parents:
         document = document[int(key) if isinstance(document, list) else key]
     document[int(last) if isinstance(document, list) else last] = value
-
-
-def harmless(path: Path, origin: Bundle) -> bool:
-    """Whether a manifest differs in nothing but names, notes and sums, which a run never reads."""
-    unread = {"config": {}, "provenance": {}, "family": "", "mlx_version": "", "weights_sha256": ""}
-
-    def read(bundle: Bundle) -> bytes:
-        manifest = msgspec.structs.replace(bundle.manifest, files={}, device="", **unread)
-        return manifest_bytes(manifest)
-
-    return read(open_bundle(path)) == read(origin)

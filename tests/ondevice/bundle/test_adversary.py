@@ -10,11 +10,12 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from support.bundles import Rng, Tiny, copied, harmless, links, manifest_of, put, rewrite
+from support.bundles import Rng, Tiny, as_it_lies, copied, links, manifest_of, put, rewrite
 from support.models import model_of
 from support.mutations import mutate
 
 from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import manifest_bytes
 from ondevice.bundle.store import Bundle, open_bundle
 from ondevice.cli.describe import describe_bundle, facts_of
 from ondevice.errors import BundleError
@@ -274,8 +275,10 @@ def test_operations_and_extents_that_clash(origin: Bundle, tmp_path: Path) -> No
 
 def runs(path: Path, rng: Rng) -> None:
     """Run a bundle, forward and backward: an accepted manifest may only fail as a BundleError."""
-    bundle = open_bundle(path)
+    bundle = as_it_lies(path)
     manifest = bundle.manifest
+    if not manifest.graphs:
+        return  # they are traced where the bundle is used
     model = model_of(bundle, manifest.buckets[0])
     adapters = Adapters.initial(manifest, 0)
     x = model.embed(rng.integers(0, manifest.vocab_size, 5))
@@ -296,6 +299,17 @@ def inspect(bundle: Bundle) -> None:
     """What is accepted can be shown, as text and as strict JSON."""
     describe_bundle(bundle).encode()
     json.dumps(facts_of(bundle), ensure_ascii=False, allow_nan=False).encode()
+
+
+def harmless(path: Path, origin: Bundle) -> bool:
+    """Whether a manifest differs in nothing but names, notes and sums, which a run never reads."""
+    unread = {"config": {}, "provenance": {}, "family": "", "mlx_version": "", "weights_sha256": ""}
+
+    def read(bundle: Bundle) -> Any:
+        manifest = msgspec.structs.replace(bundle.manifest, files={}, device="", **unread)
+        return manifest_bytes(manifest)
+
+    return read(open_bundle(path)) == read(origin)
 
 
 @pytest.mark.parametrize("layouts", ["", "mixed"])

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.plans import EVAL, plan_of, task_of
 
-from export.retrace import retrace
 from ondevice.bundle.store import Bundle
 from ondevice.errors import UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.trajectory import digest
 from runtime.run.folder import RunFolder
-from runtime.run.open import open_session
 
 Tiny = Callable[..., Bundle]
 
@@ -73,14 +70,3 @@ def test_a_second_process_leaves_alone_what_the_first_has_begun(tmp_path: Path) 
         assert (folder.path / "train.tokens").read_bytes() == b"of the first"
     with folder.created():  # it never began: what it left is removed
         assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "saves"]
-
-
-def test_graphs_stay_as_long_as_a_session_may_load_them(tiny: Tiny) -> None:
-    bundle = tiny("llama", seq_lens=(16,))
-    session = open_session(bundle, plan_of(bundle.manifest, task_of(16, EVAL)))
-    before = {path: path.read_bytes() for path in bundle.path.rglob("*.mlxfn")}
-    with pytest.raises(UsageError, match="another process is using"):
-        retrace(bundle.path, "cpu")
-    assert {path: path.read_bytes() for path in bundle.path.rglob("*.mlxfn")} == before
-    del session
-    retrace(bundle.path, "cpu").verify()
