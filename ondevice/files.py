@@ -6,13 +6,14 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ondevice.errors import BundleError, StorageError
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20  # small, since a training's budget counts it
 
 
 def sha256_file(path: Path) -> str:
@@ -22,6 +23,20 @@ def sha256_file(path: Path) -> str:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def require_file(path: Path) -> None:
+    """Raise OSError unless a path leads to a regular file: to open a FIFO may take forever."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for what is none."""
+    require_file(path)
+    return path.read_bytes()
 
 
 def fsync_path(path: Path) -> None:

@@ -5,10 +5,8 @@ It reads a run's own files and changes none. A run that is still being trained h
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,9 @@ from harness.compare.curve import Curve, Point, make_curve
 from harness.report.chart import Chart, Level, Line
 from harness.report.page import page, paragraph
 from harness.report.table import Table
+from ondevice.documents import from_json, from_toml
 from ondevice.errors import BundleError, UsageError
-from ondevice.files import write_atomic
+from ondevice.files import read_file, write_atomic
 from ondevice.units import format_bytes, format_seconds
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
@@ -94,7 +93,7 @@ def read_run(path: Path, name: str) -> Run:
     if not (path / CONFIG).exists():
         raise UsageError(f"{path} holds no run: it has no {CONFIG}; give what --output named")
     try:
-        settings = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+        settings = from_toml(read_file(path / CONFIG))
         entries = _entries(path / METRICS)
         curve = make_curve(entries, _object(path / EVALUATIONS))
         for point in curve.points:
@@ -108,7 +107,7 @@ def read_run(path: Path, name: str) -> Run:
         _check_profile(blocks, work_s)
         budget = plan["budget_bytes"]
         return Run(name, path, settings, budget, entries, curve, stopped, blocks, work_s)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise BundleError(f"{path} is damaged: {problem!r}") from None
 
 
@@ -116,7 +115,7 @@ def _object(path: Path) -> dict[str, Any]:
     """A file's JSON object, empty where there is no file."""
     if not path.exists():
         return {}
-    found = json.loads(path.read_bytes())
+    found = from_json(read_file(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} holds no object")
     return found
@@ -126,8 +125,8 @@ def _entries(path: Path) -> list[Entry]:
     """The whole lines of metrics.jsonl; a last one may be half written."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = read_file(path).decode().splitlines(keepends=True)
+    found = [from_json(line) for line in lines if line.endswith("\n")]
     for entry in found:
         _check_numbers(path.name, entry, NEEDED)
         known = [key for key in OPTIONAL if entry.get(key) is not None]

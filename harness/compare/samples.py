@@ -14,11 +14,12 @@ from typing import Any
 
 from harness.report.table import Table
 from ondevice.errors import BundleError
+from runtime.data.prompts import Prompt
 from runtime.data.rows import Rows, TokenRows
 from runtime.data.run_rows import TOKENS
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.methods.adapters import WEIGHTS
-from runtime.run.generate import Generator, Prompt
+from runtime.run.generate import Generator
 from runtime.run.open import open_checked
 
 MOST_PROMPT = 32  # tokens of a prompt, where all of a row is scored

@@ -94,7 +94,7 @@ def with_template(bundle: Path, folder: Path) -> Path:
 
 def said(generator: Generator, adapters: Adapters, city: str) -> list[str]:
     """The model's answer to each question, after the right answers to those before it."""
-    from runtime.run.generate import chat_prompt
+    from runtime.data.prompts import chat_prompt
 
     messages = conversation(city)
     prompts = [messages[: 2 * turn + 1] for turn in range(len(QUESTIONS))]

@@ -21,6 +21,8 @@ PLACES = {"graph": re.compile(r"graphs[A-Za-z0-9_.-]*/[^/]+"), "file": re.compil
 ERROR = {"relative_rms", "rms", "max"}
 MAX_NAME, MAX_DIM, MAX_DIMS, MAX_OPERATIONS = 200, 1 << 31, 8, 200
 MAX_BYTES = 1 << 62
+# what is looked up for every combination of these is not much more than the manifest is long
+MAX_BUCKETS, MAX_BLOCKS, MAX_TYPES = 64, 1026, 128
 SAFE = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
 
 
@@ -33,6 +35,7 @@ def check_manifest(manifest: Manifest) -> None:
     _check_text(manifest)
     buckets = manifest.buckets
     require(bool(buckets) and buckets[0] > 0, "there is no sequence bucket")
+    require(len(buckets) <= MAX_BUCKETS, f"{len(buckets)} buckets, at most {MAX_BUCKETS}")
     require(list(buckets) == sorted(set(buckets)), f"buckets {list(buckets)} are not ascending")
     require(buckets[-1] <= 1 << 20, f"bucket {buckets[-1]} is beyond reason")
     require(manifest.device in ("cpu", "gpu"), f"device {manifest.device!r}")
@@ -52,6 +55,9 @@ def check_manifest(manifest: Manifest) -> None:
         require(extent.dtype == "float32", f"{name}: vectors are float32, not {extent.dtype}")
         require(len(extent.shape) == 1, f"{name}: a vector of shape {extent.shape}")
     _check_layout(manifest)
+    count, types = len(manifest.blocks), len(manifest.block_types)
+    require(count <= MAX_BLOCKS, f"{count} blocks, at most {MAX_BLOCKS}")
+    require(types <= MAX_TYPES, f"{types} block types, at most {MAX_TYPES}")
     used = {block.type for block in manifest.blocks}
     for name, block_type in manifest.block_types.items():
         require(block_type.name == name, f"block type {name} calls itself {block_type.name}")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ondevice.bundle.quality import Quality
+from ondevice.documents import is_deeper
 from ondevice.errors import BundleError
 from ondevice.lora import LoraSettings
 from ondevice.operations.base import Tables
@@ -137,20 +138,12 @@ def read_manifest(data: bytes, where: str) -> Manifest:
             f"{where}: format version {version!r:.20}, this program reads {VERSION}; export the "
             "model again"
         )
-    if _is_deeper(document, MAX_DEPTH):
+    if is_deeper(document, MAX_DEPTH):
         raise BundleError(f"{where} is nested too deeply")
     try:
         return msgspec.convert(document, Manifest)
     except (msgspec.ValidationError, RecursionError) as problem:
         raise BundleError(f"{where}: {problem}") from None
-
-
-def _is_deeper(node: Any, depth: int) -> bool:
-    """Whether lists and objects are nested deeper than `depth`."""
-    if not isinstance(node, dict | list):
-        return False
-    inside = node.values() if isinstance(node, dict) else node
-    return depth == 0 or any(_is_deeper(one, depth - 1) for one in inside)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

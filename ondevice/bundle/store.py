@@ -20,14 +20,14 @@ from pathlib import Path
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
 from ondevice.errors import BundleError, UsageError
-from ondevice.files import fsync_path, reading_errors, sha256_file, storage_errors
+from ondevice.files import fsync_path, read_file, reading_errors, sha256_file, storage_errors
 from ondevice.lora import LoraSettings
 from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
 NEW, OLD = "new", "old"  # the unfinished bundle, and the one that it replaces
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 4 << 20  # 20 times that of a model of 4 billion parameters
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,10 @@ def _read_manifest(folder: Path) -> Manifest:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
-        raise BundleError(f"{path} has {size} bytes: not a manifest")
-    manifest = read_manifest(path.read_bytes(), str(path))
+        raise BundleError(
+            f"{path} has {size:,} bytes: not a manifest, which has {MAX_MANIFEST_BYTES:,} at most"
+        )
+    manifest = read_manifest(read_file(path), str(path))
     check_manifest(manifest)
     return manifest
 
@@ -278,7 +280,13 @@ class BundleWriter:
     def commit(self, manifest: Manifest) -> Bundle:
         """Write the manifest and move the bundle to its destination."""
         check_manifest(manifest)
-        self.file(MANIFEST, manifest_bytes(manifest))
+        data = manifest_bytes(manifest)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise BundleError(
+                f"{MANIFEST} would have {len(data):,} bytes, more than the {MAX_MANIFEST_BYTES:,} "
+                "that are read; export for fewer --seq-lens"
+            )
+        self.file(MANIFEST, data)
         with storage_errors(self.destination):
             for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
                 fsync_path(folder)

@@ -161,10 +161,10 @@ def _data(arguments: argparse.Namespace) -> None:
     config = _load(DataConfig, arguments)
     from ondevice.bundle.store import open_bundle
     from ondevice.cli.describe import describe_lengths, marked
-    from runtime.data.overview import overview
+    from runtime.data.overview import confined_overview
 
     bundle = open_bundle(config.bundle)
-    found = overview(config, bundle)
+    found = confined_overview(config)
     buckets = bundle.manifest.buckets
     first = next(iter(found.reports.values()))
     if arguments.json:

@@ -143,7 +143,7 @@ def describe_trust(bundle: Bundle) -> str:
     m = bundle.manifest
     return (
         f"{bundle.path} has {len(m.graphs)} graphs ({format_bytes(_graphs_bytes(m))}), traced for "
-        f"{m.device} by MLX {m.mlx_version} on another machine.\n"
+        f"{m.device} by MLX {m.mlx_version}. No export of yours wrote them.\n"
         "Graphs are code, and MLX runs them unchecked: a malicious graph can crash this process, "
         "or read and change its memory.\n"
         "Let them run only if you trust whoever made this bundle, and got it as they made it. "

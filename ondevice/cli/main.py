@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ondevice import __version__
 from ondevice.cli.commands import COMMANDS, Command
+from ondevice.cli.outcome import outcome_of
 from ondevice.config.base import Group, add_arguments, usage
-from ondevice.errors import InterruptedRunError, OnDeviceError, UsageError
+from ondevice.errors import UsageError
 
 # what users of mlx-lm and PEFT type
 FLAGS_ELSEWHERE = {
@@ -41,7 +42,7 @@ a first run:
 
 `ondevice COMMAND --help` shows a command's options.
 exit codes: 0 done, 2 wrong usage, 3 memory budget, 4 bad bundle or data, 5 storage,
-130 interrupted, 1 anything else
+130 interrupted by Ctrl-C, SIGTERM or SIGHUP, 1 anything else
 """
 
 
@@ -51,35 +52,26 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see: {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse's own says nothing of a full disk
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
+    return outcome_of(partial(_run, words))
+
+
+def _run(words: list[str]) -> None:
     parser = _parser(words[0] if words else "")
     if not words:
         parser.print_help()
-        return UsageError.exit_code
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        _check_command(words[0])
-        arguments, unknown = parser.parse_known_args(words)
-        if unknown or "handler" not in arguments:  # options without a command have none
-            raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
-        arguments.handler(arguments)
-    except OnDeviceError as problem:
-        print(f"ondevice: {problem}", file=sys.stderr)
-        return problem.exit_code
-    except KeyboardInterrupt:
-        print("ondevice: interrupted", file=sys.stderr)
-        return InterruptedRunError.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()  # nobody reads our output any more, as with `| head`
-        return 1
-    return 0
-
-
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
+        sys.exit(UsageError.exit_code)
+    _check_command(words[0])
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown or "handler" not in arguments:  # options without a command have none
+        raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
+    arguments.handler(arguments)
 
 
 def _parser(typed: str) -> argparse.ArgumentParser:

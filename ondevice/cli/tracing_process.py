@@ -1,7 +1,7 @@
 """Traces the graphs of a bundle into a folder, in a process with limits.
 
-A bundle from elsewhere may hold any configuration. This process may therefore take only a limited
-amount of memory and of the CPU's time. It reads nothing of the bundle but its manifest.
+A bundle from elsewhere may hold any configuration, so what tracing may take of memory and of the
+CPU's time is limited. This process reads nothing of the bundle but its manifest.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from pathlib import Path
 
 from ondevice.bundle.store import open_bundle
 from ondevice.config.shared import DEVICES
-from ondevice.errors import BundleError, OnDeviceError
-from runtime.data.limits import TooSlowError, bounded_memory, bounded_seconds
+from ondevice.errors import BundleError
+from runtime.data.process import confined, limits_argument
 from runtime.system.backend import prepare
-
-MOST_BYTES, MOST_S = 16 << 30, 600
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,27 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("folder", type=Path, help="where the graphs go")
     parser.add_argument("--device", choices=DEVICES, default="auto")
+    limits_argument(parser)
     given = parser.parse_args(argv)
-    try:
-        _trace(given.bundle, given.folder, given.device)
-    except OnDeviceError as problem:
-        print(problem, file=sys.stderr)
-        return problem.exit_code
-    return 0
+    prepare(keep_heap=False)
+    return confined(given.limits, lambda: _trace(given.bundle, given.folder, given.device))
 
 
 def _trace(path: Path, folder: Path, device: str) -> None:
     bundle = open_bundle(path)
-    prepare(keep_heap=False)
     from export.traced import trace_graphs
 
     try:
-        with bounded_seconds(MOST_S), bounded_memory(MOST_BYTES):
-            trace_graphs(bundle.manifest, device, folder)
-    except TooSlowError:
-        raise BundleError(f"{path}: tracing its graphs took over {MOST_S} s") from None
-    except (MemoryError, RecursionError):
-        raise BundleError(f"{path}: tracing its graphs took over {MOST_BYTES >> 30} GiB") from None
+        trace_graphs(bundle.manifest, device, folder)
     except BundleError as problem:
         raise BundleError(f"{path}: {problem}") from None
 

@@ -13,7 +13,6 @@ import argparse
 import difflib
 import json
 import math
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -22,7 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from ondevice.documents import from_toml
 from ondevice.errors import UsageError
+from ondevice.files import read_file
 from ondevice.units import parse_bytes
 
 
@@ -326,8 +327,8 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return from_toml(read_file(file))
     except OSError as error:
         raise UsageError(f"cannot read --config {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UsageError(f"--config {file} is not TOML: {error}") from error

@@ -1,9 +1,10 @@
 """Conversations as text: renders a bundle's chat template by Hugging Face's transformers.
 
-Only processes that render load transformers: the one that tokenizes, and that of `ondevice generate
---chat`. A template is a Jinja program written by the model's publisher. transformers runs it in
-Jinja's sandbox, to which this adds three limits: no powers, a bound on the time of the CPU, and on
-Linux one on memory.
+Only processes that render load transformers, and they are limited (`runtime.data.limits`). A
+template is a Jinja program written by the model's publisher. transformers runs it in Jinja's
+sandbox, to which this adds limits for each conversation: no powers, bounds on the time of the CPU
+and on the length of the text, and on Linux one on memory. What passes a limit is no bad row, which
+could be left out, but a bad template.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer, models
 
+from ondevice.documents import from_json
 from ondevice.errors import DataError
 from runtime.data.answers import Span, answers
 from runtime.data.conversation import Messages, checked_messages, checked_tools
 from runtime.data.limits import TooSlowError, bounded_memory, bounded_seconds
 
 MOST_BYTES = 1 << 30  # memory that rendering one conversation may take
-MOST_SECONDS = 20  # of the CPU that it may take
+MOST_SECONDS = 3  # of the CPU that it may take
+MOST_CHARS, MOST_GROWTH = 1 << 20, 10  # of its text: so long, or so much longer than its messages
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
 ASSISTANT = "assistant"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -122,6 +125,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
+            self._check_length(texts[0], messages, tools)
         if not any(start < stop for start, stop in spans[0]):
             raise ValueError(f"{self.name} marks no answer by {{% generation %}}")
         return texts[0], [(start, stop) for start, stop in spans[0]]
@@ -131,21 +135,36 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=asks, tokenize=False
             )
+            self._check_length(text, messages, tools)
             text.encode()  # half a surrogate pair is no text
         return text
+
+    def _check_length(self, text: str, messages: Messages, tools: Messages | None) -> None:
+        if len(text) <= MOST_CHARS:
+            return
+        given = len(json.dumps([messages, tools]))
+        if len(text) > MOST_GROWTH * given:
+            raise DataError(
+                f"{self.name} writes {len(text):,} characters for a conversation of {given:,}"
+            )
 
     @contextmanager
     def _rendering(self) -> Iterator[None]:
         try:
             with bounded_memory(MOST_BYTES), bounded_seconds(MOST_SECONDS):
                 yield
+        except DataError:
+            raise
         except _UNREADABLE as error:
             raise self._unreadable(error) from error
         except MemoryError:
-            raise ValueError(f"{self.name} takes more than {MOST_BYTES:,} bytes") from None
+            raise DataError(
+                f"{self.name} takes more than {MOST_BYTES:,} bytes (RLIMIT_AS) for one conversation"
+            ) from None
         except TooSlowError:
-            raise ValueError(
-                f"{self.name} takes more than {MOST_SECONDS} s of the CPU for one conversation"
+            raise DataError(
+                f"{self.name} takes more than {MOST_SECONDS} s of the CPU (RLIMIT_CPU) for one "
+                "conversation"
             ) from None
         except Exception as error:  # a template is a program, and may fail as any does
             raise ValueError(f"the chat template refuses messages: {error}") from error
@@ -219,7 +238,7 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_bytes()) if file.is_file() else {}
+    found = from_json(file.read_bytes()) if file.is_file() else {}
     if not isinstance(found, dict):
         raise ValueError(f"{file.name} is not a JSON object")
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from ondevice.documents import from_json
 
 Messages = list[dict[str, Any]]
 
@@ -21,7 +22,7 @@ def checked_messages(messages: object) -> Messages:
 def checked_tools(tools: object) -> Messages | None:
     """`tools` as a list of objects, also where they are given as JSON text. Raises ValueError."""
     if isinstance(tools, str):
-        tools = json.loads(tools)
+        tools = from_json(tools)
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -65,4 +66,4 @@ def _call(number: int, call: object) -> dict[str, Any]:
     if isinstance(inner, dict):
         return {**call, "function": _call(number, inner)}
     given = call.get("arguments")
-    return {**call, "arguments": json.loads(given)} if isinstance(given, str) else call
+    return {**call, "arguments": from_json(given)} if isinstance(given, str) else call

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
+
+from ondevice.documents import from_json
 
 Record = dict[str, Any]
 
@@ -107,7 +108,7 @@ def _from_json(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return from_json(value)
     except ValueError:
         return value
 

@@ -1,4 +1,10 @@
-"""Limits on what a piece of foreign code may take of this process: memory, and time of the CPU."""
+"""Limits on what foreign code may take of a process: memory, and time of the CPU.
+
+Chat templates and tokenizers are programs of whoever published a model. They run in processes of
+their own, which `confine` limits for good: the system ends whatever passes the limits, in C code
+too. Inside, `bounded_memory` and `bounded_seconds` give one conversation less than that, and what
+passes these is an exception.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,55 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+GRACE_SECONDS = 2  # after which code that no exception reaches is ended with its process
+ENDED_BY = (signal.SIGXCPU, signal.SIGPROF, signal.SIGKILL)
+"""The signals by which the system ends a process that has passed a limit on the CPU's time."""
 
 
 class TooSlowError(Exception):
     """The code has taken more seconds of the CPU than it may."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a process may take: bytes of address space beyond those at its start, and seconds."""
+
+    memory_bytes: int
+    cpu_s: int
+
+    @classmethod
+    def of_data(cls, size_bytes: int) -> Limits:
+        """The limits for reading so many bytes of data.
+
+        The constant parts are for libraries, and one conversation at its own limits. A JSON file
+        becomes some 10 bytes of Python's for each of its own, a long row some 50 while it is
+        tokenized. Packed files may be ten times larger than they look. The slowest data, short
+        conversations, take 10 microseconds a byte; this allows 400.
+        """
+        return cls(memory_bytes=(4 << 30) + 64 * size_bytes, cpu_s=60 + size_bytes // 2_500)
+
+    def describe(self) -> str:
+        """The limits in words, by their names."""
+        return (
+            f"{self.memory_bytes / 1e9:.1f} GB of memory (RLIMIT_AS) and {self.cpu_s} s of the CPU "
+            "(RLIMIT_CPU)"
+        )
+
+
+def confine(limits: Limits) -> None:
+    """Limit this process for the rest of its life.
+
+    Where the system does not tell what a process has mapped (macOS), memory is not limited.
+    """
+    spent_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 1
+    _lower(resource.RLIMIT_CPU, spent_s + limits.cpu_s, spent_s + limits.cpu_s + GRACE_SECONDS)
+    if (mapped := _mapped_bytes()) is not None:
+        most = mapped + limits.memory_bytes
+        _lower(resource.RLIMIT_AS, most, most)
 
 
 @contextmanager
@@ -22,12 +71,11 @@ def bounded_memory(most_bytes: int) -> Iterator[None]:
 
     Beyond that, allocating raises MemoryError.
     """
-    sizes = Path("/proc/self/statm")
-    if not sizes.exists():
+    mapped = _mapped_bytes()
+    if mapped is None:
         yield
         return
-    used = int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    with _lowered(resource.RLIMIT_AS, used + most_bytes):
+    with _lowered(resource.RLIMIT_AS, mapped + most_bytes):
         yield
 
 
@@ -35,8 +83,9 @@ def bounded_memory(most_bytes: int) -> Iterator[None]:
 def bounded_seconds(most_s: int) -> Iterator[None]:
     """Let this process compute for at most so many seconds more (RLIMIT_CPU), to the second.
 
-    Beyond that, TooSlowError is raised at the next line of Python. Only a main thread can be
-    interrupted; others are not bounded.
+    Beyond that, TooSlowError is raised at the next line of Python. Where none comes for
+    GRACE_SECONDS, SIGPROF ends the process. Only a main thread can be interrupted; others are not
+    bounded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,11 +96,31 @@ def bounded_seconds(most_s: int) -> Iterator[None]:
 
     usage = resource.getrusage(resource.RUSAGE_SELF)
     before = signal.signal(signal.SIGXCPU, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, most_s + 1 + GRACE_SECONDS)
     try:
         with _lowered(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + most_s):
             yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGXCPU, before)
+
+
+def _mapped_bytes() -> int | None:
+    """The address space of this process; None where the system does not tell."""
+    sizes = Path("/proc/self/statm")
+    if not sizes.exists():
+        return None
+    return int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _lower(kind: int, soft: int, hard: int) -> None:
+    """Lower a limit of this process, and what it may be raised to again."""
+    now = resource.getrlimit(kind)
+    wanted = [
+        limit if there == resource.RLIM_INFINITY else min(limit, there)
+        for limit, there in zip((soft, hard), now, strict=True)
+    ]
+    resource.setrlimit(kind, (min(wanted), wanted[1]))
 
 
 @contextmanager

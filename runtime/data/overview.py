@@ -1,23 +1,33 @@
-"""What training would read of data, found without training: counts, lengths and one row in full."""
+"""What training would read of data, found without training: counts, lengths and one row in full.
+
+`python -m runtime.data.overview` reads the options of `ondevice data` on stdin and writes what it
+has found, both as JSON. `ondevice data` runs it so, under limits.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import Bundle
+from ondevice.bundle.store import Bundle, open_bundle
 from ondevice.config.data import DataConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import DataError, UsageError
 from runtime.data.examples import Row
 from runtime.data.hub import located
+from runtime.data.limits import Limits
 from runtime.data.packing import PackingReport, pack
+from runtime.data.process import confined, limits_argument, run_module
 from runtime.data.reading import Reading, reading_of
 from runtime.data.records import TEXT
 from runtime.data.report import DataReport
@@ -40,6 +50,25 @@ class Overview:
     reports: dict[str, DataReport]
     row: list[tuple[str, bool]]
     packing: PackingReport | None = None
+
+
+def confined_overview(config: DataConfig) -> Overview:
+    """As `overview`, in a process of its own under limits.
+
+    Raises:
+        DataError, UsageError: as `overview`.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        data = Path(located(config.data, Path(scratch)))
+        files = [one for one in data.iterdir() if one.is_file()] if data.is_dir() else [data]
+        size_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        said = run_module(
+            "runtime.data.overview",
+            f"reading {config.data}",
+            limits=Limits.of_data(size_bytes),
+            given=msgspec.json.encode(replace(config, data=str(data))).decode(),
+        )
+    return msgspec.json.decode(said, type=Overview)
 
 
 def overview(config: DataConfig, bundle: Bundle) -> Overview:
@@ -107,3 +136,21 @@ def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]
         raise DataError(f"{path} has no train, valid or test file")
     whole = reading_of(config)
     return [(name, file, whole if name == "test" else reading) for name, file in files]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit code of `ondevice.errors`."""
+    parser = argparse.ArgumentParser(prog="python -m runtime.data.overview", description=__doc__)
+    limits_argument(parser)
+    given: Any = parser.parse_args(argv)
+
+    def work() -> None:
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=DataConfig)
+        found = overview(config, open_bundle(config.bundle))
+        sys.stdout.write(msgspec.json.encode(found).decode())
+
+    return confined(given.limits, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,42 +2,98 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ondevice.errors import OnDeviceError, StorageError
+import msgspec
+
+from ondevice.errors import DataError, OnDeviceError, StorageError, UsageError
+from runtime.data.limits import Limits, confine
+
+# threads reserve address space, which is limited
+_FEW_THREADS = {
+    "MALLOC_ARENA_MAX": "2",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def run_module(
-    module: str, what: str, failure: type[OnDeviceError], *arguments: object, **options: object
-) -> None:
+    module: str,
+    what: str,
+    *arguments: object,
+    limits: Limits | None = None,
+    given: str = "",
+    failure: type[OnDeviceError] = DataError,
+    **options: Any,
+) -> str:
     """Run `python -m module` with options such as seq_length=8, until it has done `what`.
 
+    It reads `given` on stdin, and what it writes on stdout is returned. The module puts itself
+    under the limits, see `confined`.
+
     Raises:
-        OnDeviceError: a StorageError or a `failure` with what its stderr says, if it ends with the
-            exit code of one; a `failure` if it ends in another way.
+        OnDeviceError: a UsageError, a StorageError or a `failure` with what its stderr says, if it
+            ends with the exit code of one; a `failure` if it ends in another way.
     """
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     # -P keeps modules of the working directory out; the path lets an uninstalled checkout run
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    if limits is not None:
+        command.append(f"--limits={msgspec.json.encode(limits).decode()}")
+        environment |= _FEW_THREADS
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": paths},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        env=environment,
+        input=given,
+        capture_output=True,
         encoding="utf-8",
         errors="replace",
     )
     said = done.stderr.strip()
-    if done.returncode == StorageError.exit_code:
-        raise StorageError(said)
-    if done.returncode == failure.exit_code:
-        raise failure(said)
+    for error in (UsageError, StorageError, failure):
+        if done.returncode == error.exit_code:
+            raise error(said)
+    last = said.splitlines()[-1] if said else "it said nothing"
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        under = "" if limits is None else f"; it may take {limits.describe()}"
+        raise failure(f"{what} was ended by {name}{under}: {last}")
     if done.returncode:
-        last = said.splitlines()[-1] if said else "it said nothing"
         raise failure(f"{what} failed with status {done.returncode}: {last}")
+    return done.stdout
+
+
+def limits_argument(parser: argparse.ArgumentParser) -> None:
+    """Give a module's parser the option by which `run_module` limits it."""
+    parser.add_argument("--limits", help="Limits of this process, as JSON (default: none)")
+
+
+def confined(limits: str | None, work: Callable[[], None]) -> int:
+    """Do the work of a module under its limits; complaints go to stderr. Returns the exit code."""
+    found = None if limits is None else msgspec.json.decode(limits, type=Limits)
+    try:
+        if found is not None:
+            confine(found)
+        work()
+    except OnDeviceError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    except MemoryError:
+        under = (
+            "the system gives no more"
+            if found is None
+            else f"this process may take {found.describe()}"
+        )
+        sys.stderr.write(f"there is not enough memory: {under}\n")
+        return DataError.exit_code
+    return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ondevice.documents import from_json
 from ondevice.errors import DataError
 
 Records = Iterator[tuple[str, object]]
@@ -33,8 +33,8 @@ def _json_lines(file: Path) -> Records:
 
 def _loaded(line: bytes) -> object:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return from_json(line)
+    except ValueError as error:
         return ValueError(str(error))
 
 

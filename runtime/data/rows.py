@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from ondevice.config.shared import DATA_FILE, DATA_SUFFIXES, HUB_DATA
 from ondevice.errors import DataError, UsageError
 from ondevice.paths import text_path
+from runtime.data.limits import Limits
 from runtime.data.process import run_module
 from runtime.data.reading import Reading
 from runtime.data.report import DataReport
@@ -114,9 +115,15 @@ def prepare_tokens(
     if file is None:
         names = ", ".join(f"{split}{suffix}" for suffix in DATA_SUFFIXES)
         raise DataError(f"{data} has none of {names}; add one or name a file")
-    options = {"bundle": bundle_dir, "input": file, "seq_length": seq_length, "output": out_file}
+    options: dict[str, Any] = {
+        "bundle": bundle_dir,
+        "input": file,
+        "seq_length": seq_length,
+        "output": out_file,
+    }
     options |= {"reading": msgspec.json.encode(reading).decode(), "part": part}
-    run_module("runtime.data.tokenizing", f"tokenizing {file}", DataError, **options)
+    limits = Limits.of_data(file.stat().st_size)
+    run_module("runtime.data.tokenizing", f"tokenizing {file}", limits=limits, **options)
     return out_file
 
 
@@ -153,7 +160,7 @@ class TokenRows:
         self._check_tokens(vocab_size)
         try:
             self.report = msgspec.json.decode(view[report_at:].tobytes(), type=DataReport)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._require(False, f"its report is wrong: {error}")
 
     def __len__(self) -> int:

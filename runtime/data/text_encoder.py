@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from ondevice.documents import from_json
 from ondevice.errors import DataError
 from runtime.data.chat import ChatTemplate, has_template
 
@@ -55,7 +55,7 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         config_file = folder / "tokenizer_config.json"
         ends = _ends(folder)
-        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+        config = from_json(config_file.read_bytes()) if config_file.is_file() else {}
         if not isinstance(config, dict):
             raise ValueError("tokenizer_config.json is not a JSON object")
     except Exception as error:  # the library raises plain Exception
@@ -110,7 +110,7 @@ def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tup
 def _ends(folder: Path) -> frozenset[int]:
     """The end tokens of generation_config.json, if there is one: an id, several, or none."""
     file = folder / "generation_config.json"
-    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    config = from_json(file.read_bytes()) if file.is_file() else {}
     found = config.get("eos_token_id", [])
     listed = found if isinstance(found, list) else [found]
     return frozenset(number for number in listed if number is not None)

@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 
 from ondevice.config.shared import DATA_FILE
-from ondevice.errors import DataError, OnDeviceError, StorageError
+from ondevice.errors import DataError, StorageError
 from runtime.data.examples import Row, row_of
 from runtime.data.fields import recognise
 from runtime.data.held_out import digest, held_out_below
+from runtime.data.process import confined, limits_argument
 from runtime.data.reading import Reading
 from runtime.data.records import READERS, TEXT, records
 from runtime.data.report import DataReport
@@ -135,7 +136,9 @@ class Reader:
                     raise record
                 found = recognise(record, self.reading.columns, self.encoder.has_template)
                 whole = row_of(found.example, self.encoder, self.reading.loss_on)
-            except (ValueError, RecursionError) as error:
+            except DataError as error:
+                raise DataError(f"{self.file}, {place}: {error}") from error
+            except ValueError as error:
                 if not self.reading.skip_bad_rows:
                     raise DataError(
                         f"{self.file}, {place}: {error}; --skip-bad-rows leaves such rows out"
@@ -265,24 +268,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="token file to write")
     parser.add_argument("--reading", default="{}", help="a Reading, as JSON")
     parser.add_argument("--part", default=TRAIN, help="train or valid, under a --valid-split")
+    limits_argument(parser)
     given: Any = parser.parse_args(argv)
-    try:
-        encoder = load_encoder(given.bundle)
-        if not os.access(given.input, os.R_OK):
-            raise DataError(f"cannot read {given.input}; name {DATA_FILE}")
+
+    def work() -> None:
         reading = msgspec.json.decode(given.reading, type=Reading)
-        reader = Reader(given.input, encoder, given.seq_length, reading, given.part)
-        try:
-            write_token_file(reader.rows(), given.seq_length, given.output, reader.report)
-        except DataError as error:
-            named = str(given.input) in str(error)
-            raise error if named else DataError(f"{given.input}: {error}") from None
-        except OSError as error:
-            raise StorageError(f"cannot write {given.output}: {error.strerror}") from error
-    except OnDeviceError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return 0
+        _tokenize(given.bundle, given.input, given.seq_length, given.output, reading, given.part)
+
+    return confined(given.limits, work)
+
+
+def _tokenize(
+    bundle: Path, file: Path, seq_length: int, output: Path, reading: Reading, part: str
+) -> None:
+    encoder = load_encoder(bundle)
+    if not os.access(file, os.R_OK):
+        raise DataError(f"cannot read {file}; name {DATA_FILE}")
+    reader = Reader(file, encoder, seq_length, reading, part)
+    try:
+        write_token_file(reader.rows(), seq_length, output, reader.report)
+    except DataError as error:
+        named = str(file) in str(error)
+        raise error if named else DataError(f"{file}: {error}") from None
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -21,13 +21,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.manifest import Manifest
+from ondevice.documents import from_json
 from ondevice.errors import BundleError, DivergedError
-from ondevice.files import fsync_path, storage_errors, write_atomic
+from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
 from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
 from ondevice.operations.program import Block
 from ondevice.paths import text_path
 from runtime.engine.values import Lora
 from runtime.methods.noise import key_of
+from runtime.storage.saves import check_adapter
 
 Tensors = MutableMapping[str, mx.array]
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -35,7 +37,7 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 _DAMAGE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError),
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError),
     msgspec.ValidationError,
 )
 
@@ -174,16 +176,19 @@ class Adapters:
         """Read adapters (a folder, or the file itself) into `into`, and check them.
 
         Raises:
-            BundleError: they are damaged or belong to another bundle.
+            BundleError: they are damaged or belong to another bundle, or are no longer what the run
+                has saved that they are of.
             UsageError: the path is not valid UTF-8.
         """
         source = text_path(source)
-        path = source / WEIGHTS if source.is_dir() else source
+        path = _weights_path(source)
+        check_adapter(path)
         _check_config(manifest, _config_path(source))
         expected = cls.shapes(manifest)
         hint = "" if _config_path(source).exists() else f"; there is no {CONFIG} that describes it"
         tensors: Tensors = {} if into is None else into
         try:
+            require_file(path)
             with safe_open(path, framework="numpy") as file:
                 if set(file.keys()) != set(expected):
                     odd = sorted(set(file.keys()) ^ set(expected))
@@ -214,6 +219,8 @@ def lora_of(source: Path) -> LoraSettings | None:
         UsageError: the path is not valid UTF-8.
     """
     path = _config_path(text_path(source))
+    for one in (path, _weights_path(source)):  # before anything is planned for them
+        check_adapter(one)
     return _read_config(path).lora if path.exists() else None
 
 
@@ -224,13 +231,17 @@ class _Config(NamedTuple):
     weights: str | None
 
 
+def _weights_path(source: Path) -> Path:
+    return source / WEIGHTS if source.is_dir() else source
+
+
 def _config_path(source: Path) -> Path:
     return source / CONFIG if source.is_dir() else source.with_name(CONFIG)
 
 
 def _read_config(path: Path) -> _Config:
     try:
-        config = json.loads(path.read_bytes())
+        config = from_json(read_file(path))
         kind = config.get("fine_tune_type", "lora")
         if kind != "lora":
             raise BundleError(f"{path}: its adapter is {kind!r:.80}; only lora is supported")
@@ -261,6 +272,7 @@ def _from_mlx_lm(config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_config(manifest: Manifest, path: Path) -> None:
     """Refuse adapters of other weights or another scale, as far as a config states these."""
+    check_adapter(path)
     if not path.exists():
         return
     lora, weights = _read_config(path)

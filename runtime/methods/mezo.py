@@ -23,8 +23,9 @@ import mlx.core as mx
 
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
+from ondevice.documents import from_json
 from ondevice.errors import BundleError, UsageError
-from ondevice.files import write_atomic
+from ondevice.files import read_file, write_atomic
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Loras
@@ -217,8 +218,8 @@ class MeZO:
             BundleError: the file holds something else.
         """
         try:
-            self.skipped = int(json.loads(path.read_bytes())["skipped"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
+            self.skipped = int(from_json(read_file(path))["skipped"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
             raise BundleError(f"{path} is damaged: {problem!r}") from None
 
     def log_header(self) -> str:

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ondevice.documents import from_json
 from ondevice.errors import BundleError
-from ondevice.files import storage_errors, write_atomic
+from ondevice.files import read_file
 from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import KINDS, Noise
@@ -82,24 +83,6 @@ class Header:
         return json.dumps(asdict(self)) + "\n"
 
 
-def start_log(path: Path, header_line: str) -> None:
-    """Write the header of a new log."""
-    write_atomic(path, header_line.encode())
-
-
-def truncate_log(path: Path, steps: int) -> None:
-    """Keep the header and the first `steps` lines.
-
-    Raises:
-        BundleError: there are fewer.
-    """
-    with storage_errors(path):
-        lines = path.read_text().splitlines(keepends=True)
-    if len(lines) < steps + 1:
-        raise BundleError(f"{path} has {len(lines) - 1} lines for {steps} steps")
-    write_atomic(path, "".join(lines[: steps + 1]).encode())
-
-
 def read_log(path: Path) -> tuple[Header, list[Update | None]]:
     """The header, and every step's update (None if it was skipped).
 
@@ -107,20 +90,20 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
         BundleError: the file is not a log, or is damaged.
     """
     try:
-        lines = path.read_text().splitlines(keepends=True)
+        lines = read_file(path).decode().splitlines(keepends=True)
         if not lines[-1].endswith("\n"):
             lines.pop()  # the process died while it wrote this step's line
-        facts = json.loads(lines[0])
+        facts = from_json(lines[0])
         header = Header(**facts)
         header.check()
         return header, list(_updates(header, lines[1:]))
-    except (OSError, ValueError, TypeError, IndexError, OverflowError, RecursionError) as problem:
+    except (OSError, ValueError, TypeError, IndexError, OverflowError) as problem:
         raise BundleError(f"{path} is not a trajectory that can be replayed: {problem}") from None
 
 
 def _updates(header: Header, lines: list[str]) -> Iterator[Update | None]:
     for step, line in enumerate(lines):
-        rate, gradients = json.loads(line)
+        rate, gradients = from_json(line)
         if gradients is None:
             yield None
             continue

@@ -28,7 +28,9 @@ from runtime.system.machine import Machine
 GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
-MARGIN = 0.97  # the share of the budget that a predicted peak may reach
+# The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
+# more than predicted, beside other work, and the others less than that.
+MARGIN = 0.95
 # The readings of two equal processes differ by up to this much. `ondevice train` must not refuse
 # the smallest budget that `ondevice plan` has named.
 READING_BYTES = 200_000

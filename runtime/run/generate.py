@@ -7,7 +7,6 @@ to mlx-lm.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ import numpy as np
 from ondevice.bundle.store import Bundle
 from ondevice.errors import UsageError
 from ondevice.lora import LoraSettings
+from runtime.data.prompts import Prompt, confined_prompt, text_prompt
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.run.budget import plan_evaluation
@@ -41,40 +41,6 @@ def next_token(model: Model, adapters: Adapters, tokens: list[int]) -> int:
     model.release(model.blocks[-1])
     assert result.predicted is not None
     return int(result.predicted.item())  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens to continue; `ends` are the tokens that end it, and `ending` the text that does."""
-
-    tokens: list[int]
-    ends: frozenset[int]
-    ending: str = ""
-
-
-def text_prompt(encoder: TextEncoder, text: str) -> Prompt:
-    """A prompt of text, with the tokenizer's BOS before it."""
-    head = [] if encoder.bos is None else [encoder.bos]
-    return Prompt(head + encoder.encode(text), encoder.end_tokens)
-
-
-def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
-    """The prompt for the model's answer to a conversation, by the bundle's chat template.
-
-    Raises:
-        DataError: there is no template.
-        UsageError: the template refuses the messages.
-    """
-    template = encoder.chat()
-    try:
-        tokens = encoder.encode(template.prompt(messages))
-        ending = template.ending
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    first = encoder.encode(ending)[:1]
-    if encoder.special.issuperset(first):  # which an answer never holds itself
-        return Prompt(tokens, encoder.end_tokens.union(first))
-    return Prompt(tokens, encoder.end_tokens, ending)
 
 
 class Generator:
@@ -144,7 +110,8 @@ def generate(
     template of the bundle. For `device` and `note` see `with_graphs`.
 
     Raises:
-        DataError: the bundle has no tokenizer, or no chat template where one is wanted.
+        DataError: the bundle has no tokenizer, or no chat template where one is wanted, or one that
+            takes more than it may.
         UsageError: the prompt is not valid Unicode or is longer than the longest sequence bucket.
     """
     from runtime.data.text_encoder import load_encoder
@@ -156,7 +123,7 @@ def generate(
     bundle = open_checked(path, device, note)
     encoder = load_encoder(bundle.path)
     if chat:
-        given = chat_prompt(encoder, [{"role": "user", "content": prompt}])
+        given = confined_prompt(bundle.path, [{"role": "user", "content": prompt}])
     else:
         given = text_prompt(encoder, prompt)
     tokens = given.tokens

@@ -27,11 +27,13 @@ from ondevice.bundle.trusted import are_trusted
 from ondevice.cache import cache_folder
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import storage_errors
+from runtime.data.limits import Limits
 from runtime.data.process import run_module
 from runtime.system.backend import mlx_version
 
 # by its name, because this process must not load model classes
 TRACING_PROCESS = "ondevice.cli.tracing_process"
+TRACING_LIMITS = Limits(memory_bytes=16 << 30, cpu_s=600)
 DTYPE = "float32"  # of what graphs take and return
 
 Note = Callable[[str], None]
@@ -136,9 +138,10 @@ def _trace(bundle: Bundle, folder: Path, device: str) -> None:
         run_module(
             TRACING_PROCESS,
             f"tracing the graphs of {bundle.path}",
-            BundleError,
             bundle.path,
             part,
+            limits=TRACING_LIMITS,
+            failure=BundleError,
             device=device,
         )
         with storage_errors(folder):

@@ -11,7 +11,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ondevice.documents import from_json
 from ondevice.errors import UsageError
+from ondevice.files import read_file
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0)]
@@ -86,8 +88,8 @@ def read_machine(path: Path) -> Machine:
         UsageError: the file cannot be read, or describes no machine.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Report).measured_machine
+        return msgspec.convert(from_json(read_file(path)), _Report).measured_machine
     except OSError as problem:
         raise UsageError(f"--machine {path} cannot be read: {problem.strerror}") from None
-    except msgspec.DecodeError as problem:
+    except ValueError as problem:
         raise UsageError(f"--machine {path} describes no machine: {problem}") from None

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 from ondevice.cli.main import main
+from ondevice.signals import ENDING
+from runtime.run.folder import RunFolder
 from runtime.system.backend import prepare
 from runtime.system.heap import trim_heap
 
@@ -30,7 +32,7 @@ def here(*arguments: object) -> subprocess.CompletedProcess[str]:
     """
     words = list(map(str, arguments))
     said, warned = io.StringIO(), io.StringIO()
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     gc.collect()
     trim_heap()
     try:
@@ -39,7 +41,8 @@ def here(*arguments: object) -> subprocess.CompletedProcess[str]:
     except SystemExit as end:  # after --help
         code = int(end.code or 0)
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         prepare()  # exports have the heap kept otherwise
     return subprocess.CompletedProcess(words, code, said.getvalue(), warned.getvalue())
 
@@ -99,6 +102,11 @@ def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list
         **{key.replace("_", "-"): value for key, value in more.items()},
     }
     return ["train", str(bundle), *(f"--{key}={value}" for key, value in given.items())]
+
+
+def replaced(run: Path, name: str, text: str) -> None:
+    """Give a file of a run another content, and the checksum of that."""
+    RunFolder(run).write(name, text.encode())
 
 
 def adapter(run: Path) -> bytes:

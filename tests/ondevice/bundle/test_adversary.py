@@ -165,6 +165,35 @@ def test_lies_are_refused(origin: Bundle, tmp_path: Path, where: str, value: Any
 
 
 SPARE = {"offset": 0, "nbytes": 0, "dtype": "float32", "shape": [0]}
+TOO_MANY = {
+    "buckets": (lambda m: {"buckets": list(range(16, 16 + 65))}, "65 buckets, at most 64"),
+    "blocks": (lambda m: {"blocks": [*m["blocks"], *[m["blocks"][1]] * 1026]}, "at most 1026"),
+    "types": (
+        lambda m: {"block_types": {f"t{at}": m["block_types"]["head"] for at in range(129)}},
+        "129 block types, at most 128",
+    ),
+    "bytes": (lambda m: {"provenance": {"x": "x" * (4 << 20)}}, "which has 4,194,304 at most"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MANY)
+def test_more_than_any_model_has_is_refused(origin: Bundle, tmp_path: Path, what: str) -> None:
+    change, told = TOO_MANY[what]
+    path = links(origin, tmp_path / "bundle")
+    document = manifest_of(origin.path)
+    rewrite(path, document | change(document))
+    with pytest.raises(BundleError, match=told):
+        open_bundle(path)
+
+
+def test_as_many_vectors_as_fit_a_manifest_are_read(origin: Bundle, tmp_path: Path) -> None:
+    path = links(origin, tmp_path / "bundle")
+    document = manifest_of(origin.path)
+    document["vectors"] |= {f"v{at}": SPARE for at in range(50_000)}
+    rewrite(path, document)
+    assert len(open_bundle(path).manifest.vectors) > 50_000
+
+
 FLOAT_LIES = [
     ("layout", "symmetric", "16 bits"),
     ("layout", "affine", "16 bits"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path, template: object) ->
     ],
 )
 def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> None:
-    with pytest.raises(ValueError, match=r"the chat template refuses|takes more than \d"):
+    with pytest.raises((ValueError, DataError), match=r"template refuses|takes more than \d"):
         opened(tmp_path, template).prompt(QUESTION)
 
 
@@ -125,9 +126,42 @@ def test_a_template_that_loops_for_long_is_ended(
 ) -> None:
     chat = opened(tmp_path, "{% if messages | length > 1 %}" + LOOPS + "{% endif %}x")
     monkeypatch.setattr("runtime.data.chat.MOST_SECONDS", 1)
-    with pytest.raises(ValueError, match="of bundle takes more than 1 s of the CPU for one"):
+    with pytest.raises(DataError, match=r"of bundle takes more than 1 s of the CPU \(RLIMIT_CPU\)"):
         chat.prompt([*ANSWERED, *QUESTION])
     assert chat.prompt(QUESTION) == "x"  # and the limit is gone
+
+
+GROWING = "{% set n = namespace(x='a' * 999) %}{% for i in range(99) %}{% set n.x = "
+TAKES_TOO_MUCH = {
+    "'%*d'": "{{ '%*d' | format(2000000000, 1) }}",
+    "ljust": "{{ 'x'.ljust(2000000000) }}",
+    "center": "{{ 'x' | center(2000000000) }}",
+    "join": "{{ range(99999) | join('x' * 99999) }}",
+    "replace": GROWING + "n.x.replace('a', 'aaaa') %}{% endfor %}",
+    "batch": "{{ range(9) | batch(2000000000, 'x') | list }}",
+    "products of ranges": "{{ (range(99999) | list) * 100000 }}",
+    "much text": "{{ 'ab' * 1000000 }}",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits address space")
+@pytest.mark.parametrize("way", TAKES_TOO_MUCH)
+def test_a_template_that_fills_memory_is_ended(tmp_path: Path, way: str) -> None:
+    """As a template that takes too much, and not as a row that could be left out."""
+    bundle = bundle_with(tmp_path, TAKES_TOO_MUCH[way])
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"messages": ANSWERED}))
+    complaint = r"takes more than [\d,]+ bytes \(RLIMIT_AS\)|writes [\d,]+ characters for a conver"
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 1: the chat template .* {complaint}"):
+        tokenize(bundle, source, 99, tmp_path / "out", Reading(skip_bad_rows=True))
+
+
+def test_a_template_that_computes_for_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.data.chat.MOST_SECONDS", 1)
+    with pytest.raises(DataError, match=r"takes more than 1 s of the CPU \(RLIMIT_CPU\) for one"):
+        opened(tmp_path, "{{ range(99999) | slice(1000000000) | list }}").prompt(QUESTION)
 
 
 @pytest.mark.parametrize(

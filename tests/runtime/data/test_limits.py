@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+from support.token_rows import make_bundle
 
-from runtime.data.limits import TooSlowError, bounded_memory, bounded_seconds
+from ondevice.errors import DataError
+from runtime.data.limits import Limits, TooSlowError, bounded_memory, bounded_seconds
+from runtime.data.rows import prepare_tokens
 
 
 def limits() -> tuple[object, ...]:
@@ -59,3 +64,31 @@ def test_other_threads_are_not_bounded() -> None:
     thread.start()
     thread.join()
     assert found == [before]
+
+
+def tokenized_under(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, source: Path, limits: Limits
+) -> None:
+    monkeypatch.setattr(Limits, "of_data", lambda size_bytes: limits)
+    prepare_tokens(make_bundle(folder / "bundle", {}), source, "train", 99, folder / "out")
+
+
+def test_the_process_that_tokenizes_is_ended_when_it_has_taken_its_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "long.txt"
+    source.write_text("the cat sat on the mat\n" * 1_000_000)
+    said = r"tokenizing .*long\.txt was ended by SIGXCPU; it may take .* and 1 s of the CPU \(RLIM"
+    with pytest.raises(DataError, match=said):
+        tokenized_under(monkeypatch, tmp_path, source, Limits(1 << 40, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits address space")
+def test_the_process_that_tokenizes_is_ended_when_it_has_taken_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "large.json"
+    source.write_text(json.dumps([{"text": "the cat"}] * 500_000))
+    said = r"not enough memory: this process may take 0\.1 GB of memory \(RLIMIT_AS\) and 100 s"
+    with pytest.raises(DataError, match=said):
+        tokenized_under(monkeypatch, tmp_path, source, Limits(1 << 26, 100))

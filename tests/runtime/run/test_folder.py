@@ -38,6 +38,7 @@ def dying(path, *arguments, remove=shutil.rmtree, **options):
     remove(path, *arguments, **options)
 
 folder, manifest = RunFolder(Path(sys.argv[1])), open_bundle(sys.argv[2]).manifest
+folder.saves.folder.mkdir(parents=True)
 adapters = Adapters.initial(manifest, 7)
 folder.save(int(sys.argv[3]), adapters, NoState())
 shutil.rmtree = dying
@@ -54,10 +55,10 @@ def test_a_kill_inside_a_second_save_leaves_a_whole_one(
     done = subprocess.run([sys.executable, "-c", SAVE_TWICE, *arguments], capture_output=True)
     assert done.returncode == (-9 if killed else 0), done.stderr
     folder = RunFolder(tmp_path / "run")
-    latest = folder.latest()
+    latest = folder.saves.latest()
     assert latest is not None and latest.name == "step-00000100"
-    step, adapters = folder.restore(bundle.manifest, latest)
-    assert step == 100
+    assert folder.check_save(latest).step == 100
+    adapters = Adapters.load(bundle.manifest, latest)
     assert digest(adapters) == digest(Adapters.initial(bundle.manifest, 7))
 
 

@@ -14,12 +14,14 @@ from support.checkpoints import weights_of, write_folder
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 
+import runtime.data.text_encoder
 from export.pack import export_bundle
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
 from ondevice.cli.main import main
 from ondevice.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
+from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder
 from runtime.run.generate import generate
 
@@ -66,6 +68,17 @@ def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
     assert ChatTemplate(bundle.tokenizer_path).ending == ""
 
 
+@pytest.fixture
+def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are rendered in this process, where a test can change what they say."""
+
+    def prompt(folder: Path, messages: object) -> Prompt:
+        return chat_prompt(runtime.data.text_encoder.load_encoder(folder), messages)
+
+    monkeypatch.setattr("runtime.run.generate.confined_prompt", prompt)
+
+
+@pytest.mark.usefixtures("rendered_here")
 @pytest.mark.parametrize("length", [1, 2])
 def test_an_answer_ends_where_the_template_ends_it(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, length: int
@@ -81,6 +94,7 @@ def test_an_answer_ends_where_the_template_ends_it(
     assert "".join(generate(str(bundle.path), "cat", None, 12, chat=True)) == whole
 
 
+@pytest.mark.usefixtures("rendered_here")
 def test_special_tokens_end_an_answer(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = ids("Q: cat\nA: ")
     tokens = continued(bundle, prompt, 6)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
-from support.runs import COMMAND, adapter, here, ondevice, struck, train_arguments
+from support.runs import COMMAND, adapter, here, ondevice, replaced, struck, train_arguments
 from support.shared import Shared
 from support.waiting import HANGS_S, wait_until
 
@@ -137,7 +137,7 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
     assert f"the run and its adapter are in {run}" in done.stdout
     known = json.loads((run / "evaluations.json").read_text())
     known["after"]["loss"] = 123.0  # no evaluation would find it
-    (run / "evaluations.json").write_text(json.dumps(known))
+    replaced(run, "evaluations.json", json.dumps(known))
     before = adapter(run)
     resumed = ondevice("train", "--resume", run, "--json")
     assert resumed.returncode == 0, resumed.stderr
@@ -284,10 +284,10 @@ def test_damaged_bundles_and_saves_are_refused(
     done = here("train", "--resume", run)
     assert done.returncode == 4 and "method.bin" in done.stderr
     about = json.loads((save / "state.json").read_bytes())
-    assert about.pop("version") == 2
+    assert about.pop("version") == 3
     (save / "state.json").write_text(json.dumps(about))  # as it was before versions were counted
     done = here("train", "--resume", run)
-    assert done.returncode == 4 and "version 1, not 2" in done.stderr
+    assert done.returncode == 4 and "version 1, not 3" in done.stderr
 
 
 def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:

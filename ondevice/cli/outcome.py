@@ -1,0 +1,133 @@
+"""What a command ends with: for each error that a user can mend, a message and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+from ondevice import signals
+from ondevice.errors import (
+    BudgetError,
+    InterruptedRunError,
+    OnDeviceError,
+    StorageError,
+    UsageError,
+)
+
+DESCRIPTORS = 64  # files, and pipes to other processes, that a command opens at once at most
+
+
+def outcome_of(command: Callable[[], None]) -> int:
+    """Run a command, say on stderr what ended it, and return its exit code.
+
+    What it has printed is written out, or the code says that it could not be.
+    """
+    arrived: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        raise KeyboardInterrupt
+
+    signals.handle(interrupt)
+    try:
+        code = _code_of(command)
+    except BaseException as problem:
+        if not (arrived or isinstance(problem, KeyboardInterrupt)):
+            raise
+        code = _interrupted("interrupted")
+    if arrived:  # whatever error a library has made of it
+        code = InterruptedRunError.exit_code
+    try:
+        sys.stdout.flush()
+    except OSError as problem:
+        return _system_error(problem) or code
+    return code
+
+
+def _code_of(command: Callable[[], None]) -> int:
+    try:
+        _allow_descriptors()
+        command()
+    except InterruptedRunError as problem:
+        return _interrupted(str(problem))
+    except OnDeviceError as problem:
+        return _said(str(problem), problem.exit_code)
+    except MemoryError:
+        return _said(
+            "the system gives this process no more memory; end other programs, or raise the limit "
+            "that it runs under (ulimit -v)",
+            BudgetError.exit_code,
+        )
+    except OSError as problem:
+        return _system_error(problem)
+    except SystemExit as end:  # after --help and --version
+        return int(end.code or 0)
+    return 0
+
+
+def _interrupted(text: str) -> int:
+    """Say that a signal ended the command, undisturbed by further ones."""
+    signals.ignore()
+    return _said(text, InterruptedRunError.exit_code)
+
+
+def _system_error(problem: OSError) -> int:
+    """Say what the system refused, and return the exit code."""
+    where = "" if problem.filename is None else f": {problem.filename!r:.80}"
+    what = problem.strerror or str(problem)
+    if isinstance(problem, BrokenPipeError):
+        _discard_output()  # nobody reads it any more, as with `| head`
+        return 1
+    if problem.errno in (errno.EMFILE, errno.ENFILE):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return _said(
+            f"{what}{where}: this process may open {soft} (RLIMIT_NOFILE); raise the limit, as "
+            "with: ulimit -n 1024",
+            StorageError.exit_code,
+        )
+    if problem.errno == errno.ENAMETOOLONG:
+        return _said(f"{what}{where}; give a shorter name", UsageError.exit_code)
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        _discard_output()
+        return _said(
+            f"{what}{where}: the disk is full, or what the output goes to; make room and start "
+            "again",
+            StorageError.exit_code,
+        )
+    return _said(f"{what}{where}", StorageError.exit_code)
+
+
+def _allow_descriptors() -> None:
+    """Raise this process's limit on open files to what commands need.
+
+    Raises:
+        StorageError: the limit cannot be raised so far.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS:
+        return
+    if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS:
+        raise StorageError(
+            f"this process may open {hard} files (RLIMIT_NOFILE), and may need {DESCRIPTORS}; "
+            "raise the limit, as with: ulimit -n 1024"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
+
+
+def _said(text: str, code: int) -> int:
+    with suppress(OSError):  # what stderr goes to may be full, or gone
+        print(f"ondevice: {text}", file=sys.stderr)
+    return code
+
+
+def _discard_output() -> None:
+    """Let what is still buffered for stdout go nowhere, where Python writes it at the end."""
+    with suppress(OSError, ValueError):  # a test's own stdout has no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

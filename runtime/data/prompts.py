@@ -1,0 +1,94 @@
+"""Prompts for a model: of text, or of a conversation by the chat template of a bundle.
+
+`python -m runtime.data.prompts --bundle BUNDLE` reads messages on stdin and writes their prompt,
+both as JSON. So no process that holds a model runs the template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ondevice.documents import from_json
+from ondevice.errors import UsageError
+from runtime.data.limits import Limits
+from runtime.data.process import confined, limits_argument, run_module
+
+if TYPE_CHECKING:
+    from runtime.data.text_encoder import TextEncoder
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to continue; `ends` are the tokens that end it, and `ending` the text that does."""
+
+    tokens: list[int]
+    ends: frozenset[int]
+    ending: str = ""
+
+
+def text_prompt(encoder: TextEncoder, text: str) -> Prompt:
+    """A prompt of text, with the tokenizer's BOS before it."""
+    head = [] if encoder.bos is None else [encoder.bos]
+    return Prompt(head + encoder.encode(text), encoder.end_tokens)
+
+
+def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
+    """The prompt for the model's answer to a conversation, by the bundle's chat template.
+
+    Raises:
+        DataError: there is no template, or it takes too much.
+        UsageError: the template refuses the messages.
+    """
+    template = encoder.chat()
+    try:
+        tokens = encoder.encode(template.prompt(messages))
+        ending = template.ending
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    first = encoder.encode(ending)[:1]
+    if encoder.special.issuperset(first):  # which an answer never holds itself
+        return Prompt(tokens, encoder.end_tokens.union(first))
+    return Prompt(tokens, encoder.end_tokens, ending)
+
+
+def confined_prompt(bundle_dir: Path, messages: object) -> Prompt:
+    """As `chat_prompt`, in a process of its own under limits.
+
+    Raises:
+        DataError, UsageError: as `chat_prompt`.
+    """
+    given = msgspec.json.encode(messages).decode()
+    said = run_module(
+        "runtime.data.prompts",
+        "writing the prompt",
+        limits=Limits.of_data(len(given)),
+        given=given,
+        bundle=bundle_dir,
+    )
+    return msgspec.json.decode(said, type=Prompt)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit code of `ondevice.errors`."""
+    parser = argparse.ArgumentParser(prog="python -m runtime.data.prompts", description=__doc__)
+    parser.add_argument("--bundle", type=Path, required=True, help="bundle with the tokenizer")
+    limits_argument(parser)
+    given: Any = parser.parse_args(argv)
+    from runtime.data.text_encoder import load_encoder
+
+    def work() -> None:
+        messages = from_json(sys.stdin.buffer.read())
+        prompt = chat_prompt(load_encoder(given.bundle), messages)
+        sys.stdout.write(msgspec.json.encode(prompt).decode())
+
+    return confined(given.limits, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
