@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from ondevice.bundle.store import WEIGHTS
 from support.bundles import manifest_of, rewrite
 from support.files import listing
 from support.mutations import Rng
@@ -30,6 +29,7 @@ from fuzz.campaign import IDENTICAL, SAID, Campaign
 from fuzz.child import FAILED, SECONDS, Ended, Tell, in_child
 from fuzz.kind import ondevice, sha256
 from fuzz.kinds.bundles import BUDGET, export, exported
+from ondevice.bundle.store import WEIGHTS
 
 # what changes the file system, as Python audits it; os.fsync is none of them, and wrapped
 CHANGES = (
@@ -238,7 +238,8 @@ class Killing:
 
     def _case(self, number: int) -> tuple[int, Ended]:
         """Start a command, kill it up to MOST_KILLS times, and let it end."""
-        rng = np.random.default_rng([self.seed, number, *self.scene.name.encode()])
+        seed = [self.seed, number, *self.scene.name.encode()]
+        rng = np.random.default_rng(seed)
         folder, kills = self._folder(number), 0
         folder.mkdir()
         for _ in range(int(rng.integers(1, MOST_KILLS + 1))):
