@@ -13,7 +13,8 @@ _FACTORS = {
     **{letter + "b": 10**power for letter, power in zip("kmgt", (3, 6, 9, 12), strict=True)},
     **{letter + "ib": 2**power for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)},
 }
-_SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+MOST_BYTES = 1 << 60
+_SIZE = re.compile(r"\s*(?P<number>[0-9]{1,24}(?:\.[0-9]{1,24})?)\s*(?P<unit>[A-Za-z]*)\s*")
 _NAMES = ((10**3, "kB"), (10**6, "MB"), (10**9, "GB"), (10**12, "TB"))
 
 
@@ -28,10 +29,12 @@ def parse_bytes(text: str | int) -> int:
     match = None if isinstance(text, bool) else _SIZE.fullmatch(str(text))
     factor = _FACTORS.get(match["unit"].lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{text!r} is not a size; write for example 300MB, 1.5GB or 512MiB")
+        raise UsageError(f"{text!r:.80} is not a size; write for example 300MB, 1.5GB or 512MiB")
     size_bytes = int(Fraction(match["number"]) * factor)
     if size_bytes < 1:
         raise UsageError(f"{text!r} is less than one byte; write for example 300MB")
+    if size_bytes > MOST_BYTES:
+        raise UsageError(f"{text!r} is more than any machine has; write for example 300MB")
     return size_bytes
 
 

@@ -147,6 +147,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     with task_bar("row"), step_bar(), Meter():
         bundle = with_graphs(open_bundle(config.bundle), config.device, _say)
         plan = plan_training(config, bundle, machine)
+    if plan.warning:
+        _say(f"ondevice: warning: {plan.warning}")
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:

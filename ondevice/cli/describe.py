@@ -197,6 +197,8 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("predicted peak", plan["predicted_peak_bytes"]),
         ("budget", plan["budget_bytes"]),
     ]
+    if plan["limit_bytes"] is not None:
+        rows.append(("memory limit of this process (container)", plan["limit_bytes"]))
     table = [(what, format_bytes(size)) for what, size in rows]
     table += [
         ("smallest budget that fits", format_bytes(plan["minimum_bytes"], up=True)),

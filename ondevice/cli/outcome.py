@@ -21,6 +21,8 @@ from ondevice.errors import (
 
 DESCRIPTORS = 64  # files, and pipes to other processes, that a command opens at once at most
 
+MOST_CHARS = 8000  # of a message, whatever was given
+
 
 def outcome_of(command: Callable[[], None]) -> int:
     """Run a command, say on stderr what ended it, and return its exit code.
@@ -121,7 +123,7 @@ def _allow_descriptors() -> None:
 
 def _said(text: str, code: int) -> int:
     with suppress(OSError):  # what stderr goes to may be full, or gone
-        print(f"ondevice: {text}", file=sys.stderr)
+        print(f"ondevice: {text[:MOST_CHARS]}", file=sys.stderr)
     return code
 
 

@@ -61,12 +61,18 @@ def is_size(text: str) -> bool:
 COUNT = Check(lambda value: value >= 1, "1 or more")
 NOT_NEGATIVE = Check(lambda value: 0 <= value < math.inf, "0 or more")
 ABOVE_ZERO = Check(lambda value: 0 < value < math.inf, "a number above 0")
+MOST_SHOWN = 100  # characters of a wrong value in a message
 FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
 SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB")
 INCREASING = Check(
     lambda values: bool(values) and all(a < b for a, b in pairwise((0, *values))),
     "whole numbers above 0, each larger than the one before it",
 )
+
+
+def up_to(most: int) -> Check:
+    """The condition on a count that it is at most `most`."""
+    return Check(lambda value: 1 <= value <= most, f"from 1 to {most}")
 
 
 def option(
@@ -319,10 +325,19 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
         if value is MISSING:
             found.append(f"{one.name} is missing ({one.metadata['help']})")
         elif not _type_of(one).fits(value):
-            found.append(f"{one.name} is {value!r}; it must be {_type_of(one).words}")
+            found.append(f"{one.name} is {_shortened(value)}; it must be {_type_of(one).words}")
         elif check and value is not None and not check.allows(value):
-            found.append(f"{one.name} is {value!r}; it must be {check.wanted}")
+            found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}")
     return found
+
+
+def _shortened(value: object) -> str:
+    """A value as a message shows it, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number with too many digits"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
 
 
 def _read(file: Path) -> dict[str, Any]:

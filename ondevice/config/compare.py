@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from ondevice.config.base import (
-    COUNT,
     FILLED,
     NOT_NEGATIVE,
     Check,
@@ -22,9 +21,17 @@ from ondevice.config.base import (
     option,
     refuse,
     required,
+    up_to,
 )
 from ondevice.config.lora import LoraOptions
-from ondevice.config.shared import TRAIN_DATA, BundleConfig, DataOptions, valid_split_field
+from ondevice.config.shared import (
+    MOST_QUERIES,
+    MOST_ROWS,
+    TRAIN_DATA,
+    BundleConfig,
+    DataOptions,
+    valid_split_field,
+)
 from ondevice.methods import METHODS, SEARCHES, Search
 
 T = TypeVar("T")
@@ -105,9 +112,9 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     target_loss: float = option(
         0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
     )
-    batch_size: int = option(1, "rows per step", COUNT)
+    batch_size: int = option(1, "rows per step", up_to(MOST_ROWS))
     optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
-    queries: int = option(1, "directions per step, of methods that perturb", COUNT)
+    queries: int = option(1, "directions per step, of methods that perturb", up_to(MOST_QUERIES))
     eval_every: str = option("50", "steps between evaluations, written as --steps", _COUNTS)
     eval_rows: int = option(0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE)
     seed: int = option(0, "seed of the order of rows and of the noise", NOT_NEGATIVE)

@@ -16,7 +16,9 @@ from ondevice.config.base import (
     Group,
     choice,
     option,
+    refuse,
     required,
+    up_to,
 )
 from ondevice.config.lora import LoraOptions, dropout_field
 from ondevice.methods import METHODS
@@ -29,6 +31,8 @@ HUB_DATA = "a Hugging Face dataset id (OWNER/NAME[:CONFIG[:SPLIT]])"
 TRAIN_DATA = (
     f"training data: {DATA_FILE}, a folder with train and valid, {HUB_DATA}, or random:SEED"
 )
+MOST_ROWS, MOST_BATCHES, MOST_QUERIES = 1024, 1 << 16, 4096  # of a step
+MOST_TOGETHER = 1 << 20  # the product of these three: forward passes, and slots on disk
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
     *("instruction", "input", "output"),
@@ -194,10 +198,13 @@ class StepConfig(BundleConfig, LoraOptions):
     )
     pack: bool = pack_field()
     batch_size: int = option(
-        1, "rows per batch; with --pack sequences of rows", COUNT, Group.TRAINING
+        1, "rows per batch; with --pack sequences of rows", up_to(MOST_ROWS), Group.TRAINING
     )
     grad_accumulation: int = option(
-        1, "batches whose gradients are accumulated per step", COUNT, Group.TRAINING
+        1,
+        "batches whose gradients are accumulated per step",
+        up_to(MOST_BATCHES),
+        Group.TRAINING,
     )
     optimizer: str = choice(
         "adamw", "optimizer of mebp; mezo does plain SGD", "adamw", "sgd", group=Group.TRAINING
@@ -214,7 +221,7 @@ class StepConfig(BundleConfig, LoraOptions):
         "(default: new adapters)"
     )
     lora_dropout: float | None = dropout_field()
-    queries: int = option(1, "random directions averaged per step", COUNT, Group.MEZO)
+    queries: int = option(1, "random directions averaged per step", up_to(MOST_QUERIES), Group.MEZO)
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
@@ -227,3 +234,13 @@ class StepConfig(BundleConfig, LoraOptions):
         True, "read the next block's weights while a block computes", group=Group.MEMORY
     )
     adapter_dtype: str = adapter_dtype_field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        together = self.batch_size * self.grad_accumulation * self.queries
+        if together > MOST_TOGETHER:
+            problem = (
+                f"batch_size {self.batch_size} x grad_accumulation {self.grad_accumulation} x "
+                f"queries {self.queries} is {together}; a step can have {MOST_TOGETHER} at most"
+            )
+            refuse(type(self), [problem])

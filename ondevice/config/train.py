@@ -27,6 +27,10 @@ from ondevice.config.shared import (
 
 CHANGEABLE = ("budget", "steps", "patience")  # settings that --resume may change
 _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
+_EPSILON = Check(
+    lambda value: 1e-7 <= value < math.inf,
+    "a number from 1e-07 on: float32 loses smaller changes of values near 1",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +84,7 @@ class TrainConfig(StepConfig, DataOptions):
     seed: int = option(
         0, "seed of new adapters, the order of rows and MeZO's noise", NOT_NEGATIVE, Group.TRAINING
     )
-    epsilon: float = option(
-        1e-3, "size of the perturbation of the adapters", ABOVE_ZERO, Group.MEZO
-    )
+    epsilon: float = option(1e-3, "size of the perturbation of the adapters", _EPSILON, Group.MEZO)
     noise: str = choice(
         "gaussian",
         "distribution of the perturbation",

@@ -67,7 +67,8 @@ def run_module(
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         under = "" if limits is None else f"; it may take {limits.describe()}"
-        raise failure(f"{what} was ended by {name}{under}: {last}")
+        first = said.splitlines()[0] if said else last
+        raise failure(f"{what} was ended by {name}{under}: {first}")
     if done.returncode:
         raise failure(f"{what} failed with status {done.returncode}: {last}")
     return done.stdout

@@ -36,6 +36,7 @@ HEADER = struct.Struct("<8sIIQQQ")  # magic, version, seq_length, rows, tokens, 
 INDEX = np.dtype([("start", "<i8"), ("length", "<u4")])
 TOKENS = np.dtype("<i4")
 RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
+MOST_DIGITS = 20  # of the seed of random rows, of which 64 bits count
 READ_ALL = Reading()
 _CHECK_ITEMS = 2**16  # how much of a token file is checked at a time
 
@@ -70,8 +71,10 @@ def random_seed(data: str) -> int | None:
     if not data.startswith("random:"):
         return None
     digits = data.removeprefix("random:")
-    if not (digits.isascii() and digits.isdecimal()):
-        raise UsageError(f"{data!r} has no seed; write for example random:0")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= MOST_DIGITS):
+        raise UsageError(
+            f"{data!r:.80} has no seed of up to {MOST_DIGITS} digits; write for example random:0"
+        )
     return int(digits)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -38,6 +38,7 @@ from runtime.planner.demand import Demand, lane_choices
 from runtime.storage.activations import Activations
 
 PLUS, MINUS = 1.0, -1.0
+MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
 MOST_LANES = 16  # hidden states side by side, where they fit
 
 
@@ -66,6 +67,7 @@ class MeZO:
     lanes: int = 2
     defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
+    unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     _pending: Update | None = field(default=None, repr=False)
     keeps_log: ClassVar[bool] = True
 
@@ -178,6 +180,7 @@ class MeZO:
             self.skipped += 1
             return StepResult(mean, len(lanes), self.skipped, [rate, None])
         self.skipped = 0
+        self._check_moved(sums)
         gradients = tuple(
             projected_gradient(
                 sums[query, PLUS] / tokens, sums[query, MINUS] / tokens, self.epsilon
@@ -188,6 +191,21 @@ class MeZO:
         if not self.defer:
             self.settle()
         return StepResult(mean, len(lanes), 0, [rate, list(gradients)])
+
+    def _check_moved(self, sums: Mapping[tuple[int, float], float]) -> None:
+        """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.
+
+        Raises:
+            UsageError: this is the last of MOST_UNMOVED such steps.
+        """
+        pairs = [(sums[query, PLUS], sums[query, MINUS]) for query in range(self.queries)]
+        self.unmoved = self.unmoved + 1 if all(a == b != 0 for a, b in pairs) else 0
+        if self.unmoved == MOST_UNMOVED:
+            raise UsageError(
+                f"in {MOST_UNMOVED} steps in a row the losses at +epsilon and -epsilon were equal, "
+                f"the last {pairs[0][0]:g} and {pairs[0][1]:g}: --epsilon {self.epsilon:g} is too "
+                "small for float32, and nothing is learnt; give a larger one, such as 0.001"
+            )
 
     def _catch_up(self, block: Block, model: Model) -> None:
         """Apply the pending update to one block."""

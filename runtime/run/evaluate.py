@@ -121,6 +121,8 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
         plan = plan_evaluation(
             bundle, config.budget_bytes, length, config.arithmetic, config.adapter_dtype
         )
+        if plan.warning:
+            events.note(f"ondevice: warning: {plan.warning}")
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
         rows = source.rows(bundle, scratch, length)

@@ -22,6 +22,7 @@ from runtime.run.budget import plan_evaluation
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.traced_graphs import Note, silent
+from runtime.system.cgroup import memory_limit_bytes
 
 if TYPE_CHECKING:
     from runtime.data.text_encoder import TextEncoder
@@ -61,7 +62,8 @@ class Generator:
         """The model with adapters of these settings."""
         if lora not in self._sessions:
             bundle = self.bundle.with_lora(lora)
-            plan = plan_evaluation(bundle, BUDGET_BYTES, self.longest)
+            budget_bytes = min(BUDGET_BYTES, memory_limit_bytes() or BUDGET_BYTES)
+            plan = plan_evaluation(bundle, budget_bytes, self.longest)
             self._sessions[lora] = open_session(bundle, plan)
         return self._sessions[lora]
 

@@ -112,7 +112,7 @@ def _begin(
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(f"ondevice: warning: {bundle.manifest.quality.warning()}")
-    events.plan(chosen)
+    _announce(chosen, events)
     return Trainer(
         fixed, folder, session, adapters, running, samples, eval_rows, events, meter
     ).run()
@@ -159,7 +159,7 @@ def _continue(
     path = folder.path
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events)
-    events.plan(chosen)
+    _announce(chosen, events)
     meter.aim(chosen.predicted_peak_bytes)
     rows, eval_rows = open_run_rows(config, bundle, folder.path)
     for name in TOKENS:
@@ -269,12 +269,18 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
     wanted = training(config, manifest)
     reason = kept_plan(stored, manifest, machine, wanted)
     if not reason:
-        return stored
+        return msgspec.structs.replace(stored, limit_bytes=machine.limit_bytes)
     chosen = make_plan(manifest, machine, wanted)
     differs = chosen.sizes != stored.sizes or chosen.bucket != stored.bucket
     last_bits = "; other tile sizes may change its last bits" if differs else ""
     events.note(f"the run is planned anew: {reason}{last_bits}")
     return chosen
+
+
+def _announce(chosen: Plan, events: Events) -> None:
+    if chosen.warning:
+        events.note(f"ondevice: warning: {chosen.warning}")
+    events.plan(chosen)
 
 
 def _scratch_tensors(session: Session, folder: RunFolder) -> MappedTensors:

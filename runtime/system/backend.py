@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.errors import UsageError
+from runtime.system.cgroup import memory_limit_bytes
 from runtime.system.footprint import read_footprint
 from runtime.system.heap import trim_heap, tune_heap
 from runtime.system.machine import Blas, Machine
@@ -113,6 +114,7 @@ def this_machine(device: str, arithmetic: str) -> Machine:
         allocator="glibc" if on_linux_cpu else "mlx",
         process_bytes=round_up(read_footprint().footprint_bytes),
         blas=Blas() if sys.platform == "darwin" else Blas(blas_threads(), PANEL_BYTES, ROW_BYTES),
+        limit_bytes=memory_limit_bytes(),
     )
 
 

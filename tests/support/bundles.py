@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -38,6 +39,19 @@ def settings(source: object, output: Path, **more: Any) -> ExportConfig:
 def copied(bundle: Bundle, folder: Path) -> Path:
     shutil.copytree(bundle.path, folder)
     return folder
+
+
+def with_noise(bundle: Bundle, path: Path, rng: Rng) -> Path:
+    """A copy whose graphs are noise, with sizes and checksums that say so."""
+    copied(bundle, path)
+    document = manifest_of(path)
+    for graph in document["graphs"].values():
+        noise = rng.bytes(int(rng.integers(1, 5000)))
+        (path / graph["file"]).write_bytes(noise)
+        graph |= {"nbytes": len(noise), "sha256": hashlib.sha256(noise).hexdigest()}
+    rewrite(path, document)
+    open_bundle(path).verify()
+    return path
 
 
 def manifest_of(path: Path) -> dict[str, Any]:

@@ -114,6 +114,19 @@ def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
     assert adapter(stopped) == adapter(runs[0])
 
 
+def test_a_run_is_not_resumed_beyond_the_systems_limit(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, limit_bytes=BUDGET - 1)
+    with pytest.raises(BudgetError, match="the memory limit under which this process runs"):
+        resumed(stopped)
+    on(monkeypatch, limit_bytes=BUDGET + 1_000_000)
+    plan, said = resumed(stopped)
+    assert plan.limit_bytes == BUDGET + 1_000_000
+    assert "planned anew" not in said and "leaves 1 MB beside the budget of 40 MB" in said
+    assert adapter(stopped) == adapter(runs[0])
+
+
 def test_the_plan_of_the_run_decides_and_not_the_machine(
     runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

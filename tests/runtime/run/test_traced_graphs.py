@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.bundles import copied, manifest_of, put, rewrite, runnable, settings
+from support.bundles import copied, manifest_of, put, rewrite, runnable, settings, with_noise
 from support.files import listing
 from support.models import model_of
 from support.runs import adapter, here, ondevice, train_arguments
@@ -33,19 +32,6 @@ def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "ondevice"
 
 
-def tampered(origin: Bundle, path: Path, rng: np.random.Generator) -> Path:
-    """A copy whose graphs are noise, with sizes and checksums that say so."""
-    copied(origin, path)
-    document = manifest_of(path)
-    for graph in document["graphs"].values():
-        noise = rng.bytes(int(rng.integers(1, 5000)))
-        (path / graph["file"]).write_bytes(noise)
-        graph |= {"nbytes": len(noise), "sha256": hashlib.sha256(noise).hexdigest()}
-    rewrite(path, document)
-    open_bundle(path).verify()
-    return path
-
-
 def forward_of(bundle: Bundle, seed: int) -> np.ndarray:
     program = model_of(bundle, bundle.manifest.buckets[0])
     rng = np.random.default_rng(seed)
@@ -64,7 +50,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 def test_graphs_from_elsewhere_do_not_run_and_the_bundle_stays_as_it_is(
     origin: Bundle, stranger: Path, tmp_path: Path, rng: np.random.Generator, seed: int
 ) -> None:
-    path = tampered(origin, tmp_path / "bundle", rng)
+    path = with_noise(origin, tmp_path / "bundle", rng)
     before = all_bytes(path)
     for one in (path, *path.rglob("*")):
         one.chmod(one.stat().st_mode & ~stat.S_IWUSR)
