@@ -218,7 +218,7 @@ def original_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:
             f"{checkpoint.provenance['name']} is not the checkpoint of {bundle.path}: "
             f"{len(wrong)} tensors differ in name or shape, such as {wrong[0]}"
         )
-    return Bundle(bundle.path, manifest)
+    return Bundle(bundle.path, manifest, bundle.graphs_path)
 
 
 def _bytes(tensors: Tensors, name: str, stored: Stored) -> int:

@@ -30,6 +30,7 @@ from ondevice import __version__
 from ondevice.bundle.float_manifest import float_tables
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
+from ondevice.bundle.trusted import trust_graphs
 from ondevice.config.export import ExportConfig
 from ondevice.engine import Engine, Progress
 from ondevice.errors import StorageError, UsageError
@@ -58,7 +59,8 @@ def export_bundle(
         BudgetError: the memory budget is too small to calibrate or to measure.
         BundleError: the checkpoint is damaged or its architecture unsupported.
         DataError: the calibration data cannot be used.
-        StorageError: the disk is full; nothing is left behind.
+        StorageError: the disk is full, and nothing is left behind, or the user's cache folder
+            cannot be written.
         UsageError: the destination exists, or the settings do not suit the model.
     """
     if engine is None and (config.calibrate is not None or config.bits == "auto"):
@@ -134,7 +136,10 @@ def _export(
         files=files,
         provenance=provenance,
     )
-    original = Original(Bundle(writer.folder, source), checkpoint, running, config)
+    if config.graphs:
+        trust_graphs(source, f"written by ondevice export to {writer.destination}")
+    here = writer.folder
+    original = Original(Bundle(here, source, here), checkpoint, running, config)
     if config.bits == "auto":
         provenance["bits"] = original.choose_bits(tensors)
     if config.calibrate is None:
@@ -153,7 +158,10 @@ def _export(
         vectors=tensors.vectors,
         provenance=provenance,
     )
-    quality = original.quality_of(Bundle(writer.folder, manifest))
+    quality = original.quality_of(Bundle(here, manifest, here))
+    if not config.graphs:
+        shutil.rmtree(here / GRAPHS)
+        manifest = msgspec.structs.replace(manifest, graphs={})
     return writer.commit(msgspec.structs.replace(manifest, quality=quality))
 
 

@@ -47,6 +47,6 @@ class DivergedError(OnDeviceError):
 
 
 class InterruptedRunError(OnDeviceError):
-    """Ctrl-C or SIGTERM arrived; the state of a training run was saved."""
+    """Ctrl-C, SIGTERM or SIGHUP arrived; the state of a training run was saved."""
 
     exit_code = 130

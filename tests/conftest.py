@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # two workers on two cores; processes inherit it
-
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # two workers on two cores; processes inherit it
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ondevice-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 from runtime.system.backend import prepare
 
@@ -16,14 +21,14 @@ prepare()  # before MLX is imported
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from support.bundles import settings  # noqa: E402
+from support.bundles import runnable, settings  # noqa: E402
 from support.checkpoints import weights_of, write_folder  # noqa: E402
 from support.layouts import LAYOUTS, relaid  # noqa: E402
 from support.models import BUCKETS  # noqa: E402
 from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
 from export.pack import export_bundle  # noqa: E402
-from ondevice.bundle.store import Bundle, open_bundle  # noqa: E402
+from ondevice.bundle.store import Bundle  # noqa: E402
 from ondevice.config.export import ExportConfig  # noqa: E402
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
@@ -66,7 +71,7 @@ def tiny(shared: Shared) -> Callable[..., Bundle]:
         if key not in opened and layouts:
             plain = get(family, **settings)
             path = shared(key, lambda path: relaid(plain, path, LAYOUTS[layouts]))
-            opened[key] = open_bundle(path)
+            opened[key] = runnable(path)
         elif key not in opened:
             given = {"seq_lens": BUCKETS, "device": "cpu", **settings}
             source = f"random:tiny-{family}"
@@ -74,7 +79,7 @@ def tiny(shared: Shared) -> Callable[..., Bundle]:
             def export(path: Path) -> None:
                 export_bundle(ExportConfig(source=source, output=str(path), **given))
 
-            opened[key] = open_bundle(shared(key, export))
+            opened[key] = runnable(shared(key, export))
         return opened[key]
 
     return get
@@ -90,7 +95,7 @@ def origin(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         (checkpoint / "tokenizer.json").write_text('{"not": "used here"}')
         export_bundle(settings(checkpoint, path))
 
-    return open_bundle(shared("origin", export))
+    return runnable(shared("origin", export))
 
 
 @pytest.fixture(scope="session")

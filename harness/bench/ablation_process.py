@@ -13,11 +13,8 @@ feature changes what is computed, so the losses are the same without any of them
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from runtime.system.backend import prepare
 prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 
+from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
@@ -102,38 +100,19 @@ def _drop(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the figures as JSON, and errors as the command line does."""
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.bench.ablation_process", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("bundle")
+    parser = process_parser("harness.bench.ablation_process", __doc__, length=256)
     parser.add_argument("--without", choices=("nothing", *FEATURES), default="nothing")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", default="1GB")
-    parser.add_argument("--max-seq-length", type=int, default=256)
-    parser.add_argument("--scratch", type=Path, default=Path())
     given = parser.parse_args(argv)
-    try:
+
+    def measure(scratch: Path) -> dict[str, Any]:
         if given.steps < 2:
             raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
-        config = TrainConfig(
-            bundle=given.bundle,
-            budget=given.budget,
-            max_seq_length=given.max_seq_length,
-            method="mezo",
-            data=f"random:{given.seed}",
-            steps=given.steps,
-            seed=given.seed,
-        )
-        with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
-            found = ablate(config, given.without, given.cold, Path(scratch))
-    except OnDeviceError as problem:
-        print(f"ondevice: {problem}", file=sys.stderr)
-        return problem.exit_code
-    print(json.dumps(found))
-    return 0
+        config = configured(given, method="mezo", steps=given.steps)
+        return ablate(config, given.without, given.cold, scratch)
+
+    return report(given.scratch, measure)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ and those that the process computed, which other work on the machine disturbs le
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from runtime.system.backend import prepare
 
 prepare()
 
+from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.bench.short_rows import LONGEST, ShortRows  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
-from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
+from ondevice.errors import UsageError  # noqa: E402
 from ondevice.methods import METHODS  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import Start  # noqa: E402
@@ -83,39 +82,22 @@ def train_epoch(config: TrainConfig, scratch: Path) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the figures as JSON, and errors as the command line does."""
-    parser = argparse.ArgumentParser(prog="python -m harness.bench.packing_process")
-    parser.add_argument("bundle")
+    parser = process_parser("harness.bench.packing_process", __doc__, length=LONGEST)
     parser.add_argument("--pack", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--method", choices=METHODS, required=True)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--max-seq-length", type=int, default=LONGEST)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", default="1GB")
-    parser.add_argument("--scratch", type=Path, default=Path())
     given = parser.parse_args(argv)
-    try:
+
+    def measure(scratch: Path) -> dict[str, Any]:
         if given.max_seq_length < LONGEST:
             raise UsageError(
                 f"--max-seq-length {given.max_seq_length} < {LONGEST}, the tokens of the longest "
                 f"row; give {LONGEST} or more"
             )
-        config = TrainConfig(
-            bundle=given.bundle,
-            budget=given.budget,
-            max_seq_length=given.max_seq_length,
-            method=given.method,
-            batch_size=given.batch_size,
-            pack=given.pack,
-            data=f"random:{given.seed}",
-            seed=given.seed,
-        )
-        with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
-            found = train_epoch(config, Path(scratch))
-    except OnDeviceError as problem:
-        print(f"ondevice: {problem}", file=sys.stderr)
-        return problem.exit_code
-    print(json.dumps(found))
-    return 0
+        settings = {"method": given.method, "batch_size": given.batch_size, "pack": given.pack}
+        return train_epoch(configured(given, **settings), scratch)
+
+    return report(given.scratch, measure)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,7 @@ neither happens, so that the error of the prediction itself is visible.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,8 @@ prepare()
 import mlx.core as mx  # noqa: E402
 import msgspec  # noqa: E402
 
+from harness.bench.process import configured, process_parser, report  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
-from ondevice.errors import OnDeviceError  # noqa: E402
 from ondevice.methods import METHODS  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
@@ -71,35 +68,16 @@ def train_unaided(config: TrainConfig, scratch: Path) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the figures as JSON, and errors as the command line does."""
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.bench.unaided_process", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("bundle")
+    parser = process_parser("harness.bench.unaided_process", __doc__, length=256)
     parser.add_argument("--method", choices=tuple(METHODS), required=True)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", default="1GB")
-    parser.add_argument("--max-seq-length", type=int, default=256)
-    parser.add_argument("--scratch", type=Path, default=Path())
     given = parser.parse_args(argv)
-    try:
-        config = TrainConfig(
-            bundle=given.bundle,
-            budget=given.budget,
-            max_seq_length=given.max_seq_length,
-            method=given.method,
-            data=f"random:{given.seed}",
-            steps=given.steps,
-            seed=given.seed,
-        )
-        with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
-            found = train_unaided(config, Path(scratch))
-    except OnDeviceError as problem:
-        print(f"ondevice: {problem}", file=sys.stderr)
-        return problem.exit_code
-    print(json.dumps(found))
-    return 0
+
+    def measure(scratch: Path) -> dict[str, Any]:
+        config = configured(given, method=given.method, steps=given.steps)
+        return train_unaided(config, scratch)
+
+    return report(given.scratch, measure)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def _tried(trial: Trial, outcome: str, reason: str, run: Path) -> Tried:
 def _common(config: CompareConfig, trial: Trial) -> dict[str, object]:
     """Settings of every run of `trial`."""
     shared = (
-        *("bundle", "data", "budget", "arithmetic", "batch_size", "seed"),
+        *("bundle", "data", "budget", "device", "arithmetic", "batch_size", "seed"),
         *("optimizer", "queries", "loss_on", "skip_bad_rows"),
     )
     settings: dict[str, object] = {name: getattr(config, name) for name in shared}

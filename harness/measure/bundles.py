@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from export.sources.random import PRESETS
 from harness.measure.command import ondevice
 from harness.measure.repeats import Note
 from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
-from ondevice.errors import BundleError, UsageError
+from ondevice.errors import UsageError
 
 _FREE = {"source", "output", "seq_lens", "device", "force"}  # settings that do not change weights
 _MB = 1_000_000
@@ -45,7 +44,7 @@ def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> P
     if force:
         found = open_bundle(path)
         _check(found, model)
-        if buckets <= {*found.manifest.buckets} and _is_current(found):
+        if buckets <= {*found.manifest.buckets}:
             return path
         buckets |= {*found.manifest.buckets}
     note(f"exporting {path} for {', '.join(map(str, sorted(buckets)))} tokens")
@@ -70,11 +69,3 @@ def _check(bundle: Bundle, model: str) -> None:
             f"{bundle.path} holds {origin.get('name')}{odd}, not what `ondevice export "
             f"random:{model}` makes; move it away or choose other --bundles"
         )
-
-
-def _is_current(bundle: Bundle) -> bool:
-    try:
-        bundle.check_mlx(metadata.version("mlx"))
-    except BundleError:
-        return False
-    return True

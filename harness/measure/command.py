@@ -29,7 +29,7 @@ def ondevice(*arguments: str, module: str = "ondevice") -> str:
 
     Raises:
         OnDeviceError: what the process reported, with its text and exit code.
-        InterruptedRunError: SIGINT or SIGTERM arrived; the process has saved and ended.
+        InterruptedRunError: SIGINT, SIGTERM or SIGHUP arrived; the process has saved and ended.
     """
     ended = run([sys.executable, "-P", "-m", module, *arguments])
     name = f"{module} {arguments[0]}"

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 
+from ondevice.signals import surviving_hangup
+
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_CHARS = 1 << 14  # of the end of a process's stderr
 
@@ -73,7 +75,7 @@ def run(command: Sequence[str]) -> Ended:
 
 def _follow(child: subprocess.Popen[bytes], reader: int) -> tuple[str, bool]:
     """Pass stderr on until the process ends; the end of it, and whether we were interrupted."""
-    signals = chain((signal.SIGTERM, signal.SIGINT), repeat(signal.SIGKILL))
+    signals = chain(repeat(signal.SIGTERM, 2), repeat(signal.SIGKILL))
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     kept, interrupted = "", False
     try:
@@ -85,8 +87,9 @@ def _follow(child: subprocess.Popen[bytes], reader: int) -> tuple[str, bool]:
                     return kept, interrupted
                 text = decoder.decode(chunk)
                 kept = (kept + text)[-KEPT_CHARS:]
-                sys.stderr.write(text)
-                sys.stderr.flush()
+                with surviving_hangup():
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
             except KeyboardInterrupt:
                 interrupted = True
                 child.send_signal(next(signals))

@@ -32,10 +32,15 @@ MAX_MANIFEST_BYTES = 4 << 20  # 20 times that of a model of 4 billion parameters
 
 @dataclass(frozen=True)
 class Bundle:
-    """An open bundle: its folder and its checked manifest."""
+    """An open bundle: its folder and its checked manifest.
+
+    `graphs_path` is the folder of the graphs that may run, to which the manifest's names of graphs
+    are relative. It is None where nobody has decided yet (see `runtime.run.traced_graphs`).
+    """
 
     path: Path
     manifest: Manifest
+    graphs_path: Path | None = None
 
     @property
     def weights_path(self) -> Path:
@@ -70,33 +75,6 @@ class Bundle:
                 found = sha256_file(self.path / name)
             if found != expected:
                 raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
-
-    def check_mlx(self, here: str) -> None:
-        """Refuse graphs of another MLX than version `here` (their format is tied to it)."""
-        if self.manifest.mlx_version != here:
-            raise BundleError(
-                f"{self.path} holds graphs of MLX {self.manifest.mlx_version}, this is MLX "
-                f"{here}; trace them again with: ondevice retrace {self.path}"
-            )
-
-
-def lock_bundle(bundle: Path, alone: bool) -> int:
-    """Lock a bundle, shared or (`alone`) exclusively; closing the returned descriptor unlocks it.
-
-    Raises:
-        UsageError: another process is using the bundle, or replacing its graphs.
-    """
-    folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder)
-        doing = "using" if alone else "replacing the graphs of"
-        raise UsageError(f"another process is {doing} {bundle}; wait for it") from None
-    except BaseException:
-        os.close(folder)
-        raise
-    return folder
 
 
 def open_bundle(path: str | Path) -> Bundle:
@@ -316,4 +294,4 @@ class BundleWriter:
                 self.destination.rename(self.place / OLD)
             self.folder.rename(self.destination)
             fsync_path(self.destination.parent)
-        return Bundle(self.destination, manifest)
+        return Bundle(self.destination, manifest, self.destination)

@@ -9,6 +9,7 @@ import msgspec
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
+from ondevice.bundle.trusted import are_trusted
 from ondevice.operations.program import BlockType
 from ondevice.operations.tensors import Matrix
 from ondevice.units import format_bytes
@@ -52,7 +53,8 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
         "weights_bytes": m.weights_nbytes,
         "weights_sha256": m.weights_sha256,
         "graphs": len(m.graphs),
-        "graphs_bytes": sum(graph.nbytes for graph in m.graphs.values()),
+        "graphs_bytes": _graphs_bytes(m),
+        "graphs_trusted": are_trusted(m),
         "blocks": [
             {"name": b.label, "block_type": b.type, "adapted": list(m.adapted(b))} for b in m.blocks
         ],
@@ -80,7 +82,6 @@ def describe_bundle(bundle: Bundle) -> str:
     """A bundle as text, as `ondevice inspect` prints it."""
     m = bundle.manifest
     parameters = sum(x.rows * x.columns for x in m.matrices.values())
-    graphs = sum(graph.nbytes for graph in m.graphs.values())
     trainable = sum(
         (m.matrices[b.tensor(n)].rows + m.matrices[b.tensor(n)].columns) * m.lora.rank
         for b in m.layers
@@ -91,8 +92,8 @@ def describe_bundle(bundle: Bundle) -> str:
         f"{format_bytes(m.weights_nbytes)}, {len(m.layers)} layers of width {m.hidden_size}, "
         f"vocabulary {m.vocab_size}",
         f"LoRA by default: {m.lora.describe()}: {trainable / 1e6:.2f}M trainable",
-        f"graphs: {len(m.graphs)} in {format_bytes(graphs)}, for sequence lengths "
-        f"{', '.join(map(str, m.buckets))} on {m.device}, MLX {m.mlx_version}",
+        f"sequence lengths: {', '.join(map(str, m.buckets))}",
+        f"graphs: {_graphs(m)}",
         f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
         f"from: {m.provenance.get('name', '?')} ({m.provenance.get('kind', '?')})",
         f"quality: {_quality(m)}",
@@ -115,6 +116,39 @@ def describe_bundle(bundle: Bundle) -> str:
         for name, x in m.matrices.items()
     ]
     return "\n".join([*lines, _table(rows)])
+
+
+def _graphs(manifest: Manifest) -> str:
+    """How many graphs there are, what traced them, and whether they run as they lie."""
+    if not manifest.graphs:
+        return "none; they are traced when the bundle is first used"
+    known = are_trusted(manifest)
+    fate = (
+        "exported or trusted by you"
+        if known
+        else "from elsewhere, so they do not run: others are traced when the bundle is first used"
+    )
+    return (
+        f"{len(manifest.graphs)} in {format_bytes(_graphs_bytes(manifest))}, traced for "
+        f"{manifest.device} by MLX {manifest.mlx_version}; {fate}"
+    )
+
+
+def _graphs_bytes(manifest: Manifest) -> int:
+    return sum(graph.nbytes for graph in manifest.graphs.values())
+
+
+def describe_trust(bundle: Bundle) -> str:
+    """What it means to let a bundle's own graphs run."""
+    m = bundle.manifest
+    return (
+        f"{bundle.path} has {len(m.graphs)} graphs ({format_bytes(_graphs_bytes(m))}), traced for "
+        f"{m.device} by MLX {m.mlx_version}. No export of yours wrote them.\n"
+        "Graphs are code, and MLX runs them unchecked: a malicious graph can crash this process, "
+        "or read and change its memory.\n"
+        "Let them run only if you trust whoever made this bundle, and got it as they made it. "
+        "Where mlx-lm is installed this is not needed: ondevice then traces graphs of its own."
+    )
 
 
 def _quality(manifest: Manifest) -> str:
@@ -163,6 +197,8 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("predicted peak", plan["predicted_peak_bytes"]),
         ("budget", plan["budget_bytes"]),
     ]
+    if plan["limit_bytes"] is not None:
+        rows.append(("memory limit of this process (container)", plan["limit_bytes"]))
     table = [(what, format_bytes(size)) for what, size in rows]
     table += [
         ("smallest budget that fits", format_bytes(plan["minimum_bytes"], up=True)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,7 @@ a first run:
 
 `ondevice COMMAND --help` shows a command's options.
 exit codes: 0 done, 2 wrong usage, 3 memory budget, 4 bad bundle or data, 5 storage,
-130 interrupted, 1 anything else
+130 interrupted by Ctrl-C, SIGTERM or SIGHUP, 1 anything else
 """
 
 
@@ -60,7 +59,6 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    signal.signal(signal.SIGTERM, _interrupt)
     return outcome_of(partial(_run, words))
 
 
@@ -74,10 +72,6 @@ def _run(words: list[str]) -> None:
     if unknown or "handler" not in arguments:  # options without a command have none
         raise UsageError(_not_known(unknown or words, getattr(arguments, "parser", parser)))
     arguments.handler(arguments)
-
-
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _parser(typed: str) -> argparse.ArgumentParser:

@@ -8,7 +8,9 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 
+from ondevice import signals
 from ondevice.errors import (
     BudgetError,
     InterruptedRunError,
@@ -27,7 +29,21 @@ def outcome_of(command: Callable[[], None]) -> int:
 
     What it has printed is written out, or the code says that it could not be.
     """
-    code = _code_of(command)
+    arrived: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        raise KeyboardInterrupt
+
+    signals.handle(interrupt)
+    try:
+        code = _code_of(command)
+    except BaseException as problem:
+        if not (arrived or isinstance(problem, KeyboardInterrupt)):
+            raise
+        code = _interrupted("interrupted")
+    if arrived:  # whatever error a library has made of it
+        code = InterruptedRunError.exit_code
     try:
         sys.stdout.flush()
     except OSError as problem:
@@ -39,10 +55,10 @@ def _code_of(command: Callable[[], None]) -> int:
     try:
         _allow_descriptors()
         command()
+    except InterruptedRunError as problem:
+        return _interrupted(str(problem))
     except OnDeviceError as problem:
         return _said(str(problem), problem.exit_code)
-    except KeyboardInterrupt:
-        return _said("interrupted", InterruptedRunError.exit_code)
     except MemoryError:
         return _said(
             "the system gives this process no more memory; end other programs, or raise the limit "
@@ -54,6 +70,12 @@ def _code_of(command: Callable[[], None]) -> int:
     except SystemExit as end:  # after --help and --version
         return int(end.code or 0)
     return 0
+
+
+def _interrupted(text: str) -> int:
+    """Say that a signal ended the command, undisturbed by further ones."""
+    signals.ignore()
+    return _said(text, InterruptedRunError.exit_code)
 
 
 def _system_error(problem: OSError) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ondevice.signals import surviving_hangup
 from ondevice.units import format_bytes, format_seconds
 
 LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
@@ -35,6 +36,7 @@ def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
 
     bars: dict[str, Any] = {}
 
+    @surviving_hangup()
     def show(what: str, done: int, total: int) -> None:
         in_bytes = total >= BYTES_FROM
         task = "weights" if in_bytes else what
@@ -55,10 +57,12 @@ def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
     try:
         yield show
     finally:
-        for bar in bars.values():
-            bar.close()
+        with surviving_hangup():
+            for bar in bars.values():
+                bar.close()
 
 
+@surviving_hangup()
 def say(text: str) -> None:
     """Print a line on stderr, above the bars that are shown there."""
     _tqdm().write(text, file=sys.stderr)
@@ -125,6 +129,7 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
     bars: list[Any] = []
     steps = Steps()
 
+    @surviving_hangup()
     def show(entry: dict[str, Any], total: int) -> None:
         line = steps.line(entry, total)
         estimate = steps.estimate(entry, total)
@@ -158,5 +163,6 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
     try:
         yield show
     finally:
-        for bar in bars:
-            bar.close()
+        with surviving_hangup():
+            for bar in bars:
+                bar.close()

@@ -124,6 +124,10 @@ class ExportConfig(DataOptions):
         "random:PRESET)",
         group=Group.QUANTIZATION,
     )
+    graphs: bool = option(
+        True,
+        "write the graphs into the bundle; without them they are traced where the bundle is used",
+    )
     budget: str = option(
         "1GB",
         "memory footprint that the export may reach, such as 300MB or 512MiB",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 
 from ondevice.config.base import COUNT, Config, option
-from ondevice.config.shared import adapter_field, bundle_field
+from ondevice.config.shared import adapter_field, bundle_field, device_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +22,4 @@ class GenerateConfig(Config):
     chat: bool = option(
         False, "take the prompt as a user's message and answer it, by the model's chat template"
     )
+    device: str = device_field()

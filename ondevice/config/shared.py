@@ -45,6 +45,16 @@ def bundle_field() -> Any:
     return required("bundle directory, written by `ondevice export`", "BUNDLE")
 
 
+def device_field() -> Any:
+    """The field for the device that a command computes on."""
+    return choice(
+        "auto",
+        "device to compute on (auto: the one that the bundle was exported for, or MLX's default "
+        "where the bundle comes from another machine)",
+        *DEVICES,
+    )
+
+
 def adapter_field(text: str) -> Any:
     """The field for a trained LoRA adapter to apply."""
     return option(None, text, FILLED, metavar="PATH")
@@ -159,6 +169,7 @@ class BundleConfig(Config):
         Group.MEMORY,
         aliases=("--seq-len",),
     )
+    device: str = device_field()
     arithmetic: str = choice(
         "auto",
         "multiply quantized weights as they are (packed), or dequantized tiles (unpacked); "

@@ -115,7 +115,7 @@ def write(files: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> Non
     """Write rows as JSON lines; the folder appears whole or not at all."""
     partial = folder.with_name(f".{folder.name}.partial")
     with storage_errors(folder):
-        partial.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)  # not its parents: a run that was removed stays so
         for name, rows in files.items():
             with (partial / name).open("w", encoding="utf-8") as file:
                 for row in rows:

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ondevice.errors import DataError, OnDeviceError, StorageError, UsageError
 from runtime.data.limits import Limits, confine
 
-_ERRORS = (UsageError, DataError, StorageError)  # by their exit codes
 # threads reserve address space, which is limited
 _FEW_THREADS = {
     "MALLOC_ARENA_MAX": "2",
@@ -30,7 +30,8 @@ def run_module(
     *arguments: object,
     limits: Limits | None = None,
     given: str = "",
-    **options: object,
+    failure: type[OnDeviceError] = DataError,
+    **options: Any,
 ) -> str:
     """Run `python -m module` with options such as seq_length=8, until it has done `what`.
 
@@ -38,8 +39,8 @@ def run_module(
     under the limits, see `confined`.
 
     Raises:
-        UsageError, DataError, StorageError: what its stderr says, if it ends with their exit code.
-        DataError: it ended in another way.
+        OnDeviceError: a UsageError, a StorageError or a `failure` with what its stderr says, if it
+            ends with the exit code of one; a `failure` if it ends in another way.
     """
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -59,7 +60,7 @@ def run_module(
         errors="replace",
     )
     said = done.stderr.strip()
-    for error in _ERRORS:
+    for error in (UsageError, StorageError, failure):
         if done.returncode == error.exit_code:
             raise error(said)
     last = said.splitlines()[-1] if said else "it said nothing"
@@ -67,9 +68,9 @@ def run_module(
         name = signal.Signals(-done.returncode).name
         under = "" if limits is None else f"; it may take {limits.describe()}"
         first = said.splitlines()[0] if said else last
-        raise DataError(f"{what} was ended by {name}{under}: {first}")
+        raise failure(f"{what} was ended by {name}{under}: {first}")
     if done.returncode:
-        raise DataError(f"{what} failed with status {done.returncode}: {last}")
+        raise failure(f"{what} failed with status {done.returncode}: {last}")
     return done.stdout
 
 

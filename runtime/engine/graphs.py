@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
+from ondevice.files import reading_errors, sha256_file
 
 
 class Graphs:
@@ -38,10 +39,17 @@ class Graphs:
     def _open(self, key: str) -> Callable[..., Any]:
         if key not in self._opened:
             graph = self.bundle.manifest.graphs[key]
-            try:
-                self._opened[key] = cast(
-                    Callable[..., Any], mx.import_function(str(self.bundle.path / graph.file))
+            if self.bundle.graphs_path is None:
+                raise BundleError(
+                    f"{self.bundle.path}: its graphs may not run, since nobody has checked where "
+                    "they come from"
                 )
+            path = self.bundle.graphs_path / graph.file
+            with reading_errors(path):
+                if sha256_file(path) != graph.sha256:  # it may have changed since the start
+                    raise BundleError(f"{path} is altered: its SHA-256 differs")
+            try:
+                self._opened[key] = cast(Callable[..., Any], mx.import_function(str(path)))
             except RuntimeError as problem:
                 raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
         return self._opened[key]

@@ -29,6 +29,7 @@ from ondevice.operations.program import Block
 from ondevice.paths import text_path
 from runtime.engine.values import Lora
 from runtime.methods.noise import key_of
+from runtime.storage.saves import check_adapter
 
 Tensors = MutableMapping[str, mx.array]
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -175,11 +176,12 @@ class Adapters:
         """Read adapters (a folder, or the file itself) into `into`, and check them.
 
         Raises:
-            BundleError: they are damaged or belong to another bundle.
+            BundleError: they are damaged, of another bundle, or not what their run saved.
             UsageError: the path is not valid UTF-8.
         """
         source = text_path(source)
-        path = source / WEIGHTS if source.is_dir() else source
+        path = _weights_path(source)
+        check_adapter(path)
         _check_config(manifest, _config_path(source))
         expected = cls.shapes(manifest)
         hint = "" if _config_path(source).exists() else f"; there is no {CONFIG} that describes it"
@@ -216,6 +218,8 @@ def lora_of(source: Path) -> LoraSettings | None:
         UsageError: the path is not valid UTF-8.
     """
     path = _config_path(text_path(source))
+    for one in (path, _weights_path(source)):  # before anything is planned for them
+        check_adapter(one)
     return _read_config(path).lora if path.exists() else None
 
 
@@ -224,6 +228,10 @@ class _Config(NamedTuple):
 
     lora: LoraSettings
     weights: str | None
+
+
+def _weights_path(source: Path) -> Path:
+    return source / WEIGHTS if source.is_dir() else source
 
 
 def _config_path(source: Path) -> Path:
@@ -263,6 +271,7 @@ def _from_mlx_lm(config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_config(manifest: Manifest, path: Path) -> None:
     """Refuse adapters of other weights or another scale, as far as a config states these."""
+    check_adapter(path)
     if not path.exists():
         return
     lora, weights = _read_config(path)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ondevice.documents import from_json
 from ondevice.errors import BundleError
-from ondevice.files import read_file, storage_errors, write_atomic
+from ondevice.files import read_file
 from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import KINDS, Noise
@@ -81,24 +81,6 @@ class Header:
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
-
-
-def start_log(path: Path, header_line: str) -> None:
-    """Write the header of a new log."""
-    write_atomic(path, header_line.encode())
-
-
-def truncate_log(path: Path, steps: int) -> None:
-    """Keep the header and the first `steps` lines.
-
-    Raises:
-        BundleError: there are fewer.
-    """
-    with storage_errors(path):
-        lines = path.read_text().splitlines(keepends=True)
-    if len(lines) < steps + 1:
-        raise BundleError(f"{path} has {len(lines) - 1} lines for {steps} steps")
-    write_atomic(path, "".join(lines[: steps + 1]).encode())
 
 
 def read_log(path: Path) -> tuple[Header, list[Update | None]]:

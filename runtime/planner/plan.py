@@ -20,6 +20,7 @@ from ondevice.units import format_bytes
 from runtime.lowering.lower import LoweredModel, Sizes, lower
 from runtime.planner.allocators.model import held_by_allocator, with_kept
 from runtime.planner.demand import Demand
+from runtime.planner.limit import check_limit, limit_warning
 from runtime.planner.peak import BlockPeak, PeakModel
 from runtime.storage.read_ahead import BUFFER_BYTES
 from runtime.system.machine import Machine
@@ -27,7 +28,9 @@ from runtime.system.machine import Machine
 GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
-MARGIN = 0.97  # the share of the budget that a predicted peak may reach
+# The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
+# more than predicted, beside other work, and the others less than that.
+MARGIN = 0.95
 # The readings of two equal processes differ by up to this much. `ondevice train` must not refuse
 # the smallest budget that `ondevice plan` has named.
 READING_BYTES = 200_000
@@ -72,6 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A memory plan; `predicted_peak_bytes` is the predicted peak footprint of the process."""
 
     budget_bytes: Natural
+    limit_bytes: Natural | None = None  # that the system sets, see `runtime.planner.limit`
     predicted_peak_bytes: Natural
     minimum_bytes: Natural
     process_bytes: Natural  # the process, its BLAS, opened graphs and the prefetch thread
@@ -121,6 +125,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         fixed = self.adapter_bytes + self.gradient_bytes
         return self.live_bytes + fixed + self.kept_bytes + self.materialized_bytes
 
+    @property
+    def warning(self) -> str:
+        """What to say before a run that the system may end; usually empty."""
+        return limit_warning(self.limit_bytes, self.budget_bytes, self.minimum_bytes)
+
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
@@ -159,10 +168,11 @@ class Planner:
 
         Raises:
             BudgetError: not even the most frugal one fits; the message has the numbers and a way
-                out.
+                out; or the machine's limit is lower than the budget.
         """
         levels = self._levels(request)
         smallest = math.ceil(self._least(request, demand) / MARGIN)
+        check_limit(self.machine, budget_bytes, smallest)
         plan = self._without_token_tiles(request, demand, levels[0], budget_bytes, smallest)
         if plan is not None:
             return plan
@@ -208,6 +218,7 @@ class Planner:
         fixed = process + adapters + gradients
         return Plan(
             budget_bytes=budget_bytes,
+            limit_bytes=self.machine.limit_bytes,
             predicted_peak_bytes=fixed + held.live_bytes + held.slack_bytes + held.cache_bytes,
             minimum_bytes=minimum_bytes,
             process_bytes=process,

@@ -13,6 +13,7 @@ from ondevice.units import format_bytes
 from runtime.lowering.lower import lower
 from runtime.methods.registry import method
 from runtime.planner.demand import Demand, lane_choices
+from runtime.planner.limit import check_limit
 from runtime.planner.plan import (
     EVALUATION_LANES,
     LEVELS,
@@ -110,7 +111,11 @@ def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) 
 
     It is executed unchanged unless another budget is given, the bundle or the arithmetic has
     changed, or the process has grown so much that the plan no longer fits.
+
+    Raises:
+        BudgetError: the system would not let the process take the budget.
     """
+    check_limit(machine, wanted.budget_bytes, plan.minimum_bytes)
     if plan.budget_bytes != wanted.budget_bytes:
         return (
             f"the budget is {format_bytes(wanted.budget_bytes)}, no longer "

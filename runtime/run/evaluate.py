@@ -121,13 +121,15 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
     """`ondevice eval`: loss, perplexity and accuracy under a budget."""
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         adapter = None if config.adapter is None else Path(config.adapter)
-        bundle = to_apply(adapter, open_checked(config.bundle))
+        bundle = to_apply(adapter, open_checked(config.bundle, config.device, events.note))
         manifest = bundle.manifest
         source = Source("eval.tokens", config.data, "valid", reading_of(config))
         length = config.max_seq_length or source.length(bundle, scratch)
         plan = plan_evaluation(
             bundle, config.budget_bytes, length, config.arithmetic, config.adapter_dtype
         )
+        if plan.warning:
+            events.note(f"ondevice: warning: {plan.warning}")
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
         rows = source.rows(bundle, scratch, length)

@@ -4,6 +4,7 @@
     trajectory.jsonl   if the method logs its steps
     adapters.safetensors, adapter_config.json   an adapter for mlx-lm, that of the last save
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
+    checksums.json   of config.toml, plan.json, evaluations.json, the adapter and the tokens
 
 A save is written beside its place, flushed, and renamed; older ones are removed after that. With
 `--keep-best` the save with the lowest held-out loss stays, and the adapter is its at the end.
@@ -14,52 +15,45 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.manifest import Manifest
 from ondevice.documents import from_json
-from ondevice.errors import BundleError, UsageError
-from ondevice.files import fsync_path, read_file, storage_errors, write_atomic
+from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
 from ondevice.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import CONFIG as ADAPTER_CONFIG
-from runtime.methods.adapters import WEIGHTS, Adapters, Tensors
+from runtime.methods.adapters import WEIGHTS, Adapters
 from runtime.methods.protocol import Method
+from runtime.run.metrics import read_steps
 from runtime.run.trackers import OF_TRACKERS
+from runtime.storage.checksums import CHECKSUMS, Checksums
+from runtime.storage.logs import Log
+from runtime.storage.saves import CONFIG, Saves, State
 
-CONFIG, PLAN, METRICS, SUMMARY = "config.toml", "plan.json", "metrics.jsonl", "summary.json"
+PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
 LOCK = ".lock"
-STATE, STATE_OF_METHOD = "state.json", "method.bin"
-VERSION = 2  # of a save; since 2 AdamW's moments lie group by group
+STATE_OF_METHOD = "method.bin"
+SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
+CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The output directory of one training."""
 
-    path: Path
-
-    def __post_init__(self) -> None:
-        text_path(self.path)  # config.toml holds it
-
-    @property
-    def saves(self) -> Path:
-        return self.path / "saves"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def trajectory(self) -> Path:
-        return self.path / TRAJECTORY
+    def __init__(self, path: Path) -> None:
+        self.path = text_path(path)  # config.toml holds it
+        self.saves = Saves(path)
+        self.checksums = Checksums(path)
+        self.metrics, self.trajectory = Log(path / METRICS), Log(path / TRAJECTORY)
+        self._directory: int | None = None  # open while the run is locked
 
     @contextmanager
     def created(self) -> Iterator[None]:
@@ -75,9 +69,9 @@ class RunFolder:
             self._check_free()  # another process may have been faster
             for path in self.path.iterdir():
                 if path.name != LOCK:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    _remove(path)
             with storage_errors(self.path):
-                self.saves.mkdir()
+                self.saves.folder.mkdir()
             yield
 
     def _check_free(self) -> None:
@@ -103,16 +97,110 @@ class RunFolder:
             UsageError: another process is training it.
         """
         with storage_errors(self.path / LOCK):
-            file = (self.path / LOCK).open("w")
+            if (self.path / LOCK).exists():
+                require_file(self.path / LOCK)
+            file = (self.path / LOCK).open("a")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(f"another process is training {self.path}") from None
-            yield
+            # while it is open, no other folder gets its inode
+            self._directory = os.open(self.path, os.O_RDONLY)
+            try:
+                yield
+            finally:
+                os.close(self._directory)
+                self._directory = None
+                for log in (self.metrics, self.trajectory):
+                    log.close()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder that was locked is still at its path."""
+        assert self._directory is not None, "the run is not locked"
+        try:
+            return os.path.samestat(os.fstat(self._directory), self.path.stat())
+        except OSError:
+            return False
+
+    def _check_there(self) -> None:
+        """Refuse to write at the run's path once its folder is not there.
+
+        Raises:
+            StorageError: it was moved or removed.
+        """
+        if self._directory is not None and not self.is_there:
+            raise StorageError(
+                f"{self.path} was moved or removed while it was trained; nothing more is written "
+                "there. If it was moved, go on from its last save with ondevice train --resume "
+                "and the place where it is now"
+            )
+
+    def prepare_to_resume(self) -> None:
+        """Remove what a killed process has left half written."""
+        with storage_errors(self.path):
+            self.saves.folder.mkdir(exist_ok=True)
+            for path in (*self.path.iterdir(), *self.saves.folder.iterdir()):
+                if _half_written(path):
+                    _remove(path)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace one of the run's files, and record its checksum if resuming reads it."""
+        self._check_there()
+        if name not in CHECKED:
+            write_atomic(self.path / name, data)
+            return
+        with self.checksums.replacing(name, hashlib.sha256(data).hexdigest()):
+            write_atomic(self.path / name, data)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+        self.write(name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def check(self, name: str) -> None:
+        """Compare a file with the checksum that was recorded when it was written.
+
+        Raises:
+            BundleError: it is altered or gone.
+        """
+        again = f"put it back as it was, or start another run with --adapter {self.path}"
+        made = "remove it, and it is made anew from the data, if these are what they were"
+        self.checksums.check(name, made if name in TOKENS else again)
+
+    def start_logs(self, header: str | None) -> None:
+        """Begin the logs; that of the method's steps only with a header for it."""
+        self.metrics.start()
+        if header is not None:
+            self.trajectory.start(header.encode())
+
+    def check_logs(self, state: State) -> float:
+        """Check the part of each log that belongs to a save; returns the seconds of its steps.
+
+        Raises:
+            BundleError: a log is altered or too short.
+        """
+        way_out = self.saves.way_out(self.saves.place(state.step))
+        for log in self._logs_of(state):
+            log.check(state.logs[log.path.name], way_out)
+        return sum(one.seconds for one in read_steps(self.metrics.path, state.step, way_out))
+
+    def go_on_with_logs(self, state: State, keeps_log: bool) -> None:
+        """Drop what the logs hold of steps after the save.
+
+        Raises:
+            BundleError: the save is of a method that keeps other logs.
+        """
+        logs = self._logs_of(state)
+        if logs != ([self.metrics, self.trajectory] if keeps_log else [self.metrics]):
+            raise BundleError(
+                f"{self.path}: its last save is of another method than its {CONFIG}; start another "
+                f"run with --adapter {self.path}"
+            )
+        for log in logs:
+            log.go_on()
+
+    def _logs_of(self, state: State) -> list[Log]:
+        return [log for log in (self.metrics, self.trajectory) if log.path.name in state.logs]
 
     def save(
         self,
@@ -121,155 +209,124 @@ class RunFolder:
         method: Method,
         keep: int = 1,
         best: int | None = None,
+        evaluated: tuple[str, ...] = (),
     ) -> None:
         """Save the state after `step` steps, from which `--resume` will continue.
 
-        The latest `keep` saves stay, and that of step `best` if it is given.
+        The latest `keep` saves stay, and that of step `best` if it is given. `evaluated` are the
+        evaluations that were made before.
 
         Raises:
-            StorageError: the disk is full; the save before this one is intact.
+            StorageError: the disk is full, or the run's folder is not where it was; the save before
+                this one is intact.
         """
         method.settle()
         adapters.check_finite()
-        place = self.place(step)
+        self._check_there()
+        place = self.saves.place(step)
         if not place.exists():  # else what it holds is this state
-            self._write(place, step, adapters, method)
+            self._write(place, step, adapters, method, evaluated)
+        self.publish(step)
         self._remove_old(keep, best)
-        adapters.save(self.path)
 
     def publish(self, step: int) -> None:
         """Make the adapter of the save of `step` the run's.
 
         Raises:
-            BundleError: the save is gone.
+            BundleError: the save is gone or altered.
         """
-        place = self.place(step)
+        self._check_there()
+        place = self.saves.place(step)
+        if not place.exists():
+            raise BundleError(
+                f"{place} is gone, which --keep-best has saved; the adapters of the last step are "
+                f"in {self.path}"
+            )
+        state = self.saves.read(place)
         for name in (WEIGHTS, ADAPTER_CONFIG):
-            if not (place / name).exists():
-                raise BundleError(
-                    f"{place / name} is gone, which --keep-best has saved; the adapters of the "
-                    f"last step are in {self.path}"
-                )
+            self.saves.check(place, state, name)
             temporary = self.path / f".{name}.partial"
             with storage_errors(self.path / name):
                 shutil.copyfile(place / name, temporary)
                 fsync_path(temporary)
-                temporary.replace(self.path / name)
+                with self.checksums.replacing(name, state.files[name]):
+                    temporary.replace(self.path / name)
         fsync_path(self.path)
-
-    def place(self, step: int) -> Path:
-        """Where the save of a step is."""
-        return self.saves / f"step-{step:08d}"
-
-    @staticmethod
-    def step_of(place: Path) -> int:
-        """After how many steps a save was made, by its name.
-
-        Raises:
-            BundleError: it has another name.
-        """
-        number = place.name.removeprefix("step-")
-        if not (number.isascii() and number.isdecimal()):
-            raise BundleError(f"{place} is no save: its name is not step-NUMBER; remove it")
-        return int(number)
 
     def _remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
-        found = sorted(self.saves.glob("step-*"))
-        stay = {*found[-keep:], *(() if best is None else (self.place(best),))}
-        with storage_errors(self.saves):
+        found = self.saves.all()
+        stay = {*found[-keep:], *(() if best is None else (self.saves.place(best),))}
+        with storage_errors(self.saves.folder):
             for old in found:
                 if old not in stay:
                     old.rename(old.with_name(f".{old.name}.partial"))
-            for old in self.saves.glob(".step-*.partial"):
+            for old in self.saves.folder.glob(".step-*.partial"):
                 shutil.rmtree(old)
 
-    def _write(self, place: Path, step: int, adapters: Adapters, method: Method) -> None:
+    def _write(
+        self,
+        place: Path,
+        step: int,
+        adapters: Adapters,
+        method: Method,
+        evaluated: tuple[str, ...],
+    ) -> None:
         """Write a save under another name, and rename it."""
-        partial = self.saves / f".{place.name}.partial"
+        logs = {log.path.name: log.sync() for log in (self.metrics, self.trajectory) if log.is_open}
+        partial = place.with_name(f".{place.name}.partial")
         with storage_errors(place):
             try:
                 if partial.exists():
                     shutil.rmtree(partial)
-                partial.mkdir(parents=True)
+                partial.mkdir()  # not its parents: a folder that was removed stays so
                 adapters.save(partial)
                 method.write(partial / STATE_OF_METHOD)
-                names = (WEIGHTS, STATE_OF_METHOD)
-                sums = {name: _sha256(partial / name) for name in names}
-                state = {"version": VERSION, "step": step, "sha256": sums}
-                write_atomic(partial / STATE, json.dumps(state).encode())
+                self.saves.write_state(partial, step, SAVED, logs, evaluated)
                 fsync_path(partial)
-                for log in (self.metrics, self.trajectory):
-                    if log.exists():  # its lines are never fewer than the steps saved
-                        fsync_path(log)
                 partial.rename(place)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            fsync_path(self.saves)
+            fsync_path(self.saves.folder)
 
-    def evaluations(self, done: int) -> dict[str, Any]:
-        """The evaluations up to the last save, by step."""
-        path = self.path / EVALUATIONS
-        if not path.exists():
-            return {}
-        return {
-            when: facts
-            for when, facts in read_json(path).items()
-            if when in ("before", "after") or (when.isdecimal() and int(when) <= done)
-        }
-
-    def latest(self) -> Path | None:
-        """The newest save; incomplete ones were never renamed into place."""
-        found = sorted(self.saves.glob("step-*")) if self.saves.exists() else []
-        return found[-1] if found else None
-
-    def restore(
-        self, manifest: Manifest, place: Path, into: Tensors | None = None
-    ) -> tuple[int, Adapters]:
-        """The step of a save, and its checked adapters in `into`.
+    def evaluations(self, done: int, evaluated: tuple[str, ...] = ()) -> dict[str, Any]:
+        """The evaluations up to step `done`, by step; `evaluated` must be among them.
 
         Raises:
-            BundleError: the save is damaged, belongs to another bundle or is of another version.
+            BundleError: the file is altered, or one is missing.
         """
-        try:
-            state = dict(json.loads((place / STATE).read_bytes()))
-            if (version := state.get("version", 1)) != VERSION:
-                raise BundleError(
-                    f"{place} is a save of version {version}, not {VERSION}: another version of "
-                    f"ondevice wrote it; go on with that one, or train anew from its adapter "
-                    f"(--adapter {self.path})"
-                )
-            step, sums = int(state["step"]), dict(state["sha256"])
-            for name in (WEIGHTS, STATE_OF_METHOD):
-                if _sha256(place / name) != sums[name]:
-                    raise BundleError(f"{place / name} is altered: its SHA-256 differs")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
-            raise BundleError(f"{place} is damaged: {problem!r}") from None
-        return step, Adapters.load(manifest, place, into)
+        path, found = self.path / EVALUATIONS, {}
+        if path.exists():
+            self.check(EVALUATIONS)
+            found = read_json(path)
+        for when, facts in found.items():
+            if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
+                raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
+            if not isinstance(facts, dict) or type(facts.get("loss")) not in (int, float):
+                raise BundleError(f"{path} is damaged: the evaluation {when!r} has no loss")
+        if missing := sorted(set(evaluated) - set(found)):
+            raise BundleError(
+                f"{path} lacks the evaluation {missing[0]!r}, which the last save has; put it back "
+                f"as it was, or start another run with --adapter {self.path}"
+            )
+        return {
+            when: facts
+            for when, facts in found.items()
+            if when == "before"
+            or (facts.get("step") == done if when == "after" else int(when) <= done)
+        }
 
-    def truncate_metrics(self, step: int) -> list[dict[str, Any]]:
-        """Drop the lines of steps after `step`, and a half-written last line; returns the rest."""
-        if not self.metrics.exists():
-            return []
-        kept, entries = [], []
-        for line in self.metrics.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                break  # the process died while it wrote this line; its step is run again
-            for key in ("step", "processed_tokens"):
-                if not isinstance(entry, dict) or not isinstance(entry.get(key), int):
-                    raise BundleError(
-                        f"{self.metrics} is damaged: a line holds no {key}; if another version of "
-                        "ondevice wrote it, go on with that one, or train anew from its adapter "
-                        f"(--adapter {self.path})"
-                    )
-            if entry["step"] <= step:
-                kept.append(line)
-                entries.append(entry)
-        write_atomic(self.metrics, "".join(f"{line}\n" for line in kept).encode())
-        return entries
+    def check_save(self, place: Path) -> State:
+        """The state of a save, whose files agree with their checksums.
+
+        Raises:
+            BundleError: the save is damaged, or is of another version.
+        """
+        state = self.saves.read(place)
+        for name in SAVED:
+            self.saves.check(place, state, name)
+        return state
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -287,19 +344,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def _half_written(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".partial")
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def _leftover(path: Path) -> bool:
     """Whether a file is of a run of ours that was killed before it began."""
     if path.name.startswith(FOLDER):
         return True
     if path.name == "saves":
         return path.is_dir() and not any(path.iterdir())
-    ours = (*TOKENS, PLAN, LOCK, TRAJECTORY, *OF_TRACKERS)
-    return path.name in ours or (path.name.startswith(".") and path.name.endswith(".partial"))
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    ours = (*TOKENS, PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, *OF_TRACKERS)
+    return path.name in ours or _half_written(path)

@@ -21,6 +21,8 @@ from runtime.methods.adapters import Adapters
 from runtime.run.budget import plan_evaluation
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
+from runtime.run.traced_graphs import Note, silent
+from runtime.system.cgroup import memory_limit_bytes
 
 if TYPE_CHECKING:
     from runtime.data.text_encoder import TextEncoder
@@ -60,7 +62,8 @@ class Generator:
         """The model with adapters of these settings."""
         if lora not in self._sessions:
             bundle = self.bundle.with_lora(lora)
-            plan = plan_evaluation(bundle, BUDGET_BYTES, self.longest)
+            budget_bytes = min(BUDGET_BYTES, memory_limit_bytes() or BUDGET_BYTES)
+            plan = plan_evaluation(bundle, budget_bytes, self.longest)
             self._sessions[lora] = open_session(bundle, plan)
         return self._sessions[lora]
 
@@ -93,12 +96,18 @@ class Generator:
 
 
 def generate(
-    path: str, prompt: str, adapter: Path | None, max_tokens: int, chat: bool = False
+    path: str,
+    prompt: str,
+    adapter: Path | None,
+    max_tokens: int,
+    chat: bool = False,
+    device: str = "auto",
+    note: Note = silent,
 ) -> Iterator[str]:
     """Yield the continuation of `prompt`, piece by piece, up to an end token or `max_tokens`.
 
     With `chat` the prompt is what a user says, and the continuation the answer, by the chat
-    template of the bundle.
+    template of the bundle. For `device` and `note` see `with_graphs`.
 
     Raises:
         DataError: the bundle has no tokenizer, or no chat template where one is wanted, or one that
@@ -111,7 +120,7 @@ def generate(
         prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
-    bundle = open_checked(path)
+    bundle = open_checked(path, device, note)
     encoder = load_encoder(bundle.path)
     if chat:
         given = confined_prompt(bundle.path, [{"role": "user", "content": prompt}])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ondevice.bundle.store import Bundle, lock_bundle, open_bundle
+from ondevice.bundle.store import Bundle, open_bundle
 from runtime.engine.graphs import Graphs
 from runtime.engine.matrices import Place
 from runtime.engine.model import Model
@@ -16,9 +14,10 @@ from runtime.engine.profile import Profile
 from runtime.engine.tiles import ReadyTile
 from runtime.lowering.lower import LoweredModel, lower
 from runtime.planner.plan import Plan, choose_bucket
+from runtime.run.traced_graphs import Note, silent, with_graphs
 from runtime.storage.weight_source import WeightSource
 from runtime.storage.weights import Weights
-from runtime.system.backend import limit_memory, mlx_version, use_device
+from runtime.system.backend import limit_memory, use_device
 from runtime.system.heap import place_values, trim_heap
 
 
@@ -72,12 +71,16 @@ class Session:
         self._at(self.plan.bucket).matrices.materialize(chosen)
 
 
-def open_checked(path: str) -> Bundle:
-    """Open a bundle, and check its MLX version and every checksum."""
+def open_verified(path: str) -> Bundle:
+    """Open a bundle and check every checksum. Its graphs do not run."""
     bundle = open_bundle(path)
-    bundle.check_mlx(mlx_version())
     bundle.verify()
     return bundle
+
+
+def open_checked(path: str, device: str = "auto", note: Note = silent) -> Bundle:
+    """Open a bundle, check every checksum, and find the graphs that may run (`with_graphs`)."""
+    return with_graphs(open_verified(path), device, note)
 
 
 def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None) -> Session:
@@ -86,13 +89,12 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     It also gives free heap memory back, so that none lies between later blocks, and dequantizes
     what the plan keeps dequantized before anything else is allocated.
     """
-    use_device(bundle.manifest.device, bundle.path)
+    use_device(bundle.manifest.device)
     limit_memory(max(0, plan.active_bytes - plan.value_bytes), plan.cache_bytes)
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)
     source = Weights(bundle, plan.prefetch) if weights is None else weights
     session = Session(bundle, plan, source, Graphs(bundle))
-    weakref.finalize(session, os.close, lock_bundle(bundle.path, alone=False))
     session.materialize()
     return session

@@ -13,8 +13,10 @@ from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters
 from runtime.methods.trajectory import digest, read_log, rebuild
 from runtime.run.best import best_of
-from runtime.run.folder import CONFIG, SUMMARY, TRAJECTORY, RunFolder
-from runtime.run.open import open_checked
+from runtime.run.folder import SUMMARY, TRAJECTORY, RunFolder
+from runtime.run.open import open_verified
+from runtime.run.traced_graphs import choose_device
+from runtime.storage.saves import CONFIG
 from runtime.system.backend import use_device
 
 
@@ -39,24 +41,27 @@ def replay(
         raise UsageError(
             f"{run} has no {TRAJECTORY}: its method logs no steps, so it cannot be replayed"
         )
+    folder = RunFolder(run)
+    folder.check(CONFIG)
     config = load(TrainConfig, run / CONFIG, {})
     header, updates = read_log(run / TRAJECTORY)
-    opened = open_checked(bundle or config.bundle)
+    opened = open_verified(bundle or config.bundle)
     opened = opened.with_lora(header.settings or opened.manifest.lora)
-    use_device(opened.manifest.device, opened.path)
+    use_device(choose_device(config.device, opened.manifest))
     source = initial if initial is not None else config.adapter
     if source is None:
         start = Adapters.initial(opened.manifest, header.seed)
     else:
         start = Adapters.load(opened.manifest, Path(source))
-    identical, saved = None, RunFolder(run).latest()
-    best = _best(run, config, len(updates))
-    places = {} if best is None else {best: RunFolder(run).place(best)}
+    identical, saved = None, folder.saves.latest()
+    best = _best(folder, config, len(updates))
+    places = {} if best is None else {best: folder.saves.place(best)}
     if saved is not None:  # the log of a killed run is longer than what it has saved
-        step = RunFolder.step_of(saved)
+        step = folder.saves.step_of(saved)
         places[step] = saved
     for after, place in places.items():
-        _, own = RunFolder(run).restore(opened.manifest, place)
+        folder.check_save(place)
+        own = Adapters.load(opened.manifest, place)
         same = digest(own) == digest(rebuild(header, updates[:after], start))
         identical = same and identical is not False
     rebuilt = rebuild(header, updates[: len(updates) if best is None else best], start)
@@ -78,9 +83,9 @@ def replay(
     }
 
 
-def _best(run: Path, config: TrainConfig, steps: int) -> int | None:
+def _best(folder: RunFolder, config: TrainConfig, steps: int) -> int | None:
     """The step whose adapter a finished run has kept as its own, if it is not the last's."""
-    if not (config.keep_best and (run / SUMMARY).exists()):
+    if not (config.keep_best and (folder.path / SUMMARY).exists()):
         return None
-    found = best_of(RunFolder(run).evaluations(steps), steps)
+    found = best_of(folder.evaluations(steps), steps)
     return None if found is None else found.step

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ondevice.signals import handled
+
 
 @dataclass
 class Stop:
-    """Whether SIGINT or SIGTERM has arrived."""
+    """Which of SIGINT, SIGTERM and SIGHUP has arrived, if any."""
 
     signal: int | None = None
 
 
 @contextmanager
 def catching_signals() -> Iterator[Stop]:
-    """Record the first signal, so that the step can end; a second Ctrl-C ends at once."""
+    """Record the first signal, so that the step can end; a second one ends the process at once."""
     stop = Stop()
 
     def note(number: int, frame: Any) -> None:
-        if stop.signal is not None and number == signal.SIGINT:
+        if stop.signal is not None:
             raise KeyboardInterrupt
         stop.signal = number
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(note):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

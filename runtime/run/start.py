@@ -14,22 +14,21 @@ from ondevice.config.base import load, to_toml
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
-from ondevice.files import write_atomic
-from runtime.data.run_rows import absolute, open_run_rows, reports_of, with_length
+from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Start
 from runtime.methods.registry import method
-from runtime.methods.trajectory import start_log, truncate_log
 from runtime.planner.plan import Plan
 from runtime.run.budget import kept_plan, machine_for, make_plan, training
 from runtime.run.events import Events
-from runtime.run.folder import CONFIG, PLAN, STATE_OF_METHOD, RunFolder, read_json
+from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.samples import Samples
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
+from runtime.storage.saves import CONFIG, State
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
@@ -67,7 +66,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
         OnDeviceError: the run was refused, or failed; a refused run leaves no files behind.
     """
     with _meter(config) as meter:
-        bundle = open_checked(config.bundle)
+        bundle = open_checked(config.bundle, config.device, events.note)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
         with folder.created():
@@ -75,7 +74,8 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
                 with reporting(config, folder.path, 0, events) as events:
                     return _begin(config, bundle, folder, events, meter)
             except BaseException:
-                if not (folder.path / CONFIG).exists():  # the last file of a beginning
+                # config.toml is the last file of a beginning
+                if folder.is_there and not (folder.path / CONFIG).exists():
                     _remove_refused(folder, existed)
                 raise
 
@@ -104,13 +104,15 @@ def _begin(
     session = open_session(bundle, chosen)
     adapters = _first_adapters(fixed, session, folder)
     running = _method(fixed, session, adapters, folder)
-    if running.keeps_log:
-        start_log(folder.trajectory, running.log_header())
+    for name in TOKENS:
+        if (folder.path / name).exists():
+            folder.checksums.record(name)
+    folder.start_logs(running.log_header() if running.keeps_log else None)
     folder.write_json(PLAN, chosen.to_json())
-    write_atomic(folder.path / CONFIG, to_toml(fixed).encode())
+    folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(f"ondevice: warning: {bundle.manifest.quality.warning()}")
-    events.plan(chosen)
+    _announce(chosen, events)
     return Trainer(
         fixed, folder, session, adapters, running, samples, eval_rows, events, meter
     ).run()
@@ -130,51 +132,60 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
         raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
-    before = load(TrainConfig, path / CONFIG, {})
-    config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
-    with folder.locked(), _meter(config) as meter:
-        save = folder.latest()
-        _check_steps(config, folder, save)
-        saved = 0 if save is None else folder.step_of(save)
-        with reporting(config, path, saved, events) as events:
-            return _continue(before, config, folder, save, events, meter)
+    with folder.locked():
+        folder.prepare_to_resume()
+        for name in (CONFIG, PLAN):
+            folder.check(name)
+        before = load(TrainConfig, path / CONFIG, {})
+        config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
+        save = folder.saves.latest()
+        state = None if save is None else folder.check_save(save)
+        progress = _progress(folder, state)
+        _check_steps(config, folder, progress.done)
+        with _meter(config) as meter, reporting(config, path, progress.done, events) as events:
+            return _continue(before, config, folder, state, progress, events, meter)
 
 
 def _continue(
     before: TrainConfig,
     config: TrainConfig,
     folder: RunFolder,
-    save: Path | None,
+    state: State | None,
+    progress: Progress,
     events: Events,
     meter: Meter,
 ) -> dict[str, Any]:
     """Go on after a save, or from the start without one; `before` is what the run was so far."""
     path = folder.path
-    config, bundle = to_resume(config, open_checked(config.bundle))
+    config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events)
-    events.plan(chosen)
+    _announce(chosen, events)
     meter.aim(chosen.predicted_peak_bytes)
     rows, eval_rows = open_run_rows(config, bundle, folder.path)
+    for name in TOKENS:
+        if (path / name).exists():
+            folder.check(name)
     samples = Samples.of(config, bundle.manifest, rows)
     session = open_session(bundle, chosen)
-    if save is None:
-        done, adapters = 0, _first_adapters(config, session, folder)
+    if state is None:
+        if _has_lines(folder.metrics.path):
+            events.note(f"{path} has no save: it is trained from its beginning")
+        adapters = _first_adapters(config, session, folder)
+        running = _method(config, session, adapters, folder)
+        folder.start_logs(running.log_header() if running.keeps_log else None)
     else:
-        tensors = _scratch_tensors(session, folder)
-        done, adapters = folder.restore(bundle.manifest, save, tensors)
+        save = folder.saves.place(state.step)
+        adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
         adapters = adapters.in_dtype(config.adapter_dtype)
-    running = _method(config, session, adapters, folder)
-    if save is not None:
+        running = _method(config, session, adapters, folder)
         running.read(save / STATE_OF_METHOD)
-        adapters.save(path)  # a kill may have come between the save and this copy of it
-    progress = _progress(folder, done)
-    if running.keeps_log:
-        truncate_log(folder.trajectory, done)
+        folder.go_on_with_logs(state, running.keeps_log)
+        folder.publish(state.step)  # a kill may have come between the save and this copy of it
     trainer = Trainer(
         config, folder, session, adapters, running, samples, eval_rows, events, meter, progress
     )
     if trainer.ended:
-        finished = f"this run is finished, after step {done}: {ENDS[trainer.ended]}"
+        finished = f"this run is finished, after step {progress.done}: {ENDS[trainer.ended]}"
         further = FURTHER.get(trainer.ended)
         ways = f"give --resume {path} {further}, or " if further else ""
         said = f"{finished}; to train further, {ways}start another with --adapter {path}"
@@ -182,11 +193,11 @@ def _continue(
             raise UsageError(said)
         events.note(said)
     folder.write_json(PLAN, chosen.to_json())
-    write_atomic(path / CONFIG, to_toml(config).encode())
+    folder.write(CONFIG, to_toml(config).encode())
     if trainer.ended:
         return trainer.run()
-    events.note(f"resuming after step {done} of {config.steps}")
-    if (rates := _next_rates(before, config, done))[0] != rates[1]:
+    events.note(f"resuming after step {progress.done} of {config.steps}")
+    if (rates := _next_rates(before, config, progress.done))[0] != rates[1]:
         events.note(
             f"the learning-rate schedule is now over {config.steps} steps: the next step's "
             f"rate is {rates[1]:.3g}, over {before.steps} steps it would be {rates[0]:.3g}"
@@ -194,13 +205,12 @@ def _continue(
     return trainer.run()
 
 
-def _check_steps(config: TrainConfig, folder: RunFolder, save: Path | None) -> None:
+def _check_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:
     """Refuse fewer steps than are done.
 
     Raises:
         UsageError: the save has more.
     """
-    done = 0 if save is None else folder.step_of(save)
     if config.steps < done:
         raise UsageError(
             f"--steps {config.steps} < {done}, the steps that {folder.path} has done; give more"
@@ -259,12 +269,18 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
     wanted = training(config, manifest)
     reason = kept_plan(stored, manifest, machine, wanted)
     if not reason:
-        return stored
+        return msgspec.structs.replace(stored, limit_bytes=machine.limit_bytes)
     chosen = make_plan(manifest, machine, wanted)
     differs = chosen.sizes != stored.sizes or chosen.bucket != stored.bucket
     last_bits = "; other tile sizes may change its last bits" if differs else ""
     events.note(f"the run is planned anew: {reason}{last_bits}")
     return chosen
+
+
+def _announce(chosen: Plan, events: Events) -> None:
+    if chosen.warning:
+        events.note(f"ondevice: warning: {chosen.warning}")
+    events.plan(chosen)
 
 
 def _scratch_tensors(session: Session, folder: RunFolder) -> MappedTensors:
@@ -294,10 +310,16 @@ def _method(config: TrainConfig, session: Session, adapters: Adapters, folder: R
     return method(config.method).start(config, begin)
 
 
-def _progress(folder: RunFolder, done: int) -> Progress:
+def _progress(folder: RunFolder, state: State | None) -> Progress:
     """How far the run has come: seconds, and the evaluations that no lost step came before."""
-    seconds = sum(entry["seconds"] for entry in folder.truncate_metrics(done))
-    return Progress(done, seconds, folder.evaluations(done))
+    if state is None:
+        return Progress(evaluations=folder.evaluations(0))
+    evaluations = folder.evaluations(state.step, state.evaluated)
+    return Progress(state.step, folder.check_logs(state), evaluations)
+
+
+def _has_lines(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def _remove_refused(folder: RunFolder, existed: bool) -> None:

@@ -11,7 +11,6 @@ import math
 import signal
 import statistics
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,7 @@ import mlx.core as mx
 import msgspec
 
 from ondevice.config.train import TrainConfig
-from ondevice.errors import BudgetError, BundleError, DivergedError, InterruptedRunError
-from ondevice.files import storage_errors
+from ondevice.errors import BudgetError, DivergedError, InterruptedRunError
 from runtime.data.rows import Rows
 from runtime.data.run_rows import reports_of
 from runtime.methods.adapters import Adapters
@@ -31,6 +29,7 @@ from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.events import Events
 from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
+from runtime.run.metrics import read_steps
 from runtime.run.open import Session
 from runtime.run.samples import Samples
 from runtime.run.signals import Stop, catching_signals
@@ -124,25 +123,19 @@ class Trainer:
         self.folder.write_json(EVALUATIONS, self.evaluations)
 
     def _train(self) -> None:
-        with storage_errors(self.folder.metrics):
-            metrics = self.folder.metrics.open("a")
-            trajectory = self.folder.trajectory.open("a") if self.method.keeps_log else None
-        with metrics, trajectory or nullcontext():
-            while not self.ended:
-                entry, record = self._step()
-                with storage_errors(self.folder.metrics):
-                    metrics.write(json.dumps(entry) + "\n")
-                    metrics.flush()
-                    if trajectory is not None:
-                        trajectory.write(json.dumps(record) + "\n")
-                        trajectory.flush()
-                self.events.step(entry, self.config.steps)
-                self._after_step()
+        while not self.ended:
+            entry, record = self._step()
+            self.folder.metrics.append(json.dumps(entry) + "\n")
+            if self.method.keeps_log:
+                self.folder.trajectory.append(json.dumps(record) + "\n")
+            self.events.step(entry, self.config.steps)
+            self._after_step()
 
     def _save(self) -> None:
         best = self._best
+        evaluated = tuple(when for when in self.evaluations if when != "after")
         self.folder.save(
-            self.done, self.adapters, self.method, self.config.keep, best and best.step
+            self.done, self.adapters, self.method, self.config.keep, best and best.step, evaluated
         )
 
     @property
@@ -269,7 +262,8 @@ class Trainer:
             more = " --budget MORE" if isinstance(problem, BudgetError) else ""
             raise type(problem)(f"{problem}; {self._saved}{more}") from None
         self.session.profile.on = self.config.profile
-        self.evaluations[when] = result
+        # of which step it is, for a run that goes on from an earlier save
+        self.evaluations[when] = result if when != "after" else {**result, "step": self.done}
         self.folder.write_json(EVALUATIONS, self.evaluations)
         if not known:
             self.events.evaluated(when, result)
@@ -277,39 +271,35 @@ class Trainer:
             self._save()
 
     def _finish(self) -> dict[str, Any]:
-        entries = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
-        if len(entries) != self.done:
-            raise BundleError(
-                f"{self.folder.metrics} has {len(entries)} lines for {self.done} steps; the "
-                f"adapters in {self.folder.path} are whole, their summary cannot be"
-            )
+        whole = f"the adapters in {self.folder.path} are whole, their summary cannot be"
+        entries = list(read_steps(self.folder.metrics.path, self.done, whole))
         best = self._best
         if best is not None:
             self.folder.publish(best.step)
-        seconds = [entry["seconds"] for entry in entries]
+        seconds = [entry.seconds for entry in entries]
         plan = self.session.plan
-        losses = [entry["loss"] for entry in entries if entry["loss"] is not None]
+        losses = [entry.loss for entry in entries if entry.loss is not None]
         summary = {
             "method": self.config.method,
             "steps": self.done,
             "stopped": self.ended,
             "skipped_steps": len(entries) - len(losses),
-            "forward_passes": sum(entry["forward_passes"] for entry in entries),
+            "forward_passes": sum(entry.forward_passes for entry in entries),
             "seconds": sum(seconds),
             "budget_bytes": self.config.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             # of all processes that this run has had
             "peak_footprint_bytes": max(
-                [self.meter.peak_bytes, *(e["peak_footprint_bytes"] for e in entries)]
+                [self.meter.peak_bytes, *(entry.peak_footprint_bytes for entry in entries)]
             ),
             "peak_rss_bytes": max(
-                [self.meter.peak_rss_bytes, *(e["peak_rss_bytes"] for e in entries)]
+                [self.meter.peak_rss_bytes, *(entry.peak_rss_bytes for entry in entries)]
             ),
             "heap_reliefs": self.meter.reliefs,  # of this process
             "mlx_peak_bytes": mx.get_peak_memory(),  # of this process: what MLX had allocated
             "step_s_median": statistics.median(seconds) if seconds else None,
-            "tokens_per_s": self._per_second(entries, "processed_tokens"),
-            "scored_tokens_per_s": self._per_second(entries, "tokens"),
+            "tokens_per_s": _per_second(sum(entry.processed_tokens for entry in entries), seconds),
+            "scored_tokens_per_s": _per_second(sum(entry.tokens for entry in entries), seconds),
             "final_train_loss": losses[-1] if losses else None,
             "trainable_parameters": self.adapters.size,
             "lora": self.adapters.manifest.lora.to_json(),
@@ -329,8 +319,7 @@ class Trainer:
         self.folder.write_json(SUMMARY, summary)
         return summary
 
-    @staticmethod
-    def _per_second(entries: list[dict[str, Any]], key: str) -> float | None:
-        """A count of the steps' lines, for each second of training."""
-        seconds = sum(entry["seconds"] for entry in entries)
-        return sum(entry[key] for entry in entries) / seconds if seconds else None
+
+def _per_second(count: int, seconds: list[float]) -> float | None:
+    """A count, for each second of training."""
+    return count / sum(seconds) if sum(seconds) else None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.errors import UsageError
+from runtime.system.cgroup import memory_limit_bytes
 from runtime.system.footprint import read_footprint
 from runtime.system.heap import trim_heap, tune_heap
 from runtime.system.machine import Blas, Machine
@@ -113,6 +114,7 @@ def this_machine(device: str, arithmetic: str) -> Machine:
         allocator="glibc" if on_linux_cpu else "mlx",
         process_bytes=round_up(read_footprint().footprint_bytes),
         blas=Blas() if sys.platform == "darwin" else Blas(blas_threads(), PANEL_BYTES, ROW_BYTES),
+        limit_bytes=memory_limit_bytes(),
     )
 
 
@@ -128,8 +130,8 @@ def mlx_version() -> str:
     return str(vars(mx)["__version__"])
 
 
-def use_device(device: str, bundle: Path) -> None:
-    """Make the device that the graphs of `bundle` were traced for MLX's default.
+def use_device(device: str) -> None:
+    """Make the device that graphs were traced for MLX's default.
 
     Raises:
         UsageError: there is no such device here.
@@ -137,10 +139,7 @@ def use_device(device: str, bundle: Path) -> None:
     import mlx.core as mx
 
     if device == "gpu" and not mx.is_available(mx.gpu):
-        raise UsageError(
-            f"the graphs of {bundle} were traced for a GPU and there is none here; trace them for "
-            f"the CPU with: ondevice retrace {bundle} --device cpu"
-        )
+        raise UsageError("the graphs were traced for a GPU, and MLX finds none here")
     mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
 
 

@@ -57,6 +57,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     process_bytes: footprint of the process after its imports, before it opens a bundle's graphs.
     allocator: where freed buffers are kept: in the heap ("glibc"), or in MLX's cache ("mlx").
+    limit_bytes: the most that the system lets the process take, its container's limit; None if
+        there is none.
     """
 
     device: Literal["cpu", "gpu"]
@@ -65,6 +67,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process_bytes: Bytes
     blas: Blas = Blas()
     heap: Heap = Heap()
+    limit_bytes: Bytes | None = None
 
     @property
     def packed(self) -> bool:

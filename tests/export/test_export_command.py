@@ -21,7 +21,7 @@ TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been an
 
 
 @pytest.mark.parametrize("moment", [TENSOR, "graphs"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_exports_leave_nothing(
     tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:

@@ -1,26 +1,23 @@
-"""Exporting and retracing: what a checkpoint, a setting or another MLX does to a bundle."""
+"""Exporting: what a checkpoint or a setting does to a bundle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.bundles import Rng, copied, manifest_of, put, rewrite, settings
+from support.bundles import Rng, settings
 from support.checkpoints import weights_of, write_folder
 from support.files import listing
-from support.models import model_of
 
 from export import pack
 from export.pack import export_bundle
-from export.retrace import retrace
 from export.sources import source
 from export.sources.families import expected_shapes
-from ondevice.bundle.store import WEIGHTS, Bundle, open_bundle
-from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.bundle.store import WEIGHTS
+from ondevice.errors import BundleError, UsageError
 
 # --- checkpoints and settings -----------------------------------------------------------------
 
@@ -178,104 +175,3 @@ def test_a_model_of_thirteen_heads_becomes_a_bundle(tmp_path: Path) -> None:
     made = export_bundle(settings(folder, tmp_path / "bundle", seq_lens=(13, 26), group_size=32))
     made.verify()
     assert made.manifest.block_types["layer0"].values["attention0.q"] == (1, 13, "T", 32)
-
-
-# --- another MLX ------------------------------------------------------------------------------
-
-
-def all_bytes(folder: Path) -> dict[str, bytes]:
-    return {
-        name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()
-    }
-
-
-def forward_of(path: Path, seed: int) -> np.ndarray:
-    bundle = open_bundle(path)
-    program = model_of(bundle, bundle.manifest.buckets[0])
-    rng = np.random.default_rng(seed)
-    x = program.embed(rng.integers(0, bundle.manifest.vocab_size, 9))
-    for block in program.blocks[1:-1]:
-        x = program.forward(block, x, {})
-    return np.array(program.hidden(x, np.arange(9)))
-
-
-def test_graphs_of_another_mlx_are_refused_and_traced_again(
-    origin: Bundle, tmp_path: Path, seed: int
-) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    document = manifest_of(path)
-    document["mlx_version"] = "0.1.2"
-    rewrite(path, document)
-    with pytest.raises(BundleError, match=rf"0\.1\.2.*ondevice retrace {path}"):
-        open_bundle(path).check_mlx(mx.__version__)
-    expected = forward_of(path, seed)
-    before = all_bytes(path)
-    for _ in range(3):
-        bundle = retrace(path, "cpu")
-        bundle.check_mlx(mx.__version__)
-        bundle.verify()
-        assert (forward_of(path, seed) == expected).all()
-        after = all_bytes(path)
-        assert len(after) == len(before)  # the old graphs are gone
-        assert after[WEIGHTS] == before[WEIGHTS]
-        assert bundle.manifest.matrices == origin.manifest.matrices
-        assert bundle.manifest.block_types == origin.manifest.block_types
-
-
-@pytest.mark.parametrize("problem", [KeyboardInterrupt, StorageError])
-def test_an_interrupted_retrace_changes_nothing(
-    origin: Bundle, tmp_path: Path, problem: type[BaseException]
-) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    before = all_bytes(path)
-
-    def progress(what: str, done: int, total: int) -> None:
-        if done == 3:
-            raise problem
-
-    with pytest.raises(problem):
-        retrace(path, "cpu", progress)
-    assert all_bytes(path) == before
-    assert listing(path) == listing(origin.path)
-
-
-def test_two_processes_do_not_retrace_one_bundle(origin: Bundle, tmp_path: Path) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    refused: list[str] = []
-
-    def progress(what: str, done: int, total: int) -> None:
-        if not refused:
-            with pytest.raises(UsageError, match="another process is using") as problem:
-                retrace(path, "cpu")
-            refused.append(str(problem.value))
-
-    retrace(path, "cpu", progress).verify()
-    assert refused
-    retrace(path, "cpu").verify()  # the lock went with its owner
-
-
-def retrace_lies() -> Iterator[tuple[str, Any]]:
-    yield "family", "llama"
-    yield "family", "no such"
-    yield "family", "..pack"
-    yield "config/num_hidden_layers", 3
-    yield "config/num_hidden_layers", 10**9
-    yield "config/num_attention_heads", 3
-    yield "config/intermediate_size", 256
-    yield "config/hidden_size", "128"
-    yield "config/hidden_size", -1
-    yield "config", {}
-
-
-@pytest.mark.parametrize(("where", "value"), list(retrace_lies()), ids=repr)
-def test_retrace_refuses_a_configuration_of_another_model(
-    origin: Bundle, tmp_path: Path, where: str, value: Any
-) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    document = manifest_of(path)
-    put(document, where, value)
-    rewrite(path, document)
-    before = all_bytes(path)
-    with pytest.raises(BundleError):
-        retrace(path, "cpu")
-    assert all_bytes(path) == before

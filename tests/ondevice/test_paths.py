@@ -61,7 +61,7 @@ TRAIN = ["train", "BUNDLE", "--max-seq-length", "16", "--steps", "1"]
         ["export", "random:tiny-llama", "--seq-lens", "16", "-o", "ODD/bundle"],
         ["export", "ODD", "--seq-lens", "16", "-o", "out"],
         ["inspect", "ODD"],
-        ["retrace", "ODD"],
+        ["trust", "ODD", "--yes"],
         ["plan", "ODD"],
         [*TRAIN, "--data", "random:0", "--output", "ODD/run"],
         [*TRAIN, "--data", "ODD/train.txt", "--output", "out"],

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ondevice.bundle.store import MANIFEST, Bundle
+from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.config.export import ExportConfig
+from runtime.run.traced_graphs import with_graphs
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
+
+
+def runnable(path: Path) -> Bundle:
+    """The bundle there, with graphs that may run."""
+    return with_graphs(open_bundle(path))
+
+
+def as_it_lies(path: Path) -> Bundle:
+    """The bundle there, with its own graphs, as if the user trusted them."""
+    return replace(open_bundle(path), graphs_path=path)
 
 
 def settings(source: object, output: Path, **more: Any) -> ExportConfig:
@@ -26,6 +39,19 @@ def settings(source: object, output: Path, **more: Any) -> ExportConfig:
 def copied(bundle: Bundle, folder: Path) -> Path:
     shutil.copytree(bundle.path, folder)
     return folder
+
+
+def with_noise(bundle: Bundle, path: Path, rng: Rng) -> Path:
+    """A copy whose graphs are noise, with sizes and checksums that say so."""
+    copied(bundle, path)
+    document = manifest_of(path)
+    for graph in document["graphs"].values():
+        noise = rng.bytes(int(rng.integers(1, 5000)))
+        (path / graph["file"]).write_bytes(noise)
+        graph |= {"nbytes": len(noise), "sha256": hashlib.sha256(noise).hexdigest()}
+    rewrite(path, document)
+    open_bundle(path).verify()
+    return path
 
 
 def manifest_of(path: Path) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from export.packed import Packing
 from export.quantize.search import quantize_rows
 from harness.oracles import reference
 from ondevice.bundle.manifest import manifest_bytes
-from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, open_bundle
+from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle
 from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
 from runtime.storage.weights import Weights
-from support.bundles import links
+from support.bundles import links, runnable
 from support.models import FAMILIES
 
 
@@ -75,7 +75,7 @@ def relaid(bundle: Bundle, folder: Path, layouts: list[Layout]) -> Bundle:
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).write_bytes(blob.data)
     (folder / MANIFEST).write_bytes(manifest_bytes(changed))
-    return open_bundle(folder)
+    return runnable(folder)
 
 
 def assigned(matrices: dict[str, Matrix], layouts: list[Layout]) -> Iterator[Layout]:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 from ondevice.cli.main import main
+from ondevice.signals import ENDING
+from runtime.run.folder import RunFolder
 from runtime.system.backend import prepare
 from runtime.system.heap import trim_heap
 
@@ -30,7 +32,7 @@ def here(*arguments: object) -> subprocess.CompletedProcess[str]:
     """
     words = list(map(str, arguments))
     said, warned = io.StringIO(), io.StringIO()
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     gc.collect()
     trim_heap()
     try:
@@ -39,7 +41,8 @@ def here(*arguments: object) -> subprocess.CompletedProcess[str]:
     except SystemExit as end:  # after --help
         code = int(end.code or 0)
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         prepare()  # exports have the heap kept otherwise
     return subprocess.CompletedProcess(words, code, said.getvalue(), warned.getvalue())
 
@@ -51,11 +54,12 @@ from contextlib import contextmanager
 
 import ondevice.cli.progress as progress
 
-number, moment, *arguments = sys.argv[1:]
+numbers, moment, *arguments = sys.argv[1:]
 
 def told(where):
     if moment == where:
-        os.kill(os.getpid(), int(number))
+        for number in numbers.split(","):
+            os.kill(os.getpid(), int(number))
 
 def striking(bar, where):
     @contextmanager
@@ -74,14 +78,17 @@ sys.exit(main(arguments))
 
 
 def struck(
-    number: signal.Signals, moment: str, *arguments: object
+    number: signal.Signals | tuple[signal.Signals, ...], moment: str, *arguments: object
 ) -> subprocess.CompletedProcess[str]:
-    """As `ondevice`, but the process gets a signal at a moment that no clock decides.
+    """As `ondevice`, but the process gets a signal, or several, at a moment that no clock decides.
 
     moment: "step N", when its line of metrics is written and it is not yet saved; or the task
     that the command's progress names: "evaluating (before)", "graphs", a tensor's name.
     """
-    command = [sys.executable, "-c", STRUCK, str(int(number)), moment, *map(str, arguments)]
+    numbers = ",".join(
+        str(int(one)) for one in (number if isinstance(number, tuple) else (number,))
+    )
+    command = [sys.executable, "-c", STRUCK, numbers, moment, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -99,6 +106,11 @@ def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list
         **{key.replace("_", "-"): value for key, value in more.items()},
     }
     return ["train", str(bundle), *(f"--{key}={value}" for key, value in given.items())]
+
+
+def replaced(run: Path, name: str, text: str) -> None:
+    """Give a file of a run another content, and the checksum of that."""
+    RunFolder(run).write(name, text.encode())
 
 
 def adapter(run: Path) -> bytes:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.bundles import runnable
 from support.runs import here, ondevice, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
 from support.token_rows import EOS, VOCAB, Listed, ids, make_tokenizer, write_rows
 
 from harness.compare.samples import MOST_PROMPT, question, sample_tables
-from ondevice.bundle.store import Bundle, open_bundle
+from ondevice.bundle.store import Bundle
 from runtime.data.rows import TokenRows
 from runtime.data.text_encoder import load_encoder
 from runtime.run.generate import generate
@@ -29,7 +30,7 @@ SAID = [("red?", "the rose"), ("blue?", "the sky"), ("two?", "one the")]
 @pytest.fixture(scope="module")
 def bundle(shared: Shared) -> Bundle:
     made = shared("a bundle for samples", lambda path: text_bundle(path, TEMPLATE))
-    return open_bundle(made / "bundle")
+    return runnable(made / "bundle")
 
 
 @pytest.fixture(scope="module")

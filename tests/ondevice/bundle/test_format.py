@@ -76,7 +76,6 @@ def test_manifest_is_read_as_it_was_written(origin: Bundle) -> None:
     assert opened.manifest == origin.manifest
     assert manifest_bytes(opened.manifest) == (origin.path / MANIFEST).read_bytes()
     opened.verify()
-    opened.check_mlx(origin.manifest.mlx_version)
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
             ["generate", "b", "--prompt", "x", "--max-tokens", "0"],
             "max_tokens is 0; it must be 1 or",
         ),
-        (["retrace", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
+        (["plan", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
         (["train", "--resume", "run", "--batch-size", "3"], "leave out --batch-size"),
         (["plan", "b", "--config", "nowhere.toml"], "cannot read --config nowhere.toml"),
     ],

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.bundles import runnable
 from support.runs import here, ondevice, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
 
-from ondevice.bundle.store import Bundle, open_bundle
+from ondevice.bundle.store import Bundle
 from ondevice.errors import DataError
 from runtime.data import hub
 from runtime.data.hub import HubDataset, hub_dataset, located
@@ -60,7 +61,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(shared: Shared) -> Bundle:
-    return open_bundle(shared("a bundle for text", lambda path: text_bundle(path, "x")) / "bundle")
+    return runnable(shared("a bundle for text", lambda path: text_bundle(path, "x")) / "bundle")
 
 
 @pytest.mark.parametrize(

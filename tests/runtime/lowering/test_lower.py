@@ -480,11 +480,11 @@ prepare()
 import mlx.core as mx
 import numpy as np
 import runtime, ondevice, harness
-from ondevice.bundle.store import open_bundle
 from ondevice.operations.dummy import Scale
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row
 from runtime.planner.peak import PeakModel
+from support.bundles import as_it_lies
 from support.models import demand_of, mebp, model_of
 
 folder = Path(sys.argv[1])
@@ -492,7 +492,7 @@ assert all(folder in Path(one.__file__).parents for one in (runtime, ondevice, h
 given = json.loads((folder / "rows.json").read_text())
 rows = [Row(np.array(tokens, np.int32), np.array(scored)) for tokens, scored in given]
 for name in sys.argv[2:]:
-    bundle = open_bundle(folder / name)
+    bundle = as_it_lies(folder / name)
     adapters = Adapters(bundle.manifest, mx.load(str(folder / "adapters.safetensors")), "float32")
     found = {}
     for kept in (0, 1):
@@ -624,6 +624,8 @@ def test_a_new_operation_is_described_planned_and_trained(tiny: Tiny, extended: 
     shown = python(extended, "-m", "ondevice", "inspect", path)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("scale -> ") == 2
+    trusted = python(extended, "-m", "ondevice", "trust", path, "--yes")  # no model is like this
+    assert trusted.returncode == 0, trusted.stderr
     wanted = ("--budget", "200MB", "--max-seq-length", 128)
     plan = python(extended, "-m", "ondevice", "plan", path, *wanted)
     assert plan.returncode == 0, plan.stderr

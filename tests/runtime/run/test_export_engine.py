@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -43,7 +44,7 @@ class Replaced:
 
 def source_of(bundle: Bundle) -> Bundle:
     """The bundle, but with float weights that are read by rows."""
-    return Bundle(bundle.path, float_manifest(bundle.manifest))
+    return replace(bundle, manifest=float_manifest(bundle.manifest))
 
 
 def dense(checkpoint: Checkpoint, reader: Replaced) -> nn.Module:

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.plans import EVAL, plan_of, task_of
 
-from export.retrace import retrace
 from ondevice.bundle.store import Bundle
 from ondevice.errors import UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.trajectory import digest
 from runtime.run.folder import RunFolder
-from runtime.run.open import open_session
 
 Tiny = Callable[..., Bundle]
 
@@ -41,6 +38,7 @@ def dying(path, *arguments, remove=shutil.rmtree, **options):
     remove(path, *arguments, **options)
 
 folder, manifest = RunFolder(Path(sys.argv[1])), open_bundle(sys.argv[2]).manifest
+folder.saves.folder.mkdir(parents=True)
 adapters = Adapters.initial(manifest, 7)
 folder.save(int(sys.argv[3]), adapters, NoState())
 shutil.rmtree = dying
@@ -57,10 +55,10 @@ def test_a_kill_inside_a_second_save_leaves_a_whole_one(
     done = subprocess.run([sys.executable, "-c", SAVE_TWICE, *arguments], capture_output=True)
     assert done.returncode == (-9 if killed else 0), done.stderr
     folder = RunFolder(tmp_path / "run")
-    latest = folder.latest()
+    latest = folder.saves.latest()
     assert latest is not None and latest.name == "step-00000100"
-    step, adapters = folder.restore(bundle.manifest, latest)
-    assert step == 100
+    assert folder.check_save(latest).step == 100
+    adapters = Adapters.load(bundle.manifest, latest)
     assert digest(adapters) == digest(Adapters.initial(bundle.manifest, 7))
 
 
@@ -73,14 +71,3 @@ def test_a_second_process_leaves_alone_what_the_first_has_begun(tmp_path: Path) 
         assert (folder.path / "train.tokens").read_bytes() == b"of the first"
     with folder.created():  # it never began: what it left is removed
         assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "saves"]
-
-
-def test_graphs_stay_as_long_as_a_session_may_load_them(tiny: Tiny) -> None:
-    bundle = tiny("llama", seq_lens=(16,))
-    session = open_session(bundle, plan_of(bundle.manifest, task_of(16, EVAL)))
-    before = {path: path.read_bytes() for path in bundle.path.rglob("*.mlxfn")}
-    with pytest.raises(UsageError, match="another process is using"):
-        retrace(bundle.path, "cpu")
-    assert {path: path.read_bytes() for path in bundle.path.rglob("*.mlxfn")} == before
-    del session
-    retrace(bundle.path, "cpu").verify()

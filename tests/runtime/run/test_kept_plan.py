@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from safetensors.numpy import load_file
 from support.plans import LINUX, plan_of, task_of
-from support.runs import adapter
+from support.runs import adapter, replaced
 
 from ondevice.bundle.store import Bundle
 from ondevice.config.train import TrainConfig
@@ -114,12 +114,25 @@ def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
     assert adapter(stopped) == adapter(runs[0])
 
 
+def test_a_run_is_not_resumed_beyond_the_systems_limit(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, limit_bytes=BUDGET - 1)
+    with pytest.raises(BudgetError, match="the memory limit under which this process runs"):
+        resumed(stopped)
+    on(monkeypatch, limit_bytes=BUDGET + 1_000_000)
+    plan, said = resumed(stopped)
+    assert plan.limit_bytes == BUDGET + 1_000_000
+    assert "planned anew" not in said and "leaves 1 MB beside the budget of 40 MB" in said
+    assert adapter(stopped) == adapter(runs[0])
+
+
 def test_the_plan_of_the_run_decides_and_not_the_machine(
     runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What another machine would choose by itself has other sizes."""
     stored = msgspec.structs.replace(plan_in(stopped), tile_values=1 << 15, kept_layers=0)
-    (stopped / "plan.json").write_text(json.dumps(stored.to_json()))
+    replaced(stopped, "plan.json", json.dumps(stored.to_json()))
     on(monkeypatch)
     plan, said = resumed(stopped)
     assert plan == stored and "planned anew" not in said
@@ -232,7 +245,7 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     path = stopped / "plan.json"
     before = adapter(stopped)
     for what, text in damaged(path.read_text()).items():
-        path.write_text(text)
+        replaced(stopped, "plan.json", text)
         with pytest.raises(BundleError, match=r"plan\.json is damaged: ") as refused:
             start.resume(stopped, Events(), {})
         assert refused.value.exit_code == 4, what

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import adapter, here, ondevice, struck, train_arguments
+from support.runs import adapter, here, ondevice, replaced, struck, train_arguments
 from support.shared import Shared
 
 from runtime.methods.optimizer import learning_rate
@@ -95,7 +95,7 @@ def test_the_best_save_of_the_first_end_stays_the_best(bundle: Path, tmp_path: P
     assert first.returncode == 0, first.stderr
     known = json.loads((run / "evaluations.json").read_text())
     known["after"]["loss"] = 0.001  # as if it had been the best; no other will be so low
-    (run / "evaluations.json").write_text(json.dumps(known))
+    replaced(run, "evaluations.json", json.dumps(known))
     expected = adapter(run / "saves" / f"step-{FIRST:08d}")
     done = ondevice("train", "--resume", run, "--steps", FIRST + 1, "--json")
     assert done.returncode == 0, done.stderr

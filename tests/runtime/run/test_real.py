@@ -8,13 +8,14 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import runnable
 from support.lengths import at_length
 from support.plans import plan_of, task_of
 from support.shared import Shared
 
 from export.pack import export_bundle
 from harness.oracles import reference
-from ondevice.bundle.store import Bundle, open_bundle
+from ondevice.bundle.store import Bundle
 from ondevice.config.export import ExportConfig
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
@@ -38,7 +39,7 @@ def gemma(shared: Shared, real_gguf: Path) -> Bundle:
     def export(path: Path) -> None:
         export_bundle(ExportConfig(source=str(real_gguf), output=str(path), seq_lens=(32, 64)))
 
-    return open_bundle(shared("real bundle", export))
+    return runnable(shared("real bundle", export))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import termios
 import time
 from functools import partial
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
-from support.runs import COMMAND, adapter, here, ondevice, struck, train_arguments
+from support.runs import COMMAND, adapter, here, ondevice, replaced, struck, train_arguments
 from support.shared import Shared
 from support.waiting import HANGS_S, wait_until
 
@@ -137,7 +138,7 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
     assert f"the run and its adapter are in {run}" in done.stdout
     known = json.loads((run / "evaluations.json").read_text())
     known["after"]["loss"] = 123.0  # no evaluation would find it
-    (run / "evaluations.json").write_text(json.dumps(known))
+    replaced(run, "evaluations.json", json.dumps(known))
     before = adapter(run)
     resumed = ondevice("train", "--resume", run, "--json")
     assert resumed.returncode == 0, resumed.stderr
@@ -200,7 +201,7 @@ def whole(bundle: Path, shared: Shared) -> Path:
     return shared("a run of 12 steps", train)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_save_and_leave(
     bundle: Path, whole: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -212,6 +213,43 @@ def test_signals_save_and_leave(
     assert _latest(stopped) == "step-00000005"
     assert ondevice("train", "--resume", stopped).returncode == 0
     assert adapter(stopped) == adapter(whole)
+
+
+@pytest.mark.parametrize(("method", "second"), [("mebp", signal.SIGTERM), ("mezo", signal.SIGHUP)])
+def test_a_second_signal_ends_at_once(
+    bundle: Path, tmp_path: Path, method: str, second: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    arguments = train_arguments(bundle, run, 12, save_every=2, method=method)
+    done = struck((signal.SIGTERM, second), "step 5", *arguments)
+    assert done.returncode == 130, done.stderr
+    assert "interrupted" in done.stderr and "Traceback" not in done.stderr
+    assert _latest(run) == "step-00000004"  # no other step is saved
+
+
+# makes the terminal that it was given its own, so that it is told when that hangs up
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "ondevice", *sys.argv[1:]])
+"""
+
+
+def test_a_terminal_that_hangs_up_lets_the_run_save(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    leader, follower = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, *train_arguments(bundle, run, 100_000)],
+        stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    wait_until(lambda: _latest(run), process)
+    os.close(leader)
+    assert process.wait(timeout=HANGS_S) == 130
+    step = int(_latest(run).removeprefix("step-"))
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == step
+    resumed = ondevice("train", "--resume", run, "--steps", step + 100_000, "--budget", "1MB")
+    assert resumed.returncode == 3, resumed.stderr  # it would go on, with a budget
 
 
 def test_budget_too_small_is_refused_with_the_smallest_that_fits(
@@ -284,10 +322,10 @@ def test_damaged_bundles_and_saves_are_refused(
     done = here("train", "--resume", run)
     assert done.returncode == 4 and "method.bin" in done.stderr
     about = json.loads((save / "state.json").read_bytes())
-    assert about.pop("version") == 2
+    assert about.pop("version") == 3
     (save / "state.json").write_text(json.dumps(about))  # as it was before versions were counted
     done = here("train", "--resume", run)
-    assert done.returncode == 4 and "version 1, not 2" in done.stderr
+    assert done.returncode == 4 and "version 1, not 3" in done.stderr
 
 
 def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -61,10 +59,7 @@ def test_arithmetic_is_the_device_s_unless_it_is_asked_for(
     assert found.allocator == ("glibc" if heap else "mlx")
 
 
-def test_graphs_for_a_gpu_that_is_not_here_name_their_bundle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_for_a_gpu_that_is_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "is_available", lambda device: False)
-    way_out = f"ondevice retrace {tmp_path} --device cpu"
-    with pytest.raises(UsageError, match=re.escape(way_out)):
-        use_device("gpu", tmp_path)
+    with pytest.raises(UsageError, match="traced for a GPU, and MLX finds none here"):
+        use_device("gpu")

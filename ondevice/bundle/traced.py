@@ -1,0 +1,64 @@
+"""The record of graphs that were traced in the cache folder, in place of a bundle's own."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from ondevice.bundle.manifest import Manifest
+from ondevice.errors import BundleError
+from ondevice.files import reading_errors, sha256_file
+from ondevice.operations.program import BlockType
+from ondevice.operations.tensors import Graph, Record
+
+RECORD = "traced"  # beside the graphs, and written last: its SHA-256, a newline, and JSON
+
+
+class TracedGraphs(Record, frozen=True):
+    """What takes the place of the same fields of a manifest. Files are relative to the record's."""
+
+    mlx_version: str
+    device: str
+    block_types: dict[str, BlockType]
+    graphs: dict[str, Graph]
+
+    def put_into(self, manifest: Manifest) -> Manifest:
+        """The manifest with these graphs and programs."""
+        return msgspec.structs.replace(
+            manifest,
+            mlx_version=self.mlx_version,
+            device=self.device,
+            block_types=self.block_types,
+            graphs=self.graphs,
+        )
+
+
+def traced_bytes(traced: TracedGraphs) -> bytes:
+    """The bytes of the record's file."""
+    record = msgspec.json.encode(traced)
+    return hashlib.sha256(record).hexdigest().encode() + b"\n" + record
+
+
+def read_traced(folder: Path) -> TracedGraphs:
+    """The record in a folder of traced graphs, whose files are all there with their checksums.
+
+    Raises:
+        BundleError: a file is missing or altered.
+    """
+    path = folder / RECORD
+    with reading_errors(path):
+        checksum, _, record = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(record).hexdigest().encode() != checksum:
+        raise BundleError(f"{path} is altered: its SHA-256 differs")
+    try:
+        traced = msgspec.json.decode(record, type=TracedGraphs)
+    except msgspec.DecodeError as problem:  # of another version
+        raise BundleError(f"{path} is not as expected: {problem}") from None
+    for graph in traced.graphs.values():
+        file = folder / graph.file
+        with reading_errors(file):
+            if sha256_file(file) != graph.sha256:
+                raise BundleError(f"{file} is altered: its SHA-256 differs")
+    return traced

@@ -1,0 +1,46 @@
+"""Traces the graphs of a bundle into a folder, in a process with limits.
+
+A bundle from elsewhere may hold any configuration, so what tracing may take of memory and of the
+CPU's time is limited. This process reads nothing of the bundle but its manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ondevice.bundle.store import open_bundle
+from ondevice.config.shared import DEVICES
+from ondevice.errors import BundleError
+from runtime.data.process import confined, limits_argument
+from runtime.system.backend import prepare
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; complaints go to stderr. Returns the exit code of `ondevice.errors`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ondevice.cli.tracing_process", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("folder", type=Path, help="where the graphs go")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    limits_argument(parser)
+    given = parser.parse_args(argv)
+    prepare(keep_heap=False)
+    return confined(given.limits, lambda: _trace(given.bundle, given.folder, given.device))
+
+
+def _trace(path: Path, folder: Path, device: str) -> None:
+    bundle = open_bundle(path)
+    from export.traced import trace_graphs
+
+    try:
+        trace_graphs(bundle.manifest, device, folder)
+    except BundleError as problem:
+        raise BundleError(f"{path}: {problem}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

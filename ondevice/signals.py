@@ -1,0 +1,84 @@
+"""The signals that ask a process to end: Ctrl-C, SIGTERM, and the end of its terminal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OUTPUTS = (1, 2)  # stdout and stderr
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def handle(handler: Handler) -> dict[signal.Signals, Any]:
+    """Call `handler` when a signal asks the process to end; returns the handlers before.
+
+    A signal that the process was told to ignore, as by nohup, stays ignored.
+    """
+
+    def handle_one(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            drop_terminal()
+        handler(number, frame)
+
+    return {
+        number: signal.signal(number, handle_one)
+        for number in ENDING
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+
+
+@contextmanager
+def handled(handler: Handler) -> Iterator[None]:
+    """As `handle`, until the end of the context."""
+    before = handle(handler)
+    try:
+        yield
+    finally:
+        for number, one in before.items():
+            signal.signal(number, one)
+
+
+def ignore() -> None:
+    """Let no further signal disturb the end of the process."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def drop_terminal() -> bool:
+    """Let output go nowhere whose terminal has hung up; returns whether there was any.
+
+    Writing to it fails, and would end the process before its state is saved.
+    """
+    gone = [output for output in OUTPUTS if _is_gone(output)]
+    for output in gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output)
+        os.close(nowhere)
+    return bool(gone)
+
+
+@contextmanager
+def surviving_hangup() -> Iterator[None]:
+    """Do without output once its terminal is gone, which comes before SIGHUP says so."""
+    try:
+        yield
+    except OSError:
+        if not drop_terminal():
+            raise
+
+
+def _is_gone(output: int) -> bool:
+    """Whether a file descriptor is that of a terminal which has hung up."""
+    try:
+        termios.tcgetattr(output)
+    except termios.error as problem:  # ENOTTY: a file or a pipe; EBADF: closed by who started us
+        return problem.args[0] not in (errno.ENOTTY, errno.EBADF)
+    return False

@@ -1,0 +1,168 @@
+"""The graphs that run: the bundle's own where they are trusted, else graphs traced on this machine.
+
+Graphs are code that MLX does not check, so those of a bundle from elsewhere never run. They are
+traced anew from the model's configuration, in a process of their own, into the user's cache folder.
+The same happens for another version of MLX or another device. The bundle stays as it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from ondevice import __version__
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.store import Bundle
+from ondevice.bundle.traced import RECORD, read_traced
+from ondevice.bundle.trusted import are_trusted
+from ondevice.cache import cache_folder
+from ondevice.errors import BundleError, StorageError, UsageError
+from ondevice.files import storage_errors
+from runtime.data.limits import Limits
+from runtime.data.process import run_module
+from runtime.system.backend import mlx_version
+
+# by its name, because this process must not load model classes
+TRACING_PROCESS = "ondevice.cli.tracing_process"
+TRACING_LIMITS = Limits(memory_bytes=16 << 30, cpu_s=600)
+DTYPE = "float32"  # of what graphs take and return
+
+Note = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """A note that nobody reads."""
+
+
+def with_graphs(bundle: Bundle, device: str = "auto", note: Note = silent) -> Bundle:
+    """The bundle with graphs that may run here, and with the programs that call them.
+
+    Args:
+        bundle: an open bundle.
+        device: "cpu", "gpu", or "auto": the one that trusted graphs were traced for, and MLX's
+            default for other bundles.
+        note: is told when graphs have to be traced, which takes seconds.
+
+    Raises:
+        BundleError: they cannot be traced: the architecture is not supported, mlx-lm is not
+            installed, or computes the model in another way than the bundle says.
+        StorageError: the cache folder cannot be written.
+        UsageError: there is no such device here.
+    """
+    manifest = bundle.manifest
+    here = choose_device(device, manifest)
+    fitting = (manifest.mlx_version, manifest.device) == (mlx_version(), here)
+    if fitting and are_trusted(manifest):
+        return replace(bundle, graphs_path=bundle.path)
+    return _traced(bundle, here, note)
+
+
+def choose_device(wanted: str, manifest: Manifest) -> str:
+    """The device that runs a bundle's graphs, "cpu" or "gpu"; for `wanted` see `with_graphs`.
+
+    Raises:
+        UsageError: it is not here.
+    """
+    has_gpu = mx.is_available(mx.gpu)
+    if wanted == "gpu" and not has_gpu:
+        raise UsageError("--device gpu: MLX finds no GPU here; use --device cpu")
+    if wanted != "auto":
+        return wanted
+    if manifest.device == "cpu" and are_trusted(manifest):
+        return "cpu"
+    return "gpu" if has_gpu else "cpu"
+
+
+def _traced(bundle: Bundle, device: str, note: Note) -> Bundle:
+    """The bundle with graphs from the cache folder, traced there if need be."""
+    library = _installed_version("mlx_lm")
+    folder = cache_folder() / "graphs" / _key(bundle.manifest, device, library)
+    if (found := _read(bundle, folder)) is not None:
+        return found
+    if not library:
+        raise BundleError(
+            f"{bundle.path}: its graphs were not traced on this machine, so they do not run, and "
+            "mlx-lm, which could trace them, is not installed: pip install mlx-lm, or, if you "
+            f"trust whoever made them: ondevice trust {bundle.path}"
+        )
+    try:
+        with storage_errors(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock = folder.with_suffix(".lock").open("w")
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be tracing the same
+            if (found := _read(bundle, folder)) is None:
+                note(f"tracing the graphs of {bundle.path} into {folder.parent}")
+                _trace(bundle, folder, device)
+                found = _read(bundle, folder)
+    except StorageError as problem:
+        raise StorageError(
+            f"{problem}; graphs that this machine has not traced are traced into that folder: set "
+            "XDG_CACHE_HOME to another"
+        ) from None
+    if found is None:
+        raise BundleError(f"{folder}: another process has changed the graphs there; start again")
+    return found
+
+
+def _read(bundle: Bundle, folder: Path) -> Bundle | None:
+    """The bundle with the graphs of a folder; None if they are not there, or not whole."""
+    if not (folder / RECORD).exists():
+        return None
+    try:
+        manifest = read_traced(folder).put_into(bundle.manifest)
+    except BundleError:
+        return None  # they are traced again
+    check_manifest(manifest)
+    return replace(bundle, manifest=manifest, graphs_path=folder)
+
+
+def _trace(bundle: Bundle, folder: Path, device: str) -> None:
+    """Trace into a folder beside `folder`, and move it there when it is whole."""
+    part = folder.with_suffix(".partial")
+    with storage_errors(folder):
+        for old in (folder, part):
+            if old.exists():
+                shutil.rmtree(old)
+        part.mkdir()
+    try:
+        run_module(
+            TRACING_PROCESS,
+            f"tracing the graphs of {bundle.path}",
+            bundle.path,
+            part,
+            limits=TRACING_LIMITS,
+            failure=BundleError,
+            device=device,
+        )
+        with storage_errors(folder):
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _key(manifest: Manifest, device: str, library: str) -> str:
+    """The name of the folder of a model's graphs: equal for all bundles of that model."""
+    versions = {"mlx": mlx_version(), "mlx_lm": library, "ondevice": __version__}
+    model = (manifest.family, manifest.config, manifest.buckets, DTYPE, device, versions)
+    return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
+
+
+def _installed_version(package: str) -> str:
+    """The version of an installed package, "" if it is not installed.
+
+    It is that in the name of the package's metadata folder; `importlib.metadata` takes 1.5 MB.
+    """
+    for entry in sys.path:
+        for folder in sorted(Path(entry).glob(f"{package}-*.dist-info")):
+            return folder.name.removesuffix(".dist-info").rpartition("-")[2]
+    return ""

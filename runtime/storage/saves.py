@@ -1,0 +1,187 @@
+"""The saves of a run: where they lie, and the checksums that whoever reads one compares.
+
+saves/step-N/state.json   the step, the SHA-256 of the save's other files, and how far each log
+                          of the run had come, with the SHA-256 of that; it holds one of itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ondevice.errors import BundleError
+from ondevice.files import read_file, reading_errors, require_file, sha256_file, write_atomic
+from runtime.storage.checksums import CHECKSUMS, Checksums
+from runtime.storage.logs import Prefix
+
+CONFIG, SAVES, STATE = "config.toml", "saves", "state.json"
+VERSION = 3  # since 3 a save holds checksums of itself and of the logs
+
+
+class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What state.json says.
+
+    files: the SHA-256 of each other file of the save. logs: the beginning of each log that belongs
+    to the steps done. evaluated: before which steps there were evaluations ("before", a number).
+    sha256: of all this.
+    """
+
+    version: int
+    step: int
+    files: dict[str, str]
+    logs: dict[str, Prefix] = {}
+    evaluated: tuple[str, ...] = ()
+    sha256: str = ""
+
+    def encode(self) -> bytes:
+        """The content of state.json, with its own checksum."""
+        plain = msgspec.json.encode(msgspec.structs.replace(self, sha256=""))
+        sha256 = hashlib.sha256(plain).hexdigest()
+        return msgspec.json.encode(msgspec.structs.replace(self, sha256=sha256)) + b"\n"
+
+
+class _Version(msgspec.Struct):
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The saves in the folder of a run."""
+
+    run: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.run / SAVES
+
+    def place(self, step: int) -> Path:
+        """Where the save of a step is."""
+        return self.folder / f"step-{step:08d}"
+
+    def all(self) -> list[Path]:
+        """The places of all whole saves, the newest last; others were never renamed into place.
+
+        Raises:
+            BundleError: one has a name that no save has.
+        """
+        return sorted(self.folder.glob("step-*"), key=self.step_of)
+
+    def latest(self) -> Path | None:
+        """The place of the newest save."""
+        return next(reversed(self.all()), None)
+
+    def step_of(self, place: Path) -> int:
+        """After how many steps a save was made, by its name.
+
+        Raises:
+            BundleError: it has another name.
+        """
+        number = place.name.removeprefix("step-")
+        if number.isascii() and number.isdecimal() and len(number) < 20:
+            step = int(number)
+            if place.name == self.place(step).name:
+                return step
+        raise BundleError(f"{place} is no save: its name is not that of a step; remove it")
+
+    def write_state(
+        self,
+        folder: Path,
+        step: int,
+        names: tuple[str, ...],
+        logs: Mapping[str, Prefix],
+        evaluated: tuple[str, ...],
+    ) -> None:
+        """Write the state.json of a save whose other files lie in `folder`."""
+        files = {name: sha256_file(folder / name) for name in names}
+        state = State(VERSION, step, files, dict(logs), evaluated)
+        write_atomic(folder / STATE, state.encode())
+
+    def read(self, place: Path) -> State:
+        """What the state.json of a save says.
+
+        Raises:
+            BundleError: it is damaged, of another step or version.
+        """
+        path = place / STATE
+        if not path.exists():
+            raise BundleError(f"{path} is gone; {self.way_out(place)}")
+        with reading_errors(path):
+            data = read_file(path)
+        try:
+            version = msgspec.json.decode(data, type=_Version).version
+            if version != VERSION:
+                raise BundleError(
+                    f"{place} is a save of version {version}, not {VERSION}: another version of "
+                    "ondevice wrote it; go on with that one, or train anew from a copy of "
+                    f"adapters.safetensors and adapter_config.json of {self.run} (--adapter COPY)"
+                )
+            state = msgspec.json.decode(data, type=State)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
+            raise BundleError(f"{path} is damaged: {problem}; {self.way_out(place)}") from None
+        if data != state.encode():
+            raise BundleError(
+                f"{path} is altered: it does not agree with its own SHA-256; {self.way_out(place)}"
+            )
+        if state.step != self.step_of(place):
+            raise BundleError(
+                f"{path} is that of step {state.step}, and its folder is {place.name}; "
+                f"{self.way_out(place)}"
+            )
+        return state
+
+    def check(self, place: Path, state: State, name: str) -> None:
+        """Compare a file of a save with its checksum.
+
+        Raises:
+            BundleError: it is altered or gone.
+        """
+        path = place / name
+        if not path.exists():
+            raise BundleError(f"{path} is gone; {self.way_out(place)}")
+        with reading_errors(path):
+            require_file(path)
+            found = sha256_file(path)
+        if found != state.files.get(name):
+            raise BundleError(
+                f"{path} is altered: its SHA-256 is not the one in {STATE}; {self.way_out(place)}"
+            )
+
+    def way_out(self, place: Path) -> str:
+        """What to do where the save in `place` cannot be used."""
+        step = self.step_of(place)
+        earlier = [one for one in self.all() if self.step_of(one) < step]
+        if earlier:
+            return (
+                f"to go on from {earlier[-1].name}, remove {place} and give ondevice train "
+                f"--resume {self.run}"
+            )
+        return (
+            "no earlier save is left (--keep N keeps more); to train anew with the same settings, "
+            f"give ondevice train --config {self.run / CONFIG} --output OTHER"
+        )
+
+
+def check_adapter(path: Path) -> None:
+    """Compare a file of an adapter with the checksum that its run, or its save, has of it.
+
+    A folder that is neither, such as a copy of an adapter, has no checksums.
+
+    Raises:
+        BundleError: the file is altered.
+    """
+    folder = path.absolute().parent
+    if folder.parent.name == SAVES and folder.name.startswith("step-"):
+        saves = Saves(folder.parent.parent)
+        saves.check(folder, saves.read(folder), path.name)
+    elif (folder / CHECKSUMS).exists() or (
+        (folder / SAVES).is_dir() and (folder / CONFIG).exists()
+    ):
+        Checksums(folder).check(
+            path.name,
+            f"ondevice train --resume {folder} writes it again from its last save; a copy of both "
+            "files of the adapter in another folder is used as it is",
+        )

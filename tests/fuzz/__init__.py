@@ -1,0 +1,1 @@
+"""Input from elsewhere, changed at random and read: refused in words, or read as it is."""

@@ -1,0 +1,114 @@
+"""Adapters from elsewhere: the tensors, their configuration, and the files themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from support.mutations import Rng, mutate, mutate_bytes, pick
+from support.runs import train_arguments
+
+from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, strict_json
+from fuzz.kinds.bundles import BUDGET, export, facts_of
+from runtime.methods.adapters import CONFIG, WEIGHTS
+
+
+def _header_bytes(path: Path) -> int:
+    """Where the tensors of a safetensors file begin."""
+    return 8 + int(struct.unpack("<Q", path.read_bytes()[:8])[0])
+
+
+def _values(value: float) -> Change:
+    def changed(folder: Path, rng: Rng) -> None:
+        path = folder / WEIGHTS
+        data, start = path.read_bytes(), _header_bytes(path)
+        values = np.full((len(data) - start) // 4, value, "<f4")
+        path.write_bytes(data[:start] + values.tobytes())
+
+    return changed
+
+
+def _config(change: Callable[[str], str]) -> Change:
+    def changed(folder: Path, rng: Rng) -> None:
+        path = folder / CONFIG
+        path.write_text(change(path.read_text()))
+
+    return changed
+
+
+class Adapters(Kind):
+    """Adapters that are evaluated, or trained further."""
+
+    name = "adapters"
+    originals = ("evaluated", "trained")
+    known: ClassVar[dict[str, Change]] = {
+        "not a number": _values(float("nan")),
+        "infinite": _values(float("inf")),
+        "huge": _values(3e38),
+        "tiny": _values(1e-45),
+        "nested beyond recursion": _config(lambda text: "[" * 100_000 + text),
+        "alpha 1e999": _config(lambda text: text.replace('"alpha": 16.0', '"alpha": 1e999')),
+        "scale 1e999": _config(lambda text: text.replace('"scale": 2.0', '"scale": 1e999')),
+        "huge rank": _config(lambda text: text.replace('"rank": 8', '"rank": 1000000000')),
+        "rank of 5000 digits": _config(
+            lambda text: text.replace('"rank": 8', '"rank": ' + "9" * 5000)
+        ),
+        "no configuration": lambda folder, rng: (folder / CONFIG).unlink(),
+        "huge header": lambda folder, rng: (folder / WEIGHTS).write_bytes(
+            struct.pack("<Q", 1 << 62) + b"{}"
+        ),
+    }
+
+    def prepare(self, folder: Path) -> None:
+        export("random:tiny-qwen2", folder / "bundle")
+        arguments = train_arguments(folder / "bundle", folder / "run", 2, budget=BUDGET)
+        if code := ondevice(*arguments):
+            raise RuntimeError(f"exit code {code}")
+        for original in self.originals:
+            (folder / original).mkdir()
+            for name in (WEIGHTS, CONFIG):
+                shutil.copyfile(folder / "run" / name, folder / original / name)
+
+    def change(self, folder: Path, rng: Rng) -> object:
+        weights, config = folder / WEIGHTS, folder / CONFIG
+        act = pick(rng, ["header", "header", "values", "config", "config", "place"])
+        if act == "place":
+            return put_in_place(pick(rng, (weights, config)), rng)
+        if act == "config":
+            if rng.random() < 0.2:
+                data, done = mutate_bytes(config.read_bytes(), rng)
+                config.write_bytes(data)
+                return f"{CONFIG}: {done}"
+            document = json.loads(config.read_bytes())
+            done = mutate(document, rng)
+            config.write_text(json.dumps(document))
+            return f"{CONFIG}: {done}"
+        upto = _header_bytes(weights) if act == "header" else None
+        data, done = mutate_bytes(weights.read_bytes(), rng, upto)
+        weights.write_bytes(data)
+        return f"{WEIGHTS}: {done}"
+
+    def read(self, folder: Path, original: Path) -> Read:
+        bundle = original.parent / "bundle"
+        if original.name == "trained":
+            run = Path("run").absolute()
+            arguments = train_arguments(bundle, run, 2, budget=BUDGET, adapter=folder)
+            code = ondevice(*arguments)
+            return Read(code, None if code else facts_of(run))
+        given: dict[str, Any] = {"data": "random:7", "max-seq-length": 16, "adapter": folder}
+        options = [f"--{name}={value}" for name, value in given.items()]
+        output = Path("said").absolute()
+        start = output.stat().st_size
+        code = ondevice("eval", bundle, *options, "--budget", BUDGET, "--json")
+        if code:
+            return Read(code)
+        # what was printed is JSON to every reader, so a loss that is no number cannot be shown
+        printed = output.read_bytes()[start:].splitlines()
+        line = next(line for line in printed if line.startswith(b"{"))
+        Path("result.json").write_bytes(line)
+        return Read(code, strict_json(Path("result.json"))["loss"])

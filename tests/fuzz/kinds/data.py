@@ -1,0 +1,157 @@
+"""Rows of data in every format, tokenized as training would read them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+from support.chat_encoders import CALLED, CLOCK, said
+from support.mutations import Rng, mutate, mutate_bytes
+from support.token_rows import VOCAB, make_bundle
+
+from fuzz.kind import Change, Kind, Read, put_in_place, sha256
+from runtime.data import tokenizing
+from runtime.data.reading import Reading
+from runtime.data.rows import TokenRows
+
+LENGTH = 256
+TEMPLATE = (Path(__file__).parents[2] / "support/chat_templates/chatml.jinja").read_text()
+TOKENIZER = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "messages": [{"messages": said("sun in X?", "yes", "rain?", "no")}, {"messages": CALLED}],
+    "tools": [{"messages": CALLED, "tools": [CLOCK]}],
+    "prompts": [{"prompt": "the sun", "completion": " is there"}],
+    "alpaca": [{"instruction": "say it", "input": "the sun", "output": "sun"}],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}
+    ],
+    "text": [{"text": "the sun is there\nthe rain is not"}],
+}  # fmt: skip
+TABLE = [
+    {"prompt": "the sun", "completion": "is, there"},
+    {"prompt": 'the "rain"', "completion": "no"},
+]
+PLAIN = "the sun is there\n\nand the rain, the rain is not\n" * 20
+
+
+def tokenized(bundle: Path, data: Path, output: Path, reading: Reading, length: int) -> int:
+    """The exit code of the process that tokenizes, run in this one."""
+    options = {
+        "bundle": bundle,
+        "input": data,
+        "seq-length": length,
+        "output": output,
+        "reading": msgspec.json.encode(reading).decode(),
+    }
+    return tokenizing.main([f"--{name}={value}" for name, value in options.items()])
+
+
+def facts_of(tokens: Path, vocab_size: int = VOCAB) -> str:
+    """What was written, which a training must be able to read."""
+    TokenRows(tokens, vocab_size)
+    return sha256(tokens)
+
+
+def _lines(*lines: bytes) -> Change:
+    """Rows as JSON lines in place of whatever the file held."""
+
+    def changed(folder: Path, rng: Rng) -> None:
+        (path,) = folder.iterdir()
+        path.unlink()
+        (folder / "data.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+
+    return changed
+
+
+def _table(text: bytes) -> Change:
+    def changed(folder: Path, rng: Rng) -> None:
+        (path,) = folder.iterdir()
+        path.unlink()
+        (folder / "data.csv").write_bytes(text)
+
+    return changed
+
+
+class Data(Kind):
+    """Files of text, JSON lines, JSON, CSV and Parquet."""
+
+    name = "data"
+    originals = (*ROWS, "list", "table", "plain", "columns")
+    known: ClassVar[dict[str, Change]] = {
+        "nested beyond recursion": _lines(b"[" * 100_000),
+        "messages nested beyond recursion": _lines(
+            b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
+        ),
+        "messages in text nested beyond recursion": _lines(
+            json.dumps({"messages": "[" * 100_000}).encode()
+        ),
+        "number 1e999": _lines(b'{"text": 1e999}'),
+        "number of 5000 digits": _lines(b'{"text": ' + b"9" * 5000 + b"}"),
+        "not UTF-8": _lines(b'{"text": "\xff\xfe"}'),
+        "half a surrogate pair": _lines(b'{"text": "\\ud800"}'),
+        "half a pair in a message": _lines(
+            b'{"messages": [{"role": "user", "content": "\\ud800"}, '
+            b'{"role": "assistant", "content": "\\udc00"}]}'
+        ),
+        "speaker is a list": _lines(b'{"conversations": [{"from": [], "value": "x"}]}'),
+        "null bytes": _table(b"prompt,completion\n\0\0,\0\n"),
+        "unclosed quote": _table(b'prompt,completion\n"the sun,no\n' + b"x" * 200_000),
+        "no header": _table(b"\n\n\n"),
+        "a cell of 3 MB": _table(b"text\n" + b"the " * 750_000),
+    }
+
+    def prepare(self, folder: Path) -> None:
+        make_bundle(folder / "bundle", {**TOKENIZER, "chat_template": TEMPLATE})
+        for name, rows in ROWS.items():
+            lines = [json.dumps(row) for row in rows * 3]
+            _place(folder, name, "data.jsonl").write_text("\n".join(lines) + "\n")
+        _place(folder, "list", "data.json").write_text(json.dumps(ROWS["prompts"] * 3))
+        _place(folder, "plain", "data.txt").write_text(PLAIN)
+        with _place(folder, "table", "data.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(TABLE[0]))
+            writer.writeheader()
+            writer.writerows(TABLE)
+        _write_parquet(_place(folder, "columns", "data.parquet"))
+
+    def change(self, folder: Path, rng: Rng) -> object:
+        (path,) = folder.iterdir()
+        if rng.random() < 0.02:
+            return put_in_place(path, rng)
+        data = path.read_bytes()
+        if path.suffix in (".jsonl", ".json") and rng.random() < 0.7:
+            rows = [json.loads(line) for line in data.splitlines()]
+            done: object = mutate(rows, rng)
+            path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+            return done
+        data, done = mutate_bytes(data, rng)
+        path.write_bytes(data)
+        return done
+
+    def read(self, folder: Path, original: Path) -> Read:
+        (path,) = folder.iterdir()
+        found = []
+        for skip in (False, True):
+            output = Path(f"{skip}.tokens").absolute()
+            reading = Reading(skip_bad_rows=skip)
+            code = tokenized(original.parent / "bundle", path, output, reading, LENGTH)
+            found.append(code or facts_of(output))
+        return Read(code, found)
+
+
+def _place(folder: Path, name: str, file: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name / file
+
+
+def _write_parquet(path: Path) -> None:
+    """A Parquet file where pyarrow is installed, and else one that only names it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        path.with_suffix(".jsonl").write_text(json.dumps(TABLE[0]) + "\n")
+        return
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), path)

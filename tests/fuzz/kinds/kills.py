@@ -1,0 +1,297 @@
+"""SIGKILL at random moments: of training, inside saves, of exports and of tracing; then again.
+
+A killed command is repeated until it ends. What is left then must be what one that nobody killed
+leaves, to the byte. Moments are drawn two ways: before the n-th change of the file system, which is
+inside a save or an export more often than not and the same for the same seed, and after a random
+time of the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from support.bundles import manifest_of, rewrite
+from support.files import listing
+from support.mutations import Rng
+from support.runs import train_arguments
+
+from fuzz.campaign import IDENTICAL, SAID, Campaign
+from fuzz.child import FAILED, SECONDS, Ended, Tell, in_child
+from fuzz.kind import ondevice, sha256
+from fuzz.kinds.bundles import BUDGET, export, exported
+from ondevice.bundle.store import WEIGHTS
+
+# what changes the file system, as Python audits it; os.fsync is none of them, and wrapped
+CHANGES = (
+    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree",
+    "shutil.copyfile", "os.link", "os.symlink",
+)  # fmt: skip
+MOST_KILLS = 3  # of one command
+PREPARING_S = 300
+
+
+class Scene(ABC):
+    """A command that can be killed and repeated."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def prepare(self, folder: Path) -> None:
+        """Make what the command reads."""
+
+    @abstractmethod
+    def command(self, inputs: Path, output: Path) -> int:
+        """Run the command, or go on with it. Returns its exit code."""
+
+    @abstractmethod
+    def facts(self, output: Path) -> Any:
+        """What a command that nobody killed leaves."""
+
+
+class Training(Scene):
+    """Training that saves after every step and evaluates after every other."""
+
+    method: ClassVar[str]
+    steps = 6
+
+    def prepare(self, folder: Path) -> None:
+        export("random:tiny-qwen2", folder / "bundle")
+
+    def command(self, inputs: Path, output: Path) -> int:
+        if (output / "config.toml").exists():
+            return ondevice("train", "--resume", output)
+        more = {"eval-data": "random:9", "eval-every": 2, "eval-rows": 2}
+        options = {**more, "method": self.method, "budget": BUDGET, "keep": 2}
+        words = train_arguments(inputs / "bundle", output, self.steps, **options)
+        return ondevice(*words, "--keep-best")
+
+    def facts(self, output: Path) -> Any:
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        log = output / "trajectory.jsonl"
+        return {
+            "adapter": sha256(output / "adapters.safetensors"),
+            "steps": [entry["step"] for entry in entries],
+            "losses": [entry["loss"] for entry in entries],
+            "log": sha256(log) if log.exists() else None,
+            "evaluations": json.loads((output / "evaluations.json").read_bytes()),
+            "saves": sorted(path.name for path in (output / "saves").iterdir()),
+        }
+
+
+class BackpropagationKilled(Training):
+    """MeBP."""
+
+    name, method = "kill-mebp", "mebp"
+
+
+class EstimationKilled(Training):
+    """MeZO, whose steps are in a log."""
+
+    name, method = "kill-mezo", "mezo"
+
+
+class ExportKilled(Scene):
+    """An export of a tiny model."""
+
+    name = "kill-export"
+
+    def prepare(self, folder: Path) -> None:
+        """An export of random weights reads nothing."""
+
+    def command(self, inputs: Path, output: Path) -> int:
+        if output.exists():  # it was killed after its last rename
+            return ondevice("inspect", output, "--verify")
+        return exported("random:tiny-gemma3", output)
+
+    def facts(self, output: Path) -> Any:
+        if code := ondevice("inspect", output, "--verify"):
+            raise RuntimeError(f"the bundle is not whole: exit code {code}")
+        document = manifest_of(output)
+        for graph in document["graphs"].values():  # MLX numbers a graph's arrays anew each time
+            del graph["sha256"]
+        beside = [path.name for path in output.parent.iterdir() if path.name.endswith(".partial")]
+        return [document, listing(output), sha256(output / WEIGHTS), beside]
+
+
+class TracingKilled(Scene):
+    """Training from a bundle whose graphs nobody here has traced, in a cache of its own."""
+
+    name = "kill-tracing"
+
+    def prepare(self, folder: Path) -> None:
+        export("random:tiny-qwen2", folder / "bundle")
+        document = manifest_of(folder / "bundle")
+        for graph in document["graphs"].values():  # as if another machine had traced them
+            path = folder / "bundle" / graph["file"]
+            path.write_bytes(path.read_bytes() + b"\0")
+            graph |= {"nbytes": path.stat().st_size, "sha256": sha256(path)}
+        rewrite(folder / "bundle", document)
+
+    def command(self, inputs: Path, output: Path) -> int:
+        os.environ["XDG_CACHE_HOME"] = str(output.parent / "cache")
+        if (output / "config.toml").exists():
+            return ondevice("train", "--resume", output)
+        return ondevice(*train_arguments(inputs / "bundle", output, 2, budget=BUDGET))
+
+    def facts(self, output: Path) -> Any:
+        return sha256(output / "adapters.safetensors")
+
+
+KILLS: dict[str, type[Scene]] = {
+    scene.name: scene
+    for scene in (BackpropagationKilled, EstimationKilled, ExportKilled, TracingKilled)
+}
+
+
+class Changes:
+    """Counts the changes of the file system below a folder, and dies before one of them."""
+
+    def __init__(self, folder: Path, kill_before: int | None) -> None:
+        self.folder, self.kill_before, self.count = str(folder), kill_before, 0
+        self._fsync = os.fsync
+
+    def watch(self) -> None:
+        """Begin; there is no end, since audit hooks stay for a process's life."""
+        sys.addaudithook(self._audit)
+        os.fsync = self._flush
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in CHANGES or not str(arguments[0]).startswith(self.folder):
+            return
+        if event == "open" and not isinstance(arguments[2], int):
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        self._happen()
+
+    def _flush(self, descriptor: Any) -> None:
+        self._happen()
+        self._fsync(descriptor)
+
+    def _happen(self) -> None:
+        if self.count == self.kill_before:
+            os.killpg(0, signal.SIGKILL)
+        self.count += 1
+
+
+class Killing:
+    """Kills of one scene, each counted; a command that was killed to its end counts its kills."""
+
+    def __init__(
+        self, campaign: Campaign, scene: type[Scene], seed: int, first: int, count: int
+    ) -> None:
+        self.campaign, self.scene = campaign, scene()
+        self.seed, self.first, self.count = seed, first, count
+        self.inputs = campaign.folder / "originals" / scene.name
+        self.expected: Any = None
+        self.changes = 0  # of the file system, by a command that nobody kills
+        self.seconds = 0.0  # that it takes
+
+    def run(self) -> Iterator[str]:
+        """Kill until `count` kills have come; yields a verdict for each."""
+        self._prepare()
+        number, done = self.first, 0
+        while done < self.count:
+            kills, ended = self._case(number)
+            verdict = self._verdict(ended)
+            for index in range(max(1, kills)):
+                last = index == max(1, kills) - 1
+                self.campaign.counts.add(self.scene.name, verdict if last else IDENTICAL)
+            if verdict != IDENTICAL:
+                self._report(number, ended, verdict)
+            yield verdict
+            done += max(1, kills)
+            number += max(1, kills)
+            shutil.rmtree(self._folder(number - max(1, kills)), ignore_errors=True)
+
+    def _prepare(self) -> None:
+        self.inputs.mkdir(parents=True)
+
+        def make(tell: Tell) -> int:
+            self.scene.prepare(self.inputs)
+            return 0
+
+        made = in_child(make, self.inputs / "said", PREPARING_S)
+        folder = self._folder(-1)
+        folder.mkdir()
+        begun = time.monotonic()
+        ended = self._attempt(folder, None, None)
+        self.seconds = time.monotonic() - begun
+        if made.code or ended.code or len(ended.told) != 1:
+            raise RuntimeError(f"{self.scene.name} cannot be prepared: {made}, {ended}")
+        self.expected, self.changes = ended.told[0]["facts"], ended.told[0]["changes"]
+        shutil.rmtree(folder)
+
+    def _folder(self, number: int) -> Path:
+        return self.campaign.folder / f"{self.scene.name}-{self.seed}-{number}"
+
+    def _case(self, number: int) -> tuple[int, Ended]:
+        """Start a command, kill it up to MOST_KILLS times, and let it end."""
+        seed = [self.seed, number, *self.scene.name.encode()]
+        rng = np.random.default_rng(seed)
+        folder, kills = self._folder(number), 0
+        folder.mkdir()
+        for _ in range(int(rng.integers(1, MOST_KILLS + 1))):
+            before, after_s = self._moment(rng)
+            ended = self._attempt(folder, before, after_s)
+            if ended.signal != signal.SIGKILL:
+                break  # it had ended before its moment came, or has failed
+            kills += 1
+        else:
+            ended = self._attempt(folder, None, None)
+        return kills, ended
+
+    def _moment(self, rng: Rng) -> tuple[int | None, float | None]:
+        if rng.random() < 0.7:
+            return int(rng.integers(self.changes)), None
+        return None, float(rng.uniform(0, self.seconds))
+
+    def _attempt(self, folder: Path, before: int | None, after_s: float | None) -> Ended:
+        def work(tell: Tell) -> int:
+            os.chdir(folder)
+            changes = Changes(folder, before)
+            changes.watch()
+            output = folder / "output"
+            code = self.scene.command(self.inputs, output)
+            changes.kill_before = None
+            if code == 0:
+                tell({"facts": self.scene.facts(output), "changes": changes.count})
+            return code
+
+        return in_child(work, folder / "said", 6 * SECONDS, after_s)
+
+    def _verdict(self, ended: Ended) -> str:
+        if ended.late:
+            return "hang"
+        if ended.signal:
+            return f"signal {signal.Signals(ended.signal).name}"
+        if ended.code == FAILED:
+            return "traceback"
+        if ended.code:
+            return f"exit code {ended.code}"
+        return IDENTICAL if ended.told[-1]["facts"] == self.expected else "silent difference"
+
+    def _report(self, number: int, ended: Ended, verdict: str) -> None:
+        self.campaign.keep(
+            self._folder(number),
+            {
+                "kind": self.scene.name,
+                "seed": self.seed,
+                "number": number,
+                "name": "",
+                "verdict": verdict,
+                "changed": ended.told,
+                "said": ended.said[-SAID:],
+            },
+        )

@@ -1,0 +1,68 @@
+"""Tokenizers from elsewhere: tokenizer.json and the small files beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+from support.mutations import Rng, mutate, mutate_bytes, pick
+from support.token_rows import make_bundle
+
+from fuzz.kind import Change, Kind, Read, put_in_place
+from fuzz.kinds.data import LENGTH, ROWS, TEMPLATE, TOKENIZER, facts_of, tokenized
+from runtime.data.reading import Reading
+
+DATA = "data.jsonl"
+ANY_TOKEN = 2**31 - 1  # a changed vocabulary may have any number
+
+
+def _write(name: str, data: bytes) -> Change:
+    def changed(folder: Path, rng: Rng) -> None:
+        (folder / "tokenizer" / name).write_bytes(data)
+
+    return changed
+
+
+class Tokenizers(Kind):
+    """The files of a tokenizer folder."""
+
+    name = "tokenizers"
+    known: ClassVar[dict[str, Change]] = {
+        "nested beyond recursion": _write("tokenizer.json", b"[" * 100_000),
+        "configuration nested beyond recursion": _write("tokenizer_config.json", b"[" * 100_000),
+        "generation nested beyond recursion": _write("generation_config.json", b"[" * 100_000),
+        "generation is a list": _write("generation_config.json", b"[]"),
+        "ends of everything": _write("generation_config.json", b'{"eos_token_id": [[1], {}]}'),
+        "end 1e999": _write("generation_config.json", b'{"eos_token_id": 1e999}'),
+        "not UTF-8": _write("tokenizer.json", b"\xff\xfe{}"),
+        "special tokens are a number": _write("special_tokens_map.json", b"7"),
+    }
+
+    def prepare(self, folder: Path) -> None:
+        make_bundle(folder / "original", {**TOKENIZER, "chat_template": TEMPLATE})
+        (folder / "original/tokenizer/generation_config.json").write_text('{"eos_token_id": [1]}')
+        (folder / "original/tokenizer/special_tokens_map.json").write_text('{"bos_token": "<bos>"}')
+        rows = [row for rows in ROWS.values() for row in rows]
+        (folder / "original" / DATA).write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+    def change(self, folder: Path, rng: Rng) -> object:
+        path = pick(rng, sorted((folder / "tokenizer").iterdir()))
+        if rng.random() < 0.03:
+            return put_in_place(path, rng)
+        if rng.random() < 0.3:
+            data, done = mutate_bytes(path.read_bytes(), rng)
+            path.write_bytes(data)
+        else:
+            document = json.loads(path.read_bytes())
+            aside = document.pop("model", None) if rng.random() < 0.7 else None
+            done = mutate(document, rng)
+            if aside is not None:
+                document["model"] = aside
+            path.write_text(json.dumps(document))
+        return f"{path.name}: {done}"
+
+    def read(self, folder: Path, original: Path) -> Read:
+        output = Path("out.tokens").absolute()
+        code = tokenized(folder, folder / DATA, output, Reading(skip_bad_rows=True), LENGTH)
+        return Read(code, None if code else facts_of(output, ANY_TOKEN))

@@ -1,0 +1,41 @@
+"""A few cases of every kind; `python -m tests.fuzz` runs as many as one wants."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.source_rules import ROOT
+
+GROUPS = {  # about as long as each other
+    "adapters,saves,tokens": 12,
+    "bundle,graphs,manifest": 8,
+    "data,settings,templates,tokenizers": 8,
+    "gguf,safetensors": 8,
+    "kill-export,kill-mebp,kill-mezo,kill-tracing": 3,
+}
+
+
+@pytest.mark.parametrize("kinds", GROUPS)
+def test_what_is_changed_is_refused_or_read(tmp_path: Path, seed: int, kinds: str) -> None:
+    counts = tmp_path / "counts.json"
+    words = ["--kind", kinds, "--count", GROUPS[kinds], "--seed", seed, "--first", 0]
+    command = [sys.executable, "-m", "tests.fuzz", *words, "--no-known", "--counts", counts]
+    done = subprocess.run(
+        [*map(str, command), "--finds", str(tmp_path / "finds")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + counts.read_text()
+    verdicts = json.loads(counts.read_bytes())["verdicts"]
+    assert set(verdicts) == set(kinds.split(","))
+    assert all(sum(counted.values()) >= GROUPS[kinds] for counted in verdicts.values())
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.fuzz", "--kind", "nothing"], cwd=ROOT)
+    assert done.returncode == 2

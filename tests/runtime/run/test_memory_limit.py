@@ -1,0 +1,63 @@
+"""Training under the kernel's own limit: a control group as small as the plan says it may be."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.cgroups import memory_group
+from support.runs import adapter, ondevice, train_arguments
+
+from ondevice.bundle.store import Bundle
+from ondevice.errors import BudgetError
+from runtime.planner.limit import KERNEL_BYTES
+
+Tiny = Callable[..., Bundle]
+
+
+def planned(bundle: Path, method: str) -> dict[str, int]:
+    """The plan of the smallest budget."""
+    words = ["plan", bundle, "--max-seq-length=24", "--batch-size=2", "--method", method, "--json"]
+    smallest = json.loads(ondevice(*words, "--budget", "1GB").stdout)["minimum_bytes"]
+    found: dict[str, int] = json.loads(ondevice(*words, "--budget", smallest).stdout)
+    return found
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_the_smallest_budget_fits_a_group_of_8_mb_more(
+    tiny: Tiny, tmp_path: Path, method: str
+) -> None:
+    """The kernel would kill what passes it: page tables and its own memory are counted too."""
+    bundle = tiny("gemma3").path
+    plan = planned(bundle, method)
+    words = {"method": method, "budget": plan["budget_bytes"]}
+    limit_bytes = plan["predicted_peak_bytes"] + KERNEL_BYTES
+    with memory_group(f"{os.getpid()}-{method}", limit_bytes) as group:
+        done = group.run("-m", "ondevice", *train_arguments(bundle, tmp_path / "run", 4, **words))
+        assert not group.killed, done.stderr
+        assert done.returncode == 0, done.stderr
+    free = ondevice(*train_arguments(bundle, tmp_path / "free", 4, **words))
+    assert free.returncode == 0, free.stderr
+    assert adapter(tmp_path / "run") == adapter(tmp_path / "free")
+
+
+def test_a_limit_below_the_budget_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    bundle = tiny("gemma3").path
+    with memory_group(f"{os.getpid()}-refused", 200_003_584) as group:
+        train = train_arguments(bundle, tmp_path / "run", 1, budget="300MB")
+        done = group.run("-m", "ondevice", *train)
+        assert done.returncode == BudgetError.exit_code
+        assert "budget 300 MB > 200 MB, the memory limit under which this process" in done.stderr
+        assert "give --budget 192 MB or less, or raise the limit" in done.stderr
+        assert not (tmp_path / "run").exists()
+        plan = ["-m", "ondevice", "plan", bundle, "--max-seq-length", 24, "--budget"]
+        assert group.run(*plan, "300MB").returncode == BudgetError.exit_code
+        tight = group.run(*plan, "195MB")
+        assert tight.returncode == 0, tight.stderr
+        assert "leaves 5 MB beside the budget of 195 MB" in tight.stderr
+        assert "memory limit of this process (container)" in tight.stdout
+        roomy = group.run(*plan, "190MB")
+        assert roomy.returncode == 0 and "warning" not in roomy.stderr

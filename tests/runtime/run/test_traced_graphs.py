@@ -1,0 +1,208 @@
+"""Graphs that this user's exports did not write never run: they are traced into the cache."""
+
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.bundles import copied, manifest_of, put, rewrite, runnable, settings, with_noise
+from support.files import listing
+from support.models import model_of
+from support.runs import adapter, here, ondevice, train_arguments
+
+from export.pack import export_bundle
+from ondevice.bundle.store import Bundle, open_bundle
+from ondevice.bundle.traced import RECORD
+from ondevice.bundle.trusted import are_trusted
+from ondevice.cache import cache_folder
+from ondevice.errors import BundleError, StorageError, UsageError
+from runtime.engine.graphs import Graphs
+from runtime.run import traced_graphs
+from runtime.run.traced_graphs import with_graphs
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Another user's machine: an empty cache folder, which is returned."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ondevice"
+
+
+def forward_of(bundle: Bundle, seed: int) -> np.ndarray:
+    program = model_of(bundle, bundle.manifest.buckets[0])
+    rng = np.random.default_rng(seed)
+    x = program.embed(rng.integers(0, bundle.manifest.vocab_size, 9))
+    for block in program.blocks[1:-1]:
+        x = program.forward(block, x, {})
+    return np.array(program.hidden(x, np.arange(9)))
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {
+        name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()
+    }
+
+
+def test_graphs_from_elsewhere_do_not_run_and_the_bundle_stays_as_it_is(
+    origin: Bundle, stranger: Path, tmp_path: Path, rng: np.random.Generator, seed: int
+) -> None:
+    path = with_noise(origin, tmp_path / "bundle", rng)
+    before = all_bytes(path)
+    for one in (path, *path.rglob("*")):
+        one.chmod(one.stat().st_mode & ~stat.S_IWUSR)
+    told: list[str] = []
+    bundle = with_graphs(open_bundle(path), note=told.append)
+    assert len(told) == 1 and str(path) in told[0]
+    assert bundle.graphs_path is not None and bundle.graphs_path.parent == stranger / "graphs"
+    assert bundle.manifest.block_types == origin.manifest.block_types
+    assert (forward_of(bundle, seed) == forward_of(origin, seed)).all()
+    again = with_graphs(open_bundle(path), note=told.append)
+    assert len(told) == 1 and again == bundle  # traced once
+    same = with_graphs(origin, note=told.append)  # by whatever bundle of this model
+    assert len(told) == 1 and same.graphs_path == bundle.graphs_path
+    assert all_bytes(path) == before
+    assert sorted(one.suffix for one in (stranger / "graphs").iterdir()) == ["", ".lock"]
+
+
+def test_graphs_of_this_user_s_exports_run_as_they_lie(origin: Bundle, tmp_path: Path) -> None:
+    moved = runnable(copied(origin, tmp_path / "elsewhere"))
+    assert moved.graphs_path == moved.path
+
+
+def test_a_program_that_its_export_did_not_write_is_not_trusted(
+    origin: Bundle, tmp_path: Path
+) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    for where, value in (
+        ("block_types/layer0/operations/0/tokenwise", False),
+        ("graphs/layer0.0.vjp.16/workspace_bytes", 1),
+        ("mlx_version", "0.1.2"),
+        ("device", "gpu"),
+    ):
+        document = manifest_of(origin.path)
+        put(document, where, value)
+        rewrite(path, document)
+        assert not are_trusted(open_bundle(path).manifest), where
+    bundle = runnable(path)  # whatever it says of its device
+    assert bundle.manifest.device == ("gpu" if mx.is_available(mx.gpu) else "cpu")
+    assert bundle.graphs_path != path
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_a_bundle_without_graphs_trains_to_the_same_bytes(
+    stranger: Path, tmp_path: Path, method: str
+) -> None:
+    bare = tmp_path / "bare"
+    export_bundle(settings("random:tiny-qwen2", bare, graphs=False))
+    whole = tmp_path / "whole"
+    export_bundle(settings("random:tiny-qwen2", whole))
+    assert not manifest_of(bare)["graphs"] and not (bare / "graphs").exists()
+    shown = here("inspect", bare)
+    assert "graphs: none; they are traced when the bundle is first used" in shown.stdout
+    for path in (bare, whole):
+        run = tmp_path / f"run-{path.name}"
+        done = here(*train_arguments(path, run, 2, method=method, max_seq_length=16))
+        assert done.returncode == 0, done.stderr
+        assert ("tracing the graphs" in done.stderr) == (path == bare)
+    assert adapter(tmp_path / "run-bare") == adapter(tmp_path / "run-whole")
+
+
+def test_what_is_damaged_in_the_cache_is_traced_again(
+    origin: Bundle, stranger: Path, rng: np.random.Generator, seed: int
+) -> None:
+    folder = with_graphs(origin).graphs_path
+    assert folder is not None
+    files = [RECORD, *(one.file for one in runnable(origin.path).manifest.graphs.values())]
+    for name in (RECORD, rng.choice(files[1:])):
+        data = bytearray((folder / name).read_bytes())
+        data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+        (folder / name).write_bytes(data)
+        told: list[str] = []
+        bundle = with_graphs(origin, note=told.append)
+        assert told
+        assert (forward_of(bundle, seed) == forward_of(origin, seed)).all()
+
+
+def test_several_processes_may_start_at_once(origin: Bundle, stranger: Path) -> None:
+    told: list[str] = []
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: with_graphs(origin, note=told.append), range(3)))
+    assert len(told) == 1 and found[0] == found[1] == found[2]
+
+
+def test_a_bundle_of_another_model_is_refused_and_leaves_nothing(
+    origin: Bundle, stranger: Path, tmp_path: Path
+) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    document = manifest_of(path)
+    put(document, "config/num_attention_heads", 3)
+    rewrite(path, document)
+    with pytest.raises(BundleError, match=str(path)):
+        runnable(path)
+    assert [one.suffix for one in (stranger / "graphs").iterdir()] == [".lock"]
+
+
+def test_graphs_that_nobody_has_looked_at_do_not_run(origin: Bundle) -> None:
+    graphs = Graphs(open_bundle(origin.path))
+    with pytest.raises(BundleError, match="may not run"):
+        graphs.call(next(iter(origin.manifest.graphs)), [])
+
+
+def test_trust_asks_and_then_lets_graphs_run_as_they_lie(
+    origin: Bundle, stranger: Path, tmp_path: Path
+) -> None:
+    path = copied(origin, tmp_path / "bundle")
+    refused = ondevice("trust", path)
+    assert refused.returncode == 2 and "pass --yes" in refused.stderr
+    assert "Graphs are code" in refused.stderr and not are_trusted(origin.manifest)
+    assert "from elsewhere, so they do not run" in here("inspect", path).stdout
+    done = ondevice("trust", path, "--yes", "--json")
+    assert done.returncode == 0 and '"trusted_before": false' in done.stdout
+    assert runnable(path).graphs_path == path
+    assert "could run already" in ondevice("trust", path).stdout
+    assert "exported or trusted by you" in here("inspect", path).stdout
+    bare = tmp_path / "bare"
+    export_bundle(settings("random:tiny-qwen2", bare, graphs=False))
+    nothing = here("trust", bare, "--yes")
+    assert nothing.returncode == 2 and "has no graphs" in nothing.stderr
+
+
+def test_without_mlx_lm_the_way_out_is_named(
+    origin: Bundle, stranger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traced_graphs, "_installed_version", lambda package: "")
+    with pytest.raises(BundleError, match=rf"pip install mlx-lm.*ondevice trust {origin.path}"):
+        with_graphs(origin)
+
+
+def test_a_cache_that_cannot_be_written_names_the_way_out(
+    origin: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="set XDG_CACHE_HOME"):
+        with_graphs(origin)
+    with pytest.raises(StorageError, match="XDG_CACHE_HOME"):
+        export_bundle(settings("random:tiny-qwen2", tmp_path / "bundle"))
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_gpu_that_is_not_here_is_refused(origin: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "is_available", lambda device: False)
+    with pytest.raises(UsageError, match="--device gpu: MLX finds no GPU here"):
+        with_graphs(origin, "gpu")
+
+
+def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert cache_folder() == Path("/home/me/.cache/ondevice")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert cache_folder() == Path("/home/me/Library/Caches/ondevice")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
+    assert cache_folder() == Path("/var/cache/me/ondevice")
