@@ -260,13 +260,20 @@ def _eval(arguments: argparse.Namespace) -> None:
         result = run_eval(config, Path(scratch), Events(evaluation=progress, note=_say))
     if arguments.json:
         print(json.dumps(result))
-        return
-    print(
-        f"{describe_evaluation(result)}, over {counted(result['tokens'], 'token')} in "
-        f"{counted(result['rows'], 'row')}\n"
-        f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
-        f"{format_bytes(result['budget_bytes'])}"
-    )
+    else:
+        print(
+            f"{describe_evaluation(result)}, over {counted(result['tokens'], 'token')} in "
+            f"{counted(result['rows'], 'row')}\n"
+            f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
+            f"{format_bytes(result['budget_bytes'])}"
+        )
+    if result["loss"] is None:
+        adapter = "" if config.adapter is None else f" with the adapter {config.adapter}"
+        raise BundleError(
+            f"{config.bundle}{adapter} gives {result['rows_not_finite']} of {result['rows']} rows "
+            "a loss that is not finite: weights are not numbers, or too large; export the model "
+            "again, or leave out the adapter"
+        )
 
 
 def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
