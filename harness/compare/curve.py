@@ -85,7 +85,7 @@ def make_curve(
         step = int(when) if step is None else step
         if step > len(entries):
             continue  # the run was interrupted before this step was saved
-        if not math.isfinite(found["loss"]):
+        if found["loss"] is None or not math.isfinite(found["loss"]):
             dropped += 1
             continue
         points[step] = Point(

@@ -261,9 +261,14 @@ def marked(pieces: Sequence[tuple[str, bool]], colours: bool) -> tuple[str, str]
 
 def describe_evaluation(result: dict[str, Any]) -> str:
     """Loss, perplexity and accuracy of held-out rows, in one line."""
+    if result["loss"] is None:
+        bad = counted(result["rows_not_finite"], "row")
+        loss = f"no finite loss ({bad} of {result['rows']} without)"
+    else:
+        loss = f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}"
     return (
-        f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, next-token accuracy "
-        f"{result['accuracy']:.2%}, rows exactly right {result['exact']:.1%}"
+        f"{loss}, next-token accuracy {result['accuracy']:.2%}, rows exactly right "
+        f"{result['exact']:.1%}"
     )
 
 

@@ -19,13 +19,18 @@ class Best(NamedTuple):
     loss: float
 
 
+def loss_of(evaluation: Mapping[str, Any]) -> float:
+    """The held-out loss; infinity where it is not finite (null in JSON)."""
+    loss = evaluation["loss"]
+    return float(loss) if loss is not None and math.isfinite(loss) else math.inf
+
+
 def losses_by_step(evaluations: Evaluations, done: int) -> dict[int, float]:
     """The held-out losses up to step `done`, in order; infinity for those that are not finite."""
     ends = {"before": 0, "after": done}
     found = {}
     for when, one in evaluations.items():
-        loss = float(one["loss"])
-        found[ends[when] if when in ends else int(when)] = loss if math.isfinite(loss) else math.inf
+        found[ends[when] if when in ends else int(when)] = loss_of(one)
     return {step: found[step] for step in sorted(found) if step <= done}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,12 +31,18 @@ from runtime.system.heap import trim_heap
 
 
 def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
-    """Loss, perplexity and next-token accuracy over rows; `exact` is the share of perfect rows."""
+    """Loss, perplexity and next-token accuracy over rows; `exact` is the share of perfect rows.
+
+    A loss that is not finite is None, as its perplexity; then `rows_not_finite` counts its rows.
+    """
     total = sum(losses, StepLoss(0.0, 0, 0))
     loss = total.loss_sum / total.tokens
+    finite = math.isfinite(loss)
+    bad = sum(not math.isfinite(one.loss_sum) for one in losses)
     return {
-        "loss": loss,
-        "perplexity": float(np.exp(min(loss, 700.0))),
+        "loss": loss if finite else None,
+        "perplexity": float(np.exp(min(loss, 700.0))) if finite else None,
+        **({} if finite else {"rows_not_finite": bad}),
         "accuracy": total.correct / total.tokens,
         "exact": sum(one.correct == one.tokens for one in losses) / len(losses),
         "tokens": total.tokens,

@@ -24,7 +24,7 @@ from runtime.data.run_rows import reports_of
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method
-from runtime.run.best import Best, best_of, no_better_since
+from runtime.run.best import Best, best_of, loss_of, no_better_since
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.events import Events
@@ -160,11 +160,12 @@ class Trainer:
         if config.stop_seconds and self.seconds >= config.stop_seconds:
             return "seconds"
         latest = self.evaluations.get(str(self.done) if self.done else "before")
-        if config.stop_loss and latest is not None and latest["loss"] <= config.stop_loss:
+        if config.stop_loss and latest is not None and loss_of(latest) <= config.stop_loss:
             return "loss"
         first = self.evaluations.get("before")
         if config.stop_rise and latest and first:
-            risen = not latest["loss"] <= config.stop_rise * first["loss"]  # nor where it is nan
+            now, before = loss_of(latest), loss_of(first)
+            risen = now == math.inf or now > config.stop_rise * before
             if risen:
                 return "rise"
         if config.patience and latest:
