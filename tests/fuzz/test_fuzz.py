@@ -14,7 +14,7 @@ GROUPS = {  # about as long as each other
     "adapters,saves,tokens": 12,
     "bundle,graphs,manifest": 8,
     "data,settings,templates,tokenizers": 8,
-    "gguf,safetensors": 8,
+    "gguf,resealed,safetensors": 8,
     "kill-export,kill-mebp,kill-mezo,kill-tracing": 3,
 }
 
