@@ -7,6 +7,8 @@ library. A setting that mlx-lm would silently ignore is refused by name.
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from ondevice.errors import BundleError
@@ -68,6 +70,8 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
     family = MODEL_TYPES[model_type]
     config = _text_config(raw, where) if model_type == "gemma3" else dict(raw)
     config["model_type"] = family
+    if wrong := next(_not_finite(config), None):
+        raise BundleError(f"{where}: {wrong}, not a finite number")
     for key, allowed in _FIXED[family].items():
         if config.get(key) not in allowed:
             raise BundleError(
@@ -107,7 +111,10 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     try:
         model = module.Model(module.ModelArgs.from_dict(config))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
-        raise BundleError(f"{where}: {family} cannot be built from this configuration: {e}") from e
+        why = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        raise BundleError(
+            f"{where}: {family} cannot be built from this configuration: {why}"
+        ) from e
     # mlx-lm drops the output matrix of tied models in sanitize
     model.sanitize({} if config.get("tie_word_embeddings", True) else {"lm_head.weight": None})
     return model
@@ -121,6 +128,16 @@ def expected_shapes(
 
     parameters = tree_flatten(build_model(family, config, where).parameters())
     return {name: tuple(array.shape) for name, array in parameters}
+
+
+def _not_finite(value: Any, name: str = "") -> Iterator[str]:
+    """The names of numbers that are not finite, as JSON's 1e999, with their values."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{name} is {value}"
+    if isinstance(value, dict | list):
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in inside:
+            yield from _not_finite(one, f"{name}.{key}" if name else str(key))
 
 
 def _text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:

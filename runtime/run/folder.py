@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
@@ -43,6 +45,17 @@ LOCK = ".lock"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
+
+
+class Evaluation(msgspec.Struct):
+    """What evaluations.json holds of an evaluation, as `runtime.run.evaluate` finds it."""
+
+    loss: float
+    perplexity: float
+    accuracy: float
+    exact: float
+    tokens: int
+    rows: int
 
 
 class RunFolder:
@@ -303,8 +316,10 @@ class RunFolder:
         for when, facts in found.items():
             if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
                 raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
-            if not isinstance(facts, dict) or type(facts.get("loss")) not in (int, float):
-                raise BundleError(f"{path} is damaged: the evaluation {when!r} has no loss")
+            try:
+                msgspec.convert(facts, Evaluation)
+            except msgspec.ValidationError as problem:
+                raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
         if missing := sorted(set(evaluated) - set(found)):
             raise BundleError(
                 f"{path} lacks the evaluation {missing[0]!r}, which the last save has; put it back "

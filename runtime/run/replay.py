@@ -7,7 +7,8 @@ from typing import Any
 
 from ondevice.config.base import load
 from ondevice.config.train import TrainConfig
-from ondevice.errors import UsageError
+from ondevice.errors import StorageError, UsageError
+from ondevice.files import storage_errors
 from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters
 from runtime.methods.trajectory import digest, read_log, rebuild
@@ -31,6 +32,7 @@ def replay(
     Raises:
         UsageError: `run` has no trajectory (its method writes none).
         BundleError: the trajectory does not belong to the bundle or to the initial adapters.
+        StorageError: the adapter cannot be written, since the run is read-only, say.
     """
     text_path(output)
     if output.resolve() == run.resolve():
@@ -64,8 +66,12 @@ def replay(
         identical = same and identical is not False
     rebuilt = rebuild(header, updates[: len(updates) if best is None else best], start)
     rebuilt.check_finite()
-    output.mkdir(parents=True, exist_ok=True)
-    rebuilt.save(output)
+    try:
+        with storage_errors(output):
+            output.mkdir(parents=True, exist_ok=True)
+        rebuilt.save(output)
+    except StorageError as problem:
+        raise StorageError(f"{problem}; --output DIR writes elsewhere") from None
     return {
         "steps": len(updates),
         "skipped_steps": updates.count(None),

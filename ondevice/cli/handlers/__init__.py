@@ -1,0 +1,1 @@
+"""What each command does: checks its configuration, calls the work, and prints the result."""

@@ -1,0 +1,21 @@
+"""Handles `ondevice bench`: runs a benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ondevice.cli.handlers.common import configuration, note
+from ondevice.config.base import given
+from ondevice.config.bench import BenchConfig
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    from harness.bench.bench import bench, find, to_text
+
+    if arguments.config is None and "name" not in given(arguments, BenchConfig):
+        find("")  # raises, with a list of them
+    config = configuration(BenchConfig, arguments)
+    report = bench(config, note)
+    print(json.dumps(report) if arguments.json else to_text(report))

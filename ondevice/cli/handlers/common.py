@@ -1,0 +1,30 @@
+"""What the handlers share: reading a configuration, setting the process up, and messages."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TypeVar
+
+from ondevice.config.base import Config, given, load
+
+C = TypeVar("C", bound=Config)
+
+
+def configuration(cls: type[C], arguments: argparse.Namespace) -> C:
+    """The configuration that a command was given, in its file and its flags."""
+    return load(cls, arguments.config, given(arguments, cls))
+
+
+def set_up(keep_heap: bool = True) -> None:
+    """Set the process up before MLX is imported; warn where that leaves it slow."""
+    from runtime.system.backend import prepare
+
+    found = prepare(keep_heap)
+    if found.warning:
+        note(f"ondevice: warning: {found.warning}")
+
+
+def note(text: str) -> None:
+    """Print a line on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,23 @@
+"""Handles `ondevice compare`: compares training methods."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ondevice.cli.handlers.common import configuration, note
+from ondevice.config.compare import CompareConfig
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(CompareConfig, arguments)
+    from harness.compare.compare import compare
+    from harness.compare.report import to_text
+
+    report = compare(config, note)
+    if arguments.json:
+        print(json.dumps(report))
+        return
+    print(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")

@@ -1,0 +1,39 @@
+"""Handles `ondevice data`: shows the rows that training would read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import msgspec
+
+from ondevice.cli.handlers.common import configuration
+from ondevice.config.data import DataConfig
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(DataConfig, arguments)
+    from ondevice.bundle.store import open_bundle
+    from ondevice.cli.describe import describe_lengths, marked
+    from runtime.data.overview import confined_overview
+
+    bundle = open_bundle(config.bundle)
+    found = confined_overview(config)
+    buckets = bundle.manifest.buckets
+    first = next(iter(found.reports.values()))
+    if arguments.json:
+        reports = msgspec.to_builtins(found.reports, str_keys=True)
+        facts = {"buckets": list(buckets), "recommended": first.recommended()}
+        facts["packing"] = msgspec.to_builtins(found.packing)
+        print(json.dumps({"data": reports, **facts, "row": found.row}))
+        return
+    for name, report in found.reports.items():
+        print(f"{name}: {report.describe(buckets)}\n")
+    print(describe_lengths(first.recommended(), first.longest, buckets))
+    if found.packing is not None:
+        print(found.packing.describe())
+    if found.row:
+        text, means = marked(found.row, sys.stdout.isatty())
+        print(f"\nrow {config.row}, with what is scored {means}:\n\n{text}")

@@ -1,0 +1,78 @@
+"""Handles `ondevice eval`: measures a bundle, or compares it with its checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.progress import task_bar
+from ondevice.config.evaluate import EvalConfig
+from ondevice.errors import BundleError
+from ondevice.units import format_bytes
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(EvalConfig, arguments)
+    set_up()
+    if config.source is not None:
+        _eval_beside_source(config, config.source, arguments.json)
+        return
+    from ondevice.cli.describe import counted, describe_evaluation
+    from runtime.run.evaluate import run_eval
+    from runtime.run.events import Events
+
+    with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
+        result = run_eval(config, Path(scratch), Events(evaluation=progress, note=note))
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(
+            f"{describe_evaluation(result)}, over {counted(result['tokens'], 'token')} in "
+            f"{counted(result['rows'], 'row')}\n"
+            f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
+            f"{format_bytes(result['budget_bytes'])}"
+        )
+    if result["loss"] is None:
+        adapter = "" if config.adapter is None else f" with the adapter {config.adapter}"
+        raise BundleError(
+            f"{config.bundle}{adapter} gives {result['rows_not_finite']} of {result['rows']} rows "
+            "a loss that is not finite: weights are not numbers, or too large; export the model "
+            "again, or leave out the adapter"
+        )
+
+
+def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
+    """Compare the bundle's predictions with those of the checkpoint that it came from."""
+    from export.original import original_of
+    from export.sources.open import open_checkpoint
+    from runtime.data.reading import reading_of
+    from runtime.data.source import Source
+    from runtime.run.export_engine import ExportEngine
+    from runtime.run.open import open_checked
+    from runtime.system.footprint import Meter
+    from runtime.system.heap import trim_heap
+
+    bundle = open_checked(config.bundle, config.device, note)
+    budget = config.budget_bytes
+    seed = int(bundle.manifest.provenance.get("seed", 0))  # of random:PRESET
+    with (
+        open_checkpoint(source, seed=seed) as checkpoint,
+        Meter(budget_bytes=budget, relieve=trim_heap) as meter,
+        tempfile.TemporaryDirectory() as scratch,
+        task_bar("block") as progress,
+    ):
+        engine = ExportEngine(meter, budget, progress, note, Path(scratch))
+        original = original_of(bundle, checkpoint)
+        held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
+        rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
+        quality = engine.compare(original, checkpoint, bundle, rows, config.data)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(quality)))
+    else:
+        print(quality.describe())

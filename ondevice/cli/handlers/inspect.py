@@ -1,0 +1,26 @@
+"""Handles `ondevice inspect`: shows a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ondevice.cli.handlers.common import configuration
+from ondevice.config.inspect import InspectConfig
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(InspectConfig, arguments)
+    from ondevice.bundle.store import open_bundle
+    from ondevice.cli.describe import describe_bundle, facts_of
+
+    bundle = open_bundle(config.bundle)
+    if config.verify:
+        bundle.verify()
+    if arguments.json:
+        print(json.dumps({**facts_of(bundle), "verified": config.verify}, indent=1))
+        return
+    print(describe_bundle(bundle))
+    if config.verify:
+        print("every file agrees with its checksum")

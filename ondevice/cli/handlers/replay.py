@@ -1,0 +1,35 @@
+"""Handles `ondevice replay`: rebuilds the adapter of a run from its log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ondevice.cli.handlers.common import configuration, set_up
+from ondevice.config.replay import ReplayConfig
+from ondevice.errors import BundleError
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(ReplayConfig, arguments)
+    set_up()
+    from runtime.run.replay import replay
+
+    run = Path(config.run)
+    output = run / "replayed" if config.output is None else Path(config.output)
+    initial = None if config.initial is None else Path(config.initial)
+    facts = replay(run, output, config.bundle, initial)
+    if arguments.json:
+        print(json.dumps(facts))
+    else:
+        print(f"{facts['output']}: {facts['steps']} steps from a log of {facts['log_bytes']} bytes")
+        if facts["best_step"] is not None:
+            print(f"the adapter is that after step {facts['best_step']}, kept by --keep-best")
+    if facts["identical"] is False:
+        raise BundleError(
+            f"{run} has other adapters after step {facts['saved_steps']} than its log leads to"
+        )
+    if facts["identical"] and not arguments.json:
+        print(f"identical to the run's own adapters after step {facts['saved_steps']}")

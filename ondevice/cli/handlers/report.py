@@ -1,0 +1,24 @@
+"""Handles `ondevice report`: writes a page about runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ondevice.cli.handlers.common import configuration, set_up
+from ondevice.config.report import ReportConfig
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(ReportConfig, arguments)
+    if config.samples:
+        set_up()
+    from harness.compare.runs_page import write_page
+
+    runs = write_page([Path(run) for run in config.runs], Path(config.output), config.samples)
+    if arguments.json:
+        print(json.dumps({"output": config.output, "runs": [run.name for run in runs]}))
+        return
+    print(f"the page of {', '.join(run.name for run in runs)} is {config.output}")

@@ -1,0 +1,75 @@
+"""Handles `ondevice train`: starts or resumes a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from ondevice.cli.handlers.common import configuration, set_up
+from ondevice.cli.progress import say, step_bar, task_bar
+from ondevice.config.base import flag, given
+from ondevice.config.train import CHANGEABLE, TrainConfig
+from ondevice.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.planner.plan import Plan
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    overrides = given(arguments, TrainConfig)
+    if arguments.resume is not None:
+        _check_resume(arguments, overrides)
+        config = None
+    else:
+        config = configuration(TrainConfig, arguments)
+    set_up()
+    from ondevice.cli.describe import (
+        describe_fit,
+        describe_plan,
+        describe_summary,
+        describe_validation,
+    )
+    from runtime.run.events import Events
+    from runtime.run.start import resume, train
+
+    quiet = arguments.json
+
+    def open_with(plan: Plan) -> None:
+        facts = plan.to_json()
+        if arguments.verbose:
+            say(describe_plan(facts))
+        if not quiet:
+            say(describe_fit(facts))
+
+    with task_bar("row") as evaluation, step_bar() as step:
+        events = Events(
+            plan=open_with,
+            note=say,
+            step=step,
+            evaluation=evaluation,
+            evaluated=lambda when, found: say(describe_validation(when, found)),
+        )
+        if config is None:
+            summary = resume(arguments.resume, events, overrides)
+        else:
+            summary = train(config, events)
+    if quiet:
+        print(json.dumps(summary))
+        return
+    run = arguments.resume if config is None else config.output
+    print(f"{describe_summary(summary)}\nthe run and its adapter are in {run}")
+
+
+def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    """Refuse options beside `--resume` that would contradict the run's own."""
+
+    own = set(overrides) - set(CHANGEABLE)
+    odd = [flag(name) for name in sorted(own)]
+    if odd or arguments.config:
+        raise UsageError(
+            "--resume takes the run's own settings, --budget, --steps and --patience; leave out "
+            f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
+            f"--adapter {arguments.resume}"
+        )

@@ -1,0 +1,45 @@
+"""Handles `ondevice trust`: lets a bundle's own graphs run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ondevice.cli.handlers.common import configuration, note
+from ondevice.config.trust import TrustConfig
+from ondevice.errors import UsageError
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(TrustConfig, arguments)
+    from ondevice.bundle.store import open_bundle
+    from ondevice.bundle.trusted import are_trusted, trust_graphs
+    from ondevice.cli.describe import describe_trust
+
+    bundle = open_bundle(config.bundle)
+    bundle.verify_small()
+    manifest = bundle.manifest
+    if not manifest.graphs:
+        raise UsageError(f"{bundle.path} has no graphs; they are traced where it is used")
+    known = are_trusted(manifest)
+    if not known:
+        note(describe_trust(bundle))
+        if not config.yes:
+            _ask("Let them run? [y/N] ")
+        trust_graphs(manifest, f"trusted by ondevice trust {bundle.path}")
+    if arguments.json:
+        facts = {"graphs": len(manifest.graphs), "trusted_before": known}
+        print(json.dumps({"bundle": str(bundle.path), **facts}))
+    else:
+        print(f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}")
+
+
+def _ask(question: str) -> None:
+    """Go on only if the user says yes, at a terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError("there is no terminal to ask at; pass --yes to answer yes")
+    print(question, end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("not trusted: nothing was changed")
