@@ -240,7 +240,7 @@ class RunFolder:
         if not place.exists():  # else what it holds is this state
             self._write(place, step, adapters, method, evaluated)
         self.publish(step)
-        self._remove_old(keep, best)
+        self.remove_old(keep, best)
 
     def publish(self, step: int) -> None:
         """Make the adapter of the save of `step` the run's.
@@ -266,7 +266,7 @@ class RunFolder:
                     temporary.replace(self.path / name)
         fsync_path(self.path)
 
-    def _remove_old(self, keep: int, best: int | None) -> None:
+    def remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
         found = self.saves.all()
         stay = {*found[-keep:], *(() if best is None else (self.saves.place(best),))}

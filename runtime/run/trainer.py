@@ -276,6 +276,8 @@ class Trainer:
         best = self._best
         if best is not None:
             self.folder.publish(best.step)
+        # a kill may have come between the last evaluation and this
+        self.folder.remove_old(self.config.keep, best and best.step)
         seconds = [entry.seconds for entry in entries]
         plan = self.session.plan
         losses = [entry.loss for entry in entries if entry.loss is not None]
