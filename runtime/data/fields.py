@@ -125,7 +125,7 @@ def _sharegpt(row: Record) -> Recognised:
             messages.append(turn)
             continue
         speaker = turn["from"]
-        if speaker not in _SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise ValueError(
                 f"message {number} is from {speaker!r}; known are {', '.join(_SPEAKERS)}"
             )

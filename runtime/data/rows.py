@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ondevice.config.shared import DATA_FILE, DATA_SUFFIXES, HUB_DATA
 from ondevice.errors import DataError, UsageError
+from ondevice.files import require_file
 from ondevice.paths import text_path
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
@@ -139,6 +140,7 @@ class TokenRows:
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path = path
         try:
+            require_file(path)
             with path.open("rb") as file:
                 head = file.read(HEADER.size)
                 size_bytes = os.fstat(file.fileno()).st_size

@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
@@ -43,6 +45,17 @@ LOCK = ".lock"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
+
+
+class Evaluation(msgspec.Struct):
+    """What evaluations.json holds of an evaluation, as `runtime.run.evaluate` finds it."""
+
+    loss: float
+    perplexity: float
+    accuracy: float
+    exact: float
+    tokens: int
+    rows: int
 
 
 class RunFolder:
@@ -227,7 +240,7 @@ class RunFolder:
         if not place.exists():  # else what it holds is this state
             self._write(place, step, adapters, method, evaluated)
         self.publish(step)
-        self._remove_old(keep, best)
+        self.remove_old(keep, best)
 
     def publish(self, step: int) -> None:
         """Make the adapter of the save of `step` the run's.
@@ -253,7 +266,7 @@ class RunFolder:
                     temporary.replace(self.path / name)
         fsync_path(self.path)
 
-    def _remove_old(self, keep: int, best: int | None) -> None:
+    def remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
         found = self.saves.all()
         stay = {*found[-keep:], *(() if best is None else (self.saves.place(best),))}
@@ -303,8 +316,10 @@ class RunFolder:
         for when, facts in found.items():
             if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
                 raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
-            if not isinstance(facts, dict) or type(facts.get("loss")) not in (int, float):
-                raise BundleError(f"{path} is damaged: the evaluation {when!r} has no loss")
+            try:
+                msgspec.convert(facts, Evaluation)
+            except (msgspec.ValidationError, UnicodeError) as problem:
+                raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
         if missing := sorted(set(evaluated) - set(found)):
             raise BundleError(
                 f"{path} lacks the evaluation {missing[0]!r}, which the last save has; put it back "

@@ -33,7 +33,9 @@ from runtime.system.backend import mlx_version
 
 # by its name, because this process must not load model classes
 TRACING_PROCESS = "ondevice.cli.tracing_process"
-TRACING_LIMITS = Limits(memory_bytes=16 << 30, cpu_s=600)
+TRACING_S = 600  # of the CPU; a model of 4B takes 2 s for each sequence bucket
+# of address space, where 0.5 GiB is usual; a GPU's driver reserves far more of it than it uses
+TRACING_BYTES = {"cpu": 4 << 30, "gpu": 1 << 40}
 DTYPE = "float32"  # of what graphs take and return
 
 Note = Callable[[str], None]
@@ -140,7 +142,7 @@ def _trace(bundle: Bundle, folder: Path, device: str) -> None:
             f"tracing the graphs of {bundle.path}",
             bundle.path,
             part,
-            limits=TRACING_LIMITS,
+            limits=Limits(TRACING_BYTES[device], TRACING_S),
             failure=BundleError,
             device=device,
         )

@@ -224,7 +224,7 @@ class Trainer:
         self.seconds += seconds
         entry: dict[str, Any] = {
             "step": self.done,
-            "loss": loss if math.isfinite(loss) else None,
+            "loss": _finite(loss),
             "learning_rate": rate,
             "tokens": result.loss.tokens,  # that were scored
             "processed_tokens": sum(len(row.inputs) for part in parts for row in part),
@@ -237,7 +237,7 @@ class Trainer:
         if result.skipped:
             entry["skipped"] = True
         if result.gradient_norm is not None:
-            entry["gradient_norm"] = result.gradient_norm
+            entry["gradient_norm"] = _finite(result.gradient_norm)
         return entry, result.record
 
     def _evaluate(self, when: str) -> None:
@@ -276,6 +276,8 @@ class Trainer:
         best = self._best
         if best is not None:
             self.folder.publish(best.step)
+        # a kill may have come between the last save and this
+        self.folder.remove_old(self.config.keep, best and best.step)
         seconds = [entry.seconds for entry in entries]
         plan = self.session.plan
         losses = [entry.loss for entry in entries if entry.loss is not None]
@@ -318,6 +320,11 @@ class Trainer:
             summary |= self.session.profile.to_json(max(1, self.done - self.first))
         self.folder.write_json(SUMMARY, summary)
         return summary
+
+
+def _finite(value: float) -> float | None:
+    """The value, or None if it is not finite, which JSON cannot say."""
+    return value if math.isfinite(value) else None
 
 
 def _per_second(count: int, seconds: list[float]) -> float | None:

@@ -26,7 +26,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What state.json says.
 
     files: the SHA-256 of each other file of the save. logs: the beginning of each log that belongs
-    to the steps done. evaluated: before which steps there were evaluations ("before", a number).
+    to the steps done. evaluated: the evaluations made before it, as evaluations.json names them.
     sha256: of all this.
     """
 

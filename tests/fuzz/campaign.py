@@ -90,16 +90,18 @@ class Campaign:
 
     def __init__(self, folder: Path, finds: Path, counts: Counts) -> None:
         self.folder, self.finds, self.counts = folder, finds, counts
-        self.untouched: dict[tuple[str, str], Any] = {}
+        self.untouched: dict[tuple[Path, str], Any] = {}
         # what is traced for bundles from elsewhere is kept here, never in the user's own cache
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
 
     def originals(self, kind: Kind) -> Path:
-        return self.folder / "originals" / kind.name
+        return self.folder / "originals" / (kind.made_by or kind.name)
 
     def prepare(self, kind: Kind) -> None:
         """Make the originals of a kind, and read them."""
         folder = self.originals(kind)
+        if folder.exists():
+            return  # another kind has made them
         folder.mkdir(parents=True)
 
         def make(tell: Tell) -> int:
@@ -113,7 +115,7 @@ class Campaign:
             found = self._reading(kind, original, self.folder / "untouched", PREPARING_S)
             if found.code or found.signal or not found.told:
                 raise RuntimeError(f"{kind.name}: {original} cannot be read: {found}")
-            self.untouched[kind.name, original] = found.told[-1]["facts"]
+            self.untouched[folder, original] = found.told[-1]["facts"]
             shutil.rmtree(self.folder / "untouched")
 
     def _reading(self, kind: Kind, original: str, work: Path, seconds: float) -> Ended:
@@ -150,7 +152,7 @@ class Campaign:
         ended = in_child(read, work / "said", SECONDS)
         if not ended.told:
             raise RuntimeError(f"{case.label}: the input could not be changed: {ended}")
-        verdict = self._verdict(ended, self.untouched[kind.name, original])
+        verdict = self._verdict(ended, self.untouched[self.originals(kind), original])
         self.counts.add(kind.name, verdict)
         if verdict not in FINE:
             self._keep(case, original, work, ended, verdict)

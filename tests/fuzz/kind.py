@@ -40,6 +40,7 @@ class Kind(ABC):
 
     name: ClassVar[str]
     originals: ClassVar[tuple[str, ...]] = ("original",)
+    made_by: ClassVar[str] = ""  # the kind whose originals these are, if not its own
     known: ClassVar[Mapping[str, Change]] = {}  # what has broken a reader before, by name
 
     @abstractmethod

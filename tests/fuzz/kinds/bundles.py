@@ -29,6 +29,7 @@ class _Bundles(Kind):
     """Tiny bundles, which are trained from for two steps."""
 
     originals = FAMILIES
+    made_by = "bundle"
 
     def prepare(self, folder: Path) -> None:
         for family in FAMILIES:

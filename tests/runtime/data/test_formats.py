@@ -119,6 +119,7 @@ def test_columns_name_other_fields(bundle: Path) -> None:
     [
         ({"conversations": "x"}, "conversations is not a list of messages"),
         ({"conversations": [{"from": "dog", "value": "x"}]}, "message 1 is from 'dog'; known are"),
+        ({"conversations": [{"from": [], "value": "x"}]}, r"message 1 is from \[\]; known are"),
         ({"conversations": [{"from": "human"}]}, "message 1 has no content"),
         ({"instruction": "x"}, "expected .*Alpaca's .*ShareGPT's .*--columns"),
         ({"prompt": ASKED, "completion": "x"}, "expected "),

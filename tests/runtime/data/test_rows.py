@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -100,6 +101,9 @@ def test_damaged_token_files_are_refused(
 
 
 def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # to open one would wait for its writer
+    with pytest.raises(DataError, match=r"cannot read token file .* is a pipe"):
+        TokenRows(tmp_path / "pipe", VOCAB)
     with pytest.raises(DataError, match="cannot read token file"):
         TokenRows(tmp_path / "none", 101)
     rows = TokenRows(write_rows(tmp_path / "out", [([5, 6], [0])]), 101)
