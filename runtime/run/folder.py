@@ -56,6 +56,7 @@ class Evaluation(msgspec.Struct):
     exact: float
     tokens: int
     rows: int
+    rows_not_finite: int = 0
 
 
 class RunFolder:
