@@ -139,6 +139,9 @@ def _redirect(said: Path) -> None:
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    # whoever captures the parent's output has put other objects there
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _limit(seconds: float) -> None:
