@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ondevice.errors import (
 
 DESCRIPTORS = 64  # files, and pipes to other processes, that a command opens at once at most
 
-MOST_CHARS = 8000  # of a message, whatever was given
+_LONG_WORD = re.compile(r"\S{500,}")  # a name, or a number, that no message needs in full
 
 
 def outcome_of(command: Callable[[], None]) -> int:
@@ -123,7 +124,8 @@ def _allow_descriptors() -> None:
 
 def _said(text: str, code: int) -> int:
     with suppress(OSError):  # what stderr goes to may be full, or gone
-        print(f"ondevice: {text[:MOST_CHARS]}", file=sys.stderr)
+        shown = _LONG_WORD.sub(lambda found: f"{found[0][:100]}...", text)
+        print(f"ondevice: {shown}", file=sys.stderr)
     return code
 
 

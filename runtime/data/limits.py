@@ -19,8 +19,6 @@ from pathlib import Path
 from types import FrameType
 
 GRACE_SECONDS = 2  # after which code that no exception reaches is ended with its process
-ENDED_BY = (signal.SIGXCPU, signal.SIGPROF, signal.SIGKILL)
-"""The signals by which the system ends a process that has passed a limit on the CPU's time."""
 
 
 class TooSlowError(Exception):

@@ -318,7 +318,7 @@ class RunFolder:
                 raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
             try:
                 msgspec.convert(facts, Evaluation)
-            except msgspec.ValidationError as problem:
+            except (msgspec.ValidationError, UnicodeError) as problem:
                 raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
         if missing := sorted(set(evaluated) - set(found)):
             raise BundleError(

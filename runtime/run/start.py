@@ -259,7 +259,7 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
     path = folder.path / PLAN
     try:
         stored = msgspec.convert(read_json(path), Plan)
-    except msgspec.ValidationError as problem:
+    except (msgspec.ValidationError, UnicodeError) as problem:
         raise BundleError(
             f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with "
             f"that one, or train anew from its adapter (--adapter {folder.path})"

@@ -14,7 +14,7 @@ GROUPS = {  # about as long as each other
     "adapters,saves,tokens": 10,
     "bundle,graphs,manifest": 6,
     "data,settings,templates,tokenizers": 8,
-    "gguf,safetensors": 4,
+    "gguf,resealed,safetensors": 4,
     "kill-export,kill-mebp,kill-mezo": 1,
 }
 

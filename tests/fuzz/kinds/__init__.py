@@ -7,6 +7,7 @@ from fuzz.kinds.adapters import Adapters
 from fuzz.kinds.bundles import Bundles, Graphs, Manifests
 from fuzz.kinds.checkpoints import GGUF, Safetensors
 from fuzz.kinds.data import Data
+from fuzz.kinds.resealed import Resealed
 from fuzz.kinds.saves import Saves
 from fuzz.kinds.settings import Settings
 from fuzz.kinds.templates import Templates
@@ -24,6 +25,7 @@ KINDS: dict[str, type[Kind]] = {
         Data,
         TokenFiles,
         Saves,
+        Resealed,
         Adapters,
         Templates,
         Tokenizers,

@@ -17,13 +17,14 @@ from fuzz.kinds.bundles import BUDGET, export
 
 SAVED, STEPS = 3, 5
 BUNDLE = "bundle"
-# settings that a user may edit, and the tile sizes that follow from them
-SAYS_SOMETHING_ELSE = ("config.toml", "plan.json")
+EVALUATED = {"eval-data": "random:9", "eval-rows": 1, "eval-every": 1}
 
 
 def _state(change: Callable[[dict[str, Any]], object]) -> Change:
     def changed(folder: Path, rng: Rng) -> None:
         path = folder / f"saves/step-{SAVED:08d}/state.json"
+        if not path.exists():  # not every run has saved
+            return
         document = json.loads(path.read_bytes())
         change(document)
         path.write_text(json.dumps(document))
@@ -42,14 +43,15 @@ def _lines(name: str, change: Callable[[list[str]], list[str]]) -> Change:
 
 def _write(name: str, data: bytes) -> Change:
     def changed(folder: Path, rng: Rng) -> None:
-        (folder / name).write_bytes(data)
+        if (folder / name).parent.exists():
+            (folder / name).write_bytes(data)
 
     return changed
 
 
 def _renamed(folder: Path, rng: Rng) -> None:
-    saves = folder / "saves"
-    (saves / f"step-{SAVED:08d}").rename(saves / f"step-{SAVED + 1:08d}")
+    for save in folder.glob(f"saves/step-{SAVED:08d}"):
+        save.rename(save.with_name(f"step-{SAVED + 1:08d}"))
 
 
 def _left_partials(folder: Path, rng: Rng) -> None:
@@ -59,19 +61,22 @@ def _left_partials(folder: Path, rng: Rng) -> None:
 
 
 class Saves(Kind):
-    """Runs of both methods, on random rows and on text, that have two more steps to do."""
+    """Runs of both methods, on random rows and on text, that have two more steps to do.
+
+    One keeps its best save, and one was killed before its first save.
+    """
 
     name = "saves"
-    originals = ("mebp", "mezo", "text")
+    originals = ("mebp", "mezo", "text", "best", "unsaved")
     known: ClassVar[dict[str, Change]] = {
         "another step": _state(lambda found: found.update(step=SAVED - 1)),
         "a step beyond the last": _state(lambda found: found.update(step=100)),
         "a step that is no integer": _state(lambda found: found.update(step=float(SAVED) + 0.5)),
         "a step of 5000 digits": _write(
-            f"saves/step-{SAVED:08d}/state.json", b'{"version": 2, "step": ' + b"9" * 5000 + b"}"
+            f"saves/step-{SAVED:08d}/state.json", b'{"version": 3, "step": ' + b"9" * 5000 + b"}"
         ),
         "step 1e999": _write(
-            f"saves/step-{SAVED:08d}/state.json", b'{"version": 2, "step": 1e999, "sha256": {}}'
+            f"saves/step-{SAVED:08d}/state.json", b'{"version": 3, "step": 1e999, "files": {}}'
         ),
         "state nested beyond recursion": _write(
             f"saves/step-{SAVED:08d}/state.json", b"[" * 100_000
@@ -108,15 +113,20 @@ class Saves(Kind):
         data = folder / "data.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         runs = {
-            "mebp": (folder / BUNDLE, {"method": "mebp"}),
-            "mezo": (folder / BUNDLE, {"method": "mezo"}),
+            "mebp": (folder / BUNDLE, {"method": "mebp", **EVALUATED}),
+            "mezo": (folder / BUNDLE, {"method": "mezo", **EVALUATED}),
             "text": (folder / "text-bundle", {"method": "mezo", "data": data}),
+            "best": (folder / BUNDLE, {"method": "mezo", **EVALUATED}),
         }
         for name, (bundle, options) in runs.items():
             more = {**options, "budget": BUDGET, "max-seq-length": 16, "lr-schedule": "constant"}
-            if code := ondevice(*train_arguments(bundle, folder / name, SAVED, keep=2, **more)):
+            words = train_arguments(bundle, folder / name, SAVED, keep=2, **more)
+            if code := ondevice(*words, "--keep-best" if name == "best" else "--no-keep-best"):
                 raise RuntimeError(f"{name}: exit code {code}")
             (folder / name / "summary.json").unlink()  # as if it had been stopped here
+        unsaved = Path(shutil.copytree(folder / "mebp", folder / "unsaved"))
+        for path in (*unsaved.glob("saves/*"), *unsaved.glob("adapter*")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def change(self, folder: Path, rng: Rng) -> object:
         path = pick(rng, sorted(path for path in folder.rglob("*") if path.is_file()))
@@ -151,10 +161,17 @@ class Saves(Kind):
         return f"{where}: {done}"
 
     def read(self, folder: Path, original: Path) -> Read:
-        same = all(_same(folder / name, original / name) for name in SAYS_SOMETHING_ELSE)
         code = ondevice("train", "--resume", folder, "--steps", STEPS)
-        return Read(code, None if code else sha256(folder / "adapters.safetensors"), not same)
+        return Read(code, None if code else facts_of(folder), free=False)
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.is_file() and one.read_bytes() == other.read_bytes()
+def facts_of(run: Path) -> dict[str, Any]:
+    """What a run has learnt and logged, without the seconds and bytes that differ each time."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    log, evaluations = run / "trajectory.jsonl", run / "evaluations.json"
+    return {
+        "adapter": sha256(run / "adapters.safetensors"),
+        "steps": [[line["step"], line["loss"], line["learning_rate"]] for line in lines],
+        "log": sha256(log) if log.exists() else None,
+        "evaluations": json.loads(evaluations.read_bytes()) if evaluations.exists() else None,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -31,6 +32,18 @@ def test_code_that_computes_for_too_long_is_interrupted() -> None:
     with bounded_seconds(100):
         assert limits() != before
     assert limits() == before
+
+
+ENDLESS = """
+import hashlib
+from runtime.data.limits import bounded_seconds
+with bounded_seconds(1):
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+
+def test_code_that_no_exception_reaches_is_ended_with_its_process() -> None:
+    assert subprocess.run([sys.executable, "-c", ENDLESS]).returncode == -signal.SIGPROF
 
 
 def test_a_lower_limit_that_is_there_stays() -> None:

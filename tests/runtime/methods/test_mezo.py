@@ -14,10 +14,11 @@ from support.models import model_of, row_of
 
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
+from ondevice.errors import UsageError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
-from runtime.methods.mezo import MeZO
+from runtime.methods.mezo import MOST_UNMOVED, MeZO
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
 from runtime.storage.activations import Activations
@@ -104,6 +105,19 @@ def test_a_deferred_update_is_the_update(tiny: Tiny, rng: Rng, seed: int, tmp_pa
         method.settle()
         found.append(adapters.tensors)
     assert all(mx.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_an_epsilon_that_changes_no_loss_ends_the_run(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    method = replace(mezo(model, adapters, tmp_path, seed, 1), epsilon=1e-30)
+    rows = rows_of(bundle, rng, 1)
+    for step in range(MOST_UNMOVED - 1):
+        assert method.step(step, 0.1, [rows]).record == [0.1, [0.0]]
+    with pytest.raises(UsageError, match=r"10 steps in a row .* were equal.* --epsilon 1e-30"):
+        method.step(MOST_UNMOVED, 0.1, [rows])
 
 
 def gradient_of(
