@@ -139,16 +139,27 @@ def _redirect(said: Path) -> None:
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    # whoever captures the parent's output has put other objects there
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _limit(seconds: float) -> None:
     """Bound the time of the CPU, memory and the size of files; leave no core dump behind."""
     enough = int(seconds) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (enough, enough + 5))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    _lower(resource.RLIMIT_CPU, enough, enough + 5)
+    _lower(resource.RLIMIT_CORE, 0, 0)
+    _lower(resource.RLIMIT_FSIZE, FILE_BYTES, FILE_BYTES)
     mapped = Path("/proc/self/statm")
     if mapped.exists():
         used_bytes = int(mapped.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         most_bytes = used_bytes + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+        _lower(resource.RLIMIT_AS, most_bytes, most_bytes)
+
+
+def _lower(kind: int, soft: int, hard: int) -> None:
+    """Set a limit that is no higher than it is, as in a child's child."""
+    _, most = resource.getrlimit(kind)
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))

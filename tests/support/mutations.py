@@ -67,6 +67,37 @@ def mutate(document: Any, rng: Rng) -> str:
     return f"{act} at {path}"
 
 
+def _leaves(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all values that hold no others."""
+    keys = children(node)
+    if not keys:
+        return [path] if path else []
+    return [leaf for key in keys for leaf in _leaves(node[key], (*path, key))]
+
+
+def _at(node: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        node = node[key]
+    return node
+
+
+def mutate_alike(document: Any, rng: Rng) -> str:
+    """Change one value to another of its type, which a check of types lets through."""
+    leaves = _leaves(document)
+    *before, key = path = pick(rng, leaves)
+    node, old = _at(document, tuple(before)), _at(document, path)
+    others = [one for leaf in leaves if type(one := _at(document, leaf)) is type(old)]
+    new = pick(rng, others)
+    if type(old) is int and rng.random() < 0.7:
+        new = pick(rng, (0, 1, -1, 2, old + 1, old - 1, 2 * old, old // 2, old + 64, 1 << 40))
+    elif type(old) is float and rng.random() < 0.7:
+        new = pick(rng, (0.0, -1.0, 1e-30, 1e30, 2 * old, -old, old / 3))
+    elif type(old) is bool:
+        new = not old
+    node[key] = new
+    return f"{old!r:.40} to {new!r:.40} at {list(path)}"
+
+
 def mutate_bytes(data: bytes, rng: Rng, upto: int | None = None) -> tuple[bytes, str]:
     """Change bytes before `upto` (default: anywhere), or the length; returns what was done."""
     found = bytearray(data)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from support.mutations import Rng, mutate, mutate_bytes, pick
+from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 from support.runs import train_arguments
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, strict_json
@@ -85,7 +85,7 @@ class Adapters(Kind):
                 config.write_bytes(data)
                 return f"{CONFIG}: {done}"
             document = json.loads(config.read_bytes())
-            done = mutate(document, rng)
+            done = pick(rng, (mutate, mutate_alike))(document, rng)
             config.write_text(json.dumps(document))
             return f"{CONFIG}: {done}"
         upto = _header_bytes(weights) if act == "header" else None

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 from support.bundles import manifest_of, put, rewrite
-from support.mutations import Rng, mutate, mutate_bytes, pick
+from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 from support.runs import adapter, train_arguments
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, sha256, strict_json
@@ -145,7 +145,9 @@ class Manifests(_Bundles):
             name for name in ("config", "provenance", "graphs", "files") if rng.random() < 0.75
         ]
         document = {name: value for name, value in original.items() if name not in aside}
-        done = [mutate(document, rng) for _ in range(pick(rng, (1, 1, 2)))]
+        done = [
+            pick(rng, (mutate, mutate_alike))(document, rng) for _ in range(pick(rng, (1, 1, 2)))
+        ]
         for name in aside:
             document.setdefault(name, original[name])
         rewrite(folder, document)

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGUFReader
 from support.checkpoints import weights_of, write_folder
 from support.gguf_files import write_gguf
-from support.mutations import Rng, mutate, mutate_bytes, pick
+from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 
 from export.sources.gguf_file import GGUFFile
 from export.sources.safetensors_file import SafetensorsFile
@@ -209,7 +209,7 @@ class Safetensors(Kind):
             return put_in_place(pick(rng, (tensors, config)), rng)
         if act == "config":
             document = json.loads(config.read_bytes())
-            done: object = mutate(document, rng)
+            done: object = pick(rng, (mutate, mutate_alike))(document, rng)
             config.write_text(json.dumps(document))
             return f"{CONFIG}: {done}"
         if act == "document":

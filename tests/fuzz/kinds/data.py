@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 from support.chat_encoders import CALLED, CLOCK, said
 from support.mutations import Rng, mutate, mutate_bytes
 from support.token_rows import VOCAB, make_bundle
 
+from fuzz.forked_module import forked_modules
 from fuzz.kind import Change, Kind, Read, put_in_place, sha256
-from runtime.data import tokenizing
+from ondevice.errors import DataError
 from runtime.data.reading import Reading
-from runtime.data.rows import TokenRows
+from runtime.data.rows import TokenRows, prepare_tokens
 
 LENGTH = 256
 TEMPLATE = (Path(__file__).parents[2] / "support/chat_templates/chatml.jinja").read_text()
@@ -37,22 +37,15 @@ TABLE = [
 PLAIN = "the sun is there\n\nand the rain, the rain is not\n" * 20
 
 
-def tokenized(bundle: Path, data: Path, output: Path, reading: Reading, length: int) -> int:
-    """The exit code of the process that tokenizes, run in this one."""
-    options = {
-        "bundle": bundle,
-        "input": data,
-        "seq-length": length,
-        "output": output,
-        "reading": msgspec.json.encode(reading).decode(),
-    }
-    return tokenizing.main([f"--{name}={value}" for name, value in options.items()])
+def tokenized(bundle: Path, data: Path, output: Path, reading: Reading, length: int) -> str:
+    """Facts of the token file that a training would have made of the data.
 
-
-def facts_of(tokens: Path, vocab_size: int = VOCAB) -> str:
-    """What was written, which a training must be able to read."""
-    TokenRows(tokens, vocab_size)
-    return sha256(tokens)
+    Raises:
+        OnDeviceError: the data, the tokenizer or the template are refused.
+    """
+    with forked_modules():
+        prepare_tokens(bundle, data, "train", length, output, reading)
+    return sha256(output)
 
 
 def _lines(*lines: bytes) -> Change:
@@ -136,9 +129,14 @@ class Data(Kind):
         for skip in (False, True):
             output = Path(f"{skip}.tokens").absolute()
             reading = Reading(skip_bad_rows=skip)
-            code = tokenized(original.parent / "bundle", path, output, reading, LENGTH)
-            found.append(code or facts_of(output))
-        return Read(code, found)
+            try:
+                found.append(tokenized(original.parent / "bundle", path, output, reading, LENGTH))
+                TokenRows(output, VOCAB)  # which a training must be able to read
+            except DataError:
+                if skip:
+                    raise
+                found.append("refused")
+        return Read(0, found)
 
 
 def _place(folder: Path, name: str, file: str) -> Path:

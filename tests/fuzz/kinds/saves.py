@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from support.mutations import Rng, mutate, mutate_bytes, pick
+from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 from support.runs import train_arguments
 from support.text_bundle import text_bundle
 
@@ -135,7 +135,7 @@ class Saves(Kind):
         data = path.read_bytes()
         if act == "document" and path.suffix == ".json":
             document = json.loads(data)
-            done = mutate(document, rng)
+            done = pick(rng, (mutate, mutate_alike))(document, rng)
             path.write_text(json.dumps(document))
         elif act == "line" and path.suffix == ".jsonl":
             lines = data.splitlines(keepends=True)

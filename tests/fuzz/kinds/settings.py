@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-from support.mutations import JUNK, Rng, mutate, mutate_bytes, pick
+from support.mutations import JUNK, Rng, mutate, mutate_alike, mutate_bytes, pick
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place
 from fuzz.kinds.bundles import BUDGET, export
@@ -81,7 +81,7 @@ class Settings(Kind):
             return put_in_place(pick(rng, (toml, machine)), rng)
         if act == "machine":
             document = json.loads(machine.read_bytes())
-            done: object = mutate(document, rng)
+            done: object = pick(rng, (mutate, mutate_alike))(document, rng)
             machine.write_text(json.dumps(document))
             return f"{MACHINE}: {done}"
         if act == "bytes":

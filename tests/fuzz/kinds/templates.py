@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from support.mutations import Rng, mutate_bytes, pick
-from support.token_rows import make_bundle
+from support.token_rows import VOCAB, make_bundle
 
 from fuzz.kind import Change, Kind, Read, put_in_place
-from fuzz.kinds.data import LENGTH, ROWS, TOKENIZER, facts_of, tokenized
+from fuzz.kinds.data import LENGTH, ROWS, TOKENIZER, tokenized
 from runtime.data.reading import Reading
+from runtime.data.rows import TokenRows
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "support/chat_templates").glob("*.jinja"))
 FILE = "chat_template.jinja"
@@ -130,5 +131,6 @@ class Templates(Kind):
     def read(self, folder: Path, original: Path) -> Read:
         output = Path("out.tokens").absolute()
         reading = Reading(skip_bad_rows=True)
-        code = tokenized(folder, folder / DATA, output, reading, 4 * LENGTH)
-        return Read(code, None if code else facts_of(output))
+        found = tokenized(folder, folder / DATA, output, reading, 4 * LENGTH)
+        TokenRows(output, 2 * VOCAB)
+        return Read(0, found)
