@@ -65,8 +65,8 @@ MOST_SHOWN = 100  # characters of a wrong value in a message
 FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
 SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB")
 INCREASING = Check(
-    lambda values: bool(values) and all(a < b for a, b in pairwise((0, *values))),
-    "whole numbers above 0, each larger than the one before it",
+    lambda values: 0 < len(values) <= 64 and all(a < b for a, b in pairwise((0, *values))),
+    "at most 64 whole numbers above 0, each larger than the one before it",
 )
 
 
