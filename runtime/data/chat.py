@@ -27,7 +27,7 @@ from runtime.data.conversation import Messages, checked_messages, checked_tools
 from runtime.data.limits import TooSlowError, bounded_memory, bounded_seconds
 
 MOST_BYTES = 1 << 30  # memory that rendering one conversation may take
-MOST_SECONDS = 3  # of the CPU that it may take
+MOST_SECONDS = 2  # of the CPU that it may take
 MOST_CHARS, MOST_GROWTH = 1 << 20, 10  # of its text: so long, or so much longer than its messages
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
 ASSISTANT = "assistant"

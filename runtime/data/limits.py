@@ -82,8 +82,8 @@ def bounded_seconds(most_s: int) -> Iterator[None]:
     """Let this process compute for at most so many seconds more (RLIMIT_CPU), to the second.
 
     Beyond that, TooSlowError is raised at the next line of Python. Where none comes for
-    GRACE_SECONDS, SIGPROF ends the process. Only a main thread can be interrupted; others are not
-    bounded.
+    GRACE_SECONDS, SIGPROF ends a process that `confine` has limited. Only a main thread can be
+    interrupted; others are not bounded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -94,7 +94,9 @@ def bounded_seconds(most_s: int) -> Iterator[None]:
 
     usage = resource.getrusage(resource.RUSAGE_SELF)
     before = signal.signal(signal.SIGXCPU, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, most_s + 1 + GRACE_SECONDS)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard != resource.RLIM_INFINITY:  # others may have threads that take Python's signals
+        signal.setitimer(signal.ITIMER_PROF, most_s + 1 + GRACE_SECONDS)
     try:
         with _lowered(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + most_s):
             yield

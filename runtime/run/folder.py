@@ -48,14 +48,15 @@ CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
 
 
 class Evaluation(msgspec.Struct):
-    """What evaluations.json holds of an evaluation, as `runtime.run.evaluate` finds it."""
+    """What evaluations.json holds of an evaluation; None for a loss that is not finite."""
 
-    loss: float
-    perplexity: float
+    loss: float | None
+    perplexity: float | None
     accuracy: float
     exact: float
     tokens: int
     rows: int
+    rows_not_finite: int = 0
 
 
 class RunFolder:

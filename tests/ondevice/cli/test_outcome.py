@@ -223,6 +223,8 @@ def test_weights_that_are_no_numbers(origin: Bundle, tmp_path: Path) -> None:
     assert here(*command, tmp_path / "run").returncode == 1
     before = json.loads((tmp_path / "run" / "evaluations.json").read_text())["before"]
     assert before["loss"] is None
+    resumed = here("train", "--resume", tmp_path / "run")
+    assert (resumed.returncode, "loss of step 1 is nan" in resumed.stderr) == (1, True)
 
 
 NINES = "9" * 5000

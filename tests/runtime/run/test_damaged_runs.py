@@ -202,6 +202,16 @@ def test_a_finished_run_goes_on_from_an_earlier_save(whole: Path, tmp_path: Path
     assert found[0] == found[1]
 
 
+def test_a_finished_run_keeps_no_saves_too_many(whole: Path, tmp_path: Path) -> None:
+    """As a kill between its last evaluation and the removal of old saves may leave."""
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    kept = sorted(path.name for path in (run / "saves").iterdir())
+    shutil.copytree(run / "saves" / kept[0], run / EARLIER)
+    done = here("train", "--resume", run, "--budget", "2GB")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (run / "saves").iterdir()) == kept
+
+
 def test_without_an_earlier_save_the_settings_may_train_anew(
     killed: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from ondevice.bundle.store import Bundle
-from ondevice.errors import UsageError
+from ondevice.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
+from runtime.methods.protocol import StepLoss
 from runtime.methods.trajectory import digest
-from runtime.run.folder import RunFolder
+from runtime.run.evaluate import summarize
+from runtime.run.folder import EVALUATIONS, RunFolder
 
 Tiny = Callable[..., Bundle]
 
@@ -60,6 +63,26 @@ def test_a_kill_inside_a_second_save_leaves_a_whole_one(
     assert folder.check_save(latest).step == 100
     adapters = Adapters.load(bundle.manifest, latest)
     assert digest(adapters) == digest(Adapters.initial(bundle.manifest, 7))
+
+
+def test_evaluations_are_read_again_as_they_were_made(tmp_path: Path) -> None:
+    """A loss that is not finite too, but nothing else that is no number."""
+    folder = RunFolder(tmp_path)
+    losses = [StepLoss(6.0, 1, 3), StepLoss(math.nan, 1, 3)]
+    whole, broken = summarize(losses[:1]), summarize(losses)
+    made = {"before": whole, "2": broken, "4": whole, "after": {**whole, "step": 5}}
+    folder.write_json(EVALUATIONS, made)
+    assert folder.evaluations(5, ("before", "2")) == made
+    assert list(folder.evaluations(3)) == ["before", "2"]
+    with pytest.raises(BundleError, match="lacks the evaluation '6'"):
+        folder.evaluations(8, ("6",))
+    for odd in ({}, {**whole, "loss": "low"}, {**whole, "accuracy": None}, {**whole, "rows": 1.5}):
+        folder.write_json(EVALUATIONS, {**made, "4": odd})
+        with pytest.raises(BundleError, match=r"evaluations\.json is damaged: '4'"):
+            folder.evaluations(5)
+    folder.write_json(EVALUATIONS, {"soon": whole})
+    with pytest.raises(BundleError, match="'soon' is no step"):
+        folder.evaluations(5)
 
 
 def test_a_second_process_leaves_alone_what_the_first_has_begun(tmp_path: Path) -> None:
