@@ -203,9 +203,17 @@ class Campaign:
         self.counts.finds.append({**find, "kept": str(place)})
 
 
-def cases_of(kind: Kind, seed: int, first: int, count: int) -> Iterator[Case]:
-    """What has broken a reader before, then `count` random cases from number `first` on."""
-    for name in kind.known:
+def cases_of(
+    kind: Kind, seed: int, first: int, count: int, known: int | None = None
+) -> Iterator[Case]:
+    """What has broken a reader before, then `count` random cases from number `first` on.
+
+    known: how many of the former there are, drawn by the seed; None for all.
+    """
+    names = list(kind.known)
+    if known is not None:
+        names = sorted(np.random.default_rng(seed).permutation(names)[:known])
+    for name in names:
         yield Case(kind, seed, 0, name)
     for number in range(first, first + count):
         yield Case(kind, seed, number)

@@ -17,7 +17,7 @@ from runtime.system.backend import prepare
 
 prepare()  # before MLX is imported
 
-from fuzz.campaign import FINE, Campaign, Counts, cases_of  # noqa: E402
+from fuzz.campaign import FINE, Campaign, Case, Counts, cases_of  # noqa: E402
 from fuzz.kinds import KINDS  # noqa: E402
 from fuzz.kinds.kills import KILLS, Killing  # noqa: E402
 
@@ -31,6 +31,7 @@ def _preload() -> None:
     import mlx_lm.models.qwen2  # noqa: F401
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
+    import export.pack  # noqa: F401
     import runtime.data.tokenizing
     import runtime.run.evaluate
     import runtime.run.export_engine
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=100, help="random cases of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the random cases")
     parser.add_argument("--first", type=int, help="the number of the first (default: as counted)")
-    parser.add_argument("--known", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--known", type=int, help="known cases of each kind (default: all)")
     parser.add_argument("--name", help="run only this known case")
     parser.add_argument("--counts", type=Path, help="JSON file of counts, added to after each case")
     parser.add_argument("--finds", type=Path, default=Path("fuzz-finds"), help="folder for finds")
@@ -63,6 +64,9 @@ def main(words: Sequence[str] | None = None) -> int:
     names = given.kind.split(",")
     if unknown := [name for name in names if name not in ALL]:
         print(f"no kind {unknown[0]!r}; there are {', '.join(ALL)}")
+        return 2
+    if given.name and not all(given.name in KINDS[name].known for name in names if name in KINDS):
+        print(f"{given.kind} has no known case {given.name!r}")
         return 2
     _preload()
     counts = Counts() if given.counts is None else Counts.read(given.counts)
@@ -95,9 +99,8 @@ def _ordinary(
     """The verdicts of a kind's known and random cases."""
     kind = KINDS[name]()
     campaign.prepare(kind)
-    for case in cases_of(kind, given.seed, first, given.count):
-        if case.name and (not given.known or (given.name and case.name != given.name)):
-            continue
-        if given.name and not case.name:
-            continue
-        yield campaign.run(case)
+    if given.name:
+        cases = [Case(kind, given.seed, 0, given.name)]
+    else:
+        cases = cases_of(kind, given.seed, first, given.count, given.known)
+    yield from map(campaign.run, cases)

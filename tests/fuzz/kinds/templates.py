@@ -17,6 +17,7 @@ from runtime.data.rows import TokenRows
 TEMPLATES = sorted((Path(__file__).parents[2] / "support/chat_templates").glob("*.jinja"))
 FILE = "chat_template.jinja"
 DATA = "data.jsonl"
+SHOW_TOOLS = ("qwen2_5", "qwen3")
 
 SAY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 LOOP = "{% for a in range(99999) %}"
@@ -101,8 +102,9 @@ class Templates(Kind):
         for path in TEMPLATES:
             make_bundle(folder / path.stem, TOKENIZER)
             (folder / path.stem / "tokenizer" / FILE).write_text(path.read_text())
-            rows = [json.dumps(row) for row in (*ROWS["messages"], *ROWS["tools"])]
-            (folder / path.stem / DATA).write_text("\n".join(rows) + "\n")
+            # one conversation: each may take its seconds
+            row = ROWS["tools" if path.stem in SHOW_TOOLS else "messages"][0]
+            (folder / path.stem / DATA).write_text(json.dumps(row) + "\n")
 
     def change(self, folder: Path, rng: Rng) -> object:
         path = folder / "tokenizer" / FILE
