@@ -105,7 +105,7 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
     config = command.config
     line = f"ondevice {command.name} {usage(config)}"
     if command.resumes:
-        line += "\n       ondevice train --resume RUN [--steps N] [--patience N] [--budget SIZE]"
+        line += "\n       ondevice train --resume RUN [BUNDLE] [--steps N] [--budget SIZE] ..."
     parser = commands.add_parser(
         command.name,
         help=command.summary,
@@ -121,7 +121,8 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
             metavar="RUN",
             type=Path,
             help="go on with an interrupted run, with its own settings, or with a finished one and "
-            "more --steps; only --steps, --patience and --budget may be given beside it",
+            "more --steps; only --steps, --patience, --budget and --device may be given beside it, "
+            "and the bundle, where it has moved",
         )
         groups[Group.OTHER].add_argument(
             "--verbose", action="store_true", help="print the memory plan before training starts"

@@ -25,7 +25,8 @@ from ondevice.config.shared import (
     valid_split_field,
 )
 
-CHANGEABLE = ("budget", "steps", "patience")  # settings that --resume may change
+# settings that --resume may change
+CHANGEABLE = ("bundle", "device", "budget", "steps", "patience")
 _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
 _EPSILON = Check(
     lambda value: 1e-7 <= value < math.inf,

@@ -121,8 +121,9 @@ def _begin(
 def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]:
     """Continue the run in `path` from its last save, with its plan.
 
-    `wanted` are new values of CHANGEABLE settings. A new plan is made under another budget, or if
-    the plan no longer fits. Tile sizes may then differ, which changes the last bits of results.
+    `wanted` are new values of CHANGEABLE settings; a bundle among them is the new place of the
+    run's. A new plan is made under another budget, or if the plan no longer fits. Tile sizes may
+    then differ, which changes the last bits of results.
     With another number of steps in all, the learning rate goes on as the schedule over that many
     steps says. More patience lets a run go on that its patience has ended.
 
@@ -137,6 +138,8 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]
         for name in (CONFIG, PLAN):
             folder.check(name)
         before = load(TrainConfig, path / CONFIG, {})
+        if "bundle" in wanted:
+            wanted = {**wanted, "bundle": absolute(wanted["bundle"])}
         config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)

@@ -64,12 +64,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """Refuse options beside `--resume` that would contradict the run's own."""
-
     own = set(overrides) - set(CHANGEABLE)
     odd = [flag(name) for name in sorted(own)]
     if odd or arguments.config:
         raise UsageError(
-            "--resume takes the run's own settings, --budget, --steps and --patience; leave out "
+            "--resume takes the run's own settings, --budget, --steps, --patience, --device and "
+            "the bundle's new place; leave out "
             f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )

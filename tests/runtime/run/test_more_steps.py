@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bundles import settings
 from support.runs import adapter, here, ondevice, replaced, struck, train_arguments
 from support.shared import Shared
 
+from export.pack import export_bundle
 from runtime.methods.optimizer import learning_rate
 
 FIRST, ALL = 6, 14
@@ -102,6 +104,28 @@ def test_the_best_save_of_the_first_end_stays_the_best(bundle: Path, tmp_path: P
     assert json.loads(done.stdout)["best"] == {"step": FIRST, "loss": 0.001}
     assert adapter(run) == expected
     assert adapter(run / "saves" / f"step-{FIRST + 1:08d}") != expected
+
+
+def test_a_bundle_that_has_moved_is_named(bundle: Path, shared: Shared, tmp_path: Path) -> None:
+    """It must hold the weights of the run's, and ends in the same bytes."""
+    whole = trained(shared, bundle, ALL, "mebp")
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(bundle, old)
+    run = tmp_path / "run"
+    done = here(*train_arguments(old, run, FIRST, **SETTINGS, method="mebp"))
+    assert done.returncode == 0, done.stderr
+    old.rename(new)
+    lost = here("train", "--resume", run, "--steps", ALL)
+    assert lost.returncode == 4 and str(old) in lost.stderr
+    other = tmp_path / "other"
+    export_bundle(settings("random:tiny-llama", other, seed=1, seq_lens=(24,)))
+    refused = here("train", other, "--resume", run, "--steps", ALL)
+    assert refused.returncode == 4, refused.stderr
+    done = ondevice("train", new, "--resume", run, "--steps", ALL)
+    assert done.returncode == 0, done.stderr
+    assert adapter(run) == adapter(whole)
+    again = ondevice("train", "--resume", run)  # the run knows the new place
+    assert again.returncode == 0, again.stderr
 
 
 def test_only_what_changes_nothing_else_may_be_given(
