@@ -6,6 +6,7 @@ import atexit
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ondevice-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-from runtime.system.backend import prepare
+# under nohup, or in the background of a shell, some signals are ignored, by all children too
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+from runtime.system.backend import prepare  # noqa: E402
 
 prepare()  # before MLX is imported
 
