@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import TextIO
 
 from ondevice import signals
 from ondevice.errors import (
@@ -84,7 +85,7 @@ def _system_error(problem: OSError) -> int:
     where = "" if problem.filename is None else f": {problem.filename!r:.80}"
     what = problem.strerror or str(problem)
     if isinstance(problem, BrokenPipeError):
-        _discard_output()  # nobody reads it any more, as with `| head`
+        _discard(sys.stdout)  # nobody reads it any more, as with `| head`
         return 1
     if problem.errno in (errno.EMFILE, errno.ENFILE):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -96,7 +97,7 @@ def _system_error(problem: OSError) -> int:
     if problem.errno == errno.ENAMETOOLONG:
         return _said(f"{what}{where}; give a shorter name", UsageError.exit_code)
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        _discard_output()
+        _discard(sys.stdout)
         return _said(
             f"{what}{where}: the disk is full, or what the output goes to; make room and start "
             "again",
@@ -123,15 +124,17 @@ def _allow_descriptors() -> None:
 
 
 def _said(text: str, code: int) -> int:
-    with suppress(OSError):  # what stderr goes to may be full, or gone
-        shown = _LONG_WORD.sub(lambda found: f"{found[0][:100]}...", text)
-        print(f"ondevice: {shown}", file=sys.stderr)
+    shown = _LONG_WORD.sub(lambda found: f"{found[0][:100]}...", text)
+    try:
+        print(f"ondevice: {shown}", file=sys.stderr, flush=True)
+    except OSError:  # what stderr goes to is full, or gone: the exit code is what is left to say
+        _discard(sys.stderr)
     return code
 
 
-def _discard_output() -> None:
-    """Let what is still buffered for stdout go nowhere, where Python writes it at the end."""
-    with suppress(OSError, ValueError):  # a test's own stdout has no descriptor
+def _discard(stream: TextIO) -> None:
+    """Let what a stream still holds go nowhere, where Python writes it out at the end."""
+    with suppress(OSError, ValueError):  # a test's own stream has no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)
