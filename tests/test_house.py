@@ -48,7 +48,7 @@ OWN_CLASSES = (
 
 # the same word for something else, and data: (file, a source text or "*" for all of it), reason
 OTHER_MEANING = {
-    ("runtime/methods/optimizer.py", "schedule == 'linear'"): "a learning-rate schedule",
+    ("runtime/methods/schedule.py", "schedule == 'linear'"): "a learning-rate schedule",
     ("export/sources/gguf_config.py", "rope_type not in _ROPE_SCALINGS"): "a scaling of positions",
     (
         "harness/bench/published.py",

@@ -25,7 +25,7 @@ from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import Start  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
-from runtime.run.budget import machine_for  # noqa: E402
+from runtime.run.budget import training_machine  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
@@ -38,7 +38,7 @@ def train_unaided(config: TrainConfig, scratch: Path) -> dict[str, Any]:
     with Meter() as meter:
         bundle = open_checked(config.bundle)
         manifest = bundle.manifest
-        machine = machine_for(bundle, config.arithmetic)
+        machine = training_machine(config, bundle)
         plan = plan_training(config, bundle, machine)
         session = open_session(bundle, plan)
         tensors = MappedTensors(scratch, "adapters", Adapters.shapes(manifest))

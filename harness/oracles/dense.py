@@ -31,8 +31,8 @@ from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import UsageError  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.optimizer import learning_rate  # noqa: E402
 from runtime.methods.protocol import Row, StepLoss  # noqa: E402
+from runtime.methods.schedule import learning_rate  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from functools import partial
 from pathlib import Path
@@ -130,11 +129,18 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], command: Command
     parser.set_defaults(handler=command.run, parser=parser)
 
 
+def _alike(word: str, words: list[str]) -> list[str]:
+    """The word that is most like another, if one is."""
+    import difflib  # a quarter of a megabyte, which training would have to hold
+
+    return difflib.get_close_matches(word, words, n=1)
+
+
 def _check_command(word: str) -> None:
     names = [command.name for command in COMMANDS]
     if word.startswith("-") or word in names:
         return
-    near = difflib.get_close_matches(word, names, n=1)
+    near = _alike(word, names)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
     raise UsageError(f"no command {word!r}; {hint}")
 
@@ -147,7 +153,7 @@ def _not_known(words: list[str], parser: argparse.ArgumentParser) -> str:
             return f"{flag}: {REFUSED[flag]}"
     there = [name for name in parser._option_string_actions if name.startswith("--")]
     near = [FLAGS_ELSEWHERE.get(flag) for flag in flags if FLAGS_ELSEWHERE.get(flag) in there]
-    near += [name for flag in flags for name in difflib.get_close_matches(flag, there, n=1)]
+    near += [name for flag in flags for name in _alike(flag, there)]
     meant = f"did you mean {' or '.join(dict.fromkeys(map(str, near)))}?"
     hint = meant if near else f"see: {parser.prog} --help"
     return f"unrecognized arguments: {' '.join(words)}; {hint}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -86,7 +85,7 @@ class Steps:
         if not (first or due or seconds >= LINE_SECONDS):
             return ""
         losses = [one["loss"] for one in self._since if one["loss"] is not None]
-        loss = f"{statistics.fmean(losses):.4f}" if losses else "not finite"
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "not finite"
         processed, scored = (
             sum(one[which] for one in self._since) / seconds
             for which in ("processed_tokens", "tokens")
@@ -103,7 +102,8 @@ class Steps:
     @property
     def step_s(self) -> float:
         """The seconds that a step takes; the first one is left out as soon as there are others."""
-        return statistics.median(self._seconds[1:] or self._seconds)
+        known = sorted(self._seconds[1:] or self._seconds)
+        return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2  # the median
 
     def estimate(self, entry: dict[str, Any], total: int) -> str:
         """A sentence with the expected time, once after the first few steps of the process."""

@@ -10,7 +10,6 @@ working directory.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
 from collections.abc import Callable
@@ -137,6 +136,8 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
     problems: list[str] = []
     for key, value in {**(_read(file) if file is not None else {}), **overrides}.items():
         if key not in known:
+            import difflib  # a quarter of a megabyte, which training would have to hold
+
             near = difflib.get_close_matches(key.replace("-", "_"), known, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             problems.append(f"unknown key {key!r}{hint}")

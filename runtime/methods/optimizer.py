@@ -25,19 +25,7 @@ from runtime.methods.adapters import Adapters
 from runtime.storage.scratch import MappedTensors
 
 MOMENTS = ("m", "v")
-GROUP_VALUES = 1 << 16  # of a save's layout, too: see `runtime.run.folder.VERSION`
-
-
-def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, step: int) -> float:
-    """The rate of step `step` (0-based): a linear warm-up to `peak`, then the schedule to 0."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    if schedule == "linear":
-        return peak * (1 - done)
-    if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * done))
-    return peak
+GROUP_VALUES = 1 << 16  # of a save's layout, too: see `runtime.storage.saves.VERSION`
 
 
 def moments(name: str) -> tuple[str, ...]:

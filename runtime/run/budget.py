@@ -106,6 +106,12 @@ def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
     return machine
 
 
+def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
+    """As `machine_for`, with the libraries that the configuration's method loads."""
+    method(config.method)
+    return machine_for(bundle, config.arithmetic)
+
+
 def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> str:
     """The reason why a stored plan cannot be executed again; empty if it can.
 

@@ -16,11 +16,11 @@ from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
 from runtime.methods.adapters import Adapters
-from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method, Start
 from runtime.methods.registry import method
+from runtime.methods.schedule import learning_rate
 from runtime.planner.plan import Plan
-from runtime.run.budget import kept_plan, machine_for, make_plan, training
+from runtime.run.budget import kept_plan, make_plan, training, training_machine
 from runtime.run.events import Events
 from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
@@ -48,7 +48,7 @@ def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = 
 
 def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None) -> Plan:
     """The plan for a configuration and a bundle with the same LoRA settings."""
-    machine = machine or machine_for(bundle, config.arithmetic)
+    machine = machine or training_machine(config, bundle)
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
         machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
     return make_plan(bundle.manifest, machine, training(config, bundle.manifest))
@@ -233,7 +233,7 @@ def _next_rates(before: TrainConfig, now: TrainConfig, done: int) -> tuple[float
 
 def _this_machine(config: TrainConfig, bundle: Bundle) -> Machine:
     """This machine and process, with the heap values of `--machine FILE` if it is given."""
-    machine = machine_for(bundle, config.arithmetic)
+    machine = training_machine(config, bundle)
     if config.machine is None:
         return machine
     return msgspec.structs.replace(machine, heap=read_machine(Path(config.machine)).heap)

@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import math
 import signal
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import msgspec
+import numpy as np
 
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, DivergedError, InterruptedRunError
 from runtime.data.rows import Rows
 from runtime.data.run_rows import reports_of
 from runtime.methods.adapters import Adapters
-from runtime.methods.optimizer import learning_rate
 from runtime.methods.protocol import Method
+from runtime.methods.schedule import learning_rate
 from runtime.run.best import Best, best_of, loss_of, no_better_since
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
@@ -299,7 +299,7 @@ class Trainer:
             ),
             "heap_reliefs": self.meter.reliefs,  # of this process
             "mlx_peak_bytes": mx.get_peak_memory(),  # of this process: what MLX had allocated
-            "step_s_median": statistics.median(seconds) if seconds else None,
+            "step_s_median": float(np.median(seconds)) if seconds else None,
             "tokens_per_s": _per_second(sum(entry.processed_tokens for entry in entries), seconds),
             "scored_tokens_per_s": _per_second(sum(entry.tokens for entry in entries), seconds),
             "final_train_loss": losses[-1] if losses else None,
