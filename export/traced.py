@@ -11,10 +11,9 @@ from export.sources.families import MODEL_TYPES
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import GRAPHS
-from ondevice.bundle.traced import RECORD, TracedGraphs, traced_bytes
+from ondevice.bundle.traced import RECORD, TracedGraphs, check_programs, traced_bytes
 from ondevice.errors import BundleError
 from ondevice.files import write_atomic
-from ondevice.operations.program import BlockType
 
 
 def trace_graphs(manifest: Manifest, device: str, folder: Path) -> None:
@@ -35,24 +34,8 @@ def trace_graphs(manifest: Manifest, device: str, folder: Path) -> None:
         )
     here = set_device(device)
     cut = cut_model(manifest.family, manifest.config)
-    if [b.type for b in cut.blocks] != [b.type for b in manifest.blocks] or any(
-        _needs(block_type) != _needs(manifest.block_types[name])
-        for name, block_type in cut.block_types.items()
-    ):
-        raise BundleError(
-            "the mlx-lm that is installed computes the model in another way than the bundle's "
-            "manifest says, so that the weights may not fit; export the model again"
-        )
+    check_programs(manifest, cut.block_types, tuple(cut.blocks))
     graphs = write_graphs(cut, manifest.buckets, folder, GRAPHS, no_progress)
-    traced = TracedGraphs(metadata.version("mlx"), here, cut.block_types, graphs)
+    traced = TracedGraphs(metadata.version("mlx"), here, cut.block_types, tuple(cut.blocks), graphs)
     check_manifest(traced.put_into(manifest))
     write_atomic(folder / RECORD, traced_bytes(traced))
-
-
-def _needs(block_type: BlockType) -> tuple[object, ...]:
-    """What must be as in the bundle: a block type's values, and the weights that it reads."""
-    return (
-        block_type.values,
-        block_type.parameters,
-        [(one.label, one.matrices(str), one.vectors(str)) for one in block_type.operations],
-    )

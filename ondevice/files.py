@@ -7,6 +7,8 @@ import hashlib
 import os
 import shutil
 import stat
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,3 +88,18 @@ def reading_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         raise BundleError(f"{path} cannot be read: {problem.strerror}") from problem
+
+
+@contextmanager
+def private_copy(data: bytes) -> Iterator[str]:
+    """A path at which these bytes can be read meanwhile, and no other program can change them."""
+    if sys.platform == "linux":
+        with os.fdopen(os.memfd_create("ondevice"), "wb") as file:
+            file.write(data)
+            file.flush()
+            yield f"/proc/self/fd/{file.fileno()}"
+    else:
+        with tempfile.TemporaryDirectory() as folder:  # this user's alone
+            path = Path(folder, "copy")
+            path.write_bytes(data)
+            yield str(path)

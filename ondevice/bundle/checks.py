@@ -16,6 +16,7 @@ from ondevice.operations.program import Block, BlockType
 from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Extent, Matrix
 from ondevice.operations.values import T, is_parameter
 
+VERSION_NUMBER = re.compile(r"[0-9A-Za-z.+!_-]{0,60}")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 PLACES = {"graph": re.compile(r"graphs[A-Za-z0-9_.-]*/[^/]+"), "file": re.compile(r"tokenizer/.+")}
 ERROR = {"relative_rms", "rms", "max"}
@@ -39,6 +40,8 @@ def check_manifest(manifest: Manifest) -> None:
     require(list(buckets) == sorted(set(buckets)), f"buckets {list(buckets)} are not ascending")
     require(buckets[-1] <= 1 << 20, f"bucket {buckets[-1]} is beyond reason")
     require(manifest.device in ("cpu", "gpu"), f"device {manifest.device!r}")
+    plain = VERSION_NUMBER.fullmatch(manifest.mlx_version)
+    require(plain is not None, f"mlx_version {manifest.mlx_version!r:.60}")
     for name, size in (("hidden_size", manifest.hidden_size), ("vocab_size", manifest.vocab_size)):
         require(0 < size <= MAX_DIM, f"{name} is {size}")
     require(0 <= manifest.weights_nbytes <= MAX_BYTES, f"weights_nbytes: {manifest.weights_nbytes}")

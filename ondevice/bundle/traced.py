@@ -10,7 +10,7 @@ import msgspec
 from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError
 from ondevice.files import reading_errors, sha256_file
-from ondevice.operations.program import BlockType
+from ondevice.operations.program import Block, BlockType
 from ondevice.operations.tensors import Graph, Record
 
 RECORD = "traced"  # beside the graphs, and written last: its SHA-256, a newline, and JSON
@@ -22,10 +22,16 @@ class TracedGraphs(Record, frozen=True):
     mlx_version: str
     device: str
     block_types: dict[str, BlockType]
+    blocks: tuple[Block, ...]
     graphs: dict[str, Graph]
 
     def put_into(self, manifest: Manifest) -> Manifest:
-        """The manifest with these graphs and programs."""
+        """The manifest with these graphs and programs.
+
+        Raises:
+            BundleError: the manifest's own programs compute something else.
+        """
+        check_programs(manifest, self.block_types, self.blocks)
         return msgspec.structs.replace(
             manifest,
             mlx_version=self.mlx_version,
@@ -33,6 +39,42 @@ class TracedGraphs(Record, frozen=True):
             block_types=self.block_types,
             graphs=self.graphs,
         )
+
+
+def check_programs(
+    manifest: Manifest, block_types: dict[str, BlockType], blocks: tuple[Block, ...]
+) -> None:
+    """Check that a manifest's programs are those of the model that its configuration describes.
+
+    What its graphs compute cannot be told from the manifest, so of these only the values count.
+
+    Raises:
+        BundleError: they differ.
+    """
+    bucket = manifest.buckets[0]
+    same = [one.type for one in blocks] == [one.type for one in manifest.blocks] and all(
+        _meaning(block_type, bucket) == _meaning(manifest.block_types[name], bucket)
+        for name, block_type in block_types.items()
+    )
+    if not same:
+        raise BundleError(
+            "the mlx-lm that is installed computes the model in another way than the bundle's "
+            "manifest says, so that the weights may not fit; export the model again"
+        )
+
+
+def _meaning(block_type: BlockType, bucket: int) -> tuple[object, ...]:
+    """A block type's values and parameters, and what its operations compute from which weights."""
+    return (
+        block_type.input,
+        block_type.output,
+        block_type.values,
+        block_type.parameters,
+        [
+            (one.label, one.results) if one.graph_keys(bucket, backward=False) else one
+            for one in block_type.operations
+        ],
+    )
 
 
 def traced_bytes(traced: TracedGraphs) -> bytes:

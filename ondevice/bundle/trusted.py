@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.cache import cache_folder
+from ondevice.cache import cache_folder, is_mine
 from ondevice.errors import StorageError
 from ondevice.files import storage_errors, write_atomic
 
@@ -26,7 +26,7 @@ def graphs_checksum(manifest: Manifest) -> str:
 
 def are_trusted(manifest: Manifest) -> bool:
     """Whether the bundle's graphs may run as they lie."""
-    return bool(manifest.graphs) and _path_of(manifest).exists()
+    return bool(manifest.graphs) and is_mine(_path_of(manifest))
 
 
 def trust_graphs(manifest: Manifest, whose: str) -> None:

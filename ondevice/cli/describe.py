@@ -19,6 +19,11 @@ MARKS = ("\u27e6", "\u27e7")  # around what is scored, where there are no colour
 ALL_VALUES = 1 << 40  # a tile of this many values or more is no tile
 
 
+def printable(value: object) -> str:
+    """A value of a document from elsewhere, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in str(value))
+
+
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -95,7 +100,8 @@ def describe_bundle(bundle: Bundle) -> str:
         f"sequence lengths: {', '.join(map(str, m.buckets))}",
         f"graphs: {_graphs(m)}",
         f"tokenizer: {', '.join(name.split('/')[-1] for name in m.files) or 'none'}",
-        f"from: {m.provenance.get('name', '?')} ({m.provenance.get('kind', '?')})",
+        f"from: {printable(m.provenance.get('name', '?'))} "
+        f"({printable(m.provenance.get('kind', '?'))})",
         f"quality: {_quality(m)}",
         "",
     ]
@@ -154,11 +160,10 @@ def describe_trust(bundle: Bundle) -> str:
 def _quality(manifest: Manifest) -> str:
     """Bits per weight, how they were calibrated, and what the model has lost."""
     calibration = manifest.provenance.get("calibration")
-    how = (
-        f", calibrated on {calibration['tokens']} tokens of {calibration['data']}"
-        if calibration
-        else ""
-    )
+    how = ""
+    if isinstance(calibration, dict):
+        tokens, data = calibration.get("tokens"), calibration.get("data")
+        how = f", calibrated on {printable(tokens)} tokens of {printable(data)}"
     quality = manifest.quality
     lost = "not measured" if quality is None else quality.describe()
     warning = "" if quality is None or not quality.is_hurt else f"\nwarning: {quality.warning()}"

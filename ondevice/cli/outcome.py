@@ -31,6 +31,7 @@ def outcome_of(command: Callable[[], None]) -> int:
 
     What it has printed is written out, or the code says that it could not be.
     """
+    _open_missing()
     arrived: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -104,6 +105,22 @@ def _system_error(problem: OSError) -> int:
             StorageError.exit_code,
         )
     return _said(f"{what}{where}", StorageError.exit_code)
+
+
+def _open_missing() -> None:
+    """Open what the process was started without of stdin, stdout and stderr, as /dev/null.
+
+    Else the first files that it opens would take their place, and be written to.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    names = ("stdin", "stdout", "stderr")
+    for number, name in enumerate(names):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
 
 
 def _allow_descriptors() -> None:

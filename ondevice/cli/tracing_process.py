@@ -1,7 +1,7 @@
-"""Traces the graphs of a bundle into a folder, in a process with limits.
+"""Traces the graphs of a model into a folder, in a process with limits.
 
 A bundle from elsewhere may hold any configuration, so what tracing may take of memory and of the
-CPU's time is limited. This process reads nothing of the bundle but its manifest.
+CPU's time is limited. Of the bundle this process reads only the manifest, from its stdin.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from ondevice.bundle.store import open_bundle
+from ondevice.bundle.checks import check_manifest
+from ondevice.bundle.manifest import read_manifest
 from ondevice.config.shared import DEVICES
 from ondevice.errors import BundleError
 from runtime.data.process import confined, limits_argument
@@ -23,23 +24,24 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m ondevice.cli.tracing_process", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("bundle", type=Path)
     parser.add_argument("folder", type=Path, help="where the graphs go")
+    parser.add_argument("--name", required=True, help="the bundle, for messages")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     limits_argument(parser)
     given = parser.parse_args(argv)
     prepare(keep_heap=False)
-    return confined(given.limits, lambda: _trace(given.bundle, given.folder, given.device))
+    return confined(given.limits, lambda: _trace(given.name, given.folder, given.device))
 
 
-def _trace(path: Path, folder: Path, device: str) -> None:
-    bundle = open_bundle(path)
+def _trace(name: str, folder: Path, device: str) -> None:
+    manifest = read_manifest(sys.stdin.buffer.read(), name)
+    check_manifest(manifest)
     from export.traced import trace_graphs
 
     try:
-        trace_graphs(bundle.manifest, device, folder)
+        trace_graphs(manifest, device, folder)
     except BundleError as problem:
-        raise BundleError(f"{path}: {problem}") from None
+        raise BundleError(f"{name}: {problem}") from None
 
 
 if __name__ == "__main__":

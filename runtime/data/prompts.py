@@ -57,21 +57,21 @@ def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
     return Prompt(tokens, encoder.end_tokens, ending)
 
 
-def confined_prompt(bundle_dir: Path, messages: object) -> Prompt:
-    """As `chat_prompt`, in a process of its own under limits.
+def confined_prompt(bundle_dir: Path, said: object) -> Prompt:
+    """As `text_prompt` for a text, else as `chat_prompt`, in a process of its own under limits.
 
     Raises:
         DataError, UsageError: as `chat_prompt`.
     """
-    given = msgspec.json.encode(messages).decode()
-    said = run_module(
+    given = msgspec.json.encode(said).decode()
+    written = run_module(
         "runtime.data.prompts",
         "writing the prompt",
         limits=Limits.of_data(len(given)),
         given=given,
         bundle=bundle_dir,
     )
-    return msgspec.json.decode(said, type=Prompt)
+    return msgspec.json.decode(written, type=Prompt)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     from runtime.data.text_encoder import load_encoder
 
     def work() -> None:
-        messages = from_json(sys.stdin.buffer.read())
-        prompt = chat_prompt(load_encoder(given.bundle), messages)
+        said, encoder = from_json(sys.stdin.buffer.read()), load_encoder(given.bundle)
+        prompt = text_prompt(encoder, said) if isinstance(said, str) else chat_prompt(encoder, said)
         sys.stdout.write(msgspec.json.encode(prompt).decode())
 
     return confined(given.limits, work)

@@ -208,7 +208,7 @@ def write_token_file(
     folder = out_file.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
     count = end = 0
-    part = folder / f".{out_file.name}.{os.getpid()}.part"
+    part = folder / f".{out_file.name}.{os.getpid()}.partial"
     with (
         tempfile.TemporaryFile(dir=folder) as index,
         tempfile.TemporaryFile(dir=folder) as tokens,

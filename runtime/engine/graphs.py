@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
-from ondevice.files import reading_errors, sha256_file
+from ondevice.files import private_copy, read_file, reading_errors
 
 
 class Graphs:
@@ -46,10 +47,12 @@ class Graphs:
                 )
             path = self.bundle.graphs_path / graph.file
             with reading_errors(path):
-                if sha256_file(path) != graph.sha256:  # it may have changed since the start
-                    raise BundleError(f"{path} is altered: its SHA-256 differs")
+                data = read_file(path)
+            if hashlib.sha256(data).hexdigest() != graph.sha256:  # it has changed since the start
+                raise BundleError(f"{path} is altered: its SHA-256 differs")
             try:
-                self._opened[key] = cast(Callable[..., Any], mx.import_function(str(path)))
+                with private_copy(data) as copy:  # and may change again before MLX reads it
+                    self._opened[key] = cast(Callable[..., Any], mx.import_function(copy))
             except RuntimeError as problem:
                 raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
         return self._opened[key]

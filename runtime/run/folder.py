@@ -152,7 +152,13 @@ class RunFolder:
             )
 
     def prepare_to_resume(self) -> None:
-        """Remove what a killed process has left half written."""
+        """Remove what a killed process has left half written.
+
+        Raises:
+            BundleError: the saves lie elsewhere, where nothing of ours may be removed.
+        """
+        if self.saves.folder.is_symlink():
+            raise BundleError(f"{self.saves.folder} is a symbolic link: a run holds its own saves")
         with storage_errors(self.path):
             self.saves.folder.mkdir(exist_ok=True)
             for path in (*self.path.iterdir(), *self.saves.folder.iterdir()):

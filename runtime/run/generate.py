@@ -15,7 +15,7 @@ import numpy as np
 from ondevice.bundle.store import Bundle
 from ondevice.errors import UsageError
 from ondevice.lora import LoraSettings
-from runtime.data.prompts import Prompt, confined_prompt, text_prompt
+from runtime.data.prompts import Prompt, confined_prompt
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.run.budget import plan_evaluation
@@ -122,10 +122,8 @@ def generate(
         raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
     bundle = open_checked(path, device, note)
     encoder = load_encoder(bundle.path)
-    if chat:
-        given = confined_prompt(bundle.path, [{"role": "user", "content": prompt}])
-    else:
-        given = text_prompt(encoder, prompt)
+    said = [{"role": "user", "content": prompt}] if chat else prompt
+    given = confined_prompt(bundle.path, said)
     tokens = given.tokens
     if not tokens:
         raise UsageError("the prompt has no tokens")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,11 @@ import mlx.core as mx
 
 from ondevice import __version__
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.manifest import Manifest, manifest_bytes
 from ondevice.bundle.store import Bundle
 from ondevice.bundle.traced import RECORD, read_traced
 from ondevice.bundle.trusted import are_trusted
-from ondevice.cache import cache_folder
+from ondevice.cache import cache_folder, is_mine
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import storage_errors
 from runtime.data.limits import Limits
@@ -91,17 +92,23 @@ def _traced(bundle: Bundle, device: str, note: Note) -> Bundle:
     if (found := _read(bundle, folder)) is not None:
         return found
     if not library:
+        fitting = (bundle.manifest.mlx_version, bundle.manifest.device) == (mlx_version(), device)
+        trust = f", or, if you trust whoever made them: ondevice trust {bundle.path}"
         raise BundleError(
-            f"{bundle.path}: its graphs were not traced on this machine, so they do not run, and "
-            "mlx-lm, which could trace them, is not installed: pip install mlx-lm, or, if you "
-            f"trust whoever made them: ondevice trust {bundle.path}"
+            f"{bundle.path} has no graphs that may run here: its own were not traced on this "
+            f"machine, for its device and MLX {mlx_version()}, and mlx-lm, which could trace them, "
+            f"is not installed: pip install mlx-lm{trust if fitting else ''}"
         )
     try:
         with storage_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             lock = folder.with_suffix(".lock").open("w")
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be tracing the same
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                note(f"waiting for another process, which traces the graphs of {bundle.path}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if (found := _read(bundle, folder)) is None:
                 note(f"tracing the graphs of {bundle.path} into {folder.parent}")
                 _trace(bundle, folder, device)
@@ -118,32 +125,34 @@ def _traced(bundle: Bundle, device: str, note: Note) -> Bundle:
 
 def _read(bundle: Bundle, folder: Path) -> Bundle | None:
     """The bundle with the graphs of a folder; None if they are not there, or not whole."""
-    if not (folder / RECORD).exists():
+    if not is_mine(folder / RECORD):
         return None
     try:
-        manifest = read_traced(folder).put_into(bundle.manifest)
+        traced = read_traced(folder)
     except BundleError:
         return None  # they are traced again
+    manifest = traced.put_into(bundle.manifest)
     check_manifest(manifest)
     return replace(bundle, manifest=manifest, graphs_path=folder)
 
 
 def _trace(bundle: Bundle, folder: Path, device: str) -> None:
     """Trace into a folder beside `folder`, and move it there when it is whole."""
-    part = folder.with_suffix(".partial")
     with storage_errors(folder):
-        for old in (folder, part):
-            if old.exists():
-                shutil.rmtree(old)
-        part.mkdir()
+        if folder.exists():
+            shutil.rmtree(folder)
+        for old in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
+            shutil.rmtree(old, ignore_errors=True)
+        part = Path(tempfile.mkdtemp(".partial", f"{folder.name}.", folder.parent))
     try:
         run_module(
             TRACING_PROCESS,
             f"tracing the graphs of {bundle.path}",
-            bundle.path,
             part,
             limits=Limits(TRACING_BYTES[device], TRACING_S),
+            given=manifest_bytes(bundle.manifest).decode(),  # its file may change meanwhile
             failure=BundleError,
+            name=bundle.path,
             device=device,
         )
         with storage_errors(folder):

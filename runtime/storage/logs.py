@@ -53,7 +53,7 @@ class Log:
         """
         with reading_errors(self.path):
             require_file(self.path)
-            with self.path.open("rb") as file:
+            with FileIO(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
                 while chunk := file.read(min(CHUNK_BYTES, kept.nbytes - self._nbytes)):
                     self._count(chunk)
         if self.prefix != kept:
@@ -64,9 +64,10 @@ class Log:
 
     def go_on(self) -> None:
         """Drop what comes after the beginning that was checked."""
-        with storage_errors(self.path):
-            os.truncate(self.path, self._nbytes)
         self._open()
+        assert self._file is not None
+        with storage_errors(self.path):
+            os.ftruncate(self._file.fileno(), self._nbytes)
 
     def append(self, line: str) -> None:
         """Add a line, which ends in a line break."""
@@ -101,7 +102,8 @@ class Log:
 
     def _open(self) -> None:
         with storage_errors(self.path):
-            self._file = FileIO(self.path, "a")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW  # a link could lead anywhere
+            self._file = FileIO(os.open(self.path, flags), "a")
 
     def _count(self, data: bytes) -> None:
         self._digest.update(data)

@@ -174,7 +174,8 @@ def check_adapter(path: Path) -> None:
         BundleError: the file is altered.
     """
     folder = path.absolute().parent
-    if folder.parent.name == SAVES and folder.name.startswith("step-"):
+    in_save = folder.parent.name == SAVES and folder.name.startswith("step-")
+    if in_save and ((folder / STATE).exists() or (folder.parent.parent / CONFIG).exists()):
         saves = Saves(folder.parent.parent)
         saves.check(folder, saves.read(folder), path.name)
     elif (folder / CHECKSUMS).exists() or (

@@ -28,8 +28,8 @@ def memory_limit_bytes(process: Path = PROCESS) -> int | None:
     process: the folder of the process below /proc.
     """
     try:
-        groups = (process / "cgroup").read_text().splitlines()
-        mounts = (process / "mountinfo").read_text().splitlines()
+        groups = (process / "cgroup").read_text(errors="surrogateescape").splitlines()
+        mounts = (process / "mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return None  # not Linux, or no /proc: there is no control group to be in
     found: list[int] = []

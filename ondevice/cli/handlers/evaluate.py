@@ -60,7 +60,9 @@ def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
 
     bundle = open_checked(config.bundle, config.device, note)
     budget = config.budget_bytes
-    seed = int(bundle.manifest.provenance.get("seed", 0))  # of random:PRESET
+    seed = bundle.manifest.provenance.get("seed", 0)  # of random:PRESET
+    if not isinstance(seed, int):
+        raise BundleError(f"{bundle.path}: its provenance has the seed {seed!r:.40}")
     with (
         open_checkpoint(source, seed=seed) as checkpoint,
         Meter(budget_bytes=budget, relieve=trim_heap) as meter,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ondevice.cli.handlers.common import configuration, set_up
 from ondevice.config.replay import ReplayConfig
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, UsageError
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -19,6 +19,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     run = Path(config.run)
     output = run / "replayed" if config.output is None else Path(config.output)
+    if config.output is None and output.is_symlink():
+        raise UsageError(f"{output} is a symbolic link; name a folder by --output")
     initial = None if config.initial is None else Path(config.initial)
     facts = replay(run, output, config.bundle, initial)
     if arguments.json:

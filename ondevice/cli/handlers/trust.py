@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from ondevice.cli.handlers.common import configuration, note
+from ondevice.cli.handlers.common import configuration, note, set_up
 from ondevice.config.trust import TrustConfig
 from ondevice.errors import UsageError
 
@@ -23,6 +23,15 @@ def run(arguments: argparse.Namespace) -> None:
     manifest = bundle.manifest
     if not manifest.graphs:
         raise UsageError(f"{bundle.path} has no graphs; they are traced where it is used")
+    set_up()
+    from runtime.system.backend import mlx_version
+
+    if manifest.mlx_version != mlx_version():
+        raise UsageError(
+            f"the graphs of {bundle.path} were traced by MLX {manifest.mlx_version!r}, and this is "
+            f"{mlx_version()}, which cannot run them; where mlx-lm is installed, ondevice traces "
+            "graphs of its own"
+        )
     known = are_trusted(manifest)
     if not known:
         note(describe_trust(bundle))

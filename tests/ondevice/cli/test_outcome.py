@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -247,3 +248,10 @@ def test_absurd_settings(origin: Bundle, tmp_path: Path, options: list[str], tol
     done = here("train", origin.path, *ROW, *options, "--output", tmp_path / "run")
     assert (done.returncode, told in done.stderr) == (2, True), done.stderr
     assert len(done.stderr) < 1000
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_command_without_an_output_still_works(origin: Bundle, closed: str) -> None:
+    words = shlex.join([*COMMAND, "inspect", str(origin.path)])
+    done = subprocess.run(["sh", "-c", f"{words} {closed}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

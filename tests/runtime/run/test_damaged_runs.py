@@ -267,3 +267,17 @@ def test_whoever_reads_a_runs_adapter_compares_it(
     done = here("eval", bundle, *random, "--adapter", saved.parent)
     assert done.returncode == 4 and f"{saved} is altered" in done.stderr, done.stderr
     assert not (tmp_path / "more").exists() and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "saves"])
+def test_a_run_that_leads_elsewhere_is_refused(
+    killed: Path, tmp_path: Path, method: str, name: str
+) -> None:
+    """Nothing outside of it is written or removed."""
+    outside = tmp_path / "outside"
+    (killed / name).rename(outside)
+    (killed / name).symlink_to(outside)
+    before = {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()}
+    done = here("train", "--resume", killed)
+    assert done.returncode in (4, 5), done.stderr
+    assert {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()} == before
