@@ -183,7 +183,10 @@ class RunFolder:
         Raises:
             BundleError: it is altered or gone.
         """
-        again = f"put it back as it was, or start another run with --adapter {self.path}"
+        again = (
+            "put it back as it was, or start another run with --adapter COPY, from a copy of "
+            f"adapters.safetensors and adapter_config.json of {self.path}"
+        )
         made = "remove it, and it is made anew from the data, if these are what they were"
         self.checksums.check(name, made if name in TOKENS else again)
 

@@ -183,6 +183,6 @@ def check_adapter(path: Path) -> None:
     ):
         Checksums(folder).check(
             path.name,
-            f"ondevice train --resume {folder} writes it again from its last save; a copy of both "
-            "files of the adapter in another folder is used as it is",
+            "a copy of both files of the adapter in another folder is used as it is; ondevice "
+            f"train --resume {folder} writes it again from its last save, if that is whole",
         )
