@@ -329,7 +329,21 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
             found.append(f"{one.name} is {_shortened(value)}; it must be {_type_of(one).words}")
         elif check and value is not None and not check.allows(value):
             found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}")
+        elif isinstance(value, str) and not _is_text(value):
+            found.append(
+                f"{one.name} is {_shortened(value)}, which is not valid UTF-8; if it is a path, "
+                "rename the file, or the folder that is named so"
+            )
     return found
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be printed, and written to JSON and TOML."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shortened(value: object) -> str:

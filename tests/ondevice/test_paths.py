@@ -62,6 +62,7 @@ TRAIN = ["train", "BUNDLE", "--max-seq-length", "16", "--steps", "1"]
         ["export", "ODD", "--seq-lens", "16", "-o", "out"],
         ["inspect", "ODD"],
         ["trust", "ODD", "--yes"],
+        ["data", "ODD/train.txt", "--bundle", "BUNDLE"],
         ["plan", "ODD"],
         [*TRAIN, "--data", "random:0", "--output", "ODD/run"],
         [*TRAIN, "--data", "ODD/train.txt", "--output", "out"],
