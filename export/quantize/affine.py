@@ -5,7 +5,8 @@ and q less their means, and the best bias is mean(w) - s mean(q). They leave the
 |w'|^2 - <w', q'>^2 / <q', q'>, so the pair to choose is the one whose q has the largest gain
 <w', q'>^2 / <q', q'>. Each candidate moves the smallest and the largest integer by some share of
 the group's range inwards, or a little outwards. Two rounds of least squares, from s and the bias to
-q and back, follow the search.
+q and back, follow the search. Where rounding the stored numbers has made the pair worse than the
+group's plain range, that range is taken.
 """
 
 from __future__ import annotations
@@ -77,6 +78,14 @@ def fit(w: F32, bits: int, dtype: npt.DTypeLike) -> tuple[Floats, Floats]:
         scales[coarse], biases[coarse] = _fit_stored(
             w[coarse], scales[coarse], biases[coarse], levels
         )
+    plain_scales = (span / levels).astype(dtype)
+    plain_biases = w.min(axis=1).astype(dtype)
+    usable = np.isfinite(scales) & np.isfinite(biases)
+    usable &= np.isfinite(plain_scales) & np.isfinite(plain_biases)
+    rows = np.flatnonzero(usable)
+    mine = _errors(w[rows], scales[rows], biases[rows], levels)
+    better = rows[_errors(w[rows], plain_scales[rows], plain_biases[rows], levels) < mine]
+    scales[better], biases[better] = plain_scales[better], plain_biases[better]
     # where values are too large, the gain is not a number, or a sum is infinite
     beyond = (best_gain < 0) | ~np.isfinite(scales) | ~np.isfinite(biases)
     scales[beyond] = biases[beyond] = np.inf
