@@ -68,7 +68,10 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         content = token.get("content") if isinstance(token, dict) else token
         if content is None:
             return None
-        number: int | None = tokenizer.token_to_id(str(content))
+        try:
+            number: int | None = tokenizer.token_to_id(str(content))
+        except UnicodeEncodeError:  # half of a surrogate pair is no text
+            number = None
         if number is None:
             raise DataError(f"the tokenizer of bundle {bundle_dir} lacks its {name} {content!r}")
         return number

@@ -35,6 +35,7 @@ class Tokenizers(Kind):
         "ends of everything": _write("generation_config.json", b'{"eos_token_id": [[1], {}]}'),
         "end 1e999": _write("generation_config.json", b'{"eos_token_id": 1e999}'),
         "not UTF-8": _write("tokenizer.json", b"\xff\xfe{}"),
+        "end is half a character": _write("tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
         "special tokens are a number": _write("special_tokens_map.json", b"7"),
     }
 

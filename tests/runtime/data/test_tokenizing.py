@@ -221,6 +221,7 @@ def test_failures_of_the_process_are_errors_here(bundle: Path, tmp_path: Path) -
         ("tokenizer.json", "{}", "cannot be read"),
         ("tokenizer_config.json", "[]", "not a JSON object"),
         ("tokenizer_config.json", '{"bos_token": "<s>"}', "lacks its bos_token '<s>'"),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', r"lacks its eos_token '\\ud800'"),
     ],
 )
 def test_a_broken_tokenizer_is_refused(
