@@ -5,10 +5,10 @@ A plan that a test makes of its own footprint would differ from one run of the t
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from ondevice.bundle.manifest import Manifest
+from ondevice.config.shared import StepConfig
 from runtime.lowering.lower import Sizes
 from runtime.methods.registry import method as implementation
 from runtime.planner.demand import Demand
@@ -50,7 +50,9 @@ def demand_of(
     """What a method needs of rows in micro-batches; `EVAL` is an evaluation."""
     if method == EVAL:
         return EVALUATION
-    config = SimpleNamespace(
+    config = StepConfig(
+        bundle="a bundle",
+        method=method,
         batch_size=rows,
         grad_accumulation=accumulation,
         queries=queries,
@@ -58,7 +60,7 @@ def demand_of(
         max_grad_norm=max_grad_norm,
         lora_dropout=lora_dropout,
     )
-    return implementation(method).demand(config)  # type: ignore[arg-type]
+    return implementation(method).demand(config)
 
 
 def task_of(

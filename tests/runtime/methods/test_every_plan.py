@@ -22,9 +22,10 @@ from runtime.lowering.lower import Sizes
 from runtime.methods.adapters import DTYPES, Adapters
 from runtime.methods.dropout import StepDropout
 from runtime.methods.mebp import MeBP
-from runtime.methods.mezo import MOST_LANES, MeZO
+from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Sample
+from runtime.methods.zeroth_order import MOST_LANES, ZerothOrder
 from runtime.planner.plan import LEVELS, PAPER, Plan
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
@@ -154,9 +155,9 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         shape = (1, chosen.bucket, bundle.manifest.hidden_size)
         scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)
         session = open_session(bundle, chosen)
-        method = MeZO(
-            session.model, adapters, scratch, noise, 1e-3, queries, lanes=chosen.lanes
-        )  # fmt: skip
+        method = ZerothOrder(
+            session.model, adapters, scratch, noise, 1e-3, TwoPoint(queries), lanes=chosen.lanes
+        )
         for step in range(3):
             bucket = int(rng.choice([r for r in bundle.manifest.buckets if r <= chosen.bucket]))
             rows = [drawn_rows(bundle, rng, bucket, count) for _ in range(parts)]

@@ -18,9 +18,10 @@ from ondevice.errors import UsageError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
-from runtime.methods.mezo import MOST_UNMOVED, MeZO
+from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
+from runtime.methods.zeroth_order import MOST_UNMOVED, ZerothOrder
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]
@@ -47,13 +48,16 @@ def copy_of(adapters: Adapters) -> Adapters:
 
 def mezo(
     model: Model, adapters: Adapters, folder: Path, seed: int, rows: int, **options: object
-) -> MeZO:
-    queries = int(options.get("queries", 1))  # type: ignore[call-overload]
+) -> ZerothOrder:
+    queries = int(options.pop("queries", 1))  # type: ignore[call-overload]
     shape = (1, model.bucket, model.bundle.manifest.hidden_size)
     scratch = Activations(folder, 1, 2 * queries * rows, shape)
     kind = str(options.pop("kind", "gaussian"))
     noise, epsilon = Noise(seed, kind), 1e-3
-    return MeZO(lambda length: model, adapters, scratch, noise, epsilon, **options)  # type: ignore[arg-type]
+    estimator = TwoPoint(queries)
+    return ZerothOrder(
+        lambda length: model, adapters, scratch, noise, epsilon, estimator, **options
+    )  # type: ignore[arg-type]
 
 
 @at_length("steps", 12, 50)

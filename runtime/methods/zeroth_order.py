@@ -1,0 +1,317 @@
+"""Training by forward passes only, block by block as in ZO2: what all such methods share.
+
+A step evaluates its batch at several points near theta, along directions z that are drawn again
+whenever they are needed (`runtime.methods.noise`). An `Estimator` says which points, and what their
+losses tell; MeZO, the plainest, is in `runtime.methods.mezo`.
+
+All hidden states visit a block together, so its weights are read and dequantized once for them.
+The update of a step is applied to a block when the next step visits it (ZO2, section 5), or by
+`settle`: the arithmetic is the same. Perturbed values are computed from theta, never restored by
+subtraction. The references on whole adapters are in `harness.oracles`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import mlx.core as mx
+
+from ondevice.config.shared import StepConfig
+from ondevice.config.train import TrainConfig
+from ondevice.documents import from_json
+from ondevice.errors import BundleError, UsageError
+from ondevice.files import read_file, write_atomic
+from ondevice.operations.program import Block
+from runtime.engine.model import Model
+from runtime.engine.values import Loras
+from runtime.methods.adapters import Adapters
+from runtime.methods.estimator import Estimator, Losses, Point
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import Models, Sample, Start, StepLoss, StepResult
+from runtime.methods.scalar_update import Update
+from runtime.methods.trajectory import Header, digest
+from runtime.planner.demand import Demand, lane_choices
+from runtime.storage.activations import Activations
+
+MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
+MOST_LANES = 16  # hidden states side by side, where they fit
+
+
+class Lane(NamedTuple):
+    """One hidden state between blocks: a row at one point."""
+
+    point: Point
+    row: int
+
+
+@dataclass
+class ZerothOrder:
+    """A method that sees losses only; `lanes` hidden states visit a block side by side.
+
+    `activations` holds one slot for each row at each of the estimator's points.
+    """
+
+    models: Models
+    adapters: Adapters
+    activations: Activations
+    noise: Noise
+    epsilon: float
+    estimator: Estimator
+    weight_decay: float = 0.0
+    lanes: int = 2
+    defer: bool = True
+    skipped: int = 0  # losses in a row that were not finite
+    unmoved: int = 0  # steps in a row in which no perturbation changed a loss
+    _pending: Update | None = field(default=None, repr=False)
+    keeps_log: ClassVar[bool] = True
+
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
+        """See `Method.step`; all parts run together, at the bucket of their longest row."""
+        rows = [row for part in parts for row in part]
+        model = self.models(max(len(row.inputs) for row in rows))
+        lanes = [
+            Lane(point, row)
+            for points in self._points
+            for row in range(len(rows))
+            for point in points
+        ]
+        self._embed(model, rows, lanes)
+        for index, block in enumerate(model.blocks[1:-1], start=1):
+            model.read_ahead(model.blocks[index + 1])
+            with model.profile.block(block.label, "forward"):
+                self._block(model, block, number, rows, lanes)
+        self._pending = None  # every block has been visited
+        losses = self._losses(model, rows, lanes)
+        return self._learn(number, rate, rows, lanes, losses)
+
+    @cached_property
+    def _points(self) -> list[list[Point]]:
+        """The points of each query."""
+        return by_query(self.estimator.points)
+
+    def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
+        block = model.blocks[0]
+        with model.profile.block(block.label, "forward"):
+            for row, item in enumerate(rows):
+                x = model.embed(item.inputs)
+                for slot, lane in enumerate(lanes):
+                    if lane.row == row:
+                        self.activations.put(0, slot, x)
+                del x
+            model.release(block)
+
+    def _block(
+        self, model: Model, block: Block, number: int, rows: Sequence[Sample], lanes: list[Lane]
+    ) -> None:
+        self._catch_up(block, model)
+        perturbed: dict[Point, Loras] = {}
+        for first in range(0, len(lanes), self.lanes):
+            group = lanes[first : first + self.lanes]
+            for done in [point for point in perturbed if point.query < group[0].point.query]:
+                del perturbed[done]
+            held = {point.query for point in perturbed}
+            for query in sorted({lane.point.query for lane in group} - held):
+                with model.profile.span("noise"):
+                    self._perturb(perturbed, block, number, query)
+            xs = [self.activations.get(0, first + i) for i in range(len(group))]
+            loras = [perturbed[lane.point] for lane in group]
+            offsets = [rows[lane.row].offsets for lane in group]
+            ys = model.forward_lanes(block, xs, loras, offsets)
+            for i in range(len(group)):
+                self.activations.put(0, first + i, ys.pop(0))
+            del loras  # before the next group's are drawn
+        model.release(block)
+
+    def _perturb(
+        self, perturbed: dict[Point, Loras], block: Block, number: int, query: int
+    ) -> None:
+        """The block's adapters at all points of one query."""
+        theta = self.adapters.tensors
+        names = self._names(block)
+        z = {name: self.noise.draw(number, query, name, theta[name].shape) for name in names}
+        for point in self._points[query]:
+            if point.sign:
+                step = point.sign * self.epsilon
+                tensors = {name: theta[name] + z[name] * step for name in names}
+            else:
+                tensors = {name: theta[name] for name in names}
+            mx.eval(tensors)
+            adapters = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+            perturbed[point] = adapters.loras(block)
+
+    def _names(self, block: Block) -> list[str]:
+        return [
+            f"{block.tensor(name)}.{suffix}"
+            for name in self.adapters.manifest.adapted(block)
+            for suffix in ("lora_a", "lora_b")
+        ]
+
+    def _losses(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> list[float]:
+        """The summed loss of every lane."""
+        head = model.blocks[-1]
+        found: list[float] = []
+        with model.profile.block(head.label, "forward"):
+            for first in range(0, len(lanes), self.lanes):
+                group = lanes[first : first + self.lanes]
+                hs = [
+                    model.hidden(self.activations.get(0, first + i), rows[lane.row].scored)
+                    for i, lane in enumerate(group)
+                ]
+                targets = [rows[lane.row].targets for lane in group]
+                results = model.losses(hs, targets, gradient=False, predictions=False)
+                found += [float(result.loss.sum().item()) for result in results]  # type: ignore[arg-type]
+        model.release(head)
+        return found
+
+    def _learn(
+        self,
+        number: int,
+        rate: float,
+        rows: Sequence[Sample],
+        lanes: Sequence[Lane],
+        losses: Sequence[float],
+    ) -> StepResult:
+        tokens = sum(len(row.targets) for row in rows)
+        sums = dict.fromkeys(self.estimator.points, 0.0)
+        for lane, loss in zip(lanes, losses, strict=True):
+            sums[lane.point] += loss
+        mean = StepLoss(sum(sums.values()) / len(sums), 0, tokens)
+        if not all(map(math.isfinite, losses)):
+            self.skipped += 1
+            return StepResult(mean, len(lanes), self.skipped, [rate, None])
+        self.skipped = 0
+        found = {point: loss / tokens for point, loss in sums.items()}
+        self._check_moved(found)
+        gradients = self.estimator.gradients(found, self.epsilon)
+        self._pending = Update(number, rate, gradients, self.weight_decay)
+        if not self.defer:
+            self.settle()
+        return StepResult(mean, len(lanes), 0, [rate, list(gradients)])
+
+    def _check_moved(self, losses: Losses) -> None:
+        """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.
+
+        Raises:
+            UsageError: this is the last of MOST_UNMOVED such steps.
+        """
+        pairs = [(losses[a], losses[b]) for a, b in self.estimator.compared]
+        unmoved = bool(pairs) and all(a == b != 0 for a, b in pairs)
+        self.unmoved = self.unmoved + 1 if unmoved else 0
+        if self.unmoved == MOST_UNMOVED:
+            raise UsageError(
+                f"in {MOST_UNMOVED} steps in a row the losses of differently perturbed adapters "
+                f"were equal, the last {pairs[0][0]:g} and {pairs[0][1]:g}: --epsilon "
+                f"{self.epsilon:g} is too small for float32, and nothing is learnt; give a larger "
+                "one, such as 0.001"
+            )
+
+    def _catch_up(self, block: Block, model: Model) -> None:
+        """Apply the pending update to one block."""
+        if self._pending is not None:
+            with model.profile.span("update"):
+                self._apply(self._names(block))
+
+    def _apply(self, names: Sequence[str]) -> None:
+        assert self._pending is not None
+        tensors = self.adapters.tensors
+        for name in names:
+            tensors[name] = self._pending.apply(self.noise, name, tensors[name])
+
+    def settle(self) -> None:
+        """Apply the pending update to all blocks at once."""
+        if self._pending is not None:
+            self._apply(list(self.adapters.tensors))
+            self._pending = None
+
+    def write(self, path: Path) -> None:
+        """Write the state besides the adapters: the losses in a row that were not finite, and more.
+
+        What more there is, the estimator says.
+        """
+        facts = {"skipped": self.skipped, **self.estimator.state()}
+        write_atomic(path, json.dumps(facts).encode())
+
+    def read(self, path: Path) -> None:
+        """Read what `write` wrote.
+
+        Raises:
+            BundleError: the file holds something else.
+        """
+        try:
+            facts = from_json(read_file(path))
+            self.skipped = int(facts["skipped"])
+            self.estimator.restore(facts)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
+            raise BundleError(f"{path} is damaged: {problem!r}") from None
+
+    def log_header(self) -> str:
+        """The header of the log from which `ondevice replay` rebuilds the run's adapters."""
+        manifest, noise = self.adapters.manifest, self.noise
+        lora = manifest.lora.to_json()
+        weights, initial = manifest.weights_sha256, digest(self.adapters)
+        return Header(noise.seed, noise.kind, self.weight_decay, weights, initial, lora).line()
+
+
+def by_query(points: Sequence[Point]) -> list[list[Point]]:
+    """The points of each query."""
+    return [list(found) for _, found in groupby(points, key=lambda point: point.query)]
+
+
+def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
+    """Needs a checkpoint for each hidden state, and a copy of a block's adapters for each point.
+
+    The copies of a query are freed once its hidden states are done.
+
+    Raises:
+        UsageError: the configuration asks for gradients, or for dropout.
+    """
+    name = config.method
+    if config.max_grad_norm:
+        raise UsageError(
+            f"--max-grad-norm {config.max_grad_norm:g} limits the norm of gradients, and {name} "
+            "computes none: it sees losses only; leave it out, and lower --learning-rate instead"
+        )
+    if config.lora_dropout:
+        raise UsageError(
+            f"--lora-dropout {config.lora_dropout:g} is not for {name}: it estimates gradients "
+            "from small differences between losses, to which random masks add noise; leave it out, "
+            "or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
+        )
+    points = estimator.points
+    of_query = max(map(len, by_query(points)))
+    hidden_states = _hidden_states(config, estimator)
+    return Demand(
+        rows=config.batch_size,
+        hidden_states=hidden_states,
+        slots=1,
+        lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
+        adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
+        scratch_copies=3,  # z, theta and their sum
+    )
+
+
+def start_with(config: TrainConfig, begin: Start, estimator: Estimator) -> ZerothOrder:
+    """The method of an estimator at its beginning."""
+    slots = _hidden_states(config, estimator)
+    return ZerothOrder(
+        begin.models,
+        begin.adapters,
+        Activations(begin.scratch, 1, slots, begin.activation_shape),
+        Noise(config.seed, config.noise),
+        config.epsilon,
+        estimator,
+        config.weight_decay,
+        begin.plan.lanes,
+    )
+
+
+def _hidden_states(config: StepConfig, estimator: Estimator) -> int:
+    """One for each row at each point."""
+    return len(estimator.points) * config.batch_size * config.grad_accumulation
