@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 METHODS: dict[str, str] = {
     "mebp": "runtime.methods.mebp",
     "mezo": "runtime.methods.mezo",
+    "fzoo": "runtime.methods.fzoo",
 }
+
+USUAL = ("mebp", "mezo")
+"""What comparisons and benchmarks run where no methods are named."""
+
+QUERIES = {"fzoo": 8}
+"""Directions per step of methods that perturb, where `--queries` is not given: 1 if not here."""
+
+NOISE = {"fzoo": "rademacher"}
+"""The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
 
 @dataclass(frozen=True)
@@ -33,4 +43,5 @@ class Search:
 SEARCHES: dict[str, Search] = {
     "mebp": Search({"learning_rate": (1e-4, 3e-4, 1e-3)}, 20, 1_000),
     "mezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
+    "fzoo": Search({"learning_rate": (3e-7, 1e-6, 3e-6), "epsilon": (1e-3,)}, 100, 100_000),
 }

@@ -28,7 +28,7 @@ from harness.bench.benchmark import (
 from harness.measure.bundles import smallest_megabytes
 from harness.report.figure import log_scale, new_figure, png, style
 from harness.report.table import Table
-from ondevice.methods import METHODS
+from ondevice.methods import USUAL
 
 POINTS = 8
 MOST_MB = 4000
@@ -49,7 +49,7 @@ def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
         variants = [
             Variant(method, "budget", budget)
-            for method in METHODS
+            for method in USUAL
             for budget in bench.budgets
             or spaced_budgets(smallest_megabytes(bundle, method, length))
         ]
@@ -57,7 +57,7 @@ def _rows(bench: Bench) -> Iterator[Row]:
         found = [measured_variant(*one) for one in outcomes.items()]
         compared = {
             method: compare([one for one in found if one["method"] == method and one["processes"]])
-            for method in METHODS
+            for method in USUAL
         }
         notes = [note for method, one in compared.items() for note in _notes(method, one)]
         return {"variants": found, "compared": compared, "notes": notes}

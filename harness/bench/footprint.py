@@ -30,14 +30,14 @@ from harness.bench.published import MEBP_TABLE2, MESP, MESP_PEAK_MB, MODELS, STE
 from harness.bench.targets import PEAK_MB
 from harness.measure.repeats import Outcome, most
 from harness.report.table import Table
-from ondevice.methods import METHODS
+from ondevice.methods import USUAL
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        outcomes = bench.in_turn(bundle, length, bench.ours(*METHODS), _plan)
+        outcomes = bench.in_turn(bundle, length, bench.ours(*USUAL), _plan)
         return {
             "variants": [
                 {

@@ -30,7 +30,7 @@ from harness.measure.command import ondevice
 from harness.measure.repeats import Outcome
 from harness.report.table import Table
 from ondevice.bundle.store import open_bundle
-from ondevice.methods import METHODS
+from ondevice.methods import USUAL
 from runtime.lowering.lower import lower
 from runtime.planner.plan import Plan
 from runtime.system.heap import LONG_VALUE_BYTES
@@ -51,7 +51,7 @@ Features = dict[str, float]
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = [replace(one, heap_relief=False) for one in bench.ours(*METHODS)]
+        variants = [replace(one, heap_relief=False) for one in bench.ours(*USUAL)]
         outcomes = bench.in_turn(bundle, length, variants, lambda summary: _extra(bundle, summary))
         return {
             "speeds": _speeds(),

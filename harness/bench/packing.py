@@ -29,7 +29,7 @@ from harness.bench.short_rows import COUNT, LONGEST, SHORTEST
 from harness.measure.command import flag, ondevice
 from harness.measure.repeats import Outcome, Process, figures, in_turn, spread, turn_ratio
 from harness.report.table import Table
-from ondevice.methods import METHODS
+from ondevice.methods import USUAL
 
 ROW_LENGTHS = (32, 64)  # sequence lengths for single rows
 PACKED = "packed"
@@ -44,7 +44,7 @@ def _rows(bench: Bench) -> Iterator[Row]:
             "1 row a step": {"max_seq_length": LONGEST, "batch_size": 1},
         }
         found: list[dict[str, Any]] = []
-        for variant in bench.ours(*METHODS):
+        for variant in bench.ours(*USUAL):
             outcomes = in_turn(
                 {
                     f"{variant.name}, {how}": partial(_process, bench, bundle, variant, given)

@@ -26,7 +26,7 @@ from harness.bench.published import MODELS
 from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
 from harness.measure.repeats import Outcome, most
 from harness.report.table import Table
-from ondevice.methods import METHODS
+from ondevice.methods import USUAL
 
 OTHER_MODELS = ("gemma3-270m", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gemma3")
 # no constant of the planner was fitted to these models, nor to any model at these lengths
@@ -40,7 +40,7 @@ Found = dict[str, Any]
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = bench.ours(*METHODS)
+        variants = bench.ours(*USUAL)
         if bench.config.without_relief:
             pairs = [(one, replace(one, heap_relief=False)) for one in variants]
             variants = [one for pair in pairs for one in pair]

@@ -28,7 +28,7 @@ from harness.bench.benchmark import (
 )
 from harness.measure.repeats import Outcome, Process, figures, in_turn, time_ratio
 from harness.report.table import Table
-from ondevice.methods import METHODS
+from ondevice.methods import USUAL
 
 OWNERS = (  # in the order of the table; a profile may have others, which come after them
     "read",
@@ -59,7 +59,7 @@ def _rows(bench: Bench) -> Iterator[Row]:
             process, summary = bench.train(bundle, length, variant, profile)
             return process | (owners(summary) if profile else {})
 
-        variants = bench.ours(*METHODS)
+        variants = bench.ours(*USUAL)
         outcomes = in_turn(
             {
                 f"{one.name}, {how}": partial(run, one, how == PROFILED)
@@ -125,7 +125,7 @@ def order(profiles: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
     profiled = [one["method"] for row in rows for one in row.get("profiles", ())]
-    methods = list(dict.fromkeys(profiled)) or list(METHODS)
+    methods = list(dict.fromkeys(profiled)) or list(USUAL)
     columns = [cell for method in methods for cell in (f"{method}: s", "%")]
     lines = [("model", "tokens", "budget", "owner", *columns)]
     costs = [

@@ -225,10 +225,10 @@ def _common(config: CompareConfig, trial: Trial) -> dict[str, object]:
     """Settings of every run of `trial`."""
     shared = (
         *("bundle", "data", "budget", "device", "arithmetic", "batch_size", "seed"),
-        *("optimizer", "queries", "loss_on", "skip_bad_rows"),
+        *("optimizer", "loss_on", "skip_bad_rows"),
     )
     settings: dict[str, object] = {name: getattr(config, name) for name in shared}
-    given = ("max_seq_length", "eval_data", "columns", "valid_split")
+    given = ("max_seq_length", "queries", "eval_data", "columns", "valid_split")
     for name in (*given, *(one.name for one in fields(LoraOptions))):
         if getattr(config, name) is not None:
             settings[name] = getattr(config, name)

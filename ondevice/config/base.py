@@ -36,7 +36,7 @@ class Group(StrEnum):
     GRAPHS = "graphs"
     MEMORY = "memory and speed"
     TRAINING = "training"
-    MEZO = "MeZO only"
+    ZEROTH_ORDER = "zeroth-order methods only (mezo and its variants)"
     EVALUATION = "evaluation"
     STOPPING = "saving and stopping"
     OTHER = "other"

@@ -32,7 +32,7 @@ from ondevice.config.shared import (
     DataOptions,
     valid_split_field,
 )
-from ondevice.methods import METHODS, SEARCHES, Search
+from ondevice.methods import METHODS, SEARCHES, USUAL, Search
 
 T = TypeVar("T")
 SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
@@ -102,7 +102,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     eval_data: str | None = option(None, "held-out data (else valid of --data)", FILLED)
     valid_split: str | None = valid_split_field()
     output: str = option("compare", "directory of the comparison", FILLED, aliases=("-o",))
-    methods: str = option(",".join(METHODS), "methods to compare", _NAMES)
+    methods: str = option(",".join(USUAL), "methods to compare", _NAMES)
     steps: str | None = option(
         None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS
     )
@@ -114,7 +114,11 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     )
     batch_size: int = option(1, "rows per step", up_to(MOST_ROWS))
     optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
-    queries: int = option(1, "directions per step, of methods that perturb", up_to(MOST_QUERIES))
+    queries: int | None = option(
+        None,
+        "directions per step, of methods that perturb (default: each one's)",
+        up_to(MOST_QUERIES),
+    )
     eval_every: str = option("50", "steps between evaluations, written as --steps", _COUNTS)
     eval_rows: int = option(0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE)
     seed: int = option(0, "seed of the order of rows and of the noise", NOT_NEGATIVE)

@@ -93,7 +93,7 @@ def dropout_field() -> Any:
     """The field for the dropout of the adapters' inputs."""
     return option(
         None,
-        "probability of dropping a value of an adapter's input while training; not with mezo "
+        "probability of dropping a value of an adapter's input while training; with mebp only "
         "(default: that of the adapter to start from, else 0)",
         _SHARE,
         Group.LORA,

@@ -21,7 +21,7 @@ from ondevice.config.base import (
     up_to,
 )
 from ondevice.config.lora import LoraOptions, dropout_field
-from ondevice.methods import METHODS
+from ondevice.methods import METHODS, QUERIES
 from ondevice.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -192,7 +192,7 @@ class StepConfig(BundleConfig, LoraOptions):
 
     method: str = choice(
         "mebp",
-        "exact gradients (mebp), or estimates from forward passes only (mezo)",
+        "exact gradients (mebp), or estimates from forward passes only (mezo, or its variants)",
         *METHODS,
         group=Group.TRAINING,
     )
@@ -206,13 +206,11 @@ class StepConfig(BundleConfig, LoraOptions):
         up_to(MOST_BATCHES),
         Group.TRAINING,
     )
-    optimizer: str = choice(
-        "adamw", "optimizer of mebp; mezo does plain SGD", "adamw", "sgd", group=Group.TRAINING
-    )
+    optimizer: str = choice("adamw", "optimizer of mebp", "adamw", "sgd", group=Group.TRAINING)
     max_grad_norm: float = option(
         0.0,
         "largest norm of all gradients together, beyond which they are scaled down; 0 for no "
-        "limit; not with mezo",
+        "limit; with mebp only",
         NOT_NEGATIVE,
         Group.TRAINING,
     )
@@ -221,7 +219,13 @@ class StepConfig(BundleConfig, LoraOptions):
         "(default: new adapters)"
     )
     lora_dropout: float | None = dropout_field()
-    queries: int = option(1, "random directions averaged per step", up_to(MOST_QUERIES), Group.MEZO)
+    queries: int | None = option(
+        None,
+        "random directions per step, whose estimates are averaged (default: "
+        f"{', '.join(f'{count} with {name}' for name, count in QUERIES.items())}, else 1)",
+        up_to(MOST_QUERIES),
+        Group.ZEROTH_ORDER,
+    )
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
@@ -237,10 +241,15 @@ class StepConfig(BundleConfig, LoraOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        together = self.batch_size * self.grad_accumulation * self.queries
+        together = self.batch_size * self.grad_accumulation * self.directions
         if together > MOST_TOGETHER:
             problem = (
                 f"batch_size {self.batch_size} x grad_accumulation {self.grad_accumulation} x "
-                f"queries {self.queries} is {together}; a step can have {MOST_TOGETHER} at most"
+                f"queries {self.directions} is {together}; a step can have {MOST_TOGETHER} at most"
             )
             refuse(type(self), [problem])
+
+    @property
+    def directions(self) -> int:
+        """The random directions of a step, for methods that perturb."""
+        return QUERIES.get(self.method, 1) if self.queries is None else self.queries

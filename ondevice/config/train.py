@@ -24,6 +24,7 @@ from ondevice.config.shared import (
     StepConfig,
     valid_split_field,
 )
+from ondevice.methods import NOISE
 
 # settings that --resume may change
 CHANGEABLE = ("bundle", "device", "budget", "steps", "patience")
@@ -83,15 +84,23 @@ class TrainConfig(StepConfig, DataOptions):
         0.0, "decoupled weight decay, as in AdamW", NOT_NEGATIVE, Group.TRAINING
     )
     seed: int = option(
-        0, "seed of new adapters, the order of rows and MeZO's noise", NOT_NEGATIVE, Group.TRAINING
+        0,
+        "seed of new adapters, the order of rows and the directions",
+        NOT_NEGATIVE,
+        Group.TRAINING,
     )
-    epsilon: float = option(1e-3, "size of the perturbation of the adapters", _EPSILON, Group.MEZO)
+    epsilon: float = option(
+        1e-3, "size of the perturbation of the adapters", _EPSILON, Group.ZEROTH_ORDER
+    )
     noise: str = choice(
-        "gaussian",
-        "distribution of the perturbation",
+        "auto",
+        "distribution of the directions; auto: rademacher (signs) with "
+        f"{', '.join(name for name, kind in NOISE.items() if kind == 'rademacher')}, "
+        "else gaussian",
+        "auto",
         "gaussian",
         "rademacher",
-        group=Group.MEZO,
+        group=Group.ZEROTH_ORDER,
     )
     eval_data: str | None = option(
         None,
@@ -165,3 +174,8 @@ class TrainConfig(StepConfig, DataOptions):
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)
+
+    @property
+    def noise_kind(self) -> str:
+        """The distribution of the directions, for methods that perturb."""
+        return NOISE.get(self.method, "gaussian") if self.noise == "auto" else self.noise

@@ -45,9 +45,9 @@ class TwoPoint(Estimator):
 
 def demand(config: StepConfig) -> Demand:
     """See `demand_of`: two hidden states for each row and direction."""
-    return demand_of(config, TwoPoint(config.queries))
+    return demand_of(config, TwoPoint(config.directions))
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     """The method at its beginning."""
-    return start_with(config, begin, TwoPoint(config.queries))
+    return start_with(config, begin, TwoPoint(config.directions))

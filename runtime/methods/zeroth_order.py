@@ -304,7 +304,7 @@ def start_with(config: TrainConfig, begin: Start, estimator: Estimator) -> Zerot
         begin.models,
         begin.adapters,
         Activations(begin.scratch, 1, slots, begin.activation_shape),
-        Noise(config.seed, config.noise),
+        Noise(config.seed, config.noise_kind),
         config.epsilon,
         estimator,
         config.weight_decay,

@@ -40,7 +40,7 @@ from ondevice.errors import (
     OnDeviceError,
     UsageError,
 )
-from ondevice.methods import SEARCHES
+from ondevice.methods import METHODS, SEARCHES
 
 COMMAND = [sys.executable, "-m", "ondevice"]
 
@@ -49,7 +49,7 @@ COMMAND = [sys.executable, "-m", "ondevice"]
 
 
 def test_numbers_by_method() -> None:
-    assert by_method("5", int) == {"mebp": 5, "mezo": 5}
+    assert by_method("5", int) == dict.fromkeys(METHODS, 5)
     assert by_method("mebp=5, mezo=40", int) == {"mebp": 5, "mezo": 40}
     for wrong in ("", "mebp", "mebp=x", "mebp=1,mebp=2", "adam=3", "5,6"):
         with pytest.raises(ValueError):

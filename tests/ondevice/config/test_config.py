@@ -255,11 +255,14 @@ def test_help_is_in_groups_in_their_order() -> None:
     headings = [group for group in config.Group if group in used]
     at = [text.index(f"\n{group}:\n") for group in headings]
     assert at == sorted(at) and len(at) == 9
-    mezo, evaluation = headings.index(config.Group.MEZO), headings.index(config.Group.EVALUATION)
+    mezo, evaluation = (
+        headings.index(config.Group.ZEROTH_ORDER),
+        headings.index(config.Group.EVALUATION),
+    )
     assert at[mezo] < text.rindex("  --epsilon") < at[evaluation] < text.rindex("  --stop-loss")
     short = argparse.ArgumentParser(add_help=False)
     config.add_arguments(short, ExportConfig)
-    assert "MeZO" not in short.format_help()
+    assert "zeroth-order" not in short.format_help()
 
 
 def test_planning_takes_what_training_takes() -> None:
@@ -268,7 +271,8 @@ def test_planning_takes_what_training_takes() -> None:
 
 
 def test_methods_are_those_of_the_list() -> None:
-    with pytest.raises(UsageError, match=f"it must be {' or '.join(METHODS)}"):
+    *others, last = METHODS
+    with pytest.raises(UsageError, match=f"it must be {', '.join(others)} or {last}"):
         load(TrainConfig, None, {**TRAIN, "method": "lomo"})
     for module in METHODS.values():
         assert importlib.util.find_spec(module) is not None
