@@ -24,6 +24,9 @@ QUERIES = {"fzoo": 8}
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
+OPTIONS_OF = {"zo_optimizer": ("mezo",), "zo_window": ("mezo",)}
+"""Options that some methods only have; others refuse them."""
+
 
 @dataclass(frozen=True)
 class Search:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from harness.oracles.reference import plain_loss
 from runtime.engine.model import Model
-from runtime.methods.adapters import Adapters
+from runtime.methods.adapters import Adapters, Tensors
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Sample
 
@@ -63,7 +63,7 @@ class Monolithic(ABC):
 class MonolithicFZOO(Monolithic):
     """FZOO with N directions of signs (arXiv 2506.09034)."""
 
-    N = 8
+    N = 4
 
     def direction(self, number: int, query: int, name: str) -> mx.array:
         shape = self.adapters.tensors[name].shape
@@ -75,3 +75,54 @@ class MonolithicFZOO(Monolithic):
         sigma = statistics.stdev(l)
         G = [(loss - l0) / (self.epsilon * sigma) / self.N for loss in l]
         self.descend(number, rate, G)
+
+
+class MonolithicMoments(Monolithic):
+    """MeZO whose estimates are averaged over the last `window` of them (appendix B.2)."""
+
+    window, queries = 4, 2
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.estimates: list[Tensors] = []  # of every step, whole
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        g = [self.projected(model, rows, number, query) for query in range(self.queries)]
+        estimate = {name: mx.zeros_like(theta) for name, theta in self.adapters.tensors.items()}
+        for query in range(self.queries):
+            for name in estimate:
+                z = self.direction(number, query, name)
+                estimate[name] = estimate[name] + z * (g[query] / self.queries)
+        self.estimates.append(estimate)
+        for name, theta in self.adapters.tensors.items():
+            direction = self.averaged(name) + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - direction * rate
+        mx.eval(self.adapters.tensors)
+
+    @abstractmethod
+    def averaged(self, name: str) -> mx.array:
+        """The direction of a step, from all estimates."""
+
+    def average(self, name: str, beta: float, squared: bool = False) -> mx.array:
+        """The weighted average of the latest estimates, or of their squares."""
+        latest = self.estimates[-self.window :][::-1]
+        total = sum(beta**age for age in range(len(latest)))
+        found = mx.zeros_like(self.adapters.tensors[name])
+        for age in reversed(range(len(latest))):
+            G = latest[age][name]
+            found = found + (G * G if squared else G) * (beta**age / total)
+        return found
+
+
+class MonolithicMomentum(MonolithicMoments):
+    """m of the estimates."""
+
+    def averaged(self, name: str) -> mx.array:
+        return self.average(name, 0.9)
+
+
+class MonolithicAdam(MonolithicMoments):
+    """m / (sqrt(v) + 1e-8) of the estimates."""
+
+    def averaged(self, name: str) -> mx.array:
+        return self.average(name, 0.9) / (mx.sqrt(self.average(name, 0.999, True)) + 1e-8)

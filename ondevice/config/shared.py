@@ -21,7 +21,7 @@ from ondevice.config.base import (
     up_to,
 )
 from ondevice.config.lora import LoraOptions, dropout_field
-from ondevice.methods import METHODS, QUERIES
+from ondevice.methods import METHODS, OPTIONS_OF, QUERIES
 from ondevice.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -32,6 +32,7 @@ TRAIN_DATA = (
     f"training data: {DATA_FILE}, a folder with train and valid, {HUB_DATA}, or random:SEED"
 )
 MOST_ROWS, MOST_BATCHES, MOST_QUERIES = 1024, 1 << 16, 4096  # of a step
+MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_TOGETHER = 1 << 20  # the product of these three: forward passes, and slots on disk
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
@@ -226,6 +227,22 @@ class StepConfig(BundleConfig, LoraOptions):
         up_to(MOST_QUERIES),
         Group.ZEROTH_ORDER,
     )
+    zo_optimizer: str | None = choice(
+        None,
+        "with mezo: follow each estimate (sgd, the default), or the averages over the latest ones, "
+        "whose directions are drawn again from the log (momentum, adam)",
+        "sgd",
+        "momentum",
+        "adam",
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_window: int | None = option(
+        None,
+        "with --zo-optimizer momentum or adam: how many of the latest estimates are averaged; each "
+        f"is drawn again in every step, which takes time (default: {USUAL_WINDOW})",
+        up_to(MOST_WINDOW),
+        Group.ZEROTH_ORDER,
+    )
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
@@ -248,6 +265,24 @@ class StepConfig(BundleConfig, LoraOptions):
                 f"queries {self.directions} is {together}; a step can have {MOST_TOGETHER} at most"
             )
             refuse(type(self), [problem])
+        problems = [
+            f"{name} is an option of {' and '.join(methods)}, not of {self.method}"
+            for name, methods in OPTIONS_OF.items()
+            if getattr(self, name) is not None and self.method not in methods
+        ]
+        if self.zo_window is not None and self.zo_optimizer in (None, "sgd"):
+            problems.append("zo_window needs zo_optimizer momentum or adam: sgd averages nothing")
+        refuse(type(self), problems)
+
+    @property
+    def zo_optimizer_name(self) -> str:
+        """What follows the estimates of a zeroth-order method."""
+        return self.zo_optimizer or "sgd"
+
+    @property
+    def zo_window_size(self) -> int:
+        """How many estimates are averaged, where any are."""
+        return USUAL_WINDOW if self.zo_window is None else self.zo_window
 
     @property
     def directions(self) -> int:

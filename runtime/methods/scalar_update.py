@@ -32,6 +32,14 @@ class Update:
         mx.eval(value)
         return value
 
+    def estimate(self, noise: Noise, tensor: str, shape: tuple[int, ...]) -> mx.array:
+        """The estimate of the tensor's gradient: the mean over the queries of g z."""
+        total = mx.zeros(shape)
+        for query, gradient in enumerate(self.gradients):
+            z = noise.draw(self.step, query, tensor, shape)
+            total = total + z * (gradient / len(self.gradients))
+        return total
+
 
 def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
     """SPSA's estimate along z from the mean losses at theta + eps z and theta - eps z."""

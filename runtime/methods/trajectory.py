@@ -1,9 +1,9 @@
 """The log from which a zeroth-order run can be rebuilt: a few bytes a step.
 
 `trajectory.jsonl` begins with a header (seed, noise, weight decay, LoRA settings, what it starts
-from); then one line a step: `[rate, [projected gradient of each query]]`, or `[rate, null]` for a
-step that was skipped because a loss was not finite. Floats are written so that they read back to
-the same bits.
+from); then one line a step: `[rate, [what the direction of each query is multiplied by]]`, in MeZO
+the projected gradients, or `[rate, null]` for a step that was skipped because a loss was not
+finite. Floats are written so that they read back to the same bits.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ondevice.config.shared import MOST_WINDOW
 from ondevice.documents import from_json
 from ondevice.errors import BundleError
 from ondevice.files import read_file
 from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
+from runtime.methods.descent import AVERAGING, OPTIMIZERS, Sgd, descent_of
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
 
 FORMAT = "ondevice-trajectory-1"
+OPTIONAL = ("optimizer", "window")  # fields of the header that logs of plain MeZO lack
 
 
 def digest(adapters: Adapters) -> str:
@@ -44,7 +47,8 @@ class Header:
     """The header of a log: which run it belongs to, and how its noise is drawn.
 
     `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
-    bundle's default.
+    bundle's default. The fields after `format` are written only where they differ from their
+    defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.descent`.
     """
 
     seed: int
@@ -54,6 +58,8 @@ class Header:
     initial_sha256: str
     lora: dict[str, Any] = field(default_factory=dict)
     format: str = FORMAT
+    optimizer: str = Sgd.optimizer
+    window: int = 0
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -66,6 +72,14 @@ class Header:
         decay = self.weight_decay
         if type(decay) not in (int, float) or not 0 <= decay < math.inf:
             raise ValueError(f"its weight decay is {decay!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"its optimizer is {self.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}"
+            )
+        fewest = 1 if self.optimizer in AVERAGING else 0
+        most = MOST_WINDOW if self.optimizer in AVERAGING else 0
+        if type(self.window) is not int or not fewest <= self.window <= most:
+            raise ValueError(f"its window is {self.window!r}, with {self.optimizer}")
         if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
             raise ValueError("its checksums are not text")
         if self.settings is not None and (problem := self.settings.problem):
@@ -80,7 +94,11 @@ class Header:
             raise ValueError(f"its LoRA settings: {problem}") from None
 
     def line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
+        facts = asdict(self)
+        for one in fields(self):
+            if one.name in OPTIONAL and facts[one.name] == one.default:
+                del facts[one.name]
+        return json.dumps(facts) + "\n"
 
 
 def read_log(path: Path) -> tuple[Header, list[Update | None]]:
@@ -134,8 +152,10 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
         )
     noise = Noise(header.seed, header.noise)
     tensors = dict(initial.tensors)
-    for name in tensors:
-        for update in updates:
-            if update is not None:
-                tensors[name] = update.apply(noise, name, tensors[name])
+    descent = descent_of(header.optimizer, header.window)
+    for update in updates:
+        if update is not None:
+            descent.remember(update)
+            for name in tensors:
+                tensors[name] = descent.apply(noise, name, tensors[name])
     return Adapters(manifest, tensors)

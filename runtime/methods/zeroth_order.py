@@ -32,6 +32,7 @@ from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Loras
 from runtime.methods.adapters import Adapters
+from runtime.methods.descent import Descent, Sgd, descent_of
 from runtime.methods.estimator import Estimator, Losses, Point
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Models, Sample, Start, StepLoss, StepResult
@@ -65,11 +66,12 @@ class ZerothOrder:
     epsilon: float
     estimator: Estimator
     weight_decay: float = 0.0
+    descent: Descent = field(default_factory=Sgd)
     lanes: int = 2
     defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
-    _pending: Update | None = field(default=None, repr=False)
+    _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
     keeps_log: ClassVar[bool] = True
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
@@ -87,7 +89,7 @@ class ZerothOrder:
             model.read_ahead(model.blocks[index + 1])
             with model.profile.block(block.label, "forward"):
                 self._block(model, block, number, rows, lanes)
-        self._pending = None  # every block has been visited
+        self._pending = False  # every block has been visited
         losses = self._losses(model, rows, lanes)
         return self._learn(number, rate, rows, lanes, losses)
 
@@ -190,7 +192,8 @@ class ZerothOrder:
         found = {point: loss / tokens for point, loss in sums.items()}
         self._check_moved(found)
         gradients = self.estimator.gradients(found, self.epsilon)
-        self._pending = Update(number, rate, gradients, self.weight_decay)
+        self._pending = True
+        self.descent.remember(Update(number, rate, gradients, self.weight_decay))
         if not self.defer:
             self.settle()
         return StepResult(mean, len(lanes), 0, [rate, list(gradients)])
@@ -214,28 +217,27 @@ class ZerothOrder:
 
     def _catch_up(self, block: Block, model: Model) -> None:
         """Apply the pending update to one block."""
-        if self._pending is not None:
+        if self._pending:
             with model.profile.span("update"):
                 self._apply(self._names(block))
 
     def _apply(self, names: Sequence[str]) -> None:
-        assert self._pending is not None
         tensors = self.adapters.tensors
         for name in names:
-            tensors[name] = self._pending.apply(self.noise, name, tensors[name])
+            tensors[name] = self.descent.apply(self.noise, name, tensors[name])
 
     def settle(self) -> None:
         """Apply the pending update to all blocks at once."""
-        if self._pending is not None:
+        if self._pending:
             self._apply(list(self.adapters.tensors))
-            self._pending = None
+            self._pending = False
 
     def write(self, path: Path) -> None:
         """Write the state besides the adapters: the losses in a row that were not finite, and more.
 
-        What more there is, the estimator says.
+        What more there is, the estimator and the descent say.
         """
-        facts = {"skipped": self.skipped, **self.estimator.state()}
+        facts = {"skipped": self.skipped, **self.estimator.state(), **self.descent.state()}
         write_atomic(path, json.dumps(facts).encode())
 
     def read(self, path: Path) -> None:
@@ -248,6 +250,7 @@ class ZerothOrder:
             facts = from_json(read_file(path))
             self.skipped = int(facts["skipped"])
             self.estimator.restore(facts)
+            self.descent.restore(facts)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
             raise BundleError(f"{path} is damaged: {problem!r}") from None
 
@@ -256,7 +259,16 @@ class ZerothOrder:
         manifest, noise = self.adapters.manifest, self.noise
         lora = manifest.lora.to_json()
         weights, initial = manifest.weights_sha256, digest(self.adapters)
-        return Header(noise.seed, noise.kind, self.weight_decay, weights, initial, lora).line()
+        return Header(
+            noise.seed,
+            noise.kind,
+            self.weight_decay,
+            weights,
+            initial,
+            lora,
+            optimizer=self.descent.optimizer,
+            window=self.descent.window,
+        ).line()
 
 
 def by_query(points: Sequence[Point]) -> list[list[Point]]:
@@ -284,6 +296,7 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
             "from small differences between losses, to which random masks add noise; leave it out, "
             "or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
         )
+    descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
     points = estimator.points
     of_query = max(map(len, by_query(points)))
     hidden_states = _hidden_states(config, estimator)
@@ -293,7 +306,7 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
         slots=1,
         lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
         adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
-        scratch_copies=3,  # z, theta and their sum
+        scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
     )
 
 
@@ -308,6 +321,7 @@ def start_with(config: TrainConfig, begin: Start, estimator: Estimator) -> Zerot
         config.epsilon,
         estimator,
         config.weight_decay,
+        descent_of(config.zo_optimizer_name, config.zo_window_size),
         begin.plan.lanes,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,11 @@ from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
+from runtime.methods.descent import descent_of
+from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row, Start
 from runtime.methods.registry import method as implementation
+from runtime.methods.scalar_update import Update
 from runtime.methods.trajectory import read_log, rebuild
 from runtime.methods.zeroth_order import ZerothOrder
 
@@ -30,11 +34,21 @@ Rng = np.random.Generator
 
 ORACLES: dict[str, type[Monolithic]] = {
     "fzoo": estimators.MonolithicFZOO,
+    "momentum": estimators.MonolithicMomentum,
+    "adam": estimators.MonolithicAdam,
 }
-OPTIONS: dict[str, dict[str, Any]] = {}  # of the command line, by name of a case
-RATES = {"fzoo": 1e-6}  # large enough to change most values, where 1e-2 is far too large
+AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
+OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
+    "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
+    "adam": {**AVERAGED, "zo_optimizer": "adam"},
+}
+RATES = {"fzoo": 1e-6, "adam": 1e-3}  # where 1e-2 is far too large
 
-LEARNING = {"fzoo": (1e-5, 20)}  # rate and steps in which the loss of a row must fall
+LEARNING = {
+    "fzoo": (1e-5, 20),
+    "momentum": (1e-3, 60),
+    "adam": (3e-3, 40),
+}  # rate and steps in which the loss of a row must fall
 
 
 def config_of(case: str, seed: int, **more: Any) -> TrainConfig:
@@ -87,7 +101,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     lines = [method.log_header()]
     for step in range(9):
         rows = rows_of(bundle, rng, 2)
-        rate = RATES[case] * float(rng.uniform(0.5, 2))
+        rate = RATES.get(case, 1e-2) * float(rng.uniform(0.5, 2))
         if step == 3:  # its loss is not finite
             name = next(iter(adapters.tensors))
             method.settle()
@@ -124,6 +138,89 @@ def test_it_learns_a_row(tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: P
         method.step(step, rate, [rows])
     method.settle()
     assert plain_loss(model, adapters, rows) < 0.97 * before
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_a_window_of_all_estimates_is_the_optimizer(rng: Rng, seed: int, optimizer: str) -> None:
+    """Then the sums are the moments that Adam keeps, with its bias correction."""
+    noise, shape, steps = Noise(seed), (5, 7), 12
+    descent = descent_of(optimizer, steps)
+    value = start = mx.array(rng.standard_normal(shape).astype(np.float32))
+    theta, m, v = np.array(start, np.float64), np.zeros(shape), np.zeros(shape)
+    done = 0
+    for step in range(steps):
+        if step == 4:  # skipped
+            continue
+        done += 1
+        numbers, rate = tuple(map(float, rng.standard_normal(2))), float(rng.uniform(0.01, 0.1))
+        descent.remember(Update(step, rate, numbers, 0.1))
+        value = descent.apply(noise, "a", value)
+        z = [np.array(noise.draw(step, query, "a", shape), np.float64) for query in range(2)]
+        g = (numbers[0] * z[0] + numbers[1] * z[1]) / 2
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        m_hat, v_hat = m / (1 - 0.9**done), v / (1 - 0.999**done)
+        direction = m_hat / (np.sqrt(v_hat) + 1e-8) if optimizer == "adam" else m_hat
+        theta = theta - rate * (direction + 0.1 * theta)
+    assert np.array(value) == pytest.approx(theta, rel=1e-4, abs=1e-5)
+    assert not np.allclose(theta, np.array(start), atol=1e-2)
+
+
+def test_averages_keep_nothing_but_the_windows_numbers(seed: int) -> None:
+    descent = descent_of("adam", 3)
+    for step in (0, 1, 2, 5, 6):
+        descent.remember(Update(step, 0.1, (step / 2,), 0.0))
+    kept = [[2, [1.0]], [5, [2.5]], [6, [3.0]]]
+    assert descent.state() == {"window": kept}
+    for wrong in ([["2", [1.0]]], [[2, []]], [[2, [float("nan")]]], [2], None):
+        with pytest.raises((ValueError, TypeError)):
+            descent.restore({"window": wrong})
+
+
+def test_a_log_of_unknown_or_odd_options_is_refused(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    log = tmp_path / "log"
+    plain, averaged = (
+        json.loads(
+            started(
+                config_of(case, seed),
+                model_of(bundle, 16),
+                adapters_of(bundle, rng),
+                tmp_path,
+                1,
+                4,
+            ).log_header()
+        )
+        for case in ("mezo", "adam")
+    )
+    assert not {"optimizer", "window"} & set(plain)  # as in the logs of earlier versions
+    for header, lie in (
+        (plain, {"optimizer": "adagrad"}), (plain, {"optimizer": "adam"}), (plain, {"window": 3}),
+        (averaged, {"window": 0}), (averaged, {"window": 10**9}), (averaged, {"window": 2.0}),
+        (averaged, {"window": True}), (averaged, {"more": 1}),
+    ):  # fmt: skip
+        log.write_text(json.dumps({**header, **lie}) + "\n")
+        with pytest.raises(BundleError, match="not a trajectory"):
+            read_log(log)
+    log.write_text(json.dumps(averaged) + "\n[0.1, [1.0, 2.0]]\n")
+    header_, updates = read_log(log)
+    assert (header_.optimizer, header_.window) == ("adam", 4)
+    assert updates == [Update(0, 0.1, (1.0, 2.0), 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": "fzoo", "zo_optimizer": "adam"}, "zo_optimizer is an option of mezo, not of"),
+        ({"method": "mebp", "zo_window": 3}, "zo_window is an option of mezo, not of mebp"),
+        ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
+        ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        TrainConfig(bundle="a bundle", data="random:0", **options)
 
 
 def test_fzoo_divides_by_the_deviation_of_the_losses(

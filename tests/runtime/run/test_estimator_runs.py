@@ -12,13 +12,15 @@ from support.runs import adapter, ondevice, struck, train_arguments
 
 CASES: dict[str, dict[str, Any]] = {
     "fzoo": {"method": "fzoo", "learning_rate": 1e-6},
+    "momentum": {"zo_optimizer": "momentum", "zo_window": 4, "queries": 2},
+    "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
 }
 
 
 @pytest.mark.parametrize("case", [*CASES])
 def test_killed_resumed_and_replayed_is_the_same(bundle: Path, tmp_path: Path, case: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = {"save_every": 3, **CASES[case]}
+    options = {"save_every": 3, "method": "mezo", **CASES[case]}
     done = ondevice(*train_arguments(bundle, whole, 8, **options))
     assert done.returncode == 0, done.stderr
     done = struck(signal.SIGKILL, "step 5", *train_arguments(bundle, killed, 8, **options))
