@@ -13,18 +13,21 @@ METHODS: dict[str, str] = {
     "mebp": "runtime.methods.mebp",
     "mezo": "runtime.methods.mezo",
     "fzoo": "runtime.methods.fzoo",
+    "kzoo": "runtime.methods.kzoo",
+    "one-point": "runtime.methods.one_point",
+    "meazo": "runtime.methods.meazo",
 }
 
 USUAL = ("mebp", "mezo")
 """What comparisons and benchmarks run where no methods are named."""
 
-QUERIES = {"fzoo": 8}
+QUERIES = {"fzoo": 8, "kzoo": 4}
 """Directions per step of methods that perturb, where `--queries` is not given: 1 if not here."""
 
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-OPTIONS_OF = {"zo_optimizer": ("mezo",), "zo_window": ("mezo",)}
+OPTIONS_OF = {"zo_optimizer": ("mezo",), "zo_window": ("mezo",), "seed_pool": ("kzoo",)}
 """Options that some methods only have; others refuse them."""
 
 
@@ -47,4 +50,7 @@ SEARCHES: dict[str, Search] = {
     "mebp": Search({"learning_rate": (1e-4, 3e-4, 1e-3)}, 20, 1_000),
     "mezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "fzoo": Search({"learning_rate": (3e-7, 1e-6, 3e-6), "epsilon": (1e-3,)}, 100, 100_000),
+    "kzoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
+    "one-point": Search({"learning_rate": (1e-7, 1e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
+    "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),
 }

@@ -7,6 +7,7 @@ so the methods in `runtime.methods` can be compared with these bit for bit.
 
 from __future__ import annotations
 
+import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import mlx.core as mx
 from harness.oracles.reference import plain_loss
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters, Tensors
-from runtime.methods.noise import Noise
+from runtime.methods.noise import Noise, key_of, number_of
 from runtime.methods.protocol import Sample
 
 
@@ -126,3 +127,47 @@ class MonolithicAdam(MonolithicMoments):
 
     def averaged(self, name: str) -> mx.array:
         return self.average(name, 0.9) / (mx.sqrt(self.average(name, 0.999, True)) + 1e-8)
+
+
+class MonolithicKZOO(Monolithic):
+    """KZOO: a pool of K seeds (arXiv 2312.06353), 4 estimates a step (MeBP's appendix A)."""
+
+    K, queries = 16, 4
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        j = number_of(self.seed, "member", number, query) % self.K
+        shape = self.adapters.tensors[name].shape
+        return mx.random.normal(shape, key=key_of(self.seed, "pool", j, name))
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        g = [self.projected(model, rows, number, i) for i in range(self.queries)]
+        self.descend(number, rate, [one / self.queries for one in g])
+
+
+class MonolithicResidual(Monolithic):
+    """The one-point estimate with residual feedback (MeZO's Definition 8), 2 directions a step."""
+
+    queries = 2
+    before: list[float] | None = None
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        now = [self.loss(model, rows, number, i, self.epsilon) for i in range(self.queries)]
+        before = now if self.before is None else self.before
+        g = [(now[i] - before[i]) / self.epsilon for i in range(self.queries)]
+        self.descend(number, rate, [one / self.queries for one in g])
+        self.before = now
+
+
+class MonolithicMEAZO(Monolithic):
+    """MEAZO's scalar second moment (arXiv 2605.03869), 2 directions a step."""
+
+    q, beta, zeta = 2, 0.999, 1e-8
+    v, t = 0.0, 0
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        delta = [self.projected(model, rows, number, i) for i in range(self.q)]
+        g = sum(delta) / self.q
+        self.t += 1
+        self.v = self.beta * self.v + (1 - self.beta) * g**2
+        root = math.sqrt(self.v / (1 - self.beta**self.t))
+        self.descend(number, rate, [one / (root + self.zeta) / self.q for one in delta])

@@ -109,7 +109,7 @@ COMMANDS = (
     ),
     Command(
         "replay",
-        "rebuild the adapter of a MeZO run from its log",
+        "rebuild the adapter of a zeroth-order run from its log",
         "Checks that the result is the run's own adapter, bit for bit.",
         "replay.ReplayConfig",
         "replay",

@@ -33,6 +33,7 @@ TRAIN_DATA = (
 )
 MOST_ROWS, MOST_BATCHES, MOST_QUERIES = 1024, 1 << 16, 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
+MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
 MOST_TOGETHER = 1 << 20  # the product of these three: forward passes, and slots on disk
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
@@ -243,6 +244,12 @@ class StepConfig(BundleConfig, LoraOptions):
         up_to(MOST_WINDOW),
         Group.ZEROTH_ORDER,
     )
+    seed_pool: int | None = option(
+        None,
+        f"with kzoo: how many directions there are in all (default: {USUAL_POOL})",
+        up_to(MOST_POOL),
+        Group.ZEROTH_ORDER,
+    )
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
@@ -283,6 +290,11 @@ class StepConfig(BundleConfig, LoraOptions):
     def zo_window_size(self) -> int:
         """How many estimates are averaged, where any are."""
         return USUAL_WINDOW if self.zo_window is None else self.zo_window
+
+    @property
+    def seed_pool_size(self) -> int:
+        """How many directions there are in all, where steps draw from a pool."""
+        return USUAL_POOL if self.seed_pool is None else self.seed_pool
 
     @property
     def directions(self) -> int:

@@ -22,7 +22,7 @@ from runtime.methods.zeroth_order import ZerothOrder, demand_of, start_with
 from runtime.planner.demand import Demand
 
 
-@dataclass(frozen=True)
+@dataclass
 class TwoPoint(Estimator):
     """SPSA: the projected gradient along each of `queries` directions."""
 

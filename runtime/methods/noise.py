@@ -1,7 +1,7 @@
-"""The directions z along which MeZO perturbs, computed when needed and never stored.
+"""The directions z along which zeroth-order methods perturb, drawn when needed and never stored.
 
-z of a tensor is a function of (seed, step, query, tensor name) alone. It is the same in any order
-of execution, on resume, and on another worker.
+z of a tensor is a function of (seed, step, query, tensor name) alone, through a member of the pool
+where there is one. It is the same in any order of execution, on resume, and on another worker.
 """
 
 from __future__ import annotations
@@ -29,14 +29,25 @@ KINDS = ("gaussian", "rademacher")
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one run: `kind` is "gaussian" (N(0, 1)) or "rademacher" (-1 or 1)."""
+    """The noise of one run: `kind` is "gaussian" (N(0, 1)) or "rademacher" (-1 or 1).
+
+    With a `pool`, steps and queries draw one of so many directions; else each has its own.
+    """
 
     seed: int
     kind: str = "gaussian"
+    pool: int = 0
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
         """z of `tensor`, float32, with mean 0 and variance 1 in every element."""
-        key = key_of(self.seed, "noise", step, query, tensor)
+        if self.pool:
+            key = key_of(self.seed, "pool", self.member(step, query), tensor)
+        else:
+            key = key_of(self.seed, "noise", step, query, tensor)
         if self.kind == "rademacher":
             return mx.where(mx.random.bernoulli(0.5, shape, key=key), 1.0, -1.0)
         return mx.random.normal(shape, key=key)
+
+    def member(self, step: int, query: int) -> int:
+        """Which of the pool's directions a query takes, each with the same probability."""
+        return number_of(self.seed, "member", step, query) % self.pool

@@ -268,6 +268,7 @@ class ZerothOrder:
             lora,
             optimizer=self.descent.optimizer,
             window=self.descent.window,
+            pool=noise.pool,
         ).line()
 
 
@@ -310,14 +311,16 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
     )
 
 
-def start_with(config: TrainConfig, begin: Start, estimator: Estimator) -> ZerothOrder:
-    """The method of an estimator at its beginning."""
+def start_with(
+    config: TrainConfig, begin: Start, estimator: Estimator, noise: Noise | None = None
+) -> ZerothOrder:
+    """The method of an estimator at its beginning; without `noise`, a step has its own."""
     slots = _hidden_states(config, estimator)
     return ZerothOrder(
         begin.models,
         begin.adapters,
         Activations(begin.scratch, 1, slots, begin.activation_shape),
-        Noise(config.seed, config.noise_kind),
+        noise or Noise(config.seed, config.noise_kind),
         config.epsilon,
         estimator,
         config.weight_decay,

@@ -36,19 +36,29 @@ ORACLES: dict[str, type[Monolithic]] = {
     "fzoo": estimators.MonolithicFZOO,
     "momentum": estimators.MonolithicMomentum,
     "adam": estimators.MonolithicAdam,
+    "kzoo": estimators.MonolithicKZOO,
+    "one-point": estimators.MonolithicResidual,
+    "meazo": estimators.MonolithicMEAZO,
 }
 AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
 OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
+    "fzoo": {"queries": 4},
+    "kzoo": {"seed_pool": 16},
+    "one-point": {"queries": 2},
+    "meazo": {"queries": 2},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
 }
-RATES = {"fzoo": 1e-6, "adam": 1e-3}  # where 1e-2 is far too large
+RATES = {"fzoo": 1e-6, "one-point": 1e-5, "adam": 1e-3}  # where 1e-2 is far too large
 
-LEARNING = {
-    "fzoo": (1e-5, 20),
-    "momentum": (1e-3, 60),
-    "adam": (3e-3, 40),
-}  # rate and steps in which the loss of a row must fall
+LEARNING = {  # rate and steps in which the loss of a row must fall
+    "fzoo": (1e-5, 16),
+    "momentum": (2e-3, 30),
+    "adam": (5e-3, 20),
+    "kzoo": (2e-3, 20),
+    "one-point": (1e-3, 40),
+    "meazo": (1e-2, 30),
+}
 
 
 def config_of(case: str, seed: int, **more: Any) -> TrainConfig:
@@ -85,13 +95,12 @@ def same(a: Adapters, b: Adapters) -> None:
         assert mx.array_equal(b.tensors[name], expected), name
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
 @pytest.mark.parametrize("case", [*ORACLES])
 def test_steps_are_the_papers_equations_and_replay_from_their_log(
-    tiny: Tiny, rng: Rng, seed: int, case: str, family: str, tmp_path: Path
+    tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: Path
 ) -> None:
     """Also where a step is skipped, and where the state goes through a save."""
-    bundle = tiny(family)
+    bundle = tiny("qwen3")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
     initial = copy_of(adapters)
     config = config_of(case, seed, weight_decay=float(rng.choice([0.0, 0.1])))
@@ -99,7 +108,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     lanes = int(rng.integers(2, 9))
     method = started(config, model, adapters, tmp_path, 2, lanes)
     lines = [method.log_header()]
-    for step in range(9):
+    for step in range(8):
         rows = rows_of(bundle, rng, 2)
         rate = RATES.get(case, 1e-2) * float(rng.uniform(0.5, 2))
         if step == 3:  # its loss is not finite
@@ -128,7 +137,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
 
 @pytest.mark.parametrize("case", [*ORACLES])
 def test_it_learns_a_row(tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: Path) -> None:
-    bundle = tiny("gemma3")
+    bundle = tiny("qwen2")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
     rate, steps = LEARNING[case]
     rows = rows_of(bundle, rng, 1)
@@ -137,7 +146,7 @@ def test_it_learns_a_row(tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: P
     for step in range(steps):
         method.step(step, rate, [rows])
     method.settle()
-    assert plain_loss(model, adapters, rows) < 0.97 * before
+    assert plain_loss(model, adapters, rows) < 0.995 * before
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -194,10 +203,11 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         )
         for case in ("mezo", "adam")
     )
-    assert not {"optimizer", "window"} & set(plain)  # as in the logs of earlier versions
+    assert not {"optimizer", "window", "pool"} & set(plain)  # as in the logs of earlier versions
     for header, lie in (
         (plain, {"optimizer": "adagrad"}), (plain, {"optimizer": "adam"}), (plain, {"window": 3}),
         (averaged, {"window": 0}), (averaged, {"window": 10**9}), (averaged, {"window": 2.0}),
+        (plain, {"pool": -1}), (plain, {"pool": "16"}), (plain, {"pool": 1 << 40}),
         (averaged, {"window": True}), (averaged, {"more": 1}),
     ):  # fmt: skip
         log.write_text(json.dumps({**header, **lie}) + "\n")
@@ -214,6 +224,7 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
     [
         ({"method": "fzoo", "zo_optimizer": "adam"}, "zo_optimizer is an option of mezo, not of"),
         ({"method": "mebp", "zo_window": 3}, "zo_window is an option of mezo, not of mebp"),
+        ({"method": "mezo", "seed_pool": 3}, "seed_pool is an option of kzoo, not of mezo"),
         ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
         ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),
     ],
@@ -221,6 +232,31 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
 def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         TrainConfig(bundle="a bundle", data="random:0", **options)
+
+
+def test_a_pool_has_so_many_directions_that_k_numbers_are_the_adapters(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    """theta = theta_0 - sum of a_j z_j, whatever the number of steps."""
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    initial = copy_of(adapters)
+    method = started(config_of("kzoo", seed, seed_pool=3), model, adapters, tmp_path, 1, 8)
+    a = np.zeros(3)
+    for step in range(6):
+        result = method.step(step, 0.01, [rows_of(bundle, rng, 1)])
+        assert result.record is not None
+        for query, g in enumerate(result.record[1]):
+            a[method.noise.member(step, query)] += 0.01 * g / 4
+    method.settle()
+    assert np.count_nonzero(a) == 3
+    of = {
+        method.noise.member(step, query): (step, query) for step in range(6) for query in range(4)
+    }
+    for name, theta in initial.tensors.items():
+        z = [np.array(method.noise.draw(*of[j], name, theta.shape)) for j in range(3)]
+        expected = np.array(theta) - sum(a[j] * z[j] for j in range(3))
+        assert np.array(adapters.tensors[name]) == pytest.approx(expected, abs=1e-5), name
 
 
 def test_fzoo_divides_by_the_deviation_of_the_losses(
@@ -240,7 +276,30 @@ def test_fzoo_divides_by_the_deviation_of_the_losses(
         found.append(numbers)
     assert found[0] == pytest.approx(found[1])
     equal = dict.fromkeys(perturbed, 4.0)
-    assert method.estimator.gradients({at_theta: 5.0, **equal}, 1e-3) == (0.0,) * 8
+    assert method.estimator.gradients({at_theta: 5.0, **equal}, 1e-3) == (0.0,) * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "states", "copies", "scratch"),
+    [
+        ({"method": "mezo", "queries": 2}, 4, 4, 3),
+        ({"method": "mezo", "queries": 99}, 198, 20, 3),
+        ({"method": "mezo", "zo_optimizer": "adam"}, 2, 2, 6),
+        ({"method": "fzoo"}, 9, 9, 3),
+        ({"method": "fzoo", "queries": 64}, 65, 20, 3),
+        ({"method": "kzoo"}, 8, 8, 3),
+        ({"method": "one-point", "queries": 3}, 3, 3, 3),
+        ({"method": "one-point", "queries": 99}, 99, 18, 3),
+    ],
+)
+def test_demand_counts_points_and_what_an_update_takes(
+    options: dict[str, Any], states: int, copies: int, scratch: int
+) -> None:
+    config = TrainConfig(bundle="a bundle", data="random:0", batch_size=5, **options)
+    demand = implementation(config.method).demand(config)
+    assert demand.hidden_states == 5 * states and demand.slots == 1 and not demand.backward
+    assert (demand.adapter_copies, demand.scratch_copies) == (copies, scratch)
+    assert demand.lanes[0] == min(16, 5 * states)
 
 
 def test_fzoo_needs_two_directions(seed: int) -> None:

@@ -13,6 +13,9 @@ from support.runs import adapter, ondevice, struck, train_arguments
 CASES: dict[str, dict[str, Any]] = {
     "fzoo": {"method": "fzoo", "learning_rate": 1e-6},
     "momentum": {"zo_optimizer": "momentum", "zo_window": 4, "queries": 2},
+    "kzoo": {"method": "kzoo", "seed_pool": 5},
+    "one-point": {"method": "one-point", "learning_rate": 1e-5},
+    "meazo": {"method": "meazo", "learning_rate": 1e-3},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
 }
 
