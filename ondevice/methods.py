@@ -16,6 +16,7 @@ METHODS: dict[str, str] = {
     "kzoo": "runtime.methods.kzoo",
     "one-point": "runtime.methods.one_point",
     "meazo": "runtime.methods.meazo",
+    "lozo": "runtime.methods.lozo",
 }
 
 USUAL = ("mebp", "mezo")
@@ -27,7 +28,13 @@ QUERIES = {"fzoo": 8, "kzoo": 4}
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-OPTIONS_OF = {"zo_optimizer": ("mezo",), "zo_window": ("mezo",), "seed_pool": ("kzoo",)}
+OPTIONS_OF = {
+    "zo_optimizer": ("mezo",),
+    "zo_window": ("mezo",),
+    "seed_pool": ("kzoo",),
+    "lozo_rank": ("lozo",),
+    "lozo_interval": ("lozo",),
+}
 """Options that some methods only have; others refuse them."""
 
 
@@ -53,4 +60,5 @@ SEARCHES: dict[str, Search] = {
     "kzoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "one-point": Search({"learning_rate": (1e-7, 1e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),
+    "lozo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }

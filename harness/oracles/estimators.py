@@ -171,3 +171,20 @@ class MonolithicMEAZO(Monolithic):
         self.v = self.beta * self.v + (1 - self.beta) * g**2
         root = math.sqrt(self.v / (1 - self.beta**self.t))
         self.descend(number, rate, [one / (root + self.zeta) / self.q for one in delta])
+
+
+class MonolithicLOZO(Monolithic):
+    """LOZO's directions of rank r, whose V stays for nu steps (arXiv 2410.07698)."""
+
+    r, nu = 2, 3
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        k = number // self.nu
+        U = mx.random.normal((m, self.r), key=key_of(self.seed, "U", number, query, name))
+        V = mx.random.normal((n, self.r), key=key_of(self.seed, "V", k, query, name))
+        return U @ V.T
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        c = self.projected(model, rows, number, 0)
+        self.descend(number, rate, [c / self.r])

@@ -34,6 +34,8 @@ TRAIN_DATA = (
 MOST_ROWS, MOST_BATCHES, MOST_QUERIES = 1024, 1 << 16, 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
+MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
+MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
 MOST_TOGETHER = 1 << 20  # the product of these three: forward passes, and slots on disk
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
@@ -250,6 +252,18 @@ class StepConfig(BundleConfig, LoraOptions):
         up_to(MOST_POOL),
         Group.ZEROTH_ORDER,
     )
+    lozo_rank: int | None = option(
+        None,
+        f"with lozo: rank of the directions U V^T (default: {USUAL_RANK})",
+        up_to(MOST_RANK),
+        Group.ZEROTH_ORDER,
+    )
+    lozo_interval: int | None = option(
+        None,
+        f"with lozo: steps after which V is drawn anew (default: {USUAL_INTERVAL})",
+        up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
@@ -295,6 +309,16 @@ class StepConfig(BundleConfig, LoraOptions):
     def seed_pool_size(self) -> int:
         """How many directions there are in all, where steps draw from a pool."""
         return USUAL_POOL if self.seed_pool is None else self.seed_pool
+
+    @property
+    def lozo_rank_used(self) -> int:
+        """The rank of the directions, where they have a low one."""
+        return USUAL_RANK if self.lozo_rank is None else self.lozo_rank
+
+    @property
+    def lozo_interval_used(self) -> int:
+        """For how many steps half of such a direction stays."""
+        return USUAL_INTERVAL if self.lozo_interval is None else self.lozo_interval
 
     @property
     def directions(self) -> int:

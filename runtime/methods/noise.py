@@ -31,19 +31,34 @@ KINDS = ("gaussian", "rademacher")
 class Noise:
     """The noise of one run: `kind` is "gaussian" (N(0, 1)) or "rademacher" (-1 or 1).
 
-    With a `pool`, steps and queries draw one of so many directions; else each has its own.
+    With a `pool`, steps and queries draw one of so many directions; else each has its own. With a
+    `rank`, the direction of a matrix (M, N) is U V^T, with U (M, rank) and V (N, rank) of that
+    kind: V stays for `interval` steps.
     """
 
     seed: int
     kind: str = "gaussian"
     pool: int = 0
+    rank: int = 0
+    interval: int = 0
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
-        """z of `tensor`, float32, with mean 0 and variance 1 in every element."""
+        """z of `tensor`, float32, with mean 0 and variance 1 in every element.
+
+        With a rank, the variance is the rank.
+        """
+        if self.rank:
+            rows, columns = shape
+            u = self._values((rows, self.rank), "U", step, query, tensor)
+            v = self._values((columns, self.rank), "V", step // self.interval, query, tensor)
+            return u @ v.T
         if self.pool:
-            key = key_of(self.seed, "pool", self.member(step, query), tensor)
-        else:
-            key = key_of(self.seed, "noise", step, query, tensor)
+            return self._values(shape, "pool", self.member(step, query), tensor)
+        return self._values(shape, "noise", step, query, tensor)
+
+    def _values(self, shape: tuple[int, ...], *parts: int | str) -> mx.array:
+        """Independent values that depend on nothing but the seed and `parts`."""
+        key = key_of(self.seed, *parts)
         if self.kind == "rademacher":
             return mx.where(mx.random.bernoulli(0.5, shape, key=key), 1.0, -1.0)
         return mx.random.normal(shape, key=key)

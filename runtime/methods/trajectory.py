@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ondevice.config.shared import MOST_POOL, MOST_WINDOW
+from ondevice.config.shared import MOST_INTERVAL, MOST_POOL, MOST_RANK, MOST_WINDOW
 from ondevice.documents import from_json
 from ondevice.errors import BundleError
 from ondevice.files import read_file
@@ -30,7 +30,13 @@ from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
 
 FORMAT = "ondevice-trajectory-1"
-OPTIONAL = ("optimizer", "window", "pool")  # fields of the header that logs of plain MeZO lack
+OPTIONAL = (
+    "optimizer",
+    "window",
+    "pool",
+    "rank",
+    "interval",
+)  # fields of the header that logs of plain MeZO lack
 
 
 def digest(adapters: Adapters) -> str:
@@ -49,7 +55,7 @@ class Header:
     `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
     bundle's default. The fields after `format` are written only where they differ from their
     defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.descent`,
-    and `pool` that of `Noise`.
+    and `pool`, `rank` and `interval` those of `Noise`.
     """
 
     seed: int
@@ -62,6 +68,8 @@ class Header:
     optimizer: str = Sgd.optimizer
     window: int = 0
     pool: int = 0
+    rank: int = 0
+    interval: int = 0
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -84,6 +92,15 @@ class Header:
             raise ValueError(f"its window is {self.window!r}, with {self.optimizer}")
         if type(self.pool) is not int or not 0 <= self.pool <= MOST_POOL:
             raise ValueError(f"its pool of directions is {self.pool!r}")
+        rank, interval = self.rank, self.interval
+        if (
+            type(rank) is not int
+            or type(interval) is not int
+            or not 0 <= rank <= MOST_RANK
+            or not bool(rank) <= interval <= MOST_INTERVAL * bool(rank)
+            or (rank and self.pool)
+        ):
+            raise ValueError(f"its directions have rank {rank!r}, V for {interval!r} steps")
         if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
             raise ValueError("its checksums are not text")
         if self.settings is not None and (problem := self.settings.problem):
@@ -154,7 +171,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
             f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
             f"than these ({found[:12]}); name the ones it started from with --initial"
         )
-    noise = Noise(header.seed, header.noise, header.pool)
+    noise = Noise(header.seed, header.noise, header.pool, header.rank, header.interval)
     tensors = dict(initial.tensors)
     descent = descent_of(header.optimizer, header.window)
     for update in updates:

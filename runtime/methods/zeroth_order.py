@@ -269,6 +269,8 @@ class ZerothOrder:
             optimizer=self.descent.optimizer,
             window=self.descent.window,
             pool=noise.pool,
+            rank=noise.rank,
+            interval=noise.interval,
         ).line()
 
 

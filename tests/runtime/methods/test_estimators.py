@@ -39,6 +39,7 @@ ORACLES: dict[str, type[Monolithic]] = {
     "kzoo": estimators.MonolithicKZOO,
     "one-point": estimators.MonolithicResidual,
     "meazo": estimators.MonolithicMEAZO,
+    "lozo": estimators.MonolithicLOZO,
 }
 AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
 OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
@@ -46,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "kzoo": {"seed_pool": 16},
     "one-point": {"queries": 2},
     "meazo": {"queries": 2},
+    "lozo": {"lozo_rank": 2, "lozo_interval": 3},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
 }
@@ -58,6 +60,7 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "kzoo": (2e-3, 20),
     "one-point": (1e-3, 40),
     "meazo": (1e-2, 30),
+    "lozo": (1e-3, 30),
 }
 
 
@@ -203,11 +206,15 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         )
         for case in ("mezo", "adam")
     )
-    assert not {"optimizer", "window", "pool"} & set(plain)  # as in the logs of earlier versions
+    assert not {"optimizer", "window", "pool", "rank", "interval"} & set(
+        plain
+    )  # as in the logs of earlier versions
     for header, lie in (
         (plain, {"optimizer": "adagrad"}), (plain, {"optimizer": "adam"}), (plain, {"window": 3}),
         (averaged, {"window": 0}), (averaged, {"window": 10**9}), (averaged, {"window": 2.0}),
         (plain, {"pool": -1}), (plain, {"pool": "16"}), (plain, {"pool": 1 << 40}),
+        (plain, {"rank": 2}), (plain, {"interval": 2}), (plain, {"rank": -1, "interval": 2}),
+        (plain, {"rank": 2, "interval": 3, "pool": 4}), (plain, {"rank": 1 << 40, "interval": 2}),
         (averaged, {"window": True}), (averaged, {"more": 1}),
     ):  # fmt: skip
         log.write_text(json.dumps({**header, **lie}) + "\n")
@@ -224,6 +231,8 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
     [
         ({"method": "fzoo", "zo_optimizer": "adam"}, "zo_optimizer is an option of mezo, not of"),
         ({"method": "mebp", "zo_window": 3}, "zo_window is an option of mezo, not of mebp"),
+        ({"method": "fzoo", "lozo_rank": 3}, "lozo_rank is an option of lozo, not of fzoo"),
+        ({"method": "kzoo", "lozo_interval": 3}, "lozo_interval is an option of lozo, not of"),
         ({"method": "mezo", "seed_pool": 3}, "seed_pool is an option of kzoo, not of mezo"),
         ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
         ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),

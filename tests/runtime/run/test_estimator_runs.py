@@ -16,6 +16,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kzoo": {"method": "kzoo", "seed_pool": 5},
     "one-point": {"method": "one-point", "learning_rate": 1e-5},
     "meazo": {"method": "meazo", "learning_rate": 1e-3},
+    "lozo": {"method": "lozo", "lozo_interval": 3},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
 }
 
