@@ -25,13 +25,13 @@ from ondevice.config.base import (
 )
 from ondevice.config.lora import LoraOptions
 from ondevice.config.shared import (
-    MOST_QUERIES,
     MOST_ROWS,
     TRAIN_DATA,
     BundleConfig,
     DataOptions,
     valid_split_field,
 )
+from ondevice.config.zeroth_order import MOST_QUERIES
 from ondevice.methods import METHODS, SEARCHES, USUAL, Search
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from ondevice.config.base import (
     up_to,
 )
 from ondevice.config.lora import LoraOptions, dropout_field
+from ondevice.config.zeroth_order import ZerothOrderOptions
 from ondevice.methods import METHODS, OPTIONS_OF, QUERIES
 from ondevice.units import parse_bytes
 
@@ -31,12 +32,8 @@ HUB_DATA = "a Hugging Face dataset id (OWNER/NAME[:CONFIG[:SPLIT]])"
 TRAIN_DATA = (
     f"training data: {DATA_FILE}, a folder with train and valid, {HUB_DATA}, or random:SEED"
 )
-MOST_ROWS, MOST_BATCHES, MOST_QUERIES = 1024, 1 << 16, 4096  # of a step
-MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
-MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
-MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
-MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
-MOST_TOGETHER = 1 << 20  # the product of these three: forward passes, and slots on disk
+MOST_ROWS, MOST_BATCHES = 1024, 1 << 16  # of a step
+MOST_TOGETHER = 1 << 20  # the product of these and the queries: forward passes, and slots on disk
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
     *("instruction", "input", "output"),
@@ -191,7 +188,7 @@ class BundleConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepConfig(BundleConfig, LoraOptions):
+class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     """Options of a training step on which its memory depends."""
 
     method: str = choice(
@@ -223,47 +220,6 @@ class StepConfig(BundleConfig, LoraOptions):
         "(default: new adapters)"
     )
     lora_dropout: float | None = dropout_field()
-    queries: int | None = option(
-        None,
-        "random directions per step, whose estimates are averaged (default: "
-        f"{', '.join(f'{count} with {name}' for name, count in QUERIES.items())}, else 1)",
-        up_to(MOST_QUERIES),
-        Group.ZEROTH_ORDER,
-    )
-    zo_optimizer: str | None = choice(
-        None,
-        "with mezo: follow each estimate (sgd, the default), or the averages over the latest ones, "
-        "whose directions are drawn again from the log (momentum, adam)",
-        "sgd",
-        "momentum",
-        "adam",
-        group=Group.ZEROTH_ORDER,
-    )
-    zo_window: int | None = option(
-        None,
-        "with --zo-optimizer momentum or adam: how many of the latest estimates are averaged; each "
-        f"is drawn again in every step, which takes time (default: {USUAL_WINDOW})",
-        up_to(MOST_WINDOW),
-        Group.ZEROTH_ORDER,
-    )
-    seed_pool: int | None = option(
-        None,
-        f"with kzoo: how many directions there are in all (default: {USUAL_POOL})",
-        up_to(MOST_POOL),
-        Group.ZEROTH_ORDER,
-    )
-    lozo_rank: int | None = option(
-        None,
-        f"with lozo: rank of the directions U V^T (default: {USUAL_RANK})",
-        up_to(MOST_RANK),
-        Group.ZEROTH_ORDER,
-    )
-    lozo_interval: int | None = option(
-        None,
-        f"with lozo: steps after which V is drawn anew (default: {USUAL_INTERVAL})",
-        up_to(MOST_INTERVAL),
-        Group.ZEROTH_ORDER,
-    )
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
@@ -291,34 +247,7 @@ class StepConfig(BundleConfig, LoraOptions):
             for name, methods in OPTIONS_OF.items()
             if getattr(self, name) is not None and self.method not in methods
         ]
-        if self.zo_window is not None and self.zo_optimizer in (None, "sgd"):
-            problems.append("zo_window needs zo_optimizer momentum or adam: sgd averages nothing")
-        refuse(type(self), problems)
-
-    @property
-    def zo_optimizer_name(self) -> str:
-        """What follows the estimates of a zeroth-order method."""
-        return self.zo_optimizer or "sgd"
-
-    @property
-    def zo_window_size(self) -> int:
-        """How many estimates are averaged, where any are."""
-        return USUAL_WINDOW if self.zo_window is None else self.zo_window
-
-    @property
-    def seed_pool_size(self) -> int:
-        """How many directions there are in all, where steps draw from a pool."""
-        return USUAL_POOL if self.seed_pool is None else self.seed_pool
-
-    @property
-    def lozo_rank_used(self) -> int:
-        """The rank of the directions, where they have a low one."""
-        return USUAL_RANK if self.lozo_rank is None else self.lozo_rank
-
-    @property
-    def lozo_interval_used(self) -> int:
-        """For how many steps half of such a direction stays."""
-        return USUAL_INTERVAL if self.lozo_interval is None else self.lozo_interval
+        refuse(type(self), [*problems, *self.zeroth_order_problems])
 
     @property
     def directions(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 
@@ -22,6 +23,11 @@ class Point(NamedTuple):
 PLUS, MINUS, UNPERTURBED = 1.0, -1.0, 0.0
 
 Losses = Mapping[Point, float]  # the batch's mean loss at each point
+
+
+def by_query(points: Sequence[Point]) -> list[list[Point]]:
+    """The points of each query."""
+    return [list(found) for _, found in groupby(points, key=lambda point: point.query)]
 
 
 class Estimator(ABC):

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
+from runtime.methods.forward_only import demand_of, start_with
 from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth_order import ZerothOrder, demand_of, start_with
+from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.demand import Demand
 
 

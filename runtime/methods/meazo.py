@@ -21,9 +21,10 @@ from typing import Any
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from runtime.methods.estimator import Losses
+from runtime.methods.forward_only import demand_of, start_with
 from runtime.methods.mezo import TwoPoint
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth_order import ZerothOrder, demand_of, start_with
+from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.demand import Demand
 
 BETA, ZETA = 0.999, 1e-8

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from runtime.methods.estimator import MINUS, PLUS, Estimator, Losses, Point
+from runtime.methods.forward_only import demand_of, start_with
 from runtime.methods.protocol import Start
 from runtime.methods.scalar_update import projected_gradient
-from runtime.methods.zeroth_order import ZerothOrder, demand_of, start_with
+from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.demand import Demand
 
 

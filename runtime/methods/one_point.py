@@ -22,8 +22,9 @@ from typing import Any
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from runtime.methods.estimator import PLUS, Estimator, Losses, Point
+from runtime.methods.forward_only import demand_of, start_with
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth_order import ZerothOrder, demand_of, start_with
+from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.demand import Demand
 
 

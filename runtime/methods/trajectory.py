@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ondevice.config.shared import MOST_INTERVAL, MOST_POOL, MOST_RANK, MOST_WINDOW
+from ondevice.config.zeroth_order import MOST_INTERVAL, MOST_POOL, MOST_RANK, MOST_WINDOW
 from ondevice.documents import from_json
 from ondevice.errors import BundleError
 from ondevice.files import read_file

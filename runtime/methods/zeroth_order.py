@@ -17,14 +17,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from ondevice.config.shared import StepConfig
-from ondevice.config.train import TrainConfig
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import read_file, write_atomic
@@ -32,17 +29,15 @@ from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Loras
 from runtime.methods.adapters import Adapters
-from runtime.methods.descent import Descent, Sgd, descent_of
-from runtime.methods.estimator import Estimator, Losses, Point
+from runtime.methods.descent import Descent, Sgd
+from runtime.methods.estimator import Estimator, Losses, Point, by_query
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Models, Sample, Start, StepLoss, StepResult
+from runtime.methods.protocol import Models, Sample, StepLoss, StepResult
 from runtime.methods.scalar_update import Update
 from runtime.methods.trajectory import Header, digest
-from runtime.planner.demand import Demand, lane_choices
 from runtime.storage.activations import Activations
 
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
-MOST_LANES = 16  # hidden states side by side, where they fit
 
 
 class Lane(NamedTuple):
@@ -272,65 +267,3 @@ class ZerothOrder:
             rank=noise.rank,
             interval=noise.interval,
         ).line()
-
-
-def by_query(points: Sequence[Point]) -> list[list[Point]]:
-    """The points of each query."""
-    return [list(found) for _, found in groupby(points, key=lambda point: point.query)]
-
-
-def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
-    """Needs a checkpoint for each hidden state, and a copy of a block's adapters for each point.
-
-    The copies of a query are freed once its hidden states are done.
-
-    Raises:
-        UsageError: the configuration asks for gradients, or for dropout.
-    """
-    name = config.method
-    if config.max_grad_norm:
-        raise UsageError(
-            f"--max-grad-norm {config.max_grad_norm:g} limits the norm of gradients, and {name} "
-            "computes none: it sees losses only; leave it out, and lower --learning-rate instead"
-        )
-    if config.lora_dropout:
-        raise UsageError(
-            f"--lora-dropout {config.lora_dropout:g} is not for {name}: it estimates gradients "
-            "from small differences between losses, to which random masks add noise; leave it out, "
-            "or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
-        )
-    descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
-    points = estimator.points
-    of_query = max(map(len, by_query(points)))
-    hidden_states = _hidden_states(config, estimator)
-    return Demand(
-        rows=config.batch_size,
-        hidden_states=hidden_states,
-        slots=1,
-        lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
-        adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
-        scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
-    )
-
-
-def start_with(
-    config: TrainConfig, begin: Start, estimator: Estimator, noise: Noise | None = None
-) -> ZerothOrder:
-    """The method of an estimator at its beginning; without `noise`, a step has its own."""
-    slots = _hidden_states(config, estimator)
-    return ZerothOrder(
-        begin.models,
-        begin.adapters,
-        Activations(begin.scratch, 1, slots, begin.activation_shape),
-        noise or Noise(config.seed, config.noise_kind),
-        config.epsilon,
-        estimator,
-        config.weight_decay,
-        descent_of(config.zo_optimizer_name, config.zo_window_size),
-        begin.plan.lanes,
-    )
-
-
-def _hidden_states(config: StepConfig, estimator: Estimator) -> int:
-    """One for each row at each point."""
-    return len(estimator.points) * config.batch_size * config.grad_accumulation

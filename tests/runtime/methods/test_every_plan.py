@@ -21,11 +21,12 @@ from ondevice.operations.base import WHOLE
 from runtime.lowering.lower import Sizes
 from runtime.methods.adapters import DTYPES, Adapters
 from runtime.methods.dropout import StepDropout
+from runtime.methods.forward_only import MOST_LANES
 from runtime.methods.mebp import MeBP
 from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Sample
-from runtime.methods.zeroth_order import MOST_LANES, ZerothOrder
+from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.plan import LEVELS, PAPER, Plan
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations

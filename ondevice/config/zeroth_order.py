@@ -1,0 +1,96 @@
+"""Options of methods that see losses only: their directions, and what follows the estimates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.config.base import Config, Group, choice, option, up_to
+from ondevice.methods import QUERIES
+
+MOST_QUERIES = 4096  # of a step
+MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
+MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
+MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
+MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZerothOrderOptions(Config):
+    """Options on which the memory of a zeroth-order step depends, or that only some methods have.
+
+    Which methods have which is in `ondevice.methods.OPTIONS_OF`.
+    """
+
+    queries: int | None = option(
+        None,
+        "random directions per step, whose estimates are averaged (default: "
+        f"{', '.join(f'{count} with {name}' for name, count in QUERIES.items())}, else 1)",
+        up_to(MOST_QUERIES),
+        Group.ZEROTH_ORDER,
+    )
+    zo_optimizer: str | None = choice(
+        None,
+        "with mezo: follow each estimate (sgd, the default), or the averages over the latest ones, "
+        "whose directions are drawn again from the log (momentum, adam)",
+        "sgd",
+        "momentum",
+        "adam",
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_window: int | None = option(
+        None,
+        "with --zo-optimizer momentum or adam: how many of the latest estimates are averaged; each "
+        f"is drawn again in every step, which takes time (default: {USUAL_WINDOW})",
+        up_to(MOST_WINDOW),
+        Group.ZEROTH_ORDER,
+    )
+    seed_pool: int | None = option(
+        None,
+        f"with kzoo: how many directions there are in all (default: {USUAL_POOL})",
+        up_to(MOST_POOL),
+        Group.ZEROTH_ORDER,
+    )
+    lozo_rank: int | None = option(
+        None,
+        f"with lozo: rank of the directions U V^T (default: {USUAL_RANK})",
+        up_to(MOST_RANK),
+        Group.ZEROTH_ORDER,
+    )
+    lozo_interval: int | None = option(
+        None,
+        f"with lozo: steps after which V is drawn anew (default: {USUAL_INTERVAL})",
+        up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
+
+    @property
+    def zeroth_order_problems(self) -> list[str]:
+        """What is wrong with these options together."""
+        if self.zo_window is None or self.zo_optimizer not in (None, "sgd"):
+            return []
+        return ["zo_window needs zo_optimizer momentum or adam: sgd averages nothing"]
+
+    @property
+    def zo_optimizer_name(self) -> str:
+        """What follows the estimates of a zeroth-order method."""
+        return self.zo_optimizer or "sgd"
+
+    @property
+    def zo_window_size(self) -> int:
+        """How many estimates are averaged, where any are."""
+        return USUAL_WINDOW if self.zo_window is None else self.zo_window
+
+    @property
+    def seed_pool_size(self) -> int:
+        """How many directions there are in all, where steps draw from a pool."""
+        return USUAL_POOL if self.seed_pool is None else self.seed_pool
+
+    @property
+    def lozo_rank_used(self) -> int:
+        """The rank of the directions, where they have a low one."""
+        return USUAL_RANK if self.lozo_rank is None else self.lozo_rank
+
+    @property
+    def lozo_interval_used(self) -> int:
+        """For how many steps half of such a direction stays."""
+        return USUAL_INTERVAL if self.lozo_interval is None else self.lozo_interval
