@@ -152,6 +152,7 @@ def _export(
     manifest = msgspec.structs.replace(
         source,
         lora=lora,
+        trainable=config.trainable,
         weights_nbytes=nbytes,
         weights_sha256=digest,
         matrices=tensors.matrices,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
+FloatType = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Packing:
 class Plain:
     """The stored form of a matrix of floats."""
 
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: FloatType
 
     @property
     def bits(self) -> int:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from export.cut.model import Cut
-from export.packed import Packing, Plain, Stored
+from export.packed import FloatType, Packing, Plain, Stored
 from export.sources.source import Checkpoint, slices
 from ondevice.config.base import flag
 from ondevice.config.export import EIGHT_BIT, ExportConfig
@@ -54,6 +54,9 @@ def stored_forms(
     found: dict[str, Stored] = {}
     kept: set[str] = set()
     for use in matrices(cut):
+        if config.is_full:
+            found[use.name] = Plain(cast(FloatType, config.storage))
+            continue
         asked = config.bits if use.adaptable else config.head_bits
         ready = checkpoint.prequantized(f"{use.name}.weight")
         if ready is not None and asked is None:

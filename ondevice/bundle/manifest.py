@@ -7,7 +7,8 @@ It is plain data. `read_manifest` checks that all fields are there and of the ri
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,7 +31,8 @@ class Manifest(Record, frozen=True):
 
     `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS` and
     `GRAPH.vjp.TOKENS`. `quality` is None if it was not measured. `lora` is the default of new
-    adapters in the file; `with_lora` gives the manifest those of a run or an adapter.
+    adapters in the file; `with_lora` gives the manifest those of a run or an adapter. `trainable`
+    is what `ondevice train` trains where it is not told: "lora", or all parameters ("full").
     """
 
     mlx_version: str
@@ -51,6 +53,7 @@ class Manifest(Record, frozen=True):
     files: dict[str, File]
     provenance: dict[str, Any]
     quality: Quality | None = None
+    trainable: Literal["lora", "full"] = "lora"
 
     @property
     def layers(self) -> tuple[Block, ...]:
@@ -68,6 +71,12 @@ class Manifest(Record, frozen=True):
             self.hidden_size,
             self.vocab_size,
         )
+
+    @property
+    def parameters(self) -> int:
+        """How many values the model has."""
+        matrices = sum(matrix.rows * matrix.columns for matrix in self.matrices.values())
+        return matrices + sum(math.prod(extent.shape) for extent in self.vectors.values())
 
     @property
     def usual_bucket(self) -> int:

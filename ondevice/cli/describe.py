@@ -54,6 +54,7 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
         "hidden_size": m.hidden_size,
         "vocab_size": m.vocab_size,
         "lora": msgspec.to_builtins(m.lora),
+        "trainable": m.trainable,
         "buckets": list(m.buckets),
         "weights_bytes": m.weights_nbytes,
         "weights_sha256": m.weights_sha256,
@@ -96,6 +97,7 @@ def describe_bundle(bundle: Bundle) -> str:
         f"{bundle.path}: {m.family}, {parameters / 1e6:.1f}M parameters in "
         f"{format_bytes(m.weights_nbytes)}, {len(m.layers)} layers of width {m.hidden_size}, "
         f"vocabulary {m.vocab_size}",
+        *(["trains all parameters by default"] if m.trainable == "full" else []),
         f"LoRA by default: {m.lora.describe()}: {trainable / 1e6:.2f}M trainable",
         f"sequence lengths: {', '.join(map(str, m.buckets))}",
         f"graphs: {_graphs(m)}",
@@ -189,6 +191,11 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("process and its libraries", plan["process_bytes"]),
         ("adapters of the current block", plan["adapter_bytes"]),
         ("gradients", plan["gradient_bytes"]),
+        *(
+            [("updates of a tile of weights", plan["weight_update_bytes"])]
+            if plan["weight_update_bytes"]
+            else []
+        ),
         ("values of the largest block", plan["live_bytes"]),
         ("free memory that the allocator keeps", plan["slack_bytes"] + plan["cache_bytes"]),
         (

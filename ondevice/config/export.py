@@ -20,7 +20,7 @@ from ondevice.config.base import (
     required,
 )
 from ondevice.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
-from ondevice.config.shared import DEVICES, DataOptions
+from ondevice.config.shared import DEVICES, TRAINABLE, DataOptions
 from ondevice.lora import ALL_LINEAR, LoraSettings
 from ondevice.units import parse_bytes
 
@@ -38,6 +38,12 @@ def _is_share(text: str) -> bool:
 
 _SHARE = Check(_is_share, "a share such as +5%, up to +100%")
 EIGHT_BIT = "k_proj,v_proj"
+STORAGE = ("bfloat16", "float16", "float32")
+QUANTIZING = (
+    *("bits", "embedding_bits", "group_size", "layout", "eight_bit", "size", "calibrate"),
+    "calibration_tokens",
+)
+"""Options that have no effect where nothing is quantized."""
 _NAMES = Check(are_layer_names, "names of layers such as k_proj,v_proj, or none")
 
 
@@ -128,6 +134,18 @@ class ExportConfig(DataOptions):
         True,
         "write the graphs into the bundle; without them they are traced where the bundle is used",
     )
+    trainable: str = choice(
+        "lora",
+        "what `ondevice train` trains by default: adapters, or all parameters (full), which are "
+        "then stored as floats",
+        *TRAINABLE,
+    )
+    storage: str = choice(
+        "bfloat16",
+        "with --trainable full: the type in which all matrices are stored and trained",
+        *STORAGE,
+        group=Group.QUANTIZATION,
+    )
     budget: str = option(
         "1GB",
         "memory footprint that the export may reach, such as 300MB or 512MiB",
@@ -180,10 +198,17 @@ class ExportConfig(DataOptions):
                     "floats have no groups",
                 ),
                 ("calibration_tokens", self.calibrate is None, "it needs calibrate"),
+                ("storage", not self.is_full, "it needs trainable full"),
+                *((name, self.is_full, "trainable full stores floats") for name in QUANTIZING),
             )
             if useless and name in self.changed
         ]
         refuse(type(self), problems)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all parameters are to be trained."""
+        return self.trainable == "full"
 
     @property
     def changed(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The options of `ondevice replay`, which rebuilds a MeZO run's adapter from its log."""
+"""The options of `ondevice replay`, which rebuilds what a MeZO run has trained from its log."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from ondevice.config.shared import adapter_field
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Config):
-    """The options of `ondevice replay`, which rebuilds a MeZO run's adapter from its log."""
+    """The options of `ondevice replay`, which rebuilds what a MeZO run has trained from its log."""
 
     positional: ClassVar[str] = "run"
 
     run: str = required("directory of a run with --method mezo", "RUN")
     output: str | None = output_option(
-        None, "adapter directory to write (default: RUN/replayed)", "DIR"
+        None,
+        "adapter directory to write, or with --trainable full the bundle (default: RUN/replayed)",
+        "DIR",
     )
     bundle: str | None = option(
         None, "bundle of the run (default: where it was)", FILLED, metavar="BUNDLE"

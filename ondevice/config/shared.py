@@ -34,6 +34,8 @@ TRAIN_DATA = (
 )
 MOST_ROWS, MOST_BATCHES = 1024, 1 << 16  # of a step
 MOST_TOGETHER = 1 << 20  # the product of these and the queries: forward passes, and slots on disk
+TRAINABLE = ("lora", "full")
+ROUNDINGS = ("nearest", "stochastic")
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
     *("instruction", "input", "output"),
@@ -220,6 +222,20 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         "(default: new adapters)"
     )
     lora_dropout: float | None = dropout_field()
+    trainable: str | None = choice(
+        None,
+        "what is trained: adapters (lora), or all parameters (full), for which the bundle stores "
+        "floats (default: what the bundle was exported for)",
+        *TRAINABLE,
+        group=Group.TRAINING,
+    )
+    rounding: str = choice(
+        "nearest",
+        "with --trainable full: how updated weights are rounded to the type in which they are "
+        "stored",
+        *ROUNDINGS,
+        group=Group.TRAINING,
+    )
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
@@ -232,6 +248,11 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         True, "read the next block's weights while a block computes", group=Group.MEMORY
     )
     adapter_dtype: str = adapter_dtype_field()
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all parameters are trained, in place of adapters."""
+        return self.trainable == "full"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +14,7 @@ from runtime.engine.arrays import Arrays
 from runtime.engine.dequantize import dense
 from runtime.engine.profile import Profile
 from runtime.engine.tiles import ReadyTile
+from runtime.engine.values import Move
 from runtime.storage.weight_source import WeightSource
 
 Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the rows of a tile
@@ -75,9 +76,30 @@ class Matrices:
         for start in range(0, matrix.rows, step):
             yield start, min(matrix.rows, start + step)
 
-    def rows(self, matrix: Matrix, chosen: npt.NDArray[np.int64]) -> mx.array:
-        """Chosen rows (N, C) of a matrix as float32, lazy."""
-        return dense(self.weights.gather(matrix, chosen), matrix.bits, self.arrays)
+    def as_seen(
+        self, matrix: Matrix, start: int, stop: int, moves: Sequence[Move | None]
+    ) -> Iterator[tuple[ReadyTile, list[int]]]:
+        """Rows start:stop as batch lanes see them, each with the lanes that see the same.
+
+        The rows are read and dequantized once, and moved once for each distinct move.
+        """
+        tile = self.tile(matrix, start, stop)
+        for move in dict.fromkeys(moves):
+            lanes = [lane for lane, own in enumerate(moves) if own is move]
+            seen = tile
+            if move is not None:
+                with self.profile.span("perturb"):
+                    (values,) = tile.columns
+                    seen = replace(tile, columns=(move.tile(matrix, start, values),))
+            yield seen, lanes
+            del seen
+
+    def rows(
+        self, matrix: Matrix, chosen: npt.NDArray[np.int64], move: Move | None = None
+    ) -> mx.array:
+        """Chosen rows (N, C) of a matrix as float32, as a batch lane sees them; lazy."""
+        values = dense(self.weights.gather(matrix, chosen), matrix.bits, self.arrays)
+        return values if move is None else move.rows(matrix, chosen, values)
 
     def release(self) -> None:
         """Free the tiles that `hold` has kept."""

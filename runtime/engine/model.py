@@ -24,7 +24,7 @@ from runtime.engine.kernels.head import HeadKernel, HeadResult, Targets
 from runtime.engine.matrices import Matrices, Place
 from runtime.engine.profile import Profile
 from runtime.engine.tiles import ReadyTile
-from runtime.engine.values import Gradients, Loras, Values
+from runtime.engine.values import Gradients, Loras, Values, move_of
 from runtime.lowering.lower import LoweredBlock, LoweredModel
 from runtime.storage.weight_source import WeightSource
 
@@ -100,12 +100,15 @@ class Model:
     def _lowered(self) -> dict[Block, LoweredBlock]:
         return {one.block: one for one in self.lowered.blocks}
 
-    def embed(self, tokens: npt.NDArray[np.int64]) -> mx.array:
-        """Hidden states (1, bucket, D) of tokens (T,), padded up to the bucket."""
+    def embed(self, tokens: npt.NDArray[np.int64], loras: Loras | None = None) -> mx.array:
+        """Hidden states (1, bucket, D) of tokens (T,), padded up to the bucket.
+
+        `loras` only matter where they move the weights themselves.
+        """
         padded = np.zeros(self.bucket, np.int64)
         padded[: len(tokens)] = tokens
         values: Values = {TOKENS: mx.array(padded)}
-        return self._forward(self.blocks[0], [values], [{}])[0]
+        return self._forward(self.blocks[0], [values], [{} if loras is None else loras])[0]
 
     def forward(
         self, block: Block, x: mx.array, loras: Loras, offsets: Offsets | None = None
@@ -190,11 +193,11 @@ class Model:
         self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
         return values.get(gradient_of(program.input)), gradients
 
-    def hidden(self, x: mx.array, scored: Positions) -> mx.array:
+    def hidden(self, x: mx.array, scored: Positions, loras: Loras | None = None) -> mx.array:
         """The head operation's input (N, D) at the positions `scored`, for x (1, bucket, D)."""
         block = self.blocks[-1]
         values: Values = {self._lowered[block].program.input: x}
-        (whole,) = self._forward(block, [values], [{}])
+        (whole,) = self._forward(block, [values], [{} if loras is None else loras])
         found = mx.take(whole.squeeze(0), _indices(scored), axis=0)  # so that the rest can go
         mx.eval(found)
         return found
@@ -205,11 +208,13 @@ class Model:
         targets: Sequence[Targets],
         gradient: bool,
         predictions: bool = False,
+        loras: Sequence[Loras] = (),
     ) -> list[HeadResult]:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
         kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
         with self.profile.span("head"):
-            return kernel.run(hs, targets, self.head_matrix, gradient, predictions)
+            moves = [move_of(one) for one in loras]
+            return kernel.run(hs, targets, self.head_matrix, gradient, predictions, moves)
 
     def head_backward(self, x: mx.array, dh: mx.array, scored: Positions) -> mx.array:
         """dx (1, bucket, D) of the head block's input x, from dh (N, D) at positions `scored`."""

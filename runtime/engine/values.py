@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
+from ondevice.operations.tensors import Matrix
 from runtime.engine.dropout import Dropout, Mask
 
 
@@ -31,6 +35,34 @@ class Lora:
 
 
 Loras = dict[str, Lora]
+
+
+class Move(Protocol):
+    """Moves the weights themselves, for methods that train all parameters: W + sign epsilon z."""
+
+    def vector(self, name: str, value: mx.array) -> mx.array:
+        """A vector (N,) by full name, moved and evaluated."""
+
+    def tile(self, matrix: Matrix, start: int, values: mx.array) -> mx.array:
+        """Rows (R, C) of a matrix in floating point, from row `start` on, moved and evaluated."""
+
+    def rows(self, matrix: Matrix, chosen: npt.NDArray[np.int64], values: mx.array) -> mx.array:
+        """Chosen rows (N, C) of a matrix in floating point, moved and evaluated."""
+
+
+class Moved(Loras):
+    """What a batch lane has in place of adapters where the weights themselves are moved."""
+
+    def __init__(self, move: Move) -> None:
+        super().__init__()
+        self.move = move
+
+
+def move_of(loras: Loras) -> Move | None:
+    """How a batch lane moves the weights; None if it runs with the weights as they are."""
+    return loras.move if isinstance(loras, Moved) else None
+
+
 Gradients = dict[str, tuple[mx.array, mx.array]]  # (dA, dB) by the adapted matrix's relative name
 Values = dict[str, mx.array]
 

@@ -22,14 +22,14 @@ from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.documents import from_json
-from ondevice.errors import BundleError, DivergedError
+from ondevice.errors import BundleError, DivergedError, UsageError
 from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
 from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
 from ondevice.operations.program import Block
 from ondevice.paths import text_path
 from runtime.engine.values import Lora
 from runtime.methods.noise import key_of
-from runtime.storage.saves import check_adapter
+from runtime.storage.saves import SLOTS, check_adapter
 
 Tensors = MutableMapping[str, mx.array]
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -181,6 +181,7 @@ class Adapters:
         """
         source = text_path(source)
         path = _weights_path(source)
+        _check_kind(source)
         check_adapter(path)
         _check_config(manifest, _config_path(source))
         expected = cls.shapes(manifest)
@@ -218,6 +219,7 @@ def lora_of(source: Path) -> LoraSettings | None:
         UsageError: the path is not valid UTF-8.
     """
     path = _config_path(text_path(source))
+    _check_kind(source)
     for one in (path, _weights_path(source)):  # before anything is planned for them
         check_adapter(one)
     return _read_config(path).lora if path.exists() else None
@@ -232,6 +234,15 @@ class _Config(NamedTuple):
 
 def _weights_path(source: Path) -> Path:
     return source / WEIGHTS if source.is_dir() else source
+
+
+def _check_kind(source: Path) -> None:
+    """Raise UsageError for a run that has trained all parameters, and holds no adapter."""
+    if (source / SLOTS).exists():
+        raise UsageError(
+            f"{source} has trained all parameters and holds no adapter; ondevice replay {source} "
+            "--output BUNDLE writes the trained model as a bundle, which is used without --adapter"
+        )
 
 
 def _config_path(source: Path) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
@@ -37,6 +40,11 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
             "or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
         )
     descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
+    if config.trains_all and descent.window:
+        raise UsageError(
+            f"--zo-optimizer {descent.optimizer} is not for --trainable full: every step would "
+            "draw the noise of all parameters again for each estimate in its window; leave it out"
+        )
     points = estimator.points
     of_query = max(map(len, by_query(points)))
     hidden_states = _hidden_states(config, estimator)
@@ -47,6 +55,7 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
         lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
         adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
         scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
+        trains_weights=config.trains_all,
     )
 
 
@@ -55,7 +64,12 @@ def start_with(
 ) -> ZerothOrder:
     """The method of an estimator at its beginning; without `noise`, a step has its own."""
     slots = _hidden_states(config, estimator)
-    return ZerothOrder(
+    make: Callable[..., ZerothOrder] = ZerothOrder
+    if begin.weights is not None:
+        from runtime.methods.full_zeroth_order import FullZerothOrder  # other runs need it not
+
+        make = partial(FullZerothOrder, weights=begin.weights)
+    return make(
         begin.models,
         begin.adapters,
         Activations(begin.scratch, 1, slots, begin.activation_shape),

@@ -13,7 +13,7 @@ A step's log holds c / r. The variant with momentum, LOZO-M, is not here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
@@ -37,8 +37,8 @@ class OverRank(TwoPoint):
 
 
 def demand(config: StepConfig) -> Demand:
-    """See `demand_of`: two hidden states for each row and direction."""
-    return demand_of(config, _estimator(config))
+    """See `demand_of`: two hidden states for each row and direction; for adapters only."""
+    return replace(demand_of(config, _estimator(config)), trains_weights=False)
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.planner.demand import Demand
 from runtime.planner.plan import Plan
+
+if TYPE_CHECKING:  # only runs that train all parameters load it
+    from runtime.methods.full_weights import FullWeights
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,15 @@ class Method(Protocol):
 
     `keeps_log` says whether the run writes a log from which it can be rebuilt. Its first line is
     `log_header`, read before the first step, and each step's line is `StepResult.record`.
+    `trains_weights` says whether it trains the weights themselves, on disk; then a save holds no
+    adapters, and the run is saved after every step.
     """
 
     @property
     def keeps_log(self) -> bool: ...
+
+    @property
+    def trains_weights(self) -> bool: ...
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """Step `number` (0-based) at learning rate `rate` over micro-batches of samples.
@@ -163,7 +171,10 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What a method starts with: a planned model, adapters, and a folder for scratch files."""
+    """What a method starts with: a planned model, adapters, and a folder for scratch files.
+
+    `weights` are those of a run that trains all parameters; then there are no adapters.
+    """
 
     models: Models
     plan: Plan
@@ -171,6 +182,7 @@ class Start:
     scratch: Path
     block_count: int
     hidden_size: int
+    weights: FullWeights | None = None
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:

@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ondevice.bundle.manifest import Manifest
+from ondevice.config.shared import ROUNDINGS, TRAINABLE
 from ondevice.config.zeroth_order import MOST_INTERVAL, MOST_POOL, MOST_RANK, MOST_WINDOW
 from ondevice.documents import from_json
 from ondevice.errors import BundleError
@@ -30,13 +32,8 @@ from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
 
 FORMAT = "ondevice-trajectory-1"
-OPTIONAL = (
-    "optimizer",
-    "window",
-    "pool",
-    "rank",
-    "interval",
-)  # fields of the header that logs of plain MeZO lack
+# fields of the header that logs of plain MeZO lack
+OPTIONAL = ("optimizer", "window", "pool", "rank", "interval", "trained", "rounding")
 
 
 def digest(adapters: Adapters) -> str:
@@ -56,6 +53,9 @@ class Header:
     bundle's default. The fields after `format` are written only where they differ from their
     defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.descent`,
     and `pool`, `rank` and `interval` those of `Noise`.
+    `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
+    both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
+    says.
     """
 
     seed: int
@@ -70,6 +70,8 @@ class Header:
     pool: int = 0
     rank: int = 0
     interval: int = 0
+    trained: str = "lora"
+    rounding: str = "nearest"
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -103,6 +105,10 @@ class Header:
             raise ValueError(f"its directions have rank {rank!r}, V for {interval!r} steps")
         if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
             raise ValueError("its checksums are not text")
+        if self.trained not in TRAINABLE:
+            raise ValueError(f"what it trains is {self.trained!r}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"its rounding is {self.rounding!r}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -161,11 +167,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
         BundleError: the log does not belong to the bundle or to the initial adapters.
     """
     manifest = initial.manifest
-    if header.weights_sha256 != manifest.weights_sha256:
-        raise BundleError(
-            f"the trajectory was logged on other weights (SHA-256 {header.weights_sha256[:12]}), "
-            f"the bundle's are {manifest.weights_sha256[:12]}"
-        )
+    check_belongs(header, manifest)
     if (found := digest(initial)) != header.initial_sha256:
         raise BundleError(
             f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
@@ -180,3 +182,12 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
             for name in tensors:
                 tensors[name] = descent.apply(noise, name, tensors[name])
     return Adapters(manifest, tensors)
+
+
+def check_belongs(header: Header, manifest: Manifest) -> None:
+    """Raise BundleError if a log is of other weights than those of the bundle."""
+    if header.weights_sha256 != manifest.weights_sha256:
+        raise BundleError(
+            f"the trajectory was logged on other weights (SHA-256 {header.weights_sha256[:12]}), "
+            f"the bundle's are {manifest.weights_sha256[:12]}"
+        )

@@ -68,6 +68,7 @@ class ZerothOrder:
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
     keeps_log: ClassVar[bool] = True
+    trains_weights: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; all parts run together, at the bucket of their longest row."""
@@ -124,6 +125,8 @@ class ZerothOrder:
             for i in range(len(group)):
                 self.activations.put(0, first + i, ys.pop(0))
             del loras  # before the next group's are drawn
+            if first == 0:
+                self._visited(block, model)
         model.release(block)
 
     def _perturb(
@@ -155,14 +158,18 @@ class ZerothOrder:
         head = model.blocks[-1]
         found: list[float] = []
         with model.profile.block(head.label, "forward"):
+            self._catch_up(head, model)
             for first in range(0, len(lanes), self.lanes):
                 group = lanes[first : first + self.lanes]
+                loras = [self._outside_layers(lane) for lane in group]
                 hs = [
-                    model.hidden(self.activations.get(0, first + i), rows[lane.row].scored)
-                    for i, lane in enumerate(group)
+                    model.hidden(self.activations.get(0, first + i), rows[lane.row].scored, own)
+                    for i, (lane, own) in enumerate(zip(group, loras, strict=True))
                 ]
                 targets = [rows[lane.row].targets for lane in group]
-                results = model.losses(hs, targets, gradient=False, predictions=False)
+                results = model.losses(hs, targets, gradient=False, predictions=False, loras=loras)
+                if first == 0:
+                    self._visited(head, model)
                 found += [float(result.loss.sum().item()) for result in results]  # type: ignore[arg-type]
         model.release(head)
         return found
@@ -209,6 +216,13 @@ class ZerothOrder:
                 f"{self.epsilon:g} is too small for float32, and nothing is learnt; give a larger "
                 "one, such as 0.001"
             )
+
+    def _outside_layers(self, lane: Lane) -> Loras:
+        """What a hidden state meets in the embedding and the head, which have no adapters."""
+        return {}
+
+    def _visited(self, block: Block, model: Model) -> None:
+        """The first hidden states have left a block: its update is complete."""
 
     def _catch_up(self, block: Block, model: Model) -> None:
         """Apply the pending update to one block."""

@@ -26,6 +26,7 @@ class Demand:
     moments: float32 values of optimizer state for each trained value, in a scratch file.
     stores_gradients: whether the gradients of all layers are in a scratch file during a step.
     drops_inputs: whether training drops values of the adapters' inputs.
+    trains_weights: whether all weights are trained, in place of adapters.
     packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
     """
 
@@ -43,6 +44,7 @@ class Demand:
     moments: int = 0
     stores_gradients: bool = False
     drops_inputs: bool = False
+    trains_weights: bool = False
     packs: bool = False
 
 

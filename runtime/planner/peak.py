@@ -14,11 +14,13 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.operations.attention import START_BYTES, STARTS
 from ondevice.operations.base import Visit, materialized_bytes
 from ondevice.operations.program import Block, Program
+from ondevice.operations.tensors import ITEM_BYTES
 from ondevice.operations.values import F32, bytes_at, gradient_of
 from runtime.lowering.lower import LoweredBlock, LoweredModel
 from runtime.lowering.schedule import Instruction
 from runtime.lowering.token_tiles import tiled_of
 from runtime.planner.demand import Demand
+from runtime.storage.write_back import QUEUED
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,21 @@ class PeakModel:
     def perturbing_bytes(self) -> int:
         """Extra bytes while perturbed copies of a block's adapters are made."""
         return self.demand.scratch_copies * self._most_adapters
+
+    @cached_property
+    def weight_update_bytes(self) -> int:
+        """Extra bytes where weights are trained: to update, perturb and write tile after tile.
+
+        Beside the tile there are its noise, the sum of its updates, the perturbed tile, what was
+        read, and what waits to be written; and while it is rounded, copies of it.
+        """
+        if not self.demand.trains_weights:
+            return 0
+        rows = self.execution.tile_rows
+        matrices = self.manifest.matrices
+        values = max(matrices[name].columns * height for name, height in rows.items())
+        stored = max(ITEM_BYTES[one.packed.dtype] for one in matrices.values())
+        return values * (3 * F32 + (2 + QUEUED) * stored + F32)
 
     @cached_property
     def only_in_layers(self) -> int:

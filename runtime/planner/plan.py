@@ -81,6 +81,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     process_bytes: Natural  # the process, its BLAS, opened graphs and the prefetch thread
     adapter_bytes: Natural
     gradient_bytes: Natural
+    weight_update_bytes: Natural = (
+        0  # to update, perturb and write tiles, where weights are trained
+    )
     live_bytes: Natural
     slack_bytes: Natural  # that the heap holds beyond what is in use
     cache_bytes: Natural  # that MLX's own cache may hold
@@ -122,7 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def active_bytes(self) -> int:
         """The bytes that MLX has allocated at the peak."""
-        fixed = self.adapter_bytes + self.gradient_bytes
+        fixed = self.adapter_bytes + self.gradient_bytes + self.weight_update_bytes
         return self.live_bytes + fixed + self.kept_bytes + self.materialized_bytes
 
     @property
@@ -215,7 +218,7 @@ class Planner:
         if demand.lanes_in_spare_memory:
             lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
         process = self._process_bytes(request, model)
-        fixed = process + adapters + gradients
+        fixed = process + adapters + gradients + model.weight_update_bytes
         return Plan(
             budget_bytes=budget_bytes,
             limit_bytes=self.machine.limit_bytes,
@@ -224,6 +227,7 @@ class Planner:
             process_bytes=process,
             adapter_bytes=adapters,
             gradient_bytes=gradients,
+            weight_update_bytes=model.weight_update_bytes,
             live_bytes=held.live_bytes,
             slack_bytes=held.slack_bytes,
             cache_bytes=held.cache_bytes,
@@ -360,9 +364,14 @@ class Planner:
 
 
 def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: PeakModel) -> int:
-    """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients."""
+    """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
+
+    Where all weights are trained, the slots that hold them count as well.
+    """
     slots = len(manifest.blocks) if demand.slots is None else demand.slots
     row_bytes = request.bucket * manifest.hidden_size * F32
     trained = model.all_adapter_bytes if demand.trains else 0
     copies = 1 + demand.moments + demand.stores_gradients
+    if demand.trains_weights:  # two slots for each block
+        trained, copies = manifest.weights_nbytes, 2
     return slots * demand.hidden_states * row_bytes + copies * trained

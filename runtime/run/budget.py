@@ -55,11 +55,16 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
         raise UsageError(
             f"--lora-dropout {config.lora_dropout:g}: {config.method} has no dropout; leave it out"
         )
+    if config.trains_all and not demand.trains_weights:
+        raise UsageError(
+            f"--trainable full: {config.method} trains adapters only; give --method mezo, or "
+            "--trainable lora"
+        )
     request = Request(
         choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),
         config.batch_size,
         config.grad_accumulation,
-        config.plan,
+        "whole" if config.trains_all else config.plan,  # each tile of weights is read once a step
         config.prefetch,
         config.adapter_dtype,
     )
@@ -109,6 +114,10 @@ def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
 def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
     """As `machine_for`, with the libraries that the configuration's method loads."""
     method(config.method)
+    if config.trains_all:
+        from runtime.run import trained_weights  # other runs need not load it
+
+        trained_weights.load()
     return machine_for(bundle, config.arithmetic)
 
 

@@ -4,6 +4,7 @@
     trajectory.jsonl   if the method logs its steps
     adapters.safetensors, adapter_config.json   an adapter for mlx-lm, that of the last save
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
+    weights.slots   in place of adapters, if all weights are trained
     checksums.json   of config.toml, plan.json, evaluations.json, the adapter and the tokens
 
 A save is written beside its place, flushed, and renamed; older ones are removed after that. With
@@ -37,13 +38,14 @@ from runtime.run.metrics import read_steps
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
-from runtime.storage.saves import CONFIG, Saves, State
+from runtime.storage.saves import CONFIG, SLOTS, Saves, State
 
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
 LOCK = ".lock"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
+SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
 CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
 
 
@@ -243,8 +245,9 @@ class RunFolder:
             StorageError: the disk is full, or the run's folder is not where it was; the save before
                 this one is intact.
         """
-        method.settle()
-        adapters.check_finite()
+        if not method.trains_weights:
+            method.settle()
+            adapters.check_finite()
         self._check_there()
         place = self.saves.place(step)
         if not place.exists():  # else what it holds is this state
@@ -266,7 +269,7 @@ class RunFolder:
                 f"in {self.path}"
             )
         state = self.saves.read(place)
-        for name in (WEIGHTS, ADAPTER_CONFIG):
+        for name in [one for one in (WEIGHTS, ADAPTER_CONFIG) if one in state.files]:
             self.saves.check(place, state, name)
             temporary = self.path / f".{name}.partial"
             with storage_errors(self.path / name):
@@ -303,9 +306,11 @@ class RunFolder:
                 if partial.exists():
                     shutil.rmtree(partial)
                 partial.mkdir()  # not its parents: a folder that was removed stays so
-                adapters.save(partial)
+                if not method.trains_weights:
+                    adapters.save(partial)
                 method.write(partial / STATE_OF_METHOD)
-                self.saves.write_state(partial, step, SAVED, logs, evaluated)
+                names = SAVED_WEIGHTS if method.trains_weights else SAVED
+                self.saves.write_state(partial, step, names, logs, evaluated)
                 fsync_path(partial)
                 partial.rename(place)
             except BaseException:
@@ -349,7 +354,9 @@ class RunFolder:
             BundleError: the save is damaged, or is of another version.
         """
         state = self.saves.read(place)
-        for name in SAVED:
+        if set(state.files) not in (set(SAVED), set(SAVED_WEIGHTS)):
+            raise BundleError(f"{place} is no save: it has checksums of other files")
+        for name in state.files:
             self.saves.check(place, state, name)
         return state
 
@@ -383,5 +390,5 @@ def _leftover(path: Path) -> bool:
         return True
     if path.name == "saves":
         return path.is_dir() and not any(path.iterdir())
-    ours = (*TOKENS, PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, *OF_TRACKERS)
+    ours = (*TOKENS, PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS, *OF_TRACKERS)
     return path.name in ours or _half_written(path)

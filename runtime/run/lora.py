@@ -38,8 +38,11 @@ def to_train(config: C, bundle: Bundle) -> tuple[C, Bundle]:
         BundleError: the adapter's configuration is damaged.
         UsageError: the model lacks a target or so many layers, or the adapter has other settings.
     """
-    adapter = None if config.adapter is None else lora_of(Path(config.adapter))
     manifest = bundle.manifest
+    config = replace(config, trainable=config.trainable or manifest.trainable)
+    if config.trains_all:
+        return config, _without_adapters(config, bundle)
+    adapter = None if config.adapter is None else lora_of(Path(config.adapter))
     lora = _checked(_with_given(config, adapter or manifest.lora), manifest)
     if adapter is not None:
         _check_adapter(config, manifest, adapter, lora)
@@ -51,8 +54,35 @@ def to_resume(config: C, bundle: Bundle) -> tuple[C, Bundle]:
 
     An earlier version of the program wrote none of these options, and used the bundle's default.
     """
+    if config.trains_all:
+        return config, _without_adapters(config, bundle)
     lora = _checked(_with_given(config, bundle.manifest.lora), bundle.manifest)
     return _filled(config, lora), bundle.with_lora(lora)
+
+
+def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
+    """The bundle without adapters, whose weights themselves are trained.
+
+    Raises:
+        UsageError: its weights are quantized, or options of adapters were given.
+    """
+    manifest = bundle.manifest
+    quantized = sorted(name for name, one in manifest.matrices.items() if not one.is_float)
+    if quantized:
+        raise UsageError(
+            f"--trainable full: {len(quantized)} matrices of the bundle are quantized "
+            f"({quantized[0]} to {manifest.matrices[quantized[0]].bits} bits), and rounding to so "
+            "few would undo every update; export the model with --trainable full, or train adapters"
+        )
+    given = [FLAGS[name] for name in config.given_lora]
+    given += [] if config.adapter is None else ["--adapter"]
+    given += [] if not config.lora_dropout else ["--lora-dropout"]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: with --trainable full there are no adapters; leave it out, or "
+            "give --trainable lora"
+        )
+    return bundle.with_lora(msgspec.structs.replace(manifest.lora, targets=()))
 
 
 def to_apply(adapter: Path | None, bundle: Bundle) -> Bundle:

@@ -1,21 +1,27 @@
-"""`ondevice replay`: rebuilds a run's adapter from its trajectory and its initial adapter."""
+"""`ondevice replay`: rebuilds what a run has trained from its trajectory and where it began.
+
+That is an adapter, or where all parameters were trained, a whole bundle.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from ondevice.bundle.store import Bundle
 from ondevice.config.base import load
 from ondevice.config.train import TrainConfig
 from ondevice.errors import StorageError, UsageError
 from ondevice.files import storage_errors
 from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters
-from runtime.methods.trajectory import digest, read_log, rebuild
+from runtime.methods.scalar_update import Update
+from runtime.methods.trajectory import Header, check_belongs, digest, read_log, rebuild
 from runtime.run.best import best_of
 from runtime.run.folder import SUMMARY, TRAJECTORY, RunFolder
 from runtime.run.open import open_verified
 from runtime.run.traced_graphs import choose_device
+from runtime.run.trained_weights import open_weights, write_trained
 from runtime.storage.saves import CONFIG
 from runtime.system.backend import use_device
 
@@ -46,6 +52,8 @@ def replay(
     config = load(TrainConfig, run / CONFIG, {})
     header, updates = read_log(run / TRAJECTORY)
     opened = open_verified(bundle or config.bundle)
+    if header.trained == "full":
+        return _replay_weights(folder, config, header, updates, opened, output)
     opened = opened.with_lora(header.settings or opened.manifest.lora)
     use_device(choose_device(config.device, opened.manifest))
     source = initial if initial is not None else config.adapter
@@ -78,6 +86,36 @@ def replay(
         "log_bytes": (run / TRAJECTORY).stat().st_size,
         "output": str(output),
         "saved_steps": None if saved is None else step,
+        "best_step": best,
+        "identical": identical,
+    }
+
+
+def _replay_weights(
+    folder: RunFolder,
+    config: TrainConfig,
+    header: Header,
+    updates: list[Update | None],
+    bundle: Bundle,
+    output: Path,
+) -> dict[str, Any]:
+    """Write the bundle of a run that trained all weights, from the run's bundle and its log."""
+    check_belongs(header, bundle.manifest)
+    saved, best = folder.saves.latest(), _best(folder, config, len(updates))
+    step = None if saved is None else folder.saves.step_of(saved)
+    steps = len(updates) if best is None else best
+    own = None
+    if saved is not None and step == steps:
+        folder.check_save(saved)
+        own = open_weights(config, bundle, folder.path, steps, writable=False)
+    use_device(choose_device(config.device, bundle.manifest))
+    identical = write_trained(bundle, header, updates[:steps], output, own)
+    return {
+        "steps": len(updates),
+        "skipped_steps": updates.count(None),
+        "log_bytes": (folder.path / TRAJECTORY).stat().st_size,
+        "output": str(output),
+        "saved_steps": step,
         "best_step": best,
         "identical": identical,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +33,9 @@ from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
 from runtime.system.machine import Machine, read_machine
+
+if TYPE_CHECKING:
+    from runtime.methods.full_weights import FullWeights
 
 
 def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = None) -> Plan:
@@ -101,9 +104,10 @@ def _begin(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
             "folder with a valid file as --data"
         )
-    session = open_session(bundle, chosen)
+    weights = _weights(fixed, bundle, chosen, folder, 0)
+    session = open_session(bundle, chosen, weights)
     adapters = _first_adapters(fixed, session, folder)
-    running = _method(fixed, session, adapters, folder)
+    running = _method(fixed, session, adapters, folder, weights)
     for name in TOKENS:
         if (folder.path / name).exists():
             folder.checksums.record(name)
@@ -169,18 +173,27 @@ def _continue(
         if (path / name).exists():
             folder.check(name)
     samples = Samples.of(config, bundle.manifest, rows)
-    session = open_session(bundle, chosen)
+    weights = _weights(config, bundle, chosen, folder, progress.done)
+    if weights is not None and (behind := weights.behind(1)):
+        events.note(
+            f"the weights of {behind} of {len(bundle.manifest.blocks)} blocks are damaged or gone: "
+            f"the first step rebuilds them from the bundle and the log of {progress.done} steps"
+        )
+    session = open_session(bundle, chosen, weights)
     if state is None:
         if _has_lines(folder.metrics.path):
             events.note(f"{path} has no save: it is trained from its beginning")
         adapters = _first_adapters(config, session, folder)
-        running = _method(config, session, adapters, folder)
+        running = _method(config, session, adapters, folder, weights)
         folder.start_logs(running.log_header() if running.keeps_log else None)
     else:
         save = folder.saves.place(state.step)
-        adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
-        adapters = adapters.in_dtype(config.adapter_dtype)
-        running = _method(config, session, adapters, folder)
+        if config.trains_all:
+            adapters = _first_adapters(config, session, folder)
+        else:
+            adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
+            adapters = adapters.in_dtype(config.adapter_dtype)
+        running = _method(config, session, adapters, folder, weights)
         running.read(save / STATE_OF_METHOD)
         folder.go_on_with_logs(state, running.keeps_log)
         folder.publish(state.step)  # a kill may have come between the save and this copy of it
@@ -300,7 +313,13 @@ def _first_adapters(config: TrainConfig, session: Session, folder: RunFolder) ->
     return adapters.in_dtype(config.adapter_dtype)
 
 
-def _method(config: TrainConfig, session: Session, adapters: Adapters, folder: RunFolder) -> Method:
+def _method(
+    config: TrainConfig,
+    session: Session,
+    adapters: Adapters,
+    folder: RunFolder,
+    weights: FullWeights | None,
+) -> Method:
     manifest = session.bundle.manifest
     begin = Start(
         session.model,
@@ -309,8 +328,20 @@ def _method(config: TrainConfig, session: Session, adapters: Adapters, folder: R
         folder.path,
         len(manifest.blocks),
         manifest.hidden_size,
+        weights,
     )
     return method(config.method).start(config, begin)
+
+
+def _weights(
+    config: TrainConfig, bundle: Bundle, chosen: Plan, folder: RunFolder, done: int
+) -> FullWeights | None:
+    """The weights that the run trains after `done` steps; None if it trains adapters."""
+    if not config.trains_all:
+        return None
+    from runtime.run.trained_weights import open_weights  # other runs need not load it
+
+    return open_weights(config, bundle, folder.path, done, prefetch=chosen.prefetch)
 
 
 def _progress(folder: RunFolder, state: State | None) -> Progress:

@@ -182,7 +182,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         every = self.config.save_every
-        due = self.ended or (every and self.done % every == 0)
+        due = self.ended or self.method.trains_weights or (every and self.done % every == 0)
         lost = self.skipped >= SKIPS
         number, over = self.stop.signal, self.meter.over_budget  # once: both may change meanwhile
         if due or lost or number is not None or over:
@@ -270,7 +270,15 @@ class Trainer:
         if (best := self._best) is not None and best.step == self.done:
             self._save()
 
+    @property
+    def _trainable_parameters(self) -> int:
+        if self.method.trains_weights:
+            return self.session.bundle.manifest.parameters
+        return self.adapters.size
+
     def _finish(self) -> dict[str, Any]:
+        if self.method.trains_weights:
+            self.method.settle()
         whole = f"the adapters in {self.folder.path} are whole, their summary cannot be"
         entries = list(read_steps(self.folder.metrics.path, self.done, whole))
         best = self._best
@@ -303,7 +311,8 @@ class Trainer:
             "tokens_per_s": _per_second(sum(entry.processed_tokens for entry in entries), seconds),
             "scored_tokens_per_s": _per_second(sum(entry.tokens for entry in entries), seconds),
             "final_train_loss": losses[-1] if losses else None,
-            "trainable_parameters": self.adapters.size,
+            "trainable_parameters": self._trainable_parameters,
+            "trained": self.config.trainable,
             "lora": self.adapters.manifest.lora.to_json(),
             "eval": self.evaluations,
             "best": None if best is None else best._asdict(),

@@ -10,7 +10,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.operations.program import Block
 from ondevice.operations.tensors import Matrix
 from ondevice.row_reader import RowReader
-from runtime.storage.weight_source import FloatTile
+from runtime.storage.weight_source import FloatTile, new_rows
 
 SLICE_VALUES = 1 << 18  # the most that a reader is asked for at once, unless one row is longer
 
@@ -34,7 +34,7 @@ class RowWeights:
     def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
         """Rows start:stop of a matrix."""
         name = self._names[matrix.packed.offset]
-        values, filled = _memory(stop - start, matrix.columns)
+        values, filled = new_rows(stop - start, matrix.columns)
         step = max(1, SLICE_VALUES // matrix.columns)
         for first in range(start, stop, step):
             last = min(stop, first + step)
@@ -50,7 +50,7 @@ class RowWeights:
         for start, stop in zip(starts, [*starts[1:], len(distinct)], strict=True):
             first, last = int(distinct[start]), int(distinct[stop - 1])
             table[start:stop] = self.reader.rows(name, first, last + 1)
-        values, filled = _memory(len(rows), matrix.columns)
+        values, filled = new_rows(len(rows), matrix.columns)
         np.take(table, places, axis=0, out=filled)
         return FloatTile(values)
 
@@ -59,10 +59,3 @@ class RowWeights:
 
     def release(self, block: Block) -> None:
         """Do nothing: nothing is held between two reads."""
-
-
-def _memory(rows: int, columns: int) -> tuple[mx.array, npt.NDArray[np.float32]]:
-    """A new float32 array (rows, columns), and its memory as NumPy sees it."""
-    values = mx.zeros((rows, columns))
-    mx.eval(values)
-    return values, np.asarray(values)

@@ -19,6 +19,7 @@ from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Prefix
 
 CONFIG, SAVES, STATE = "config.toml", "saves", "state.json"
+SLOTS = "weights.slots"  # of a run that trains all parameters
 VERSION = 3  # since 3 a save holds checksums of itself and of the logs
 
 

@@ -69,3 +69,10 @@ class WeightSource(Protocol):
 
     def release(self, block: Block) -> None:
         """Free what the source still holds of a block."""
+
+
+def new_rows(rows: int, columns: int) -> tuple[mx.array, npt.NDArray[np.float32]]:
+    """A new float32 array (rows, columns), and its memory as NumPy sees it."""
+    values = mx.zeros((rows, columns))
+    mx.eval(values)
+    return values, np.asarray(values)

@@ -28,10 +28,10 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         print(f"{facts['output']}: {facts['steps']} steps from a log of {facts['log_bytes']} bytes")
         if facts["best_step"] is not None:
-            print(f"the adapter is that after step {facts['best_step']}, kept by --keep-best")
+            print(f"it is what was trained after step {facts['best_step']}, kept by --keep-best")
     if facts["identical"] is False:
         raise BundleError(
-            f"{run} has other adapters after step {facts['saved_steps']} than its log leads to"
+            f"{run} holds something else after step {facts['saved_steps']} than its log leads to"
         )
     if facts["identical"] and not arguments.json:
-        print(f"identical to the run's own adapters after step {facts['saved_steps']}")
+        print(f"identical to what the run holds after step {facts['saved_steps']}")

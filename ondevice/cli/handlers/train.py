@@ -59,7 +59,10 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(summary))
         return
     run = arguments.resume if config is None else config.output
-    print(f"{describe_summary(summary)}\nthe run and its adapter are in {run}")
+    what = "the run and its adapter are"
+    if summary["trained"] == "full":
+        what = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is"
+    print(f"{describe_summary(summary)}\n{what} in {run}")
 
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from runtime.engine.arrays import Arrays
 from runtime.engine.graphs import Graphs
 from runtime.engine.matrices import Matrices
 from runtime.engine.profile import Profile
-from runtime.engine.values import Gradients, Loras, Values
+from runtime.engine.values import Gradients, Loras, Values, move_of
 from runtime.lowering.schedule import Instruction
 from runtime.storage.weight_source import WeightSource
 
@@ -39,6 +39,11 @@ class Tools:
     execution: Execution
     profile: Profile
     observe: Observe | None = None
+
+    def vector(self, name: str, loras: Loras) -> mx.array:
+        """A norm weight or bias, float32, as a batch lane sees it."""
+        value, move = self.weights.vector(name), move_of(loras)
+        return value if move is None else move.vector(name, value)
 
 
 class Runs(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ondevice.operations.embedding import Embedding
 from runtime.engine.kernels.base import Run, Tools
-from runtime.engine.values import Gradients, Loras, Values
+from runtime.engine.values import Gradients, Loras, Values, move_of
 
 TOKENS = "tokens"  # the value that a block without an input is given: (T,) integers
 
@@ -23,9 +23,9 @@ class EmbeddingKernel:
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Embedding)
         matrix = self.tools.bundle.manifest.matrices[operation.matrix]
-        for values in lanes:
+        for values, lora in zip(lanes, loras, strict=True):
             tokens = np.array(values.pop(TOKENS)).astype(np.int64)
-            rows = self.tools.matrices.rows(matrix, tokens)[None]
+            rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))[None]
             self.tools.profile.settle(rows)
             values[operation.outputs[0]] = rows
 

@@ -24,6 +24,7 @@ from runtime.engine.arrays import Arrays
 from runtime.engine.matrices import Matrices
 from runtime.engine.sums import row_sums
 from runtime.engine.tiles import Input, ReadyTile, RowSum
+from runtime.engine.values import Move
 
 Targets = npt.NDArray[np.int64]
 
@@ -96,21 +97,34 @@ class HeadKernel:
         matrix: Matrix,
         gradient: bool,
         predictions: bool,
+        moves: Sequence[Move | None] = (),
     ) -> list[HeadResult]:
-        """Losses of hidden states h (N, D) against targets (N,), in float32, for every lane."""
-        lanes = [self._lane(h, t, matrix, predictions) for h, t in zip(hs, targets, strict=True)]
+        """Losses of hidden states h (N, D) against targets (N,), in float32, for every lane.
+
+        `moves` say how each lane moves the matrix; without them none does.
+        """
+        moves = moves or [None] * len(hs)
+        given = zip(hs, targets, moves, strict=True)
+        lanes = [self._lane(h, t, matrix, predictions, move) for h, t, move in given]
         for start in range(0, matrix.rows, self.chunk_rows):
             stop = min(matrix.rows, start + self.chunk_rows)
-            chunk = self.matrices.tile(matrix, start, stop)
-            for lane in lanes:
-                lane.add(chunk, start, gradient)
-            del chunk
+            for chunk, seeing in self.matrices.as_seen(matrix, start, stop, moves):
+                for lane in seeing:
+                    lanes[lane].add(chunk, start, gradient)
+                del chunk
         return [lane.result(gradient, matrix.group_size) for lane in lanes]
 
-    def _lane(self, h: mx.array, targets: Targets, matrix: Matrix, predictions: bool) -> _Lane:
+    def _lane(
+        self,
+        h: mx.array,
+        targets: Targets,
+        matrix: Matrix,
+        predictions: bool,
+        move: Move | None,
+    ) -> _Lane:
         count = h.shape[0]
         arrays = self.matrices.arrays
-        chosen = self.matrices.rows(matrix, targets)
+        chosen = self.matrices.rows(matrix, targets, move)
         return _Lane(
             Input.of(h, matrix, self.matrices.packed, arrays),
             chosen,

@@ -22,7 +22,7 @@ from runtime.engine.dropout import Mask
 from runtime.engine.kernels.base import Run, Tools
 from runtime.engine.matrices import Matrices
 from runtime.engine.tiles import Input, RowSum
-from runtime.engine.values import Gradients, Lora, Loras, Values, accumulate
+from runtime.engine.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,23 @@ class LoraProducts:
         self, x: mx.array, matrix: Matrix, bias: mx.array | None, lora: Lora | None
     ) -> mx.array:
         """y (T, R) of x (T, C)."""
-        return self.forward_lanes([x], matrix, bias, [lora])[0]
+        return self.forward_lanes([x], matrix, [bias], [lora])[0]
 
     def forward_lanes(
         self,
         xs: Sequence[mx.array],
         matrix: Matrix,
-        bias: mx.array | None,
+        biases: Sequence[mx.array | None],
         loras: Sequence[Lora | None],
+        moves: Sequence[Move | None] = (),
     ) -> list[mx.array]:
-        """y (T, R) of every x (T, C), each with its own adapter, in one pass over the matrix."""
-        outputs = self._products(xs, matrix)
+        """y (T, R) of every x (T, C), each with its own adapter, in one pass over the matrix.
+
+        `moves` say how each moves the matrix itself; without them none does.
+        """
+        outputs = self._products(xs, matrix, moves or [None] * len(xs))
         results = []
-        for x, lora in zip(xs, loras, strict=True):
+        for x, bias, lora in zip(xs, biases, loras, strict=True):
             y = outputs.pop(0)
             if bias is not None:
                 y = y + bias
@@ -59,7 +63,9 @@ class LoraProducts:
             results.append(y)
         return results
 
-    def _products(self, xs: Sequence[mx.array], matrix: Matrix) -> list[mx.array]:
+    def _products(
+        self, xs: Sequence[mx.array], matrix: Matrix, moves: Sequence[Move | None]
+    ) -> list[mx.array]:
         """x W^T of every x; the tiles write into outputs that are allocated before them.
 
         If the products of tiles were kept and joined later, they would fill the holes that freed
@@ -68,21 +74,22 @@ class LoraProducts:
         matrices, arrays = self.matrices, self.matrices.arrays
         inputs = [Input.of(x, matrix, matrices.packed, arrays) for x in xs]
         if len(list(matrices.ranges(matrix))) == 1:
-            tile = matrices.tile(matrix, 0, matrix.rows)
-            whole = []
-            for given in inputs:
-                whole.append(tile.transposed_product(given))
-                mx.eval(whole[-1])
-            return whole
+            whole: dict[int, mx.array] = {}
+            for tile, lanes in matrices.as_seen(matrix, 0, matrix.rows, moves):
+                for lane in lanes:
+                    whole[lane] = tile.transposed_product(inputs[lane])
+                    mx.eval(whole[lane])
+                del tile
+            return [whole.pop(lane) for lane in range(len(xs))]
         outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
         mx.eval(outputs)
         for start, stop in matrices.ranges(matrix):
-            tile = matrices.tile(matrix, start, stop)
-            for lane, given in enumerate(inputs):
-                part = tile.transposed_product(given)
-                arrays.put(outputs[lane], (slice(None), slice(start, stop)), part)
-                del part
-            del tile
+            for tile, lanes in matrices.as_seen(matrix, start, stop, moves):
+                for lane in lanes:
+                    part = tile.transposed_product(inputs[lane])
+                    arrays.put(outputs[lane], (slice(None), slice(start, stop)), part)
+                    del part
+                del tile
         return outputs
 
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
@@ -147,13 +154,22 @@ class LinearKernel:
             if linear.output not in run.instruction.wanted:
                 continue
             name = run.block.tensor(linear.name)
-            bias = self.tools.weights.vector(f"{name}.bias") if linear.bias else None
+            biases = self._biases(f"{name}.bias", loras) if linear.bias else [None] * len(lanes)
             matrix = self.tools.bundle.manifest.matrices[name]
             adapters = [lora.get(linear.name) for lora in loras]
-            ys = self.products.forward_lanes(xs, matrix, bias, adapters)
+            moves = [move_of(lora) for lora in loras]
+            ys = self.products.forward_lanes(xs, matrix, biases, adapters, moves)
             for values, y in zip(lanes, ys, strict=True):
                 values[linear.output] = y[None]
             del ys
+
+    def _biases(self, name: str, loras: Sequence[Loras]) -> list[mx.array | None]:
+        """A bias as each batch lane sees it; lanes that see the same share the array."""
+        seen: dict[Move | None, mx.array] = {}
+        for lora in loras:
+            if (move := move_of(lora)) not in seen:
+                seen[move] = self.tools.vector(name, lora)
+        return [seen[move_of(lora)] for lora in loras]
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation, products = run.operation(Linear), self.products

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ondevice.operations.tiled import Tiled
 from ondevice.operations.values import gradient_of, shape_at
 from runtime.engine.kernels.base import Run, Tools
-from runtime.engine.values import Gradients, Loras, Values
+from runtime.engine.values import Gradients, Loras, Values, move_of
 from runtime.lowering.schedule import Body
 
 
@@ -75,6 +75,8 @@ def _body(run: Run) -> Body:
 
 def _after(loras: Loras, tokens: int) -> Loras:
     """The adapters for the tile that begins after so many tokens."""
+    if move_of(loras) is not None:
+        return loras  # every token sees the same weights
     return {name: lora.after(tokens) for name, lora in loras.items()}
 
 

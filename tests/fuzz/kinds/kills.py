@@ -8,6 +8,7 @@ time of the clock.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -29,9 +30,13 @@ from fuzz.campaign import IDENTICAL, SAID, Campaign
 from fuzz.child import FAILED, SECONDS, Ended, Tell, in_child
 from fuzz.kind import ondevice, sha256
 from fuzz.kinds.bundles import BUDGET, export, exported
-from ondevice.bundle.store import WEIGHTS
+from ondevice.bundle.store import WEIGHTS, open_bundle
+from ondevice.config.base import load
+from ondevice.config.train import TrainConfig
+from runtime.run.trained_weights import open_weights
 
-# what changes the file system, as Python audits it; os.fsync is none of them, and wrapped
+# what changes the file system, as Python audits it; os.fsync and os.pwrite, which it does not, are
+# wrapped
 CHANGES = (
     "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree",
     "shutil.copyfile", "os.link", "os.symlink",
@@ -54,7 +59,7 @@ class Scene(ABC):
         """Run the command, or go on with it. Returns its exit code."""
 
     @abstractmethod
-    def facts(self, output: Path) -> Any:
+    def facts(self, inputs: Path, output: Path) -> Any:
         """What a command that nobody killed leaves."""
 
 
@@ -75,12 +80,16 @@ class Training(Scene):
         words = train_arguments(inputs / "bundle", output, self.steps, **options)
         return ondevice(*words, "--keep-best")
 
-    def facts(self, output: Path) -> Any:
+    def trained(self, inputs: Path, output: Path) -> str:
+        """A checksum of what has been trained."""
+        return sha256(output / "adapters.safetensors")
+
+    def facts(self, inputs: Path, output: Path) -> Any:
         lines = (output / "metrics.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines]
         log = output / "trajectory.jsonl"
         return {
-            "adapter": sha256(output / "adapters.safetensors"),
+            "trained": self.trained(inputs, output),
             "steps": [entry["step"] for entry in entries],
             "losses": [entry["loss"] for entry in entries],
             "log": sha256(log) if log.exists() else None,
@@ -101,6 +110,28 @@ class EstimationKilled(Training):
     name, method = "kill-mezo", "mezo"
 
 
+class FullTrainingKilled(Training):
+    """MeZO of all parameters, whose weights are written back while it computes."""
+
+    name, method = "kill-full", "mezo"
+
+    def prepare(self, folder: Path) -> None:
+        code = ondevice(
+            *("export", "random:tiny-gemma3", "-o", folder / "bundle", "--trainable", "full"),
+            *("--seq-lens", "16,32", "--device", "cpu"),
+        )
+        assert code == 0
+
+    def trained(self, inputs: Path, output: Path) -> str:
+        config = load(TrainConfig, output / "config.toml", {})
+        bundle = open_bundle(str(inputs / "bundle"))
+        weights = open_weights(config, bundle, output, self.steps, writable=False)
+        found = hashlib.sha256()
+        for name, index in weights.owner.items():
+            found.update(weights.stored(name, 0, weights.tensors[index][name][0]).tobytes())
+        return found.hexdigest()
+
+
 class ExportKilled(Scene):
     """An export of a tiny model."""
 
@@ -115,7 +146,7 @@ class ExportKilled(Scene):
         # relative, since the manifest holds the path as it was given
         return exported("random:tiny-gemma3", Path(output.name))
 
-    def facts(self, output: Path) -> Any:
+    def facts(self, inputs: Path, output: Path) -> Any:
         if code := ondevice("inspect", output, "--verify"):
             raise RuntimeError(f"the bundle is not whole: exit code {code}")
         document = manifest_of(output)
@@ -145,13 +176,19 @@ class TracingKilled(Scene):
             return ondevice("train", "--resume", output)
         return ondevice(*train_arguments(inputs / "bundle", output, 2, budget=BUDGET))
 
-    def facts(self, output: Path) -> Any:
+    def facts(self, inputs: Path, output: Path) -> Any:
         return sha256(output / "adapters.safetensors")
 
 
 KILLS: dict[str, type[Scene]] = {
     scene.name: scene
-    for scene in (BackpropagationKilled, EstimationKilled, ExportKilled, TracingKilled)
+    for scene in (
+        BackpropagationKilled,
+        EstimationKilled,
+        FullTrainingKilled,
+        ExportKilled,
+        TracingKilled,
+    )
 }
 
 
@@ -160,12 +197,12 @@ class Changes:
 
     def __init__(self, folder: Path, kill_before: int | None) -> None:
         self.folder, self.kill_before, self.count = str(folder), kill_before, 0
-        self._fsync = os.fsync
+        self._fsync, self._pwrite = os.fsync, os.pwrite
 
     def watch(self) -> None:
         """Begin; there is no end, since audit hooks stay for a process's life."""
         sys.addaudithook(self._audit)
-        os.fsync = self._flush
+        os.fsync, os.pwrite = self._flush, self._write
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in CHANGES or not isinstance(arguments[0], str | os.PathLike):
@@ -181,6 +218,12 @@ class Changes:
     def _flush(self, descriptor: Any) -> None:
         self._happen()
         self._fsync(descriptor)
+
+    def _write(self, descriptor: Any, data: memoryview, offset: int) -> int:
+        if self.count == self.kill_before:  # half of it is there
+            self._pwrite(descriptor, data[: len(data) // 2], offset)
+        self._happen()
+        return self._pwrite(descriptor, data, offset)
 
     def _happen(self) -> None:
         if self.count == self.kill_before:
@@ -269,7 +312,7 @@ class Killing:
             code = self.scene.command(self.inputs, output)
             changes.kill_before = None
             if code == 0:
-                tell({"facts": self.scene.facts(output), "changes": changes.count})
+                tell({"facts": self.scene.facts(self.inputs, output), "changes": changes.count})
             return code
 
         return in_child(work, folder / "said", 6 * SECONDS, after_s)

@@ -1,0 +1,138 @@
+"""The weights of a run that trains all parameters: opened in the run, and written as a bundle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
+from ondevice.config.train import TrainConfig
+from ondevice.files import read_file, reading_errors
+from ondevice.operations.tensors import Extent
+from runtime.methods.full_weights import FullWeights, slot_layouts
+from runtime.methods.full_zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
+from runtime.methods.row_noise import DRAWS, RowNoise
+from runtime.methods.scalar_update import Update
+from runtime.methods.trajectory import Header, read_log
+from runtime.run.folder import TRAJECTORY
+from runtime.storage.read_ahead import ReadAhead
+from runtime.storage.saves import SLOTS
+from runtime.storage.slots import Slots
+from runtime.storage.weights import Weights
+
+WRITTEN_VALUES = 1 << 18  # of a tensor at once
+
+
+def load() -> None:
+    """Load what training needs later, so that a plan counts it."""
+    for kind in DRAWS:
+        RowNoise(0, kind).draw(0, 0, "", 0, np.empty((1, 8), np.float32))
+
+
+def open_weights(
+    config: TrainConfig,
+    bundle: Bundle,
+    run: Path,
+    done: int,
+    prefetch: bool = False,
+    writable: bool = True,
+) -> FullWeights:
+    """The weights of a run after `done` steps: its slots, and what its log has beyond them.
+
+    Raises:
+        BundleError: the log is damaged, or the slots cannot be read.
+        StorageError: the disk has no room for the slots.
+    """
+    header, updates = read_log(run / TRAJECTORY) if done else (None, [])
+    pool = 0 if header is None else header.pool  # a new run's method sets it
+    manifest = bundle.manifest
+    what = (manifest.weights_sha256, config.seed, config.noise_kind, config.rounding)
+    identity = hashlib.sha256(json.dumps(what).encode()).digest()
+    slots = Slots(run / SLOTS, slot_layouts(manifest), identity, writable)
+    return FullWeights(
+        manifest,
+        Weights(bundle, prefetch),
+        slots,
+        RowNoise(config.seed, config.noise_kind, pool),
+        config.rounding,
+        done,
+        dict(enumerate(updates[:done])),
+        ReadAhead(slots.path) if prefetch else None,
+    )
+
+
+def write_trained(
+    bundle: Bundle,
+    header: Header,
+    updates: list[Update | None],
+    output: Path,
+    own: FullWeights | None,
+) -> bool | None:
+    """Write the bundle that training with these updates leads to, a tile of a tensor at a time.
+
+    Returns whether it equals `own`, the run's weights; None without them.
+
+    Raises:
+        StorageError: the bundle cannot be written.
+        UsageError: there is something at `output` already.
+    """
+    manifest = bundle.manifest
+    noise = RowNoise(header.seed, header.noise, header.pool)
+    trained = FullWeights(
+        manifest,
+        Weights(bundle),
+        None,
+        noise,
+        header.rounding,
+        len(updates),
+        dict(enumerate(updates)),
+    )
+    same = True
+
+    def chunks(name: str) -> Iterator[bytes]:
+        nonlocal same
+        rows, columns, _ = trained.tensors[trained.owner[name]][name]
+        step = max(1, WRITTEN_VALUES // columns)
+        for start in range(0, rows, step):
+            found = trained.stored(name, start, min(rows, start + step)).tobytes()
+            if own is not None:
+                same &= found == own.stored(name, start, min(rows, start + step)).tobytes()
+            yield found
+
+    with BundleWriter(output) as writer:
+        for name, extent in _in_order(manifest):
+            writer.align()
+            if writer.offset < extent.offset:
+                writer.align_block()
+            written = writer.tensor(chunks(name), extent.dtype, extent.shape)
+            assert written == extent, "the tensors of the bundle lie otherwise"
+        writer.align(manifest.weights_nbytes)  # the padding at its end
+        nbytes, sha256 = writer.finish_weights()
+        for folder in (GRAPHS, TOKENIZER):
+            for path in sorted((bundle.path / folder).glob("*")):
+                with reading_errors(path):
+                    writer.file(f"{folder}/{path.name}", read_file(path))
+        provenance = {**manifest.provenance, "trained": {"steps": len(updates)}}
+        writer.commit(
+            msgspec.structs.replace(
+                manifest,
+                weights_nbytes=nbytes,
+                weights_sha256=sha256,
+                provenance=provenance,
+                quality=None,
+            )
+        )
+    return None if own is None else same
+
+
+def _in_order(manifest: Manifest) -> list[tuple[str, Extent]]:
+    """All tensors, in the order in which they lie in weights.bin."""
+    found = list(manifest.vectors.items())
+    found += [(name, matrix.packed) for name, matrix in manifest.matrices.items()]
+    return sorted(found, key=lambda one: one[1].offset)

@@ -1,0 +1,236 @@
+"""Trained weights on disk: two slots for each block, written in turn, so that one is always whole.
+
+A slot is a header and the block's tensors. The header says how many steps the tensors have seen,
+and holds the SHA-256 of each tensor and of itself. It is written last. A slot that a kill or a
+power failure has torn does not agree with its checksums, and the other slot of its block is older
+by one write. The file has its full size from the beginning, so that a full disk is an error at the
+start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.files import reading_errors, storage_errors
+from runtime.storage.write_back import Writer
+
+MAGIC = b"ondevice slot 1\n"
+DIGEST_BYTES = 32
+ALIGNMENT = 64
+HASH_BYTES = 1 << 20  # read at once to check a slot
+Octets = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in its block's slot."""
+
+    offset: int
+    nbytes: int
+
+
+class Whole(NamedTuple):
+    """A slot, 0 or 1, and how many steps its tensors have seen."""
+
+    slot: int
+    version: int
+
+
+class SlotLayout:
+    """Where the tensors of one block lie in a slot; `tensors` are their names and bytes."""
+
+    def __init__(self, tensors: Mapping[str, int]) -> None:
+        self.header_bytes = len(MAGIC) + 8 + DIGEST_BYTES * (len(tensors) + 1)
+        end = self.header_bytes
+        self.places: dict[str, Place] = {}
+        for name, nbytes in tensors.items():
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            self.places[name] = Place(start, nbytes)
+            end = start + nbytes
+        self.nbytes = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Slots:
+    """The file of all slots. Writes happen in order, in a thread of their own.
+
+    `identity` says whose weights these are: slots with another one count as torn. Without
+    `writable` the file must be there, and is only read.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layouts: Sequence[SlotLayout],
+        identity: bytes,
+        writable: bool = True,
+    ) -> None:
+        self.path, self.layouts, self.identity = path, layouts, identity
+        self._starts = [0]
+        for layout in layouts:
+            self._starts.append(self._starts[-1] + 2 * layout.nbytes)
+        self._digests: dict[tuple[int, str], Any] = {}
+        if not writable:
+            with reading_errors(path):
+                self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            weakref.finalize(self, os.close, self._fd)
+            return
+        with storage_errors(path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link could lead anywhere
+            self._fd = os.open(path, flags, 0o666)
+            weakref.finalize(self, os.close, self._fd)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, max(1, self.nbytes))
+            else:
+                os.ftruncate(self._fd, self.nbytes)
+        self._writer = Writer(path)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return self._starts[-1]
+
+    def extent(self, block: int, slot: int) -> tuple[int, int]:
+        """Where a block's slot 0 or 1 begins and ends in the file."""
+        size = self.layouts[block].nbytes
+        start = self._starts[block] + slot * size
+        return start, start + size
+
+    def read(self, block: int, slot: int, tensor: str, start: int, out: Octets) -> None:
+        """Fill `out` with the bytes of a tensor from byte `start` on.
+
+        Raises:
+            BundleError: the file cannot be read.
+        """
+        offset = self._offset(block, slot, tensor) + start
+        with reading_errors(self.path):
+            _read(self._fd, offset, out)
+
+    def write(self, block: int, slot: int, tensor: str, start: int, data: Octets) -> None:
+        """Write bytes of a tensor, from `start` on; a tensor is written once, from its beginning.
+
+        The array must not change until `drain`. Returns before it is written.
+
+        Raises:
+            StorageError: an earlier write failed.
+        """
+        if start == 0:
+            self._digests[block, tensor] = hashlib.sha256()
+        digest, offset = self._digests[block, tensor], self._offset(block, slot, tensor) + start
+
+        def work() -> None:
+            _write(self._fd, offset, data)
+            digest.update(data.data)
+
+        self._writer.put(work)
+
+    def finish(self, block: int, slot: int, version: int) -> None:
+        """Write the header of a slot of which all tensors have been written, and wait for it.
+
+        `version` is how many steps its tensors have seen.
+
+        Raises:
+            StorageError: something could not be written.
+        """
+        digests = [self._digests.pop((block, name)) for name in self.layouts[block].places]
+        start, _ = self.extent(block, slot)
+
+        def work() -> None:
+            header = self._header(version, [digest.digest() for digest in digests])
+            _write(self._fd, start, np.frombuffer(header, np.uint8))
+
+        self._writer.put(work)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            StorageError: something could not be.
+        """
+        self._writer.drain()
+
+    def sync(self) -> None:
+        """Flush the file to the disk."""
+        self.drain()
+        with storage_errors(self.path):
+            os.fsync(self._fd)
+
+    def newest(self, block: int, most: int) -> Whole | None:
+        """The newest whole slot of a block that has seen at most `most` steps; None without one.
+
+        Raises:
+            BundleError: the file cannot be read.
+        """
+        with reading_errors(self.path):
+            found = [Whole(slot, self._version(block, slot)) for slot in (0, 1)]
+            found = [one for one in found if 0 < one.version <= most]
+            for one in sorted(found, key=lambda one: one.version, reverse=True):
+                if self._agrees(block, one.slot):
+                    return one
+        return None
+
+    def _read_header(self, block: int, slot: int) -> bytes:
+        header = np.empty(self.layouts[block].header_bytes, np.uint8)
+        _read(self._fd, self.extent(block, slot)[0], header)
+        return header.tobytes()
+
+    def _version(self, block: int, slot: int) -> int:
+        """What the header of a slot says; 0 if it is none of these weights."""
+        data = self._read_header(block, slot)
+        version = int(struct.unpack_from("<Q", data, len(MAGIC))[0])
+        return version if data == self._header(version, _digests_in(data)) else 0
+
+    def _agrees(self, block: int, slot: int) -> bool:
+        """Whether all tensors of a slot agree with the checksums in its header."""
+        start, _ = self.extent(block, slot)
+        expected = _digests_in(self._read_header(block, slot))
+        buffer = np.empty(HASH_BYTES, np.uint8)
+        for place, own in zip(self.layouts[block].places.values(), expected, strict=True):
+            digest = hashlib.sha256()
+            for at in range(0, place.nbytes, HASH_BYTES):
+                part = buffer[: min(HASH_BYTES, place.nbytes - at)]
+                _read(self._fd, start + place.offset + at, part)
+                digest.update(part.data)
+            if digest.digest() != own:
+                return False
+        return True
+
+    def _header(self, version: int, digests: Sequence[bytes]) -> bytes:
+        plain = MAGIC + struct.pack("<Q", version) + b"".join(digests)
+        return plain + hashlib.sha256(self.identity + plain).digest()
+
+    def _offset(self, block: int, slot: int, tensor: str) -> int:
+        return self.extent(block, slot)[0] + self.layouts[block].places[tensor].offset
+
+
+def _digests_in(header: bytes) -> list[bytes]:
+    """The SHA-256 of each tensor that a header holds."""
+    data = header[len(MAGIC) + 8 : -DIGEST_BYTES]
+    return [data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
+
+
+def _read(fd: int, offset: int, out: Octets) -> None:
+    left = out.data
+    while left:
+        count = os.preadv(fd, [left], offset)
+        if count == 0:
+            raise OSError("the file ended early")
+        left, offset = left[count:], offset + count
+
+
+def _write(fd: int, offset: int, data: Octets) -> None:
+    left = data.data
+    while left:
+        count = os.pwrite(fd, left, offset)
+        left, offset = left[count:], offset + count

@@ -1,0 +1,191 @@
+"""Training of all parameters: bit for bit the monolithic algorithm, from whole and torn slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from support.lengths import at_length
+from support.models import model_of, packed_of, row_of
+
+from harness.oracles.full import MonolithicFullMeZO
+from ondevice.bundle.store import Bundle
+from runtime.engine.model import Model
+from runtime.methods.adapters import Adapters
+from runtime.methods.full_weights import FullWeights, slot_layouts
+from runtime.methods.full_zeroth_order import FullZerothOrder
+from runtime.methods.mezo import TwoPoint
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import Row
+from runtime.methods.row_noise import RowNoise
+from runtime.methods.scalar_update import Update
+from runtime.storage.activations import Activations
+from runtime.storage.slots import Slots
+from runtime.storage.weights import Weights
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+EPSILON = 1e-3
+
+
+def full(tiny: Tiny, family: str, storage: str) -> Bundle:
+    """A bundle whose parameters are all trained."""
+    bundle = tiny(family, trainable="full", storage=storage)
+    return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
+
+
+def weights_of(
+    bundle: Bundle,
+    path: Path,
+    seed: int,
+    kind: str = "gaussian",
+    done: int = 0,
+    updates: dict[int, Update | None] | None = None,
+    rounding: str = "nearest",
+) -> FullWeights:
+    slots = Slots(path, slot_layouts(bundle.manifest), b"these")
+    noise, base = RowNoise(seed, kind), Weights(bundle)
+    return FullWeights(bundle.manifest, base, slots, noise, rounding, done, updates or {})
+
+
+def method_of(
+    model: Model, weights: FullWeights, folder: Path, rows: int, **options: float
+) -> FullZerothOrder:
+    manifest = model.bundle.manifest
+    queries = int(options.get("queries", 1))
+    shape = (1, model.bucket, manifest.hidden_size)
+    return FullZerothOrder(
+        lambda length: model,
+        Adapters(manifest, {}),
+        Activations(folder, 1, 2 * queries * rows, shape),
+        Noise(weights.noise.seed, weights.noise.kind),
+        EPSILON,
+        TwoPoint(queries),
+        options.get("weight_decay", 0.0),
+        lanes=int(options.get("lanes", 2)),
+        weights=weights,
+    )
+
+
+def all_of(weights: FullWeights) -> dict[str, bytes]:
+    return {
+        name: weights.stored(name, 0, rows).tobytes()
+        for own in weights.tensors
+        for name, (rows, _, _) in own.items()
+    }
+
+
+@at_length("steps", 4, 20)
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "llama"])
+def test_steps_are_the_monolithic_algorithms_bit_for_bit(
+    tiny: Tiny, rng: Rng, seed: int, family: str, storage: str, steps: int, tmp_path: Path
+) -> None:
+    bundle = full(tiny, family, storage)
+    kind = str(rng.choice(["gaussian", "rademacher"]))
+    queries, decay = int(rng.integers(1, 3)), float(rng.choice([0.0, 0.1]))
+    weights = weights_of(bundle, tmp_path / "slots", seed, kind)
+    sizes = {"tile_values": int(rng.integers(3_000, 40_000)), "chunk_rows": 130}
+    model = model_of(bundle, 16, weights=weights, **sizes)
+    oracle = MonolithicFullMeZO(bundle, RowNoise(seed, kind), EPSILON, queries, decay)
+    lanes = int(rng.integers(2, 7))
+    method = method_of(
+        model, weights, tmp_path, 2, queries=queries, weight_decay=decay, lanes=lanes
+    )
+    for step in range(steps):
+        rows = [row_of(bundle, rng, int(rng.integers(3, 16))), packed_of(bundle, rng, 16, 3)]
+        rate = float(rng.uniform(1e-4, 1e-2))
+        loss, gradients = oracle.step(model, rows, step, rate)
+        result = method.step(step, rate, [rows[:1], rows[1:]])
+        assert result.record == [rate, gradients]
+        assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=1e-12)
+        if step == 1:
+            method.settle()
+    for name, expected in oracle.theta.items():
+        rows_, columns, _ = weights.tensors[weights.owner[name]][name]
+        found = np.empty((rows_, columns), np.float32)
+        weights._fill(name, 0, rows_, found)
+        assert (found == expected).all(), name
+
+
+def trained(
+    bundle: Bundle, rng: Rng, seed: int, folder: Path, steps: int, **options: str
+) -> tuple[FullWeights, dict[int, Update | None]]:
+    """Weights after some steps, and the updates of all steps, of which one was skipped."""
+    weights = weights_of(bundle, folder / "slots", seed, **options)
+    model = model_of(bundle, 16, weights=weights, tile_values=20_000)
+    method = method_of(model, weights, folder, 1)
+    log: dict[int, Update | None] = {}
+    for step in range(steps):
+        row = row_of(bundle, rng, 9)
+        result = method.step(step, 1e-2, [[Row(row.tokens, row.scored)]])
+        assert result.record is not None
+        log[step] = Update(step, 1e-2, tuple(result.record[1]), 0.0)
+    return weights, log
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_torn_slots_lead_to_the_same_weights(
+    tiny: Tiny, rng: Rng, seed: int, rounding: str, tmp_path: Path
+) -> None:
+    bundle = full(tiny, str(rng.choice(["qwen2", "gemma3", "qwen3"])), "bfloat16")
+    weights, log = trained(bundle, rng, seed, tmp_path, 5, rounding=rounding)
+    expected = all_of(weights)
+    path = tmp_path / "slots"
+    for torn in range(4):
+        if torn:
+            data = np.fromfile(path, np.uint8)
+            start, stop = weights.slots.extent(int(rng.integers(len(weights.tensors))), torn % 2)  # type: ignore[union-attr]
+            for at in rng.integers(start, stop, 50).tolist():
+                data[at] ^= int(rng.integers(1, 256))
+            data.tofile(path)
+        again = weights_of(bundle, path, seed, "gaussian", 5, dict(log), rounding)
+        assert all_of(again) == expected
+    path.unlink()
+    assert all_of(weights_of(bundle, path, seed, "gaussian", 5, dict(log), rounding)) == expected
+    again = weights_of(bundle, path, seed, "gaussian", 5, dict(log), rounding)
+    again.settle()
+    assert not again.updates
+    assert all_of(weights_of(bundle, path, seed, done=5, rounding=rounding)) == expected
+
+
+def test_slots_of_other_weights_and_of_later_steps_are_not_read(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = full(tiny, "qwen3", "float16")
+    weights, log = trained(bundle, rng, seed, tmp_path, 3)
+    assert weights.slots is not None
+    layouts, path = slot_layouts(bundle.manifest), tmp_path / "slots"
+    owners = [index for index, own in enumerate(weights.tensors) if own]
+    others = Slots(path, layouts, b"others")
+    assert {others.newest(index, 3) for index in owners} == {None}
+    found = {weights.slots.newest(index, 3) for index in owners}
+    assert {one.version for one in found if one is not None} == {2}
+    early = weights_of(bundle, path, seed, done=1, updates={0: log[0]})
+    without = FullWeights(
+        bundle.manifest, Weights(bundle), None, RowNoise(seed), done=1, updates={0: log[0]}
+    )
+    assert all_of(early) == all_of(without)
+
+
+def test_stochastic_rounding_keeps_what_nearest_rounding_loses(tiny: Tiny, tmp_path: Path) -> None:
+    """Many updates of a tenth of a step of bfloat16 each."""
+    bundle = full(tiny, "qwen2", "bfloat16")
+    name, row = "model.layers.0.mlp.up_proj", 3
+    means = {}
+    for rounding in ("nearest", "stochastic"):
+        updates = {step: Update(step, 1.0, (), 1e-3) for step in range(100)}
+        weights = weights_of(
+            bundle, tmp_path / rounding, 1, done=100, updates=dict(updates), rounding=rounding
+        )
+        values = np.empty((row, 128), np.float32)
+        weights._fill(name, 0, row, values)
+        before = np.empty((row, 128), np.float32)
+        weights_of(bundle, tmp_path / rounding, 1)._fill(name, 0, row, before)
+        large = np.abs(before) > 1e-3
+        means[rounding] = float((values[large] / before[large]).mean())
+    assert means["nearest"] == 1.0
+    assert means["stochastic"] == pytest.approx(0.999**100, rel=0.02)

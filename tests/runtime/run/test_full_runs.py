@@ -1,0 +1,185 @@
+"""Runs that train all parameters: resumed, replayed to a bundle, evaluated, refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.bundles import Tiny
+from support.runs import here, ondevice, struck, train_arguments
+
+from ondevice.bundle.store import WEIGHTS, open_bundle
+from ondevice.config.base import load
+from ondevice.config.train import TrainConfig
+from runtime.run.trained_weights import open_weights
+from runtime.storage.saves import SLOTS
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Tiny) -> Path:
+    """A bundle whose embedding is the head as well, stored as bfloat16."""
+    return tiny("gemma3", trainable="full", storage="bfloat16").path
+
+
+def arguments(bundle: Path, run: Path, **more: object) -> list[str]:
+    given = {"method": "mezo", "learning-rate": 1e-3, "rounding": "stochastic", **more}
+    return train_arguments(bundle, run, STEPS, **given)
+
+
+def weights_in(run: Path, bundle: Path) -> dict[str, bytes]:
+    config = load(TrainConfig, run / "config.toml", {})
+    weights = open_weights(config, open_bundle(str(bundle)), run, STEPS, writable=False)
+    return {
+        name: weights.stored(name, 0, weights.tensors[index][name][0]).tobytes()
+        for name, index in weights.owner.items()
+    }
+
+
+def steps_of(run: Path) -> list[tuple[object, object]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("full") / "run"
+    done = ondevice(*arguments(model, path))
+    assert done.returncode == 0, done.stderr
+    assert f"ondevice replay {path} --output BUNDLE writes the trained model" in done.stdout
+    return path
+
+
+def test_the_bundle_stays_as_it_is_and_the_run_holds_no_adapter(model: Path, run: Path) -> None:
+    assert here("inspect", model, "--verify").returncode == 0
+    assert not list(run.glob("**/adapter*"))
+    for words in (["eval", model, "--data", "random:1"], ["train", model, "--data", "random:1"]):
+        more = ["--trainable", "lora"] if words[0] == "train" else []
+        refused = here(*words, *more, "--adapter", run)
+        assert refused.returncode == 2 and "holds no adapter; ondevice replay" in refused.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["trained"] == "full"
+    assert summary["trainable_parameters"] == open_bundle(str(model)).manifest.parameters
+
+
+def test_replay_writes_the_trained_model_as_a_bundle(
+    model: Path, run: Path, tmp_path: Path
+) -> None:
+    done = here("replay", run, "--output", tmp_path / "trained", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["identical"] is True and facts["steps"] == STEPS
+    assert here("inspect", tmp_path / "trained", "--verify").returncode == 0
+    before, after = (np.fromfile(one / WEIGHTS, np.uint8) for one in (model, tmp_path / "trained"))
+    assert len(before) == len(after) and (before != after).any()
+    words = ["--data", "random:9", "--max-seq-length", 24, "--json"]
+    losses = [
+        json.loads(here("eval", one, *words).stdout)["loss"]
+        for one in (model, tmp_path / "trained")
+    ]
+    assert losses[0] != losses[1]
+    refused = here("replay", run, "--output", tmp_path / "trained")
+    assert refused.returncode == 2 and "exists" in refused.stderr
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(
+    model: Path, run: Path, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    step = int(rng.integers(1, STEPS))
+    words = arguments(model, tmp_path / "run", **{"eval-data": "random:9", "eval-every": 4})
+    assert struck(signal.SIGKILL, f"step {step}", *words).returncode == -signal.SIGKILL
+    done = ondevice("train", "--resume", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "damaged" not in done.stderr
+    assert steps_of(tmp_path / "run") == steps_of(run)
+    assert weights_in(tmp_path / "run", model) == weights_in(run, model)
+
+
+def test_lost_weights_are_rebuilt_from_the_log_and_that_is_said(
+    model: Path, run: Path, tmp_path: Path
+) -> None:
+    words = [*arguments(model, tmp_path / "run"), "--no-prefetch"]
+    assert struck(signal.SIGKILL, "step 5", *words).returncode == -signal.SIGKILL
+    (tmp_path / "run" / SLOTS).unlink()
+    done = ondevice("train", "--resume", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "blocks are damaged or gone: the first step rebuilds them" in done.stderr
+    assert weights_in(tmp_path / "run", model) == weights_in(run, model)
+
+
+def test_the_best_step_is_what_replay_writes(model: Path, tmp_path: Path) -> None:
+    more = {"eval-data": "random:9", "eval-every": 2, "eval-rows": 2, "learning-rate": 1e-2}
+    words = [*arguments(model, tmp_path / "run", **more), "--keep-best"]
+    done = ondevice(*words)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    facts = json.loads(here("replay", tmp_path / "run", "-o", tmp_path / "best", "--json").stdout)
+    best = summary["best"]["step"]
+    assert facts["best_step"] == best
+    words = ["--data", "random:9", "--eval-rows", 2, "--max-seq-length", 24, "--json"]
+    loss = json.loads(here("eval", tmp_path / "best", *words).stdout)["loss"]
+    assert loss == pytest.approx(summary["best"]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fzoo", "kzoo", "one-point", "meazo"])
+def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method: str) -> None:
+    options = {"method": method, "learning-rate": 1e-5, "weight-decay": 0.1}
+    for name, stopped in (("whole", False), ("killed", True)):
+        words = arguments(model, tmp_path / name, **options)
+        if stopped:
+            assert struck(signal.SIGKILL, "step 4", *words).returncode == -signal.SIGKILL
+            words = ["train", "--resume", str(tmp_path / name)]
+        done = ondevice(*words)
+        assert done.returncode == 0, done.stderr
+    assert weights_in(tmp_path / "killed", model) == weights_in(tmp_path / "whole", model)
+    done = here("replay", tmp_path / "killed", "-o", tmp_path / "trained", "--json")
+    assert json.loads(done.stdout)["identical"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zo-optimizer": "adam"}, "--zo-optimizer adam is not for --trainable full"),
+        ({"method": "mebp"}, "--trainable full: mebp trains adapters only"),
+        ({"method": "lozo"}, "--trainable full: lozo trains adapters only"),
+        ({"lora-rank": 4}, "--lora-rank: with --trainable full there are no adapters"),
+        ({"adapter": "somewhere"}, "--adapter: with --trainable full there are no adapters"),
+        ({"budget": "20MB"}, "the smallest that fits is"),
+    ],
+)
+def test_what_full_training_cannot_do_is_refused(
+    model: Path, tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    refused = here(*arguments(model, tmp_path / "run", **options))
+    assert refused.returncode in (2, 3) and said in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_quantized_weights_are_not_trained_themselves(tiny: Tiny, tmp_path: Path) -> None:
+    words = arguments(tiny("qwen2").path, tmp_path / "run", trainable="full")
+    refused = here(*words)
+    assert refused.returncode == 2
+    assert "are quantized" in refused.stderr and "--trainable full" in refused.stderr
+
+
+def test_adapters_can_be_trained_on_such_a_bundle(model: Path, tmp_path: Path) -> None:
+    words = arguments(model, tmp_path / "run", trainable="lora", rounding="nearest", method="mebp")
+    done = ondevice(*words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "adapters.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--storage", "float16"], "storage has no effect: it needs trainable full"),
+        (["--trainable", "full", "--bits", "8"], "bits has no effect"),
+        (["--trainable", "full", "--calibrate", "x"], "calibrate has no effect"),
+    ],
+)
+def test_export_refuses_what_contradicts(tmp_path: Path, options: list[str], said: str) -> None:
+    refused = here("export", "random:tiny-qwen2", "-o", tmp_path / "no", *options)
+    assert refused.returncode == 2 and said in refused.stderr
