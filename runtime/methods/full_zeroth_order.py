@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
@@ -34,7 +33,6 @@ class FullZerothOrder(ZerothOrder):
 
     weights: FullWeights = field(kw_only=True)
     _loras: dict[Point, Loras] = field(default_factory=dict, init=False, repr=False)
-    trains_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         noise = self.noise

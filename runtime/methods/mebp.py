@@ -177,7 +177,6 @@ class MeBP:
     clipping: Clipping | None = None
     seed: int = 0  # of the dropout
     keeps_log: ClassVar[bool] = False
-    trains_weights: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; gradients of several parts are held until the last.

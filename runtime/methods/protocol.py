@@ -141,15 +141,10 @@ class Method(Protocol):
 
     `keeps_log` says whether the run writes a log from which it can be rebuilt. Its first line is
     `log_header`, read before the first step, and each step's line is `StepResult.record`.
-    `trains_weights` says whether it trains the weights themselves, on disk; then a save holds no
-    adapters, and the run is saved after every step.
     """
 
     @property
     def keeps_log(self) -> bool: ...
-
-    @property
-    def trains_weights(self) -> bool: ...
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """Step `number` (0-based) at learning rate `rate` over micro-batches of samples.

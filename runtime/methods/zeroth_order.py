@@ -68,7 +68,6 @@ class ZerothOrder:
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
     keeps_log: ClassVar[bool] = True
-    trains_weights: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; all parts run together, at the bucket of their longest row."""

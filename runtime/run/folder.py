@@ -230,7 +230,7 @@ class RunFolder:
     def save(
         self,
         step: int,
-        adapters: Adapters,
+        adapters: Adapters | None,
         method: Method,
         keep: int = 1,
         best: int | None = None,
@@ -238,14 +238,15 @@ class RunFolder:
     ) -> None:
         """Save the state after `step` steps, from which `--resume` will continue.
 
-        The latest `keep` saves stay, and that of step `best` if it is given. `evaluated` are the
-        evaluations that were made before.
+        Without `adapters` the weights themselves are trained, and lie in their own file. The latest
+        `keep` saves stay, and that of step `best` if it is given. `evaluated` are the evaluations
+        that were made before.
 
         Raises:
             StorageError: the disk is full, or the run's folder is not where it was; the save before
                 this one is intact.
         """
-        if not method.trains_weights:
+        if adapters is not None:
             method.settle()
             adapters.check_finite()
         self._check_there()
@@ -294,7 +295,7 @@ class RunFolder:
         self,
         place: Path,
         step: int,
-        adapters: Adapters,
+        adapters: Adapters | None,
         method: Method,
         evaluated: tuple[str, ...],
     ) -> None:
@@ -306,10 +307,10 @@ class RunFolder:
                 if partial.exists():
                     shutil.rmtree(partial)
                 partial.mkdir()  # not its parents: a folder that was removed stays so
-                if not method.trains_weights:
+                if adapters is not None:
                     adapters.save(partial)
                 method.write(partial / STATE_OF_METHOD)
-                names = SAVED_WEIGHTS if method.trains_weights else SAVED
+                names = SAVED_WEIGHTS if adapters is None else SAVED
                 self.saves.write_state(partial, step, names, logs, evaluated)
                 fsync_path(partial)
                 partial.rename(place)

@@ -134,8 +134,9 @@ class Trainer:
     def _save(self) -> None:
         best = self._best
         evaluated = tuple(when for when in self.evaluations if when != "after")
+        adapters = None if self.config.trains_all else self.adapters
         self.folder.save(
-            self.done, self.adapters, self.method, self.config.keep, best and best.step, evaluated
+            self.done, adapters, self.method, self.config.keep, best and best.step, evaluated
         )
 
     @property
@@ -182,7 +183,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         every = self.config.save_every
-        due = self.ended or self.method.trains_weights or (every and self.done % every == 0)
+        due = self.ended or self.config.trains_all or (every and self.done % every == 0)
         lost = self.skipped >= SKIPS
         number, over = self.stop.signal, self.meter.over_budget  # once: both may change meanwhile
         if due or lost or number is not None or over:
@@ -272,12 +273,12 @@ class Trainer:
 
     @property
     def _trainable_parameters(self) -> int:
-        if self.method.trains_weights:
+        if self.config.trains_all:
             return self.session.bundle.manifest.parameters
         return self.adapters.size
 
     def _finish(self) -> dict[str, Any]:
-        if self.method.trains_weights:
+        if self.config.trains_all:
             self.method.settle()
         whole = f"the adapters in {self.folder.path} are whole, their summary cannot be"
         entries = list(read_steps(self.folder.metrics.path, self.done, whole))

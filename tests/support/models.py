@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -24,8 +23,6 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
 from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import PackedRows, Row, Sample, StepLoss
-from runtime.methods.registry import method as implementation
-from runtime.planner.demand import Demand
 from runtime.storage.activations import Activations
 from runtime.storage.weight_source import WeightSource
 from runtime.storage.weights import Weights
@@ -100,19 +97,6 @@ def mebp(
     result = backprop.gradients(rows, tokens, update)
     assert result.tokens == tokens
     return result, found
-
-
-def demand_of(method: str, rows: int = 1, accumulation: int = 1) -> Demand:
-    """What a training method needs, by its own word."""
-    config = SimpleNamespace(
-        batch_size=rows,
-        grad_accumulation=accumulation,
-        optimizer="adamw",
-        queries=1,
-        max_grad_norm=0.0,
-        lora_dropout=None,
-    )
-    return implementation(method).demand(config)  # type: ignore[arg-type]
 
 
 @dataclass

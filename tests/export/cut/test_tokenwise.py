@@ -15,11 +15,11 @@ from support.models import (
     LENGTHS,
     adapters_of,
     agree,
-    demand_of,
     mebp,
     model_of,
     rows_of,
 )
+from support.plans import demand_of
 
 from export.cut.properties import treats_tokens_alike
 from harness.oracles import reference

@@ -19,11 +19,11 @@ from support.models import (
     LENGTHS,
     adapters_of,
     agree,
-    demand_of,
     mebp,
     model_of,
     rows_of,
 )
+from support.plans import demand_of
 from support.runs import train_arguments
 
 import ondevice
@@ -142,7 +142,8 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row
 from runtime.planner.peak import PeakModel
 from support.bundles import as_it_lies
-from support.models import demand_of, mebp, model_of
+from support.models import mebp, model_of
+from support.plans import demand_of
 
 folder = Path(sys.argv[1])
 assert all(folder in Path(one.__file__).parents for one in (runtime, ondevice, harness))

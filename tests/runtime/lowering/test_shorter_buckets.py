@@ -17,10 +17,10 @@ from support.models import (
     LENGTHS,
     adapters_of,
     agree,
-    demand_of,
     mebp,
     rows_of,
 )
+from support.plans import demand_of
 
 from ondevice.bundle.store import Bundle
 from ondevice.operations.base import WHOLE

@@ -15,11 +15,11 @@ from support.models import (
     LENGTHS,
     adapters_of,
     agree,
-    demand_of,
     mebp,
     model_of,
     rows_of,
 )
+from support.plans import demand_of
 
 from harness.oracles import reference
 from ondevice.bundle.manifest import manifest_bytes, read_manifest

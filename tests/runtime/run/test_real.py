@@ -20,9 +20,10 @@ from ondevice.config.export import ExportConfig
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
-from runtime.methods.mezo import MeZO
+from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
+from runtime.methods.zeroth_order import ZerothOrder
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
 
@@ -122,7 +123,7 @@ def test_mezo_is_the_monolithic_algorithm(
         Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0
     )
     scratch = Activations(tmp_path, 1, 2, (1, model.bucket, gemma.manifest.hidden_size))
-    method = MeZO(session.model, adapters, scratch, noise, 1e-3)
+    method = ZerothOrder(session.model, adapters, scratch, noise, 1e-3, TwoPoint(1))
     for step in range(steps):
         loss, gradients = oracle.step(model, [row], step, 1e-4)
         result = method.step(step, 1e-4, [[row]])
