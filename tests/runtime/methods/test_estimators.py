@@ -55,12 +55,12 @@ RATES = {"fzoo": 1e-6, "one-point": 1e-5, "adam": 1e-3}  # where 1e-2 is far too
 
 LEARNING = {  # rate and steps in which the loss of a row must fall
     "fzoo": (1e-5, 16),
-    "momentum": (2e-3, 30),
-    "adam": (5e-3, 20),
-    "kzoo": (2e-3, 20),
-    "one-point": (1e-3, 40),
-    "meazo": (1e-2, 30),
-    "lozo": (1e-3, 30),
+    "momentum": (6e-4, 30),
+    "adam": (5e-3, 15),
+    "kzoo": (1e-3, 20),
+    "one-point": (1e-4, 80),
+    "meazo": (3e-3, 30),
+    "lozo": (6e-4, 30),
 }
 
 
