@@ -18,11 +18,18 @@ from typing import Any
 from harness.compare.curve import read_curve
 from harness.compare.finding import Finding
 from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, open_folder, remove
+from harness.compare.lengths import (
+    UNBOUNDED_STEPS,
+    evaluated_every,
+    passes_of_row,
+    step_limit,
+    sweep_steps,
+)
 from harness.compare.report import write_report
 from harness.compare.result import result
-from harness.compare.trials import Trial, Tried, choose, grid, without
+from harness.compare.trials import Trial, Tried, choose, grid, ranked, without
 from harness.measure.training import measure_training
-from ondevice.config.compare import CompareConfig, by_method
+from ondevice.config.compare import CompareConfig
 from ondevice.config.lora import LoraOptions
 from ondevice.errors import (
     BudgetError,
@@ -38,7 +45,6 @@ from runtime.data.rows import split_file
 PROFILE_STEPS = 3  # in a run of their own, as profiling slows a step down
 MOST_RISE = 1.1  # times the loss before training: a run that is above it is stopped
 ASIDE, REASON, DIVERGED = ".aside", "aside.json", ".diverged.json"
-UNBOUNDED_STEPS = 1_000_000  # where time ends a run
 Note = Callable[[str], None]
 Measure = Callable[[Mapping[str, object], Path], dict[str, Any]]
 
@@ -116,7 +122,7 @@ class Comparison:
         settings = {
             **_common(self.config, trial),
             "steps": steps,
-            "eval_every": by_method(self.config.eval_every, int)[method],
+            "eval_every": evaluated_every(self.config, method),
             "eval_rows": self.config.eval_rows,
             "stop_seconds": self.config.max_seconds,
             "stop_loss": self.config.target_loss,
@@ -124,7 +130,8 @@ class Comparison:
         }
         run = self.folder / RUNS / method
         outcome, reason, summary = self._attempt(f"the run of {method}", settings, run)
-        curve = read_curve(run) if (run / "evaluations.json").exists() else None
+        evaluated = (run / "evaluations.json").exists()
+        curve = read_curve(run, passes_of_row(method)) if evaluated else None
         profile = self._profile(trial) if curve is not None else None
         return Finding(trial, tried, chosen, outcome, reason, curve, summary, profile)
 
@@ -143,35 +150,49 @@ class Comparison:
         return summary and {key: summary[key] for key in ("seconds_per_step", "blocks")}
 
     def _sweep(self, method: str, trials: Sequence[Trial]) -> tuple[Tried, ...]:
-        steps = self.config.steps_of_trial(method)
+        """Try all, go on with the better half for twice as many steps, until one is left."""
         tried: list[Tried] = []
-        for number, trial in enumerate(trials, start=1):
-            what = f"sweep {number} of {len(trials)} of {method}"
-            self.note(f"{what}: {trial}, {steps} steps")
-            settings = {
-                **_common(self.config, trial),
-                "steps": steps,
-                "eval_rows": self.config.sweep_rows or self.config.eval_rows,
-            }
-            run = self.folder / SWEEP / trial.name
-            outcome, reason, _ = self._attempt(what, settings, run)
-            tried.append(_tried(trial, outcome, reason, run))
-            if outcome == "over budget":
-                break  # every trial has the same plan, so none would fit
+        left = list(range(len(trials)))
+        for steps in sweep_steps(self.config, method, len(trials)):
+            for number, index in enumerate(left, start=1):
+                what = f"sweep {number} of {len(left)} of {method}"
+                self.note(f"{what}: {trials[index]}, {steps:,} steps")
+                found = self._try(what, trials[index], steps)
+                tried[index:] = [found, *tried[index + 1 :]]
+                if found.outcome == "over budget":
+                    return tuple(tried)  # every trial has the same plan, so none would fit
+            best = ranked(tried, left)
+            left = sorted(best[: (len(left) + 1) // 2])
+            if len(left) < 2:
+                break
         return tuple(tried)
 
+    def _try(self, what: str, trial: Trial, steps: int) -> Tried:
+        settings = {
+            **_common(self.config, trial),
+            "steps": steps,
+            "eval_rows": self.config.sweep_rows or self.config.eval_rows,
+        }
+        run = self.folder / SWEEP / trial.name
+        outcome, reason, _ = self._attempt(what, settings, run)
+        return _tried(trial, outcome, reason, run, steps)
+
     def _attempt(
-        self, what: str, settings: Mapping[str, object], run: Path
+        self, what: str, settings: Mapping[str, Any], run: Path
     ) -> tuple[str, str, dict[str, Any] | None]:
         """How a run ended, why where it did not finish, and its summary where it did."""
         diverged = run.with_name(f"{run.name}{DIVERGED}")
         if diverged.exists():
-            return "diverged", json.loads(diverged.read_text())["reason"], None
+            known = json.loads(diverged.read_text())
+            if settings["steps"] >= known["steps"]:
+                return "diverged", known["reason"], None
+            return "finished", "", None  # it diverged later, when it went on
         try:
             return "finished", "", self.measure(settings, run)
         except DivergedError as problem:
             reason = str(problem).replace(str(run), run.name)
-            write_atomic(diverged, json.dumps({"reason": reason}).encode())
+            known = {"reason": reason, "steps": settings["steps"]}
+            write_atomic(diverged, json.dumps(known).encode())
             return "diverged", reason, None
         except BudgetError as problem:
             return "over budget", str(problem).replace(str(run), run.name), None
@@ -206,19 +227,15 @@ def compare(
         raise
 
 
-def step_limit(config: CompareConfig, method: str) -> int:
-    """The most steps that `method` may take."""
-    return config.most_steps(method) or UNBOUNDED_STEPS
-
-
-def _tried(trial: Trial, outcome: str, reason: str, run: Path) -> Tried:
+def _tried(trial: Trial, outcome: str, reason: str, run: Path, steps: int) -> Tried:
+    """What a trial has come to after so many steps; its run may have gone further since."""
     if outcome != "finished":
-        return Tried(trial, outcome, reason, None, None, None)
-    curve = read_curve(run)
-    if not curve.points or curve.points[-1].step != len(curve.columns["step"]):
-        return Tried(trial, "diverged", "the held-out loss is not finite", None, None, None)
-    last, before = curve.points[-1], curve.points[0].loss
-    return Tried(trial, outcome, "", before, last.loss, last.seconds)
+        return Tried(trial, outcome, reason, None, None, None, steps)
+    points = {point.step: point for point in read_curve(run).points}
+    if 0 not in points or steps not in points:
+        return Tried(trial, "diverged", "the held-out loss is not finite", None, None, None, steps)
+    last = points[steps]
+    return Tried(trial, outcome, "", points[0].loss, last.loss, last.seconds, steps)
 
 
 def _common(config: CompareConfig, trial: Trial) -> dict[str, object]:
@@ -247,8 +264,6 @@ def _ending(config: CompareConfig, steps: int) -> str:
 def _check_held_out(config: CompareConfig) -> None:
     if config.eval_data is not None or config.valid_split is not None:
         return
-    if hub_dataset(config.data) is not None:
-        return  # training finds out, where it loads it
     if hub_dataset(config.data) is not None:
         return  # training finds out, where it loads it
     named = not config.data.startswith("random:")

@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.compare.finding import Finding
-from ondevice.config.compare import CompareConfig, by_method
+from harness.compare.lengths import PASSES_WITH_BACKWARD, evaluated_every, passes_of_row
+from ondevice.config.compare import CompareConfig
 
 RISE = 0.1  # share of the loss's fall: a larger rise after the best loss gets a note
 
 
 def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
     """The notes of a comparison, one text each."""
-    every = by_method(config.eval_every, int)
+    twice = [name for name in found if passes_of_row(name) > 1]
     said = [
         "Training seconds are those of the steps, without evaluations, saves and the sweep.",
         "A level is reached at the first evaluation at or below it; evaluated every "
-        + ", ".join(f"{every[name]} steps ({name})" for name in found)
+        + ", ".join(f"{evaluated_every(config, name):,} steps ({name})" for name in found)
         + ".",
-        "A forward pass is one row through all blocks. Backward passes and recomputation are not "
-        "counted, so methods are compared by seconds, not by passes.",
+        "A forward pass is one row through all blocks."
+        + (
+            f" A row of {' and '.join(twice)} counts as {PASSES_WITH_BACKWARD}: it is computed "
+            "again for its gradient, which costs about as much as a third pass."
+            if twice
+            else ""
+        )
+        + f" Methods are judged by {config.judged_by.replace('_', ' ')}.",
         "Peak MB is the process's largest footprint until then, its evaluations included.",
     ]
     runs = {name: one.curve for name, one in found.items() if one.curve and one.curve.points}

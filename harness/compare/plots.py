@@ -39,12 +39,13 @@ def draw(report: Mapping[str, Any]) -> dict[str, Picture]:
 def _quality(
     report: Mapping[str, Any], methods: Methods, key: str, label: str, factor: float
 ) -> Picture:
-    """A quality against steps, on a logarithmic axis, and against training seconds."""
+    """A quality against steps or forward passes, on a logarithmic axis, and against seconds."""
+    counted = "forward_passes" if report["settings"]["equal"] == "forward-passes" else "step"
     figure, (by_step, by_second) = new_figure(1, 2, 3.9)
     for index, (name, one) in enumerate(methods.items()):
         points = one["curve"]["points"]
         values = [factor * point[key] for point in points]
-        for axes, against in ((by_step, "step"), (by_second, "seconds")):
+        for axes, against in ((by_step, counted), (by_second, "seconds")):
             places = [point[against] for point in points]
             # a logarithmic axis cannot show step 0; the grey line shows its value
             from_ = 1 if axes is by_step and places[0] == 0 else 0
@@ -66,12 +67,12 @@ def _quality(
     if any(one["curve"]["points"][-1]["step"] for one in methods.values()):
         log_scale(by_step)
     by_second.xaxis.set_major_formatter(thousands)
-    by_step.set_xlabel("steps")
+    by_step.set_xlabel("steps" if counted == "step" else "forward passes")
     by_second.set_xlabel("training time (s)")
     by_second.set_xlim(left=0)
     by_second.legend(frameon=False)
-    words = label.partition(" (")[0]
-    return f"{words.capitalize()} against steps and training time", png(figure)
+    words = label.partition(" (")[0].capitalize()
+    return f"{words} against {by_step.get_xlabel()} and training time", png(figure)
 
 
 def _footprint(report: Mapping[str, Any], methods: Methods) -> Picture:

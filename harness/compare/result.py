@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compare.finding import Finding
+from harness.compare.lengths import sweep_steps
 from harness.compare.levels import levels
 from harness.compare.notes import notes
 from harness.compare.verdict import verdict
@@ -42,12 +43,12 @@ def result(config: CompareConfig, found: Mapping[str, Finding]) -> dict[str, Any
         "machine": describe(),
         "budget_bytes": config.budget_bytes,
         "baseline": {"loss": baseline.loss, "accuracy": baseline.accuracy},
-        "verdict": verdict(reached),
+        "verdict": verdict(reached, config.judged_by),
         "levels": reached,
         "methods": {name: _method(one) for name, one in found.items()},
         "sweep": {
             name: {
-                "steps": config.steps_of_trial(name),
+                "rounds": sweep_steps(config, name, len(one.tried)),
                 "tried": [asdict(tried) for tried in one.tried],
                 "chosen": one.chosen,
             }

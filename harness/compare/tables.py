@@ -68,18 +68,19 @@ def _sweeps(report: Mapping[str, Any]) -> list[Table]:
     found = []
     for name, sweep in report["sweep"].items():
         options = _options([one["trial"] for one in sweep["tried"]])
-        rows = [(*map(_words, options), "outcome", "held-out loss", "training s", "")]
+        rows = [(*map(_words, options), "steps", "outcome", "held-out loss", "training s", "")]
         for index, one in enumerate(sweep["tried"]):
             rows.append(
                 (
                     *_values(one["trial"], options),
+                    f"{one['steps']:,}",
                     one["outcome"] + (f": {one['reason']}" if one["reason"] else ""),
                     "" if one["loss"] is None else f"{one['loss']:.4f}",
                     "" if one["training_s"] is None else f"{one['training_s']:,.1f}",
                     "chosen" if index == sweep["chosen"] else "",
                 )
             )
-        title = f"Sweep of {name}, {sweep['steps']:,} steps each"
+        title = f"Sweep of {name}: the better half went on each time"
         found.append(Table(title, rows, left=1 + len(options)))
     return found
 

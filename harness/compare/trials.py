@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -32,7 +31,7 @@ class Trial:
 class Tried:
     """How a trial ended: "finished", "diverged" or "over budget", or "rose" in a longer run.
 
-    The losses are held-out ones, before and after its steps; None if they are not known.
+    The losses are held-out ones, before and after `steps` steps; None if they are not known.
     """
 
     trial: Trial
@@ -41,6 +40,7 @@ class Tried:
     loss_before: float | None
     loss: float | None
     training_s: float | None
+    steps: int = 0
 
 
 def grid(config: CompareConfig, method: str) -> list[Trial]:
@@ -53,12 +53,24 @@ def grid(config: CompareConfig, method: str) -> list[Trial]:
 
 
 def choose(tried: Sequence[Tried]) -> int | None:
-    """The index of the finished trial with the lowest held-out loss; None if there is none."""
-    losses = [
-        math.inf if one.loss is None or one.outcome != "finished" else one.loss for one in tried
-    ]
-    best = min(losses)
-    return losses.index(best) if math.isfinite(best) else None
+    """The index of the best finished trial: of those that went furthest, the lowest held-out loss.
+
+    None if none finished.
+    """
+    order = ranked(tried, range(len(tried)))
+    return order[0] if order else None
+
+
+def ranked(tried: Sequence[Tried], indices: Iterable[int]) -> list[int]:
+    """Those of `indices` whose trials finished, the best first."""
+
+    def key(index: int) -> tuple[int, float]:
+        loss = tried[index].loss
+        assert loss is not None
+        return -tried[index].steps, loss
+
+    finished = [i for i in indices if tried[i].outcome == "finished" and tried[i].loss is not None]
+    return sorted(finished, key=key)
 
 
 def without(

@@ -21,7 +21,8 @@ PATHS = ("bundle", "data", "eval_data")  # settings that are paths
 def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any]:
     """Train in the folder `run` with `settings` (fields of TrainConfig); returns its summary.
 
-    A run that was interrupted is continued, and a finished one is not run again.
+    A run that was interrupted is continued, one of fewer steps goes on to as many, and a finished
+    one is not run again; so the summary of a run that has gone further is returned as it is.
 
     Raises:
         UsageError: `run` holds a run of other settings.
@@ -29,9 +30,9 @@ def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any
     """
     summary = run / "summary.json"
     if (run / "config.toml").exists():
-        _check_same(settings, run)
-        if not summary.exists():
-            ondevice("train", "--resume", str(run), "--json")
+        more = _check_same(settings, run)
+        if more or not _is_finished(run):
+            ondevice("train", "--resume", str(run), *more, "--json")
     else:
         bundle, *flags = (
             str(value) if name == "bundle" else flag(name, value)
@@ -42,11 +43,24 @@ def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any
     return found
 
 
-def _check_same(settings: Mapping[str, object], run: Path) -> None:
+def _is_finished(run: Path) -> bool:
+    """Whether the run's summary is of all steps; one of fewer is left where it began to go on."""
+    if not (run / "summary.json").exists():
+        return False
+    summary = json.loads((run / "summary.json").read_text())
+    config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    steps: int = config["steps"]
+    return bool(summary["stopped"] != "steps" or summary["steps"] >= steps)
+
+
+def _check_same(settings: Mapping[str, object], run: Path) -> list[str]:
+    """Compare the settings; returns the flags with which the run goes on to more steps."""
     known = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     different = []
     for name, value in settings.items():
         before = known.get(name)
+        if name == "steps":
+            continue
         if name in PATHS:
             value = absolute(str(value))
         if before != value:
@@ -56,3 +70,7 @@ def _check_same(settings: Mapping[str, object], run: Path) -> None:
             f"{run} holds a run of other settings: {', '.join(different)}; remove it or "
             "choose another folder"
         )
+    wanted = settings.get("steps")
+    if isinstance(wanted, int) and wanted > known["steps"]:
+        return [flag("steps", wanted)]
+    return []

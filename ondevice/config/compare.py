@@ -35,6 +35,8 @@ from ondevice.config.zeroth_order import MOST_QUERIES
 from ondevice.methods import METHODS, SEARCHES, USUAL, Search
 
 T = TypeVar("T")
+EVAL_EVERY = 50
+_SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARCHES.items())
 SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
 _NO_SEARCH = Search()
 
@@ -91,9 +93,6 @@ def _searched(option: str) -> str:
     )
 
 
-_SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARCHES.items())
-
-
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     """The options of `ondevice compare`, which trains several methods under one budget."""
@@ -109,6 +108,21 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     max_seconds: float = option(
         0.0, "most training seconds of each method (0: no limit)", NOT_NEGATIVE
     )
+    max_forward_passes: int = option(
+        0,
+        "most forward passes of each method, each of one row; a row trained with backpropagation "
+        "counts as three, since it is computed twice and its gradient costs about as much (0: no "
+        "limit)",
+        NOT_NEGATIVE,
+    )
+    equal: str = choice(
+        "nothing",
+        "give each method the same number of seconds (--max-seconds) or of forward passes "
+        "(--max-forward-passes), and judge by it; without it, methods are judged by seconds",
+        "nothing",
+        "forward-passes",
+        "seconds",
+    )
     target_loss: float = option(
         0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
     )
@@ -119,19 +133,31 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         "directions per step, of methods that perturb (default: each one's)",
         up_to(MOST_QUERIES),
     )
-    eval_every: str = option("50", "steps between evaluations, written as --steps", _COUNTS)
+    eval_every: str | None = option(
+        None,
+        "steps between evaluations, written as --steps (default: 50, or 20 evaluations of each "
+        "method with --max-forward-passes)",
+        _COUNTS,
+    )
     eval_rows: int = option(0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE)
     seed: int = option(0, "seed of the order of rows and of the noise", NOT_NEGATIVE)
     learning_rates: str = option(
         _searched("learning_rate"),
-        "rates that a sweep tries before a method runs, as 1e-4:3e-4 for all or mezo=1e-6:1e-5; a "
-        "single rate needs no sweep; methods that are not named keep their default",
+        "rates that a sweep tries before a method runs, as 1e-4:3e-4 for all or mezo=1e-6:1e-5; "
+        "the better half goes on for twice as many steps, until one is left; a single rate needs "
+        "no sweep; methods that are not named keep their default",
         _GRIDS,
     )
     epsilons: str = option(
         _searched("epsilon"), "sizes of a perturbation that a sweep tries with each rate", _GRIDS
     )
-    sweep_steps: str = option(_SWEEP_STEPS, "steps of each trial, written as --steps", _COUNTS)
+    sweep_steps: str | None = option(
+        None,
+        "steps of each trial before the first half is left, written as --steps (default: "
+        f"{_SWEEP_STEPS}; with --max-forward-passes so many that the last two go on for a quarter "
+        "of the run)",
+        _COUNTS,
+    )
     sweep_rows: int = option(0, "rows per evaluation of a trial (0: as --eval-rows)", NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
@@ -147,9 +173,33 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
             for method in self.method_names
             if "learning_rate" not in self.searched(method)
         ]
-        if not (self.steps or self.max_seconds or self.target_loss):
-            problems.append("nothing ends it: give steps, max_seconds or target_loss")
+        limits = ("steps", "max_seconds", "max_forward_passes", "target_loss")
+        if not any(getattr(self, name) for name in limits):
+            problems.append(f"nothing ends it: give {', '.join(limits[:-1])} or {limits[-1]}")
+        problems += self._unequal()
         refuse(type(self), problems)
+
+    def _unequal(self) -> list[str]:
+        """Why the methods would not get the same amount of what `equal` names."""
+        if self.equal == "nothing":
+            return []
+        limit, other = "max_seconds", "max_forward_passes"
+        if self.equal == "forward-passes":
+            limit, other = other, limit
+        problems = []
+        if not getattr(self, limit):
+            problems.append(f"equal is {self.equal}, but {limit} does not say how many")
+        problems += [
+            f"equal is {self.equal}; {name} would give the methods other amounts of them"
+            for name in ("steps", other)
+            if getattr(self, name)
+        ]
+        return problems
+
+    @property
+    def judged_by(self) -> str:
+        """The cost by which methods are compared: `seconds` or `forward_passes`."""
+        return "forward_passes" if self.equal == "forward-passes" else "seconds"
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -169,14 +219,3 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
             if searched in default or (method in given and "=" in text):
                 found[searched] = given.get(method, default.get(searched, ()))
         return found
-
-    def steps_of_trial(self, method: str) -> int:
-        """How many steps each trial of a method's sweep takes."""
-        default = SEARCHES.get(method, _NO_SEARCH).sweep_steps
-        return by_method(self.sweep_steps, int).get(method, default)
-
-    def most_steps(self, method: str) -> int | None:
-        """How many steps a method may take; None if only time ends its run."""
-        if self.steps is not None:
-            return by_method(self.steps, int)[method]
-        return None if self.max_seconds else SEARCHES.get(method, _NO_SEARCH).most_steps

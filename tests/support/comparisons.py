@@ -34,17 +34,20 @@ class Runs:
         self.ends, self.made = ends, list[Path]()
 
     def __call__(self, settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
-        if not (run / "summary.json").exists():
+        steps = settings["steps"]
+        if steps > self._steps_done(run):
             self.made.append(run)
             run.mkdir(parents=True, exist_ok=True)
             (run / "config.toml").touch()
-            steps, end = settings["steps"], self.ends(settings["method"], settings["learning_rate"])
+            end = self.ends(settings["method"], settings["learning_rate"])
             if settings.get("stop_loss", 0.0) >= 5.0:
                 steps, end = 0, 5.0
             lines = [entry(step + 1) for step in range(steps)]
             (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
             last = 5.0 if isinstance(end, Exception) else end
             found = {"before": 5.0, "2": (5.0 + last) / 2, "after": last}  # 2: dropped of no steps
+            if done := self._steps_done(run):  # it goes on
+                found[str(done)] = last
             if isinstance(end, Exception):
                 del found["after"]
             results = {when: evaluation(loss) for when, loss in found.items()}
@@ -54,8 +57,13 @@ class Runs:
             use = {"name": "model.layers.0", "forward_s": 0.5, "forward_peak_bytes": 1000}
             summary = {"stopped": "steps", "seconds_per_step": {}, "blocks": [use, use]}
             (run / "summary.json").write_text(json.dumps(summary))
+            (run / "steps").write_text(str(settings["steps"]))
         found_summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
         return found_summary
+
+    @staticmethod
+    def _steps_done(run: Path) -> int:
+        return int((run / "steps").read_text()) if (run / "steps").exists() else 0
 
 
 def by_rate(method: str, rate: float) -> Any:

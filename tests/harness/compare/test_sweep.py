@@ -1,0 +1,180 @@
+"""A sweep by successive halving; comparisons in which every method gets the same amount."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bundles import Tiny
+from support.comparisons import Runs, by_rate, settings
+from support.curves import entry, evaluation
+
+from harness.compare.compare import compare
+from harness.compare.curve import read_curve
+from harness.compare.lengths import evaluated_every, passes_of_step, step_limit, sweep_steps
+from harness.compare.report import to_text
+from harness.measure.training import measure_training
+from ondevice.errors import DivergedError, InterruptedRunError, UsageError
+from ondevice.methods import METHODS
+
+RATES = {1e-5: (4.5, 4.4, 4.3), 2e-5: (4.4, 4.0, 3.9), 3e-5: (4.3, 4.1, 3.0), 4e-5: (4.6, 1, 1)}
+BLOCK = {"name": "model.layers.0", "forward_s": 0.5, "forward_peak_bytes": 1000}
+
+
+class Swept:
+    """Trials whose loss depends on how far they went: after 10, 20 and 40 steps."""
+
+    def __init__(self, spoilt: float = 0.0, killed: int = -1) -> None:
+        self.spoilt, self.killed = spoilt, killed
+        self.made: list[tuple[float, int]] = []
+
+    def __call__(self, settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
+        steps, rate = settings["steps"], settings["learning_rate"]
+        kept = run / "steps"
+        if not kept.exists() or int(kept.read_text()) < steps:
+            if len(self.made) == self.killed:
+                raise InterruptedRunError("SIGTERM")
+            self.made.append((rate, steps))
+            if rate == self.spoilt and steps > 10:
+                raise DivergedError("the loss of step 13 is nan")
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "config.toml").touch()
+            lines = [json.dumps(entry(step + 1)) for step in range(steps)]
+            (run / "metrics.jsonl").write_text("\n".join(lines))
+            losses = dict(zip((10, 20, 40), RATES[rate], strict=True))
+            found = {str(at): evaluation(loss) for at, loss in losses.items() if at < steps}
+            end = evaluation(losses.get(steps, 2.0))
+            (run / "evaluations.json").write_text(
+                json.dumps({"before": evaluation(5.0), **found, "after": end})
+            )
+            kept.write_text(str(steps))
+        return {"stopped": "steps", "seconds_per_step": {}, "blocks": [BLOCK, BLOCK]}
+
+
+def swept(tmp_path: Path, measure: Swept) -> dict[str, Any]:
+    given = settings(
+        tmp_path,
+        methods="mezo",
+        sweep_steps="10",
+        steps="100",
+        learning_rates=":".join(map(str, RATES)),
+    )
+    return compare(given, id, measure)
+
+
+def test_the_better_half_goes_on_for_twice_as_many_steps(tmp_path: Path) -> None:
+    measure = Swept()
+    report = swept(tmp_path, measure)
+    assert measure.made[:6] == [
+        (1e-5, 10), (2e-5, 10), (3e-5, 10), (4e-5, 10), (2e-5, 20), (3e-5, 20)
+    ]  # fmt: skip
+    sweep = report["sweep"]["mezo"]
+    assert sweep["rounds"] == [10, 20]
+    # 4e-5 would have been the best; 3e-5 was, before it went on
+    assert [(one["steps"], one["loss"]) for one in sweep["tried"]] == [
+        (10, 4.5), (20, 4.0), (20, 4.1), (10, 4.6)
+    ]  # fmt: skip
+    assert report["methods"]["mezo"]["trial"]["values"]["learning_rate"] == 2e-5
+    assert "the better half went on" in to_text(report)
+
+
+@pytest.mark.parametrize("spoilt", [0.0, 2e-5, 3e-5])
+def test_an_interrupted_sweep_ends_as_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: float
+) -> None:
+    """Also where a trial has gone further, or diverged later, than the round that is looked at."""
+    monkeypatch.setattr("harness.compare.compare.write_report", lambda report, place: None)
+    (tmp_path / "a").mkdir()
+    whole = Swept(spoilt)
+    expected = swept(tmp_path / "a", whole)
+    for killed in range(1, len(whole.made)):
+        place = tmp_path / f"b{killed}"
+        place.mkdir()
+        with pytest.raises(InterruptedRunError):
+            swept(place, first := Swept(spoilt, killed))
+        found = swept(place, second := Swept(spoilt))
+        assert first.made + second.made == whole.made
+        for key in ("sweep", "methods", "levels", "verdict"):
+            assert found[key] == expected[key]
+    chosen = expected["methods"]["mezo"]["trial"]["values"]["learning_rate"]
+    assert chosen == (3e-5 if spoilt == 2e-5 else 2e-5)
+
+
+def test_a_run_that_goes_on_is_the_longer_run(tiny: Tiny, tmp_path: Path) -> None:
+    bundle = tiny("qwen2", seq_lens=(16,), device="auto").path
+    common = {
+        "bundle": str(bundle), "data": "random:3", "method": "mezo", "max_seq_length": 16,
+        "budget": "200MB", "eval_data": "random:4", "eval_rows": 1,
+    }  # fmt: skip
+    longer = measure_training({**common, "steps": 4}, tmp_path / "whole")
+    assert measure_training({**common, "steps": 2}, tmp_path / "run")["steps"] == 2
+    assert measure_training({**common, "steps": 4}, tmp_path / "run")["steps"] == 4
+    assert measure_training({**common, "steps": 2}, tmp_path / "run")["steps"] == 4  # as it is
+    names = ("adapters.safetensors", "trajectory.jsonl")
+    for name in names:
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    points = read_curve(tmp_path / "run", 3).points
+    assert [(point.step, point.forward_passes) for point in points] == [(0, 0), (2, 12), (4, 24)]
+    assert points[-1].loss == read_curve(tmp_path / "whole").points[-1].loss
+    assert longer["steps"] == 4
+    with pytest.raises(UsageError, match="other settings: seed 0 "):
+        measure_training({**common, "steps": 9, "seed": 5}, tmp_path / "run")
+
+
+def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:
+    given = settings(
+        tmp_path, methods=",".join(METHODS), steps=None, eval_every=None, batch_size=2,
+        equal="forward-passes", max_forward_passes=7200,
+    )  # fmt: skip
+    assert {method: passes_of_step(given, method) for method in METHODS} == {
+        "mebp": 6, "mezo": 4, "fzoo": 18, "kzoo": 16, "one-point": 2, "meazo": 4, "lozo": 4
+    }  # fmt: skip
+    for method in METHODS:
+        steps = step_limit(given, method)
+        assert steps * passes_of_step(given, method) == 7200
+        assert evaluated_every(given, method) == steps // 20
+        assert sweep_steps(given, method, 3) == [steps // 8, steps // 8 * 2]
+        assert sweep_steps(given, method, 8)[-1] == steps // 16 * 4
+        assert sweep_steps(given, method, 2) == [steps // 4]
+    queries = settings(tmp_path, steps=None, max_forward_passes=100, queries=5)
+    assert step_limit(queries, "mezo") == 10 and step_limit(queries, "mebp") == 33
+    both = settings(tmp_path, steps="7", max_forward_passes=100)
+    assert step_limit(both, "mezo") == 7
+
+
+def test_methods_are_judged_by_what_is_equal(tmp_path: Path) -> None:
+    given = settings(
+        tmp_path, steps=None, eval_every="2", learning_rates="1e-4",
+        equal="forward-passes", max_forward_passes=12,
+    )  # fmt: skip
+    report = compare(given, id, Runs(by_rate))
+    assert {name: one["steps"] for name, one in report["methods"].items()} == {"mebp": 4, "mezo": 6}
+    text = to_text(report)
+    assert "forward passes and" in report["verdict"] and " times as many" in report["verdict"]
+    assert "A row of mebp counts as 3" in text and "judged by forward passes" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"equal": "seconds"}, "equal is seconds, but max_seconds does not say how many"),
+        ({"equal": "forward-passes", "max_seconds": 5.0}, "max_forward_passes does not say how"),
+        (
+            {"equal": "forward-passes", "max_forward_passes": 5, "max_seconds": 5.0},
+            "max_seconds would give the methods other amounts",
+        ),
+        (
+            {"equal": "seconds", "max_seconds": 5.0, "steps": "5"},
+            "steps would give the methods other amounts",
+        ),
+        ({"equal": "steps", "max_seconds": 5.0}, "equal"),
+    ],
+)
+def test_what_would_not_be_equal_is_refused(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        settings(tmp_path, **{"steps": None, **more})
