@@ -1,4 +1,4 @@
-"""MeZO trained without one feature, as a process of the benchmark `zo2-ablation`.
+"""MeZO trained without one feature: a process of the benchmarks `zo2-ablation` and `zo2-full`.
 
 `python -m harness.bench.ablation_process BUNDLE --without FEATURE`, where FEATURE is
 
@@ -6,9 +6,12 @@
     single-read      reading and dequantizing a block once for all forward passes of a step
     deferred-update  updating a block when the next step visits it, not all after the step
     buffer-reuse     keeping freed memory in the process
+    disk             weights on disk: all are in memory, as in MeZO's Algorithm 1
 
-With `--cold` the file's pages are dropped from the system's cache before each step. Invariant: no
-feature changes what is computed, so the losses are the same without any of them.
+A bundle that was exported with `--trainable full` is trained in full, any other by adapters; `disk`
+is for the former. With `--cold` the pages of the weights' files are dropped from the system's cache
+before each step. Invariant: but for `disk`, which rounds differently, no feature changes what is
+computed, so the losses are the same without any of them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +31,60 @@ from runtime.system.backend import prepare
 prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 
+from harness.bench.in_memory import InMemoryMeZO  # noqa: E402
 from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
+from harness.oracles.full import MemoryWeights, all_weights  # noqa: E402
+from ondevice.bundle.store import Bundle, open_bundle  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.methods import mezo  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.protocol import Start  # noqa: E402
+from runtime.methods.full_weights import FullWeights  # noqa: E402
+from runtime.methods.protocol import Sample, Start, StepLoss  # noqa: E402
+from runtime.methods.row_noise import RowNoise  # noqa: E402
+from runtime.planner.plan import Plan  # noqa: E402
 from runtime.run.budget import check_budget  # noqa: E402
+from runtime.run.lora import to_train  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
+from runtime.storage.saves import SLOTS  # noqa: E402
 from runtime.system.footprint import Meter  # noqa: E402
 from runtime.system.heap import trim_heap  # noqa: E402
 
-FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse")
+FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse", "disk")
+RATE = 1e-7  # of all parameters; the default is for adapters
 LEFT_CACHED = 0.05  # the largest share of a dropped file that may stay cached
 
 
 def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict[str, Any]:
     """Train as configured: the time of each step, the peaks, the losses, and the cached share."""
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
-        bundle = open_checked(config.bundle)
+        config, bundle = to_train(config, open_checked(config.bundle))
         plan = plan_training(config, bundle)
         meter.aim(plan.predicted_peak_bytes)
-        session = open_session(bundle, replace(plan, prefetch=without != "prefetch"))
         manifest = bundle.manifest
-        adapters = Adapters.initial(manifest, config.seed)
-        begin = Start(
-            session.model, plan, adapters, scratch, len(manifest.blocks), manifest.hidden_size
-        )
-        method = dataclasses.replace(
-            mezo.start(config, begin),
-            lanes=1 if without == "single-read" else plan.lanes,
-            defer=without != "deferred-update",
-        )
+        step, release = _method(config, bundle, plan, without, scratch)
         length = config.max_seq_length or manifest.usual_bucket
         rows = RandomRows(config.seed, manifest.vocab_size, length, RANDOM_ROWS)
         samples = Samples.of(config, manifest, rows)
+        files = [path for path in (bundle.weights_path, scratch / SLOTS) if path.exists()]
         step_s, losses, cached = [], [], []
-        for step in range(config.steps):
+        for number in range(config.steps):
             if cold:
-                for block in manifest.blocks:  # mapped pages are not dropped
-                    session.weights.release(block)
-                _drop(bundle.weights_path)
-            if cold or step == 0:
+                release()  # mapped pages are not dropped
+                for path in files:
+                    _drop(path)
+            if cold or number == 0:
                 cached.append(cached_share(bundle.weights_path))
             start = time.perf_counter()
-            loss = method.step(step, config.learning_rate, [[samples.at(step)]]).loss
+            loss = step(number, samples.at(number))
             step_s.append(time.perf_counter() - start)
             losses.append(loss.loss_sum / loss.tokens)
-            check_budget(meter, plan, "an ablation saves nothing")
+            if without != "disk":
+                check_budget(meter, plan, "an ablation saves nothing")
     return {
         "step_s": step_s[1:],
         "losses": losses,
@@ -88,6 +94,48 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "budget_bytes": plan.budget_bytes,
     }
+
+
+def _method(
+    config: TrainConfig, bundle: Bundle, plan: Plan, without: str, scratch: Path
+) -> tuple[Callable[[int, Sample], StepLoss], Callable[[], None]]:
+    """How a step is taken, and how the mapped pages of the weights are released."""
+    manifest = bundle.manifest
+    prefetch = plan.prefetch and without != "prefetch"
+    planned = replace(plan, prefetch=prefetch)
+    adapters = Adapters.initial(manifest, config.seed)
+    weights: FullWeights | None = None
+    if config.trains_all:
+        from runtime.run.trained_weights import open_weights  # heavier than adapters need
+
+        if without == "disk":
+            memory = MemoryWeights(bundle, all_weights(bundle))
+            models = open_session(bundle, planned, memory).model
+            noise = RowNoise(config.seed, config.noise_kind)
+            published = InMemoryMeZO(memory, models, adapters, noise, config.epsilon)
+            rate = config.learning_rate
+            return lambda number, sample: published.step(number, rate, [sample]), lambda: None
+        weights = open_weights(config, bundle, scratch, 0, prefetch)
+    elif without == "disk":
+        raise UsageError("--without disk: the adapters of this bundle are in memory anyway")
+    session = open_session(bundle, planned, weights)
+    begin = Start(
+        session.model, plan, adapters, scratch, len(manifest.blocks), manifest.hidden_size, weights
+    )
+    method = dataclasses.replace(
+        mezo.start(config, begin),
+        lanes=1 if without == "single-read" else plan.lanes,
+        defer=without != "deferred-update",
+    )
+
+    def release() -> None:
+        for block in manifest.blocks:
+            session.weights.release(block)
+
+    return (
+        lambda number, sample: method.step(number, config.learning_rate, [[sample]]).loss,
+        release,
+    )
 
 
 def _drop(path: Path) -> None:
@@ -109,7 +157,9 @@ def main(argv: list[str] | None = None) -> int:
     def measure(scratch: Path) -> dict[str, Any]:
         if given.steps < 2:
             raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
-        config = configured(given, method="mezo", steps=given.steps)
+        full = open_bundle(given.bundle).manifest.trainable == "full"
+        rate = {"learning_rate": RATE} if full else {}
+        config = configured(given, method="mezo", steps=given.steps, **rate)
         return ablate(config, given.without, given.cold, scratch)
 
     return report(given.scratch, measure)

@@ -26,7 +26,7 @@ from harness.bench.packing import PACKING
 from harness.bench.peers import PEERS
 from harness.bench.prediction import PREDICTION
 from harness.bench.step_profile import PROFILE
-from harness.bench.zo2_ablation import ZO2_ABLATION
+from harness.bench.zo2_ablation import ZO2_ABLATION, ZO2_FULL
 from harness.measure.bundles import check_models
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
@@ -42,6 +42,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "mebp-table4": TABLE4,
     "mebp-figure2": FIGURE2,
     "zo2-ablation": ZO2_ABLATION,
+    "zo2-full": ZO2_FULL,
     "footprint": FOOTPRINT,
     "prediction": PREDICTION,
     "curve": CURVE,

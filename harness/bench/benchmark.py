@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from harness.bench.published import Source
@@ -62,18 +63,21 @@ class Bench:
     note: Note
 
     def rows(
-        self, measured: Callable[[Path, str, int], Row], besides: Sequence[int] = ()
+        self,
+        measured: Callable[[Path, str, int], Row],
+        besides: Sequence[int] = (),
+        export: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[Row]:
         """A row for each model and length: what `measured` returns, or why there is nothing.
 
-        The bundles have the lengths `besides` too.
+        The bundles have the lengths `besides` too, and are exported with the options `export`.
         """
         private = {str(self.runs): "RUNS", str(Path(self.config.bundles).resolve()): "BUNDLES"}
         for model, lengths in self.cases.items():
             bundle, failed = None, None
             try:
                 buckets = (*lengths, *besides)
-                bundle = bundle_of(Path(self.config.bundles), model, buckets, self.note)
+                bundle = bundle_of(Path(self.config.bundles), model, buckets, self.note, export)
             except OnDeviceError as problem:
                 failed = f"no bundle: {reason(problem)}"
                 self.note(f"{model}: {failed}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from export.sources.random import PRESETS
-from harness.measure.command import ondevice
+from harness.measure.command import flag, ondevice
 from harness.measure.repeats import Note
 from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.errors import UsageError
@@ -31,24 +32,33 @@ def check_models(models: Sequence[str]) -> None:
         raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
 
 
-def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> Path:
+def bundle_of(
+    folder: Path,
+    model: str,
+    lengths: Sequence[int],
+    note: Note,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """The bundle of a model in `folder` with graphs for `lengths`; it is exported where needed.
+
+    `settings` are further options of the export; their values are part of the bundle's name.
 
     Raises:
         UsageError: its place holds something else.
         OnDeviceError: it cannot be exported.
     """
-    path = folder / model
+    path = folder / "-".join((model, *settings.values()))
     buckets = set(lengths)
     force = (path / MANIFEST).is_file()
     if force:
         found = open_bundle(path)
-        _check(found, model)
+        _check(found, model, settings)
         if buckets <= {*found.manifest.buckets}:
             return path
         buckets |= {*found.manifest.buckets}
     note(f"exporting {path} for {', '.join(map(str, sorted(buckets)))} tokens")
     flags = ["--seq-lens", ",".join(map(str, sorted(buckets))), *(["--force"] if force else [])]
+    flags += [flag(name, value) for name, value in settings.items()]
     ondevice("export", f"random:{model}", "--output", str(path), *flags)
     return path
 
@@ -60,12 +70,13 @@ def smallest_megabytes(bundle: Path, method: str, length: int) -> int:
     return math.ceil(plan["minimum_bytes"] / _MB)
 
 
-def _check(bundle: Bundle, model: str) -> None:
+def _check(bundle: Bundle, model: str, settings: Mapping[str, str]) -> None:
     origin = bundle.manifest.provenance
-    settings = {*origin.get("settings", {})} - _FREE
-    if (origin.get("kind"), origin.get("name")) != ("random", model) or settings:
-        odd = f" with {', '.join(sorted(settings))} set" if settings else ""
+    known = {key: value for key, value in origin.get("settings", {}).items() if key not in _FREE}
+    if (origin.get("kind"), origin.get("name")) != ("random", model) or known != settings:
+        odd = f" with {', '.join(sorted(known))} set" if known else ""
+        flags = "".join(f" {flag(name, value)}" for name, value in settings.items())
         raise UsageError(
             f"{bundle.path} holds {origin.get('name')}{odd}, not what `ondevice export "
-            f"random:{model}` makes; move it away or choose other --bundles"
+            f"random:{model}{flags}` makes; move it away or choose other --bundles"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.bench import bench as benches
-from harness.bench import benchmark, published
+from harness.bench import benchmark, published, zo2_ablation
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.block_profiles import _shares, together
 from harness.bench.mebp_tables import TABLE2
@@ -301,7 +301,8 @@ def run(bundles: Path, tmp_path: Path, name: str, **more: Any) -> dict[str, Any]
     assert {"version", "commit", "measured", "paper", "notes"} <= set(report)
     assert report["command"].startswith(f"ondevice bench {name} --models=tiny-qwen2")
     assert str(bundles) not in output.read_text()
-    assert [path.name for path in bundles.iterdir()] == [MODEL]  # runs are taken away
+    left = {path.name for path in bundles.iterdir()}
+    assert MODEL in left and left <= {MODEL, f"{MODEL}-full"}  # runs are taken away
     return report
 
 
@@ -368,6 +369,29 @@ def test_zo2_ablation(bundles: Path, tmp_path: Path) -> None:
         assert (one["ratio"] is None) == (whole is one or bool(whole["failed"]))
     text = to_text(report)
     assert "x1.90  x1.75-x3.49" in text and "NVIDIA A100 80 GB" in text
+
+
+def test_zo2_full(bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parameters; deferring the update changes no loss, all in memory is rounded apart."""
+    for name in zo2_ablation.VARIANTS:  # of which the ablation of adapters tests the others
+        if name not in ("full", "without the deferred update"):
+            monkeypatch.delitem(zo2_ablation.FULL_VARIANTS, name)
+    report = run(bundles, tmp_path, "zo2-full")
+    assert (bundles / f"{MODEL}-full" / MANIFEST).exists()
+    whole, at_once, memory = report["rows"][0]["variants"]
+    assert (whole["same_losses"], at_once["same_losses"], memory["same_losses"]) == (1, 1, 0)
+    assert 0 < memory["largest_difference"] < 1e-3 and memory["memory"] > 0
+    assert "within " in to_text(report)
+
+
+def test_all_in_memory_needs_a_bundle_of_all_parameters(bundles: Path, tmp_path: Path) -> None:
+    bundle_of(bundles, MODEL, (16,), print)
+    command = [sys.executable, "-m", "harness.bench.ablation_process", str(bundles / MODEL)]
+    done = subprocess.run(
+        [*command, "--without=disk", "--max-seq-length=16", f"--scratch={tmp_path}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "are in memory anyway" in done.stderr
 
 
 def test_packing(bundles: Path, tmp_path: Path) -> None:
