@@ -28,7 +28,10 @@ QUERIES = {"fzoo": 8, "kzoo": 4}
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
+_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo")
+
 OPTIONS_OF = {
+    "objective": _PERTURBING,
     "zo_optimizer": ("mezo",),
     "zo_window": ("mezo",),
     "seed_pool": ("kzoo",),

@@ -86,6 +86,8 @@ class Steps:
             return ""
         losses = [one["loss"] for one in self._since if one["loss"] is not None]
         loss = f"{sum(losses) / len(losses):.4f}" if losses else "not finite"
+        shares = [one["objective"] for one in self._since if "objective" in one]
+        right = f", {sum(shares) / len(shares):.1%} right" if shares else ""
         processed, scored = (
             sum(one[which] for one in self._since) / seconds
             for which in ("processed_tokens", "tokens")
@@ -94,7 +96,7 @@ class Steps:
         left = total - entry["step"]
         eta = f"{format_seconds(left * self.step_s)} left" if left else "all steps done"
         return (
-            f"step {entry['step']} of {total}: loss {loss}, learning rate "
+            f"step {entry['step']} of {total}: loss {loss}{right}, learning rate "
             f"{entry['learning_rate']:.3g}, {processed:.0f} tokens/s ({scored:.0f} scored), "
             f"footprint {format_bytes(entry['footprint_bytes'])}, {eta}"
         )
@@ -150,11 +152,12 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
                 )
             )
         loss = "not finite" if entry["loss"] is None else f"{entry['loss']:.3f}"
+        right = f", {entry['objective']:.0%} right" if "objective" in entry else ""
         processed, scored = (
             entry[key] / entry["seconds"] for key in ("processed_tokens", "tokens")
         )
         bars[0].set_postfix_str(
-            f"loss {loss}, {processed:.0f} tokens/s ({scored:.0f} scored), "
+            f"loss {loss}{right}, {processed:.0f} tokens/s ({scored:.0f} scored), "
             f"footprint {format_bytes(entry['footprint_bytes'])}",
             refresh=False,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ondevice.config.base import Config, Group, choice, option, up_to
 from ondevice.methods import QUERIES
 
+OBJECTIVES = ("loss", "accuracy", "exact", "labels")
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
@@ -27,6 +28,15 @@ class ZerothOrderOptions(Config):
         f"{', '.join(f'{count} with {name}' for name, count in QUERIES.items())}, else 1)",
         up_to(MOST_QUERIES),
         Group.ZEROTH_ORDER,
+    )
+    objective: str | None = choice(
+        None,
+        "what such a method improves: the loss (the default), or without any gradient the share of "
+        "scored tokens that are the most likely (accuracy), of rows whose scored tokens all are "
+        "(exact), or of rows whose answer begins with the most likely of all labels, which are the "
+        "first tokens of the training rows' answers (labels); shares need large batches",
+        *OBJECTIVES,
+        group=Group.ZEROTH_ORDER,
     )
     zo_optimizer: str | None = choice(
         None,
@@ -69,6 +79,11 @@ class ZerothOrderOptions(Config):
         if self.zo_window is None or self.zo_optimizer not in (None, "sgd"):
             return []
         return ["zo_window needs zo_optimizer momentum or adam: sgd averages nothing"]
+
+    @property
+    def objective_name(self) -> str:
+        """What a zeroth-order method improves."""
+        return self.objective or OBJECTIVES[0]
 
     @property
     def zo_optimizer_name(self) -> str:

@@ -216,6 +216,13 @@ class Model:
             moves = [move_of(one) for one in loras]
             return kernel.run(hs, targets, self.head_matrix, gradient, predictions, moves)
 
+    def label_logits(self, h: mx.array, labels: Targets, loras: Loras) -> mx.array:
+        """Logits (N, K) of chosen tokens (K,) for hidden states h (N, D), evaluated."""
+        chosen = self.matrices.rows(self.head_matrix, labels, move_of(loras))
+        logits = h @ chosen.T
+        mx.eval(logits)
+        return logits
+
     def head_backward(self, x: mx.array, dh: mx.array, scored: Positions) -> mx.array:
         """dx (1, bucket, D) of the head block's input x, from dh (N, D) at positions `scored`."""
         block = self.blocks[-1]

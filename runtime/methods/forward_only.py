@@ -11,6 +11,7 @@ from ondevice.errors import UsageError
 from runtime.methods.descent import descent_of
 from runtime.methods.estimator import Estimator, by_query
 from runtime.methods.noise import Noise
+from runtime.methods.objectives import MeanLoss, Objective, objective_of
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.demand import Demand, lane_choices
@@ -79,7 +80,15 @@ def start_with(
         config.weight_decay,
         descent_of(config.zo_optimizer_name, config.zo_window_size),
         begin.plan.lanes,
+        _objective(config, begin),
     )
+
+
+def _objective(config: TrainConfig, begin: Start) -> Objective:
+    if config.objective_name == "loss":
+        return MeanLoss()
+    assert begin.rows is not None, "an objective over labels needs the rows"
+    return objective_of(config.objective_name, begin.rows)
 
 
 def _hidden_states(config: StepConfig, estimator: Estimator) -> int:

@@ -56,6 +56,14 @@ class Row:
         """None: the sequence is one row."""
 
 
+class NumberedRows(Protocol):
+    """Rows by number: each row's tokens (n+1,), and its scored positions (N,)."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> tuple[npt.NDArray[Any], Positions]: ...
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """Rows one after another in one sequence, each predicted as if it were alone.
@@ -117,7 +125,8 @@ class StepResult:
     `loss` is that of the batch; `forward_passes` counts samples run forward for the objective (not
     recomputation); `skipped` is above 0 if nothing was learned because a loss was not finite, and
     counts such steps in a row; `record` is the step's line in the trajectory log; `gradient_norm`
-    is that of all gradients before they were clipped, None where none are.
+    is that of all gradients before they were clipped, None where none are; `objective` is the share
+    of right answers, where that is what is raised instead of lowering the loss.
     """
 
     loss: StepLoss
@@ -125,6 +134,7 @@ class StepResult:
     skipped: int = 0
     record: list[Any] | None = None
     gradient_norm: float | None = None
+    objective: float | None = None
 
 
 class Update(Protocol):
@@ -168,7 +178,8 @@ class Method(Protocol):
 class Start:
     """What a method starts with: a planned model, adapters, and a folder for scratch files.
 
-    `weights` are those of a run that trains all parameters; then there are no adapters.
+    `weights` are those of a run that trains all parameters; then there are no adapters. `rows` are
+    those that it trains on.
     """
 
     models: Models
@@ -178,6 +189,7 @@ class Start:
     block_count: int
     hidden_size: int
     weights: FullWeights | None = None
+    rows: NumberedRows | None = None
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:

@@ -32,6 +32,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.descent import Descent, Sgd
 from runtime.methods.estimator import Estimator, Losses, Point, by_query
 from runtime.methods.noise import Noise
+from runtime.methods.objectives import MeanLoss, Objective, Scored, shares
 from runtime.methods.protocol import Models, Sample, StepLoss, StepResult
 from runtime.methods.scalar_update import Update
 from runtime.methods.trajectory import Header, digest
@@ -63,6 +64,7 @@ class ZerothOrder:
     weight_decay: float = 0.0
     descent: Descent = field(default_factory=Sgd)
     lanes: int = 2
+    objective: Objective = field(default_factory=MeanLoss)
     defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
@@ -85,8 +87,8 @@ class ZerothOrder:
             with model.profile.block(block.label, "forward"):
                 self._block(model, block, number, rows, lanes)
         self._pending = False  # every block has been visited
-        losses = self._losses(model, rows, lanes)
-        return self._learn(number, rate, rows, lanes, losses)
+        losses, values = self._losses(model, rows, lanes)
+        return self._learn(number, rate, rows, lanes, losses, values)
 
     @cached_property
     def _points(self) -> list[list[Point]]:
@@ -152,10 +154,13 @@ class ZerothOrder:
             for suffix in ("lora_a", "lora_b")
         ]
 
-    def _losses(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> list[float]:
-        """The summed loss of every lane."""
-        head = model.blocks[-1]
-        found: list[float] = []
+    def _losses(
+        self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> tuple[list[float], list[float]]:
+        """The summed loss of every lane, and what it adds to the objective."""
+        head, objective = model.blocks[-1], self.objective
+        losses: list[float] = []
+        values: list[float] = []
         with model.profile.block(head.label, "forward"):
             self._catch_up(head, model)
             for first in range(0, len(lanes), self.lanes):
@@ -166,12 +171,18 @@ class ZerothOrder:
                     for i, (lane, own) in enumerate(zip(group, loras, strict=True))
                 ]
                 targets = [rows[lane.row].targets for lane in group]
-                results = model.losses(hs, targets, gradient=False, predictions=False, loras=loras)
+                results = model.losses(
+                    hs, targets, gradient=False, predictions=objective.predicts, loras=loras
+                )
                 if first == 0:
                     self._visited(head, model)
-                found += [float(result.loss.sum().item()) for result in results]  # type: ignore[arg-type]
+                losses += [float(result.loss.sum().item()) for result in results]  # type: ignore[arg-type]
+                values += [
+                    objective.value(Scored(model, rows[lane.row], h, result, own))
+                    for lane, h, result, own in zip(group, hs, results, loras, strict=True)
+                ]
         model.release(head)
-        return found
+        return losses, values
 
     def _learn(
         self,
@@ -180,24 +191,28 @@ class ZerothOrder:
         rows: Sequence[Sample],
         lanes: Sequence[Lane],
         losses: Sequence[float],
+        values: Sequence[float],
     ) -> StepResult:
         tokens = sum(len(row.targets) for row in rows)
-        sums = dict.fromkeys(self.estimator.points, 0.0)
-        for lane, loss in zip(lanes, losses, strict=True):
-            sums[lane.point] += loss
-        mean = StepLoss(sum(sums.values()) / len(sums), 0, tokens)
+        mean = StepLoss(sum(losses) / len(self.estimator.points), 0, tokens)
         if not all(map(math.isfinite, losses)):
             self.skipped += 1
             return StepResult(mean, len(lanes), self.skipped, [rate, None])
         self.skipped = 0
-        found = {point: loss / tokens for point, loss in sums.items()}
-        self._check_moved(found)
+        sums = dict.fromkeys(self.estimator.points, 0.0)
+        for lane, value in zip(lanes, values, strict=True):
+            sums[lane.point] += value
+        count = sum(self.objective.count(row) for row in rows)
+        found = {point: value / count for point, value in sums.items()}
+        share = shares(self.objective, list(found.values()))
+        if share is None:  # a share of right answers often stays as it is
+            self._check_moved(found)
         gradients = self.estimator.gradients(found, self.epsilon)
         self._pending = True
         self.descent.remember(Update(number, rate, gradients, self.weight_decay))
         if not self.defer:
             self.settle()
-        return StepResult(mean, len(lanes), 0, [rate, list(gradients)])
+        return StepResult(mean, len(lanes), 0, [rate, list(gradients)], objective=share)
 
     def _check_moved(self, losses: Losses) -> None:
         """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.

@@ -14,6 +14,7 @@ from ondevice.config.base import load, to_toml
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
+from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start
@@ -107,7 +108,7 @@ def _begin(
     weights = _weights(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights)
     adapters = _first_adapters(fixed, session, folder)
-    running = _method(fixed, session, adapters, folder, weights)
+    running = _method(fixed, session, adapters, folder, weights, rows)
     for name in TOKENS:
         if (folder.path / name).exists():
             folder.checksums.record(name)
@@ -184,7 +185,7 @@ def _continue(
         if _has_lines(folder.metrics.path):
             events.note(f"{path} has no save: it is trained from its beginning")
         adapters = _first_adapters(config, session, folder)
-        running = _method(config, session, adapters, folder, weights)
+        running = _method(config, session, adapters, folder, weights, rows)
         folder.start_logs(running.log_header() if running.keeps_log else None)
     else:
         save = folder.saves.place(state.step)
@@ -193,7 +194,7 @@ def _continue(
         else:
             adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
             adapters = adapters.in_dtype(config.adapter_dtype)
-        running = _method(config, session, adapters, folder, weights)
+        running = _method(config, session, adapters, folder, weights, rows)
         running.read(save / STATE_OF_METHOD)
         folder.go_on_with_logs(state, running.keeps_log)
         folder.publish(state.step)  # a kill may have come between the save and this copy of it
@@ -319,6 +320,7 @@ def _method(
     adapters: Adapters,
     folder: RunFolder,
     weights: FullWeights | None,
+    rows: Rows,
 ) -> Method:
     manifest = session.bundle.manifest
     begin = Start(
@@ -329,6 +331,7 @@ def _method(
         len(manifest.blocks),
         manifest.hidden_size,
         weights,
+        rows,
     )
     return method(config.method).start(config, begin)
 

@@ -237,6 +237,8 @@ class Trainer:
         }
         if result.skipped:
             entry["skipped"] = True
+        if result.objective is not None:
+            entry["objective"] = result.objective
         if result.gradient_norm is not None:
             entry["gradient_norm"] = _finite(result.gradient_norm)
         return entry, result.record

@@ -1,0 +1,188 @@
+"""Objectives without a gradient: their values by brute force, their labels, and runs with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.models import adapters_of, model_of
+from support.runs import adapter, here, ondevice, train_arguments
+
+from harness.oracles import reference
+from ondevice.bundle.store import Bundle
+from ondevice.config.zeroth_order import OBJECTIVES
+from ondevice.errors import DataError
+from runtime.engine.model import Model
+from runtime.methods.adapters import Adapters
+from runtime.methods.mezo import TwoPoint
+from runtime.methods.noise import Noise
+from runtime.methods.objectives import MOST_LABELS, labels_of, objective_of
+from runtime.methods.protocol import PackedRows, Row, Sample
+from runtime.methods.zeroth_order import ZerothOrder
+from runtime.storage.activations import Activations
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+EPSILON = 0.02
+SHARES = OBJECTIVES[1:]
+
+
+class Listed:
+    """Rows in a list."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> tuple[Any, Any]:
+        return self.rows[index].tokens, self.rows[index].scored
+
+
+def logits_of(model: Model, adapters: Adapters, row: Row) -> np.ndarray:
+    """The logits (N, V) at the scored positions of a row by itself."""
+    x = model.embed(row.inputs)
+    for block in model.blocks[1:-1]:
+        x = model.forward(block, x, adapters.loras(block))
+    w = reference.dequantized(model.weights, model.head_matrix)
+    return np.array(model.hidden(x, row.scored) @ w.T)
+
+
+def share_of(name: str, model: Model, adapters: Adapters, rows: list[Row]) -> float:
+    """An objective of rows, from all their logits."""
+    labels = np.unique([row.targets[0] for row in rows])
+    right: list[bool] = []
+    for row in rows:
+        logits = logits_of(model, adapters, row)
+        tokens = logits.argmax(axis=-1) == row.targets
+        if name == "labels":
+            right.append(bool(labels[logits[0][labels].argmax()] == row.targets[0]))
+        else:
+            right += tokens.tolist() if name == "accuracy" else [bool(tokens.all())]
+    return sum(right) / len(right)
+
+
+def rows_of(model: Model, adapters: Adapters, rng: Rng) -> list[Row]:
+    """Rows of which some are predicted right: the last target is often what the model says."""
+    found = []
+    for _ in range(9):
+        length = int(rng.integers(3, 6))
+        tokens = rng.integers(0, model.bundle.manifest.vocab_size, length + 1).astype(np.int32)
+        first = length - 1 if rng.random() < 0.7 else length - 2
+        scored = np.arange(first, length)
+        if rng.random() < 0.6:
+            logits = logits_of(model, adapters, Row(tokens, scored))
+            tokens[-1] = logits[-1].argmax()
+        found.append(Row(tokens, scored))
+    return found
+
+
+def method_of(
+    model: Model, adapters: Adapters, folder: Path, seed: int, name: str, samples: Sequence[Sample]
+) -> ZerothOrder:
+    rows = Listed([row for sample in samples for row in sample.rows])
+    shape = (1, model.bucket, model.bundle.manifest.hidden_size)
+    scratch = Activations(folder, 1, 2 * len(samples), shape)
+    noise, objective = Noise(seed), objective_of(name, rows)
+    return ZerothOrder(
+        lambda length: model, adapters, scratch, noise, EPSILON, TwoPoint(1), lanes=3,
+        objective=objective,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [*zip(SHARES, ("gemma3", "qwen2", "llama"), strict=True)]
+)
+def test_numbers_are_differences_of_shares(
+    tiny: Tiny, rng: Rng, seed: int, family: str, name: str, tmp_path: Path
+) -> None:
+    """Also of packed rows, whose answers lie one after another."""
+    bundle = tiny(family)
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    rows = rows_of(model, adapters, rng)
+    samples: list[Sample] = [PackedRows(tuple(rows[:3])), *rows[3:7], PackedRows(tuple(rows[7:]))]
+    method = method_of(model, adapters, tmp_path, seed, name, samples)
+    plus, minus = (
+        share_of(
+            name,
+            model,
+            Adapters(
+                bundle.manifest,
+                {
+                    key: value + method.noise.draw(0, 0, key, value.shape) * by
+                    for key, value in adapters.tensors.items()
+                },
+            ),
+            rows,
+        )
+        for by in (EPSILON, -EPSILON)
+    )
+    result = method.step(0, 0.1, [samples])
+    assert result.record is not None
+    assert result.record[1] == pytest.approx([(minus - plus) / (2 * EPSILON)], abs=1e-9)
+    assert result.objective == pytest.approx((plus + minus) / 2)
+    losses = [reference.plain_loss(model, adapters, [row]) for row in rows]
+    assert result.loss.tokens == sum(len(row.targets) for row in rows)
+    assert 0.2 < result.loss.loss_sum / result.loss.tokens / np.mean(losses) < 5  # still the loss
+
+
+def test_a_share_that_stays_ends_no_run(tiny: Tiny, rng: Rng, seed: int, tmp_path: Path) -> None:
+    bundle = tiny("llama")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    tokens = np.array([3, 4, 5], np.int32)
+    rows: list[Sample] = [Row(tokens, np.array([1]))]
+    worst = logits_of(model, adapters, Row(tokens, np.array([1])))[0].argmin()
+    rows = [Row(np.array([3, 4, worst], np.int32), np.array([1]))]
+    method = method_of(model, adapters, tmp_path, seed, "exact", rows)
+    before = {name: np.array(value) for name, value in adapters.tensors.items()}
+    for step in range(12):
+        assert method.step(step, 0.1, [rows]).objective == 0
+    method.settle()
+    assert all(
+        mx.array_equal(adapters.tensors[name], mx.array(old)) for name, old in before.items()
+    )
+
+
+def test_labels_are_the_first_tokens_of_answers() -> None:
+    def row(*targets: int) -> Row:
+        tokens = np.array([0, 1, *targets], np.int32)
+        return Row(tokens, np.arange(1, 1 + len(targets)))
+
+    assert labels_of(Listed([row(9, 2), row(5, 2), row(9, 3)])).tolist() == [5, 9]
+    with pytest.raises(DataError, match="begin with the same token"):
+        labels_of(Listed([row(9, 2), row(9, 3)]))
+    many = Listed([row(label) for label in range(MOST_LABELS + 5)])
+    with pytest.raises(DataError, match=r"first 257 training rows begin with 257 different"):
+        labels_of(many)
+
+
+def test_runs_with_an_objective(tiny: Tiny, tmp_path: Path) -> None:
+    """Resumed and replayed to the same bytes; the share is in the metrics and on the screen."""
+    bundle = tiny("qwen2", seq_lens=(16, 32)).path
+    more = {"method": "fzoo", "objective": "accuracy", "queries": 3, "learning_rate": 1e-6}
+    done = ondevice(*train_arguments(bundle, tmp_path / "whole", 4, **more))
+    assert done.returncode == 0, done.stderr
+    assert "% right, learning rate" in done.stderr
+    entries = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    assert all(0 <= json.loads(entry)["objective"] <= 1 for entry in entries)
+    assert ondevice(*train_arguments(bundle, tmp_path / "run", 2, **more)).returncode == 0
+    done = ondevice("train", "--resume", tmp_path / "run", "--steps", 4)
+    assert done.returncode == 0, done.stderr
+    assert ondevice("replay", tmp_path / "run", "-o", tmp_path / "again").returncode == 0
+    # the schedule of the first two steps was another
+    assert adapter(tmp_path / "again") == adapter(tmp_path / "run")
+
+
+def test_backpropagation_has_no_such_objective(tiny: Tiny, tmp_path: Path) -> None:
+    bundle = tiny("qwen2", seq_lens=(16, 32)).path
+    refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mebp", objective="exact"))
+    assert refused.returncode == 2 and "objective is an option of mezo and fzoo" in refused.stderr
+    refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mezo", objective="labels"))
+    assert refused.returncode == 4 and "too many to be labels" in refused.stderr
+    assert not (tmp_path / "run").exists()
