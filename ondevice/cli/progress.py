@@ -88,6 +88,8 @@ class Steps:
         loss = f"{sum(losses) / len(losses):.4f}" if losses else "not finite"
         shares = [one["objective"] for one in self._since if "objective" in one]
         right = f", {sum(shares) / len(shares):.1%} right" if shares else ""
+        if idle := sum(not one.get("learned", True) for one in self._since):
+            right += f", nothing learned in {idle} of {len(self._since)} steps"
         processed, scored = (
             sum(one[which] for one in self._since) / seconds
             for which in ("processed_tokens", "tokens")

@@ -239,6 +239,7 @@ class Trainer:
             entry["skipped"] = True
         if result.objective is not None:
             entry["objective"] = result.objective
+            entry["learned"] = result.record is not None and any(result.record[1] or ())
         if result.gradient_norm is not None:
             entry["gradient_norm"] = _finite(result.gradient_norm)
         return entry, result.record

@@ -168,9 +168,14 @@ def test_runs_with_an_objective(tiny: Tiny, tmp_path: Path) -> None:
     more = {"method": "fzoo", "objective": "accuracy", "queries": 3, "learning_rate": 1e-6}
     done = ondevice(*train_arguments(bundle, tmp_path / "whole", 4, **more))
     assert done.returncode == 0, done.stderr
-    assert "% right, learning rate" in done.stderr
-    entries = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    assert all(0 <= json.loads(entry)["objective"] <= 1 for entry in entries)
+    assert "% right, " in done.stderr
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert all(0 <= entry["objective"] <= 1 for entry in entries)
+    log = (tmp_path / "whole" / "trajectory.jsonl").read_text().splitlines()[1:]
+    assert [entry["learned"] for entry in entries] == [any(json.loads(x)[1]) for x in log]
+    idle = sum(not entry["learned"] for entry in entries[1:])  # the first step has its own line
+    assert (f"nothing learned in {idle} of 3 steps" in done.stderr) == bool(idle)
     assert ondevice(*train_arguments(bundle, tmp_path / "run", 2, **more)).returncode == 0
     done = ondevice("train", "--resume", tmp_path / "run", "--steps", 4)
     assert done.returncode == 0, done.stderr
