@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from harness.compare.lengths import (
 )
 from harness.compare.report import write_report
 from harness.compare.result import result
-from harness.compare.trials import Trial, Tried, choose, grid, ranked, without
+from harness.compare.trials import Trial, Tried, choose, grid, ranked, training_settings, without
 from harness.measure.training import measure_training
 from ondevice.config.compare import CompareConfig
-from ondevice.config.lora import LoraOptions
 from ondevice.errors import (
     BudgetError,
     DivergedError,
@@ -120,7 +119,7 @@ class Comparison:
         steps = step_limit(self.config, method)
         self.note(f"{method}: {trial}, {_ending(self.config, steps)}")
         settings = {
-            **_common(self.config, trial),
+            **training_settings(self.config, trial),
             "steps": steps,
             "eval_every": evaluated_every(self.config, method),
             "eval_rows": self.config.eval_rows,
@@ -140,7 +139,7 @@ class Comparison:
         method = trial.method
         self.note(f"{method}: profile, {PROFILE_STEPS} steps")
         settings = {
-            **_common(self.config, trial),
+            **training_settings(self.config, trial),
             "steps": PROFILE_STEPS,
             "eval_rows": 1,
             "profile": True,
@@ -169,7 +168,7 @@ class Comparison:
 
     def _try(self, what: str, trial: Trial, steps: int) -> Tried:
         settings = {
-            **_common(self.config, trial),
+            **training_settings(self.config, trial),
             "steps": steps,
             "eval_rows": self.config.sweep_rows or self.config.eval_rows,
         }
@@ -236,20 +235,6 @@ def _tried(trial: Trial, outcome: str, reason: str, run: Path, steps: int) -> Tr
         return Tried(trial, "diverged", "the held-out loss is not finite", None, None, None, steps)
     last = points[steps]
     return Tried(trial, outcome, "", points[0].loss, last.loss, last.seconds, steps)
-
-
-def _common(config: CompareConfig, trial: Trial) -> dict[str, object]:
-    """Settings of every run of `trial`."""
-    shared = (
-        *("bundle", "data", "budget", "device", "arithmetic", "batch_size", "seed"),
-        *("optimizer", "loss_on", "skip_bad_rows"),
-    )
-    settings: dict[str, object] = {name: getattr(config, name) for name in shared}
-    given = ("max_seq_length", "queries", "eval_data", "columns", "valid_split")
-    for name in (*given, *(one.name for one in fields(LoraOptions))):
-        if getattr(config, name) is not None:
-            settings[name] = getattr(config, name)
-    return settings | {"method": trial.method, **trial.values}
 
 
 def _ending(config: CompareConfig, steps: int) -> str:

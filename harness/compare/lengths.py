@@ -13,7 +13,7 @@ from ondevice.methods import SEARCHES, Search
 from runtime.methods.registry import method as implementation
 
 UNBOUNDED_STEPS = 1_000_000  # where time ends a run
-EVALUATIONS = 20  # of a run, unless --eval-every is given
+EVALUATIONS = 20  # at most, of a run, unless --eval-every is given
 LAST_TRIAL = 4  # the run is so many times as long as the last trials of its sweep
 PASSES_WITH_BACKWARD = 3  # forward, forward again, and the gradient
 _NO_SEARCH = Search()
@@ -52,7 +52,7 @@ def evaluated_every(config: CompareConfig, method: str) -> int:
     if config.eval_every is not None:
         return by_method(config.eval_every, int)[method]
     if config.max_forward_passes:
-        return max(1, step_limit(config, method) // EVALUATIONS)
+        return -(-step_limit(config, method) // EVALUATIONS)
     return EVAL_EVERY
 
 

@@ -8,6 +8,7 @@ from harness.compare.finding import Finding
 from harness.compare.lengths import PASSES_WITH_BACKWARD, evaluated_every, passes_of_row
 from ondevice.config.compare import CompareConfig
 
+FEW = 5  # evaluations, the one before training among them
 RISE = 0.1  # share of the loss's fall: a larger rise after the best loss gets a note
 
 
@@ -17,7 +18,7 @@ def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
     said = [
         "Training seconds are those of the steps, without evaluations, saves and the sweep.",
         "A level is reached at the first evaluation at or below it; evaluated every "
-        + ", ".join(f"{evaluated_every(config, name):,} steps ({name})" for name in found)
+        + ", ".join(f"{_steps(evaluated_every(config, name))} ({name})" for name in found)
         + ".",
         "A forward pass is one row through all blocks."
         + (
@@ -40,6 +41,13 @@ def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
             + ", ".join(f"{name} {steps:,}" for name, steps in lengths.items())
             + "."
         )
+    passes = {name: curve.points[-1].forward_passes for name, curve in runs.items()}
+    if config.equal == "forward-passes" and len(set(passes.values())) > 1:
+        said.append(
+            "Steps are whole, so the forward passes differ: "
+            + ", ".join(f"{name} {count:,}" for name, count in passes.items())
+            + "."
+        )
     for name, one in found.items():
         if one.outcome != "finished":
             said.append(f"{name} is {one.outcome}: {one.reason}.")
@@ -49,6 +57,11 @@ def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
             continue
         if curve.dropped:
             said.append(f"{curve.dropped} evaluations of {name} were not finite and are left out.")
+        if len(curve.points) < FEW:
+            said.append(
+                f"{name} was evaluated {len(curve.points)} times only, so what it cost is rough: "
+                f"give a smaller --eval-every ({name}={max(1, len(curve.columns['step']) // 10)})."
+            )
         if curve.best.step == 0:
             said.append(f"{name} never fell below the loss before training.")
         elif curve.best.step == curve.points[-1].step:
@@ -72,6 +85,10 @@ def notes(config: CompareConfig, found: Mapping[str, Finding]) -> list[str]:
         if name in runs and one.profile is None
     ]
     return said
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count:,} steps"
 
 
 def _sweep_notes(name: str, one: Finding) -> list[str]:

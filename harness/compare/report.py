@@ -52,7 +52,8 @@ def to_html(report: Mapping[str, Any], pictures: Mapping[str, Picture]) -> str:
 
 def _title(report: Mapping[str, Any]) -> str:
     settings = report["settings"]
-    methods = " and ".join(report["methods"])
+    *others, last = report["methods"]
+    methods = f"{', '.join(others)} and {last}" if others else last
     return f"{methods} on {settings['bundle']}, budget {settings['budget']}"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 from ondevice.config.compare import CompareConfig
+from ondevice.config.lora import LoraOptions
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,25 @@ def without(
     """`tried` with another outcome for one of them, so that it is not chosen."""
     changed = replace(tried[index], outcome=outcome, reason=reason)
     return (*tried[:index], changed, *tried[index + 1 :])
+
+
+def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
+    """Settings of every run of `trial`."""
+    shared = (
+        *("bundle", "data", "budget", "device", "arithmetic", "batch_size", "seed"),
+        *("optimizer", "loss_on", "skip_bad_rows"),
+    )
+    settings: dict[str, Any] = {name: getattr(config, name) for name in shared}
+    given = (
+        "max_seq_length",
+        "queries",
+        "eval_data",
+        "columns",
+        "valid_split",
+        "trainable",
+        "rounding",
+    )
+    for name in (*given, *(one.name for one in fields(LoraOptions))):
+        if getattr(config, name) is not None:
+            settings[name] = getattr(config, name)
+    return settings | {"method": trial.method, **trial.values}

@@ -29,6 +29,8 @@ from ondevice.config.shared import (
     TRAIN_DATA,
     BundleConfig,
     DataOptions,
+    rounding_field,
+    trainable_field,
     valid_split_field,
 )
 from ondevice.config.zeroth_order import MOST_QUERIES
@@ -127,6 +129,8 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
     )
     batch_size: int = option(1, "rows per step", up_to(MOST_ROWS))
+    trainable: str | None = trainable_field()
+    rounding: str | None = rounding_field()
     optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
     queries: int | None = option(
         None,
@@ -135,8 +139,8 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     )
     eval_every: str | None = option(
         None,
-        "steps between evaluations, written as --steps (default: 50, or 20 evaluations of each "
-        "method with --max-forward-passes)",
+        "steps between evaluations, written as --steps (default: 50, or with --max-forward-passes "
+        "so many that each method is evaluated at most 20 times)",
         _COUNTS,
     )
     eval_rows: int = option(0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE)

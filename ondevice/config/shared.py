@@ -106,6 +106,29 @@ _COLUMNS = Check(
 _SHARE = Check(lambda text: _can(share_of, text), "a share such as 5%, above 0% and below 100%")
 
 
+def trainable_field() -> Any:
+    """What is trained, as an option."""
+    return choice(
+        None,
+        "what is trained: adapters (lora), or all parameters (full), for which the bundle stores "
+        "floats (default: what the bundle was exported for)",
+        *TRAINABLE,
+        group=Group.TRAINING,
+    )
+
+
+def rounding_field() -> Any:
+    """How updated weights are rounded, as an option."""
+    return choice(
+        None,
+        "with --trainable full: how updated weights are rounded to the type in which they are "
+        "stored; to the nearest value, 16 bits lose most of MeZO's small updates (default: "
+        "stochastic for 16 bits, nearest for float32)",
+        *ROUNDINGS,
+        group=Group.TRAINING,
+    )
+
+
 def valid_split_field() -> Any:
     """The field for the share of the data that is held out."""
     return option(
@@ -222,20 +245,8 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         "(default: new adapters)"
     )
     lora_dropout: float | None = dropout_field()
-    trainable: str | None = choice(
-        None,
-        "what is trained: adapters (lora), or all parameters (full), for which the bundle stores "
-        "floats (default: what the bundle was exported for)",
-        *TRAINABLE,
-        group=Group.TRAINING,
-    )
-    rounding: str = choice(
-        "nearest",
-        "with --trainable full: how updated weights are rounded to the type in which they are "
-        "stored",
-        *ROUNDINGS,
-        group=Group.TRAINING,
-    )
+    trainable: str | None = trainable_field()
+    rounding: str | None = rounding_field()
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "

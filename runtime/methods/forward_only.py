@@ -57,6 +57,7 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
         adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
         scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
         trains_weights=config.trains_all,
+        noise_bytes=_noise_bytes(config),
     )
 
 
@@ -82,6 +83,14 @@ def start_with(
         begin.plan.lanes,
         _objective(config, begin),
     )
+
+
+def _noise_bytes(config: StepConfig) -> int:
+    if not config.trains_all:
+        return 0
+    from runtime.methods.row_noise import noise_bytes  # other runs need it not
+
+    return noise_bytes(config.rounding != "nearest")
 
 
 def _objective(config: TrainConfig, begin: Start) -> Objective:

@@ -30,6 +30,12 @@ def rows_of_noise(columns: int) -> int:
     return max(1, NOISE_VALUES // columns)
 
 
+def noise_bytes(rounds: bool) -> int:
+    """Memory of a tile of noise and its random bits, and of those by which weights are rounded."""
+    bits = 2
+    return NOISE_VALUES * (4 + bits + (2 * bits if rounds else 0))
+
+
 @cache
 def _gaussian() -> F32:
     """The quantiles (65536,), float32."""

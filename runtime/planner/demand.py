@@ -27,6 +27,7 @@ class Demand:
     stores_gradients: whether the gradients of all layers are in a scratch file during a step.
     drops_inputs: whether training drops values of the adapters' inputs.
     trains_weights: whether all weights are trained, in place of adapters.
+    noise_bytes: memory in which noise for the weights is drawn.
     packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
     """
 
@@ -45,6 +46,7 @@ class Demand:
     stores_gradients: bool = False
     drops_inputs: bool = False
     trains_weights: bool = False
+    noise_bytes: int = 0
     packs: bool = False
 
 

@@ -125,7 +125,9 @@ class PeakModel:
         matrices = self.manifest.matrices
         values = max(matrices[name].columns * height for name, height in rows.items())
         stored = max(ITEM_BYTES[one.packed.dtype] for one in matrices.values())
-        return values * (3 * F32 + (2 + QUEUED) * stored + F32)
+        tile = values * (3 * F32 + (2 + QUEUED) * stored + F32)
+        looked_up = self.lowered.bucket * self.manifest.hidden_size * F32  # rows of the embedding
+        return tile + looked_up + self.demand.noise_bytes
 
     @cached_property
     def only_in_layers(self) -> int:

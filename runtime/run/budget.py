@@ -57,8 +57,8 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
         )
     if config.trains_all and not demand.trains_weights:
         raise UsageError(
-            f"--trainable full: {config.method} trains adapters only; give --method mezo, or "
-            "--trainable lora"
+            f"--trainable full: {config.method} trains adapters only; give --method mezo or "
+            "another that sees losses only, or --trainable lora"
         )
     request = Request(
         choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),

@@ -27,7 +27,14 @@ import msgspec
 
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
+from ondevice.files import (
+    fsync_path,
+    read_file,
+    reading_errors,
+    require_file,
+    storage_errors,
+    write_atomic,
+)
 from ondevice.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
@@ -38,7 +45,7 @@ from runtime.run.metrics import read_steps
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
-from runtime.storage.saves import CONFIG, SLOTS, Saves, State
+from runtime.storage.saves import CONFIG, SLOTS, Saves, State, another_run
 
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
@@ -131,6 +138,26 @@ class RunFolder:
                 for log in (self.metrics, self.trajectory):
                     log.close()
 
+    @contextmanager
+    def kept_still(self) -> Iterator[bool]:
+        """Keep other processes from training the run; yields whether none is.
+
+        Nothing is written, so a run on a disk that is read-only counts as still.
+        """
+        if not (self.path / LOCK).exists():
+            yield True
+            return
+        with reading_errors(self.path / LOCK):
+            require_file(self.path / LOCK)
+            file = (self.path / LOCK).open("rb")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
     @property
     def is_there(self) -> bool:
         """Whether the folder that was locked is still at its path."""
@@ -185,10 +212,7 @@ class RunFolder:
         Raises:
             BundleError: it is altered or gone.
         """
-        again = (
-            "put it back as it was, or start another run with --adapter COPY, from a copy of "
-            f"adapters.safetensors and adapter_config.json of {self.path}"
-        )
+        again = f"put it back as it was, or {another_run(self.path, copy=True)}"
         made = "remove it, and it is made anew from the data, if these are what they were"
         self.checksums.check(name, made if name in TOKENS else again)
 
@@ -218,8 +242,8 @@ class RunFolder:
         logs = self._logs_of(state)
         if logs != ([self.metrics, self.trajectory] if keeps_log else [self.metrics]):
             raise BundleError(
-                f"{self.path}: its last save is of another method than its {CONFIG}; start another "
-                f"run with --adapter {self.path}"
+                f"{self.path}: its last save is of another method than its {CONFIG}; "
+                f"{another_run(self.path)}"
             )
         for log in logs:
             log.go_on()
@@ -339,7 +363,7 @@ class RunFolder:
         if missing := sorted(set(evaluated) - set(found)):
             raise BundleError(
                 f"{path} lacks the evaluation {missing[0]!r}, which the last save has; put it back "
-                f"as it was, or start another run with --adapter {self.path}"
+                f"as it was, or {another_run(self.path)}"
             )
         return {
             when: facts

@@ -41,6 +41,8 @@ def to_train(config: C, bundle: Bundle) -> tuple[C, Bundle]:
     manifest = bundle.manifest
     config = replace(config, trainable=config.trainable or manifest.trainable)
     if config.trains_all:
+        if config.rounding is None:
+            config = replace(config, rounding=_rounding(manifest))
         return config, _without_adapters(config, bundle)
     adapter = None if config.adapter is None else lora_of(Path(config.adapter))
     lora = _checked(_with_given(config, adapter or manifest.lora), manifest)
@@ -58,6 +60,12 @@ def to_resume(config: C, bundle: Bundle) -> tuple[C, Bundle]:
         return config, _without_adapters(config, bundle)
     lora = _checked(_with_given(config, bundle.manifest.lora), bundle.manifest)
     return _filled(config, lora), bundle.with_lora(lora)
+
+
+def _rounding(manifest: Manifest) -> str:
+    """The rounding that loses no small updates of the type in which weights are stored."""
+    stored = {matrix.packed.dtype for matrix in manifest.matrices.values()}
+    return "nearest" if stored == {"float32"} else "stochastic"
 
 
 def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:

@@ -11,10 +11,11 @@ from typing import Any
 from ondevice.bundle.store import Bundle
 from ondevice.config.base import load
 from ondevice.config.train import TrainConfig
-from ondevice.errors import StorageError, UsageError
+from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import storage_errors
 from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters
+from runtime.methods.full_weights import FullWeights
 from runtime.methods.scalar_update import Update
 from runtime.methods.trajectory import Header, check_belongs, digest, read_log, rebuild
 from runtime.run.best import best_of
@@ -22,7 +23,7 @@ from runtime.run.folder import SUMMARY, TRAJECTORY, RunFolder
 from runtime.run.open import open_verified
 from runtime.run.traced_graphs import choose_device
 from runtime.run.trained_weights import open_weights, write_trained
-from runtime.storage.saves import CONFIG
+from runtime.storage.saves import CONFIG, SLOTS
 from runtime.system.backend import use_device
 
 
@@ -104,12 +105,13 @@ def _replay_weights(
     saved, best = folder.saves.latest(), _best(folder, config, len(updates))
     step = None if saved is None else folder.saves.step_of(saved)
     steps = len(updates) if best is None else best
-    own = None
-    if saved is not None and step == steps:
-        folder.check_save(saved)
-        own = open_weights(config, bundle, folder.path, steps, writable=False)
     use_device(choose_device(config.device, bundle.manifest))
-    identical = write_trained(bundle, header, updates[:steps], output, own)
+    own, reason = None, None
+    with folder.kept_still() as still:
+        if saved is not None and step == steps:
+            folder.check_save(saved)
+            own, reason = _own_weights(folder, config, bundle, steps, still)
+        identical = write_trained(bundle, header, updates[:steps], output, own)
     return {
         "steps": len(updates),
         "skipped_steps": updates.count(None),
@@ -118,7 +120,24 @@ def _replay_weights(
         "saved_steps": step,
         "best_step": best,
         "identical": identical,
+        "not_compared": reason,
     }
+
+
+def _own_weights(
+    folder: RunFolder, config: TrainConfig, bundle: Bundle, steps: int, still: bool
+) -> tuple[FullWeights | None, str | None]:
+    """The weights that a run holds after `steps` steps, or why they cannot be compared."""
+    if not still:
+        return None, "another process is training it"
+    try:
+        own = open_weights(config, bundle, folder.path, steps, writable=False)
+    except BundleError as problem:
+        return None, str(problem)
+    if behind := own.behind(1):
+        blocks = len(bundle.manifest.blocks)
+        return None, f"{folder.path / SLOTS} lacks {behind} of {blocks} blocks, or they are damaged"
+    return own, None
 
 
 def _best(folder: RunFolder, config: TrainConfig, steps: int) -> int | None:

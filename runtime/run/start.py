@@ -29,7 +29,7 @@ from runtime.run.open import Session, open_checked, open_session
 from runtime.run.samples import Samples
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
-from runtime.storage.saves import CONFIG, State
+from runtime.storage.saves import CONFIG, State, another_run
 from runtime.storage.scratch import MappedTensors
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
@@ -205,7 +205,7 @@ def _continue(
         finished = f"this run is finished, after step {progress.done}: {ENDS[trainer.ended]}"
         further = FURTHER.get(trainer.ended)
         ways = f"give --resume {path} {further}, or " if further else ""
-        said = f"{finished}; to train further, {ways}start another with --adapter {path}"
+        said = f"{finished}; to train further, {ways}{another_run(path)}"
         if config.steps > before.steps:  # which would change nothing
             raise UsageError(said)
         events.note(said)
@@ -279,7 +279,7 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
     except (msgspec.ValidationError, UnicodeError) as problem:
         raise BundleError(
             f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with "
-            f"that one, or train anew from its adapter (--adapter {folder.path})"
+            f"that one, or {another_run(folder.path)}"
         ) from None
     manifest = bundle.manifest
     machine = _this_machine(config, bundle)

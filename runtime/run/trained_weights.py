@@ -13,12 +13,14 @@ import numpy as np
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from ondevice.config.train import TrainConfig
+from ondevice.errors import DivergedError
 from ondevice.files import read_file, reading_errors
 from ondevice.operations.tensors import Extent
 from runtime.methods.full_weights import FullWeights, slot_layouts
 from runtime.methods.full_zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
 from runtime.methods.row_noise import DRAWS, RowNoise
 from runtime.methods.scalar_update import Update
+from runtime.methods.stored_floats import expand
 from runtime.methods.trajectory import Header, read_log
 from runtime.run.folder import TRAJECTORY
 from runtime.storage.read_ahead import ReadAhead
@@ -52,6 +54,7 @@ def open_weights(
     header, updates = read_log(run / TRAJECTORY) if done else (None, [])
     pool = 0 if header is None else header.pool  # a new run's method sets it
     manifest = bundle.manifest
+    assert config.rounding is not None, "the configuration of a run names its rounding"
     what = (manifest.weights_sha256, config.seed, config.noise_kind, config.rounding)
     identity = hashlib.sha256(json.dumps(what).encode()).digest()
     slots = Slots(run / SLOTS, slot_layouts(manifest), identity, writable)
@@ -76,9 +79,12 @@ def write_trained(
 ) -> bool | None:
     """Write the bundle that training with these updates leads to, a tile of a tensor at a time.
 
+    Values that are no finite numbers are refused.
+
     Returns whether it equals `own`, the run's weights; None without them.
 
     Raises:
+        DivergedError: a value is not finite.
         StorageError: the bundle cannot be written.
         UsageError: there is something at `output` already.
     """
@@ -97,10 +103,18 @@ def write_trained(
 
     def chunks(name: str) -> Iterator[bytes]:
         nonlocal same
-        rows, columns, _ = trained.tensors[trained.owner[name]][name]
+        rows, columns, dtype = trained.tensors[trained.owner[name]][name]
         step = max(1, WRITTEN_VALUES // columns)
         for start in range(0, rows, step):
-            found = trained.stored(name, start, min(rows, start + step)).tobytes()
+            stored = trained.stored(name, start, min(rows, start + step))
+            values = np.empty((min(rows, start + step) - start, columns), np.float32)
+            expand(stored, dtype, values)
+            if not np.isfinite(values).all():
+                raise DivergedError(
+                    f"after step {len(updates)} of its log, {name} holds values that are no finite "
+                    "numbers: the run diverged; train another with a lower --learning-rate"
+                )
+            found = stored.tobytes()
             if own is not None:
                 same &= found == own.stored(name, start, min(rows, start + step)).tobytes()
             yield found

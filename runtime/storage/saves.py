@@ -49,6 +49,21 @@ class _Version(msgspec.Struct):
     version: int = 1
 
 
+def another_run(run: Path, copy: bool = False) -> str:
+    """How to train further what a run has trained, without resuming it; `copy` if it is altered."""
+    if (run / SLOTS).exists():
+        return (
+            f"train the model that ondevice replay {run} --output BUNDLE writes from the log of "
+            "its steps"
+        )
+    if copy:
+        return (
+            "start another run with --adapter COPY, from a copy of adapters.safetensors and "
+            f"adapter_config.json of {run}"
+        )
+    return f"start another run with --adapter {run}"
+
+
 @dataclass(frozen=True)
 class Saves:
     """The saves in the folder of a run."""
@@ -117,8 +132,7 @@ class Saves:
             if version != VERSION:
                 raise BundleError(
                     f"{place} is a save of version {version}, not {VERSION}: another version of "
-                    "ondevice wrote it; go on with that one, or train anew from a copy of "
-                    f"adapters.safetensors and adapter_config.json of {self.run} (--adapter COPY)"
+                    f"ondevice wrote it; go on with that one, or {another_run(self.run, copy=True)}"
                 )
             state = msgspec.json.decode(data, type=State)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:

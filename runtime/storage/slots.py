@@ -9,6 +9,7 @@ start.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.files import reading_errors, storage_errors
+from ondevice.files import reading_errors, require_file, storage_errors
 from runtime.storage.write_back import Writer
 
 MAGIC = b"ondevice slot 1\n"
@@ -82,10 +83,13 @@ class Slots:
         self._digests: dict[tuple[int, str], Any] = {}
         if not writable:
             with reading_errors(path):
+                require_file(path)
                 self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             weakref.finalize(self, os.close, self._fd)
             return
         with storage_errors(path):
+            if path.exists():
+                require_file(path)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link could lead anywhere
             self._fd = os.open(path, flags, 0o666)
             weakref.finalize(self, os.close, self._fd)
@@ -225,7 +229,7 @@ def _read(fd: int, offset: int, out: Octets) -> None:
     while left:
         count = os.preadv(fd, [left], offset)
         if count == 0:
-            raise OSError("the file ended early")
+            raise OSError(errno.EIO, "the file ends early")
         left, offset = left[count:], offset + count
 
 

@@ -13,9 +13,11 @@ from ondevice.config.compare import CompareConfig
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(CompareConfig, arguments)
+    from harness.compare.checks import check_methods
     from harness.compare.compare import compare
     from harness.compare.report import to_text
 
+    check_methods(config)
     report = compare(config, note)
     if arguments.json:
         print(json.dumps(report))

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ondevice.cli.handlers.common import configuration, set_up
+from ondevice.cli.handlers.common import configuration, note, set_up
 from ondevice.config.replay import ReplayConfig
 from ondevice.errors import BundleError, UsageError
 
@@ -33,5 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise BundleError(
             f"{run} holds something else after step {facts['saved_steps']} than its log leads to"
         )
+    if facts.get("not_compared"):
+        note(f"it is not compared with what the run holds: {facts['not_compared']}")
     if facts["identical"] and not arguments.json:
         print(f"identical to what the run holds after step {facts['saved_steps']}")

@@ -11,6 +11,7 @@ import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
 from support.curves import entry, evaluation
+from support.runs import here, ondevice
 
 from harness.compare.compare import compare
 from harness.compare.curve import read_curve
@@ -135,7 +136,7 @@ def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:
     for method in METHODS:
         steps = step_limit(given, method)
         assert steps * passes_of_step(given, method) == 7200
-        assert evaluated_every(given, method) == steps // 20
+        assert evaluated_every(given, method) == -(-steps // 20)
         assert sweep_steps(given, method, 3) == [steps // 8, steps // 8 * 2]
         assert sweep_steps(given, method, 8)[-1] == steps // 16 * 4
         assert sweep_steps(given, method, 2) == [steps // 4]
@@ -178,3 +179,33 @@ def test_what_would_not_be_equal_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         settings(tmp_path, **{"steps": None, **more})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--methods=mezo,fzoo", "--steps=3", "--queries=1"], "--queries 1 is too few for fzoo"),
+        (["--methods=mezo,mebp", "--steps=3", "--trainable=full"], "quantized"),
+        (["--methods=mezo,fzoo", "--max-forward-passes=5"], "5 < 9, those of one step of fzoo"),
+    ],
+)
+def test_what_a_later_method_cannot_do_is_said_before_the_first_runs(
+    tiny: Tiny, tmp_path: Path, options: list[str], said: str
+) -> None:
+    bundle = tiny("qwen2", seq_lens=(16,), device="auto").path
+    words = ["compare", bundle, "--data=random:3", "--eval-data=random:4", "-o", tmp_path / "out"]
+    refused = here(*words, "--budget=200MB", "--max-seq-length=16", *options)
+    assert refused.returncode == 2 and said in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_bundles_are_compared_with_their_rounding(tiny: Tiny, tmp_path: Path) -> None:
+    bundle = tiny("qwen2", seq_lens=(16,), trainable="full", storage="bfloat16").path
+    words = ["compare", bundle, "--data=random:3", "--eval-data=random:4", "-o", tmp_path / "out"]
+    common = ["--budget=200MB", "--max-seq-length=16", "--eval-rows=1", "--methods=mezo"]
+    done = ondevice(*words, *common, "--learning-rates=1e-6", "--max-forward-passes=8")
+    assert done.returncode == 0, done.stderr
+    config = (tmp_path / "out" / "runs" / "mezo" / "config.toml").read_text()
+    assert 'rounding = "stochastic"' in config and 'trainable = "full"' in config
+    refused = here(*words[:-1], tmp_path / "no", *common, "--steps=3", "--methods=mezo,mebp")
+    assert refused.returncode == 2 and "mebp trains adapters only" in refused.stderr

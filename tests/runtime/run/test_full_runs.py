@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from support.runs import here, ondevice, struck, train_arguments
 from ondevice.bundle.store import WEIGHTS, open_bundle
 from ondevice.config.base import load
 from ondevice.config.train import TrainConfig
+from runtime.run.folder import RunFolder
 from runtime.run.trained_weights import open_weights
 from runtime.storage.saves import SLOTS
 
@@ -158,6 +161,72 @@ def test_what_full_training_cannot_do_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def damaged_copy(run: Path, place: Path, damage: str) -> Path:
+    """A copy of a run whose slots are lost in some way."""
+    shutil.copytree(run, place)
+    slots = place / "weights.slots"
+    if damage == "zeros":
+        slots.write_bytes(bytes(slots.stat().st_size))
+    elif damage == "cut":
+        os.truncate(slots, slots.stat().st_size // 2)
+    else:
+        slots.unlink()
+        if damage == "pipe":
+            os.mkfifo(slots)
+    return place
+
+
+@pytest.mark.parametrize("damage", ["zeros", "cut", "gone", "pipe"])
+def test_weights_that_are_lost_are_written_from_the_log_but_not_called_identical(
+    run: Path, tmp_path: Path, damage: str
+) -> None:
+    copy = damaged_copy(run, tmp_path / "run", damage)
+    assert here("replay", run, "--output", tmp_path / "whole").returncode == 0
+    done = here("replay", copy, "--output", tmp_path / "trained")
+    assert done.returncode == 0, done.stderr
+    assert "identical" not in done.stdout and "it is not compared" in done.stderr
+    whole, again = (tmp_path / name / "weights.bin" for name in ("whole", "trained"))
+    assert whole.read_bytes() == again.read_bytes()
+
+
+def test_weights_that_are_being_trained_are_not_compared(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    with RunFolder(copy).locked():
+        done = here("replay", copy, "--output", tmp_path / "trained")
+    assert done.returncode == 0, done.stderr
+    assert "not compared with what the run holds: another process is training it" in done.stderr
+
+
+def test_weights_that_diverged_are_not_written(tiny: Tiny, tmp_path: Path) -> None:
+    bundle = tiny("qwen2", trainable="full", storage="float16").path
+    words = train_arguments(
+        bundle, tmp_path / "run", 3, method="mezo", learning_rate=1e6, lr_schedule="constant"
+    )
+    ondevice(*words)  # it may have ended at a loss that is not finite
+    refused = here("replay", tmp_path / "run", "--output", tmp_path / "trained")
+    assert refused.returncode == 1 and "no finite numbers" in refused.stderr
+    assert not (tmp_path / "trained").exists()
+
+
+def test_rounding_suits_the_storage(tiny: Tiny, model: Path, tmp_path: Path) -> None:
+    exact = tiny("qwen2", trainable="full", storage="float32").path
+    for bundle, rounding in ((model, "stochastic"), (exact, "nearest")):
+        words = train_arguments(bundle, tmp_path / rounding, 1, method="mezo", learning_rate=1e-6)
+        assert ondevice(*words).returncode == 0
+        assert f'rounding = "{rounding}"' in (tmp_path / rounding / "config.toml").read_text()
+
+
+def test_advice_of_a_run_without_adapters_names_none(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    done = here("train", "--resume", copy)
+    assert f"train the model that ondevice replay {copy} --output BUNDLE writes" in done.stderr
+    (copy / "config.toml").write_text((copy / "config.toml").read_text() + "\n")
+    refused = here("train", "--resume", copy)
+    assert refused.returncode == 4 and "--adapter" not in refused.stderr
+
+
 def test_quantized_weights_are_not_trained_themselves(tiny: Tiny, tmp_path: Path) -> None:
     words = arguments(tiny("qwen2").path, tmp_path / "run", trainable="full")
     refused = here(*words)
@@ -166,7 +235,7 @@ def test_quantized_weights_are_not_trained_themselves(tiny: Tiny, tmp_path: Path
 
 
 def test_adapters_can_be_trained_on_such_a_bundle(model: Path, tmp_path: Path) -> None:
-    words = arguments(model, tmp_path / "run", trainable="lora", rounding="nearest", method="mebp")
+    words = train_arguments(model, tmp_path / "run", STEPS, trainable="lora", method="mebp")
     done = ondevice(*words)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "adapters.safetensors").exists()
