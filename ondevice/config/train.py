@@ -1,4 +1,4 @@
-"""The options of `ondevice train`, which trains LoRA adapters."""
+"""The options of `ondevice train`, which trains LoRA adapters, or all parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EPSILON = Check(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(StepConfig, DataOptions):
-    """The options of `ondevice train`, which trains LoRA adapters."""
+    """The options of `ondevice train`, which trains LoRA adapters, or all parameters."""
 
     data: str = required(TRAIN_DATA, "DATA")
     output: str = output_option("run", "run directory to write", "RUN")
@@ -90,7 +90,7 @@ class TrainConfig(StepConfig, DataOptions):
         Group.TRAINING,
     )
     epsilon: float = option(
-        1e-3, "size of the perturbation of the adapters", _EPSILON, Group.ZEROTH_ORDER
+        1e-3, "size of a perturbation of what is trained", _EPSILON, Group.ZEROTH_ORDER
     )
     noise: str = choice(
         "auto",

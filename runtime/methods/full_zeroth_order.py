@@ -88,8 +88,10 @@ class FullZerothOrder(ZerothOrder):
             self.weights.finish(block)
 
     def settle(self) -> None:
-        """Write all blocks with all updates."""
+        """Write all blocks with all updates, and flush them to the disk."""
         self.weights.settle()
+        if self.weights.slots is not None:
+            self.weights.slots.sync()
 
     def log_header(self) -> str:
         """The header of the log from which `ondevice replay` rebuilds the run's weights."""

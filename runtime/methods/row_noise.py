@@ -31,9 +31,12 @@ def rows_of_noise(columns: int) -> int:
 
 
 def noise_bytes(rounds: bool) -> int:
-    """Memory of a tile of noise and its random bits, and of those by which weights are rounded."""
-    bits = 2
-    return NOISE_VALUES * (4 + bits + (2 * bits if rounds else 0))
+    """Memory of a tile of noise while it is drawn, and of the bits by which weights are rounded.
+
+    Each value has random bits, which NumPy widens to look them up in the table.
+    """
+    value, bits, place = 4, 2, 8
+    return NOISE_VALUES * (value + bits + place + (2 * bits if rounds else 0))
 
 
 @cache
