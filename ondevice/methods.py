@@ -17,6 +17,7 @@ METHODS: dict[str, str] = {
     "one-point": "runtime.methods.one_point",
     "meazo": "runtime.methods.meazo",
     "lozo": "runtime.methods.lozo",
+    "hizoo": "runtime.methods.hizoo",
 }
 
 USUAL = ("mebp", "mezo")
@@ -28,7 +29,7 @@ QUERIES = {"fzoo": 8, "kzoo": 4}
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo")
+_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo")
 
 OPTIONS_OF = {
     "objective": _PERTURBING,
@@ -37,6 +38,7 @@ OPTIONS_OF = {
     "seed_pool": ("kzoo",),
     "lozo_rank": ("lozo",),
     "lozo_interval": ("lozo",),
+    "hessian_smoothing": ("hizoo",),
 }
 """Options that some methods only have; others refuse them."""
 
@@ -64,4 +66,5 @@ SEARCHES: dict[str, Search] = {
     "one-point": Search({"learning_rate": (1e-7, 1e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),
     "lozo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
+    "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ondevice.config.base import Config, Group, choice, option, up_to
+from ondevice.config.base import Check, Config, Group, choice, option, up_to
 from ondevice.methods import QUERIES
 
 OBJECTIVES = ("loss", "accuracy", "exact", "labels")
@@ -13,6 +13,7 @@ MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
 MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
 MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
+USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,14 @@ class ZerothOrderOptions(Config):
         up_to(MOST_INTERVAL),
         Group.ZEROTH_ORDER,
     )
+    hessian_smoothing: float | None = option(
+        None,
+        "with hizoo: how much of its estimate of the loss's curvature each step replaces, between "
+        "0 and 1; steps are shorter where the estimate is larger, and near 0 they are mezo's "
+        f"(default: {USUAL_SMOOTHING:g})",
+        Check(lambda value: 0 < value < 1, "above 0 and below 1"),
+        Group.ZEROTH_ORDER,
+    )
 
     @property
     def zeroth_order_problems(self) -> list[str]:
@@ -109,3 +118,8 @@ class ZerothOrderOptions(Config):
     def lozo_interval_used(self) -> int:
         """For how many steps half of such a direction stays."""
         return USUAL_INTERVAL if self.lozo_interval is None else self.lozo_interval
+
+    @property
+    def hessian_smoothing_used(self) -> float:
+        """How much of an estimate of the Hessian a step replaces, where there is one."""
+        return USUAL_SMOOTHING if self.hessian_smoothing is None else self.hessian_smoothing

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import mlx.core as mx
 
@@ -39,6 +39,11 @@ class Descent(ABC):
     optimizer: ClassVar[str]  # its name, one of OPTIMIZERS
     scratch_copies: ClassVar[int]  # memory of an update, in multiples of what it updates
     window: int = 0
+    smoothing: float = 0.0  # of its estimate of the Hessian; 0 where it has none
+
+    def direction(self, tensor: str, z: mx.array) -> mx.array:
+        """Along what a tensor is perturbed where its noise is z."""
+        return z
 
     @abstractmethod
     def remember(self, update: Update) -> None:
@@ -58,6 +63,18 @@ class Descent(ABC):
         Raises:
             ValueError, KeyError, TypeError: `facts` hold something else.
         """
+
+    def write(self, file: IO[bytes]) -> None:  # noqa: B027 - most keep nothing so large
+        """Append to a save, after its line of JSON, what has the size of the adapters."""
+
+    def read(self, file: IO[bytes]) -> None:
+        """Read what `write` wrote, to the end of the file.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        if file.read(1):
+            raise ValueError("it goes on after its end")
 
 
 class Sgd(Descent):

@@ -21,6 +21,7 @@ class Point(NamedTuple):
 
 
 PLUS, MINUS, UNPERTURBED = 1.0, -1.0, 0.0
+THETA = Point(0, UNPERTURBED)  # evaluated once, beside the first direction
 
 Losses = Mapping[Point, float]  # the batch's mean loss at each point
 
@@ -46,6 +47,10 @@ class Estimator(ABC):
     @abstractmethod
     def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
         """One number per query: what its direction is multiplied by. All losses are finite."""
+
+    def curvatures(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
+        """The second difference along each query's direction; none where nothing uses them."""
+        return ()
 
     def state(self) -> dict[str, Any]:
         """What a save must hold for the next step, as JSON."""

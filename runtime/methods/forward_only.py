@@ -8,7 +8,7 @@ from functools import partial
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
-from runtime.methods.descent import descent_of
+from runtime.methods.descent import Descent, descent_of
 from runtime.methods.estimator import Estimator, by_query
 from runtime.methods.noise import Noise
 from runtime.methods.objectives import MeanLoss, Objective, objective_of
@@ -62,9 +62,16 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
 
 
 def start_with(
-    config: TrainConfig, begin: Start, estimator: Estimator, noise: Noise | None = None
+    config: TrainConfig,
+    begin: Start,
+    estimator: Estimator,
+    noise: Noise | None = None,
+    descent: Descent | None = None,
 ) -> ZerothOrder:
-    """The method of an estimator at its beginning; without `noise`, a step has its own."""
+    """The method of an estimator at its beginning.
+
+    Without `noise`, a step has its own; without `descent`, it is that of the configuration.
+    """
     slots = _hidden_states(config, estimator)
     make: Callable[..., ZerothOrder] = ZerothOrder
     if begin.weights is not None:
@@ -79,7 +86,7 @@ def start_with(
         config.epsilon,
         estimator,
         config.weight_decay,
-        descent_of(config.zo_optimizer_name, config.zo_window_size),
+        descent or descent_of(config.zo_optimizer_name, config.zo_window_size),
         begin.plan.lanes,
         _objective(config, begin),
     )

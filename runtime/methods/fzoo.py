@@ -21,13 +21,11 @@ from statistics import stdev
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
-from runtime.methods.estimator import PLUS, UNPERTURBED, Estimator, Losses, Point
+from runtime.methods.estimator import PLUS, THETA, Estimator, Losses, Point
 from runtime.methods.forward_only import demand_of, start_with
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.demand import Demand
-
-THETA = Point(0, UNPERTURBED)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Updates described by a few scalars: steps along noise that is drawn again, never stored.
 
 Each step of a zeroth-order method is its learning rate and one projected gradient per direction
-(MeZO, section 2.1: storage-efficient zeroth-order optimization).
+(MeZO, section 2.1: storage-efficient zeroth-order optimization), and with methods that estimate the
+Hessian one second difference besides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,6 +23,13 @@ class Update:
     rate: float
     gradients: tuple[float, ...]  # projected, one per query
     weight_decay: float
+    curvatures: tuple[float, ...] = ()  # second differences, one per query, or none
+
+    @property
+    def record(self) -> list[Any]:
+        """Its line in the trajectory log."""
+        more = [list(self.curvatures)] if self.curvatures else []
+        return [self.rate, list(self.gradients), *more]
 
     def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
         """The tensor after the update, evaluated."""
@@ -28,6 +37,7 @@ class Update:
         for query, gradient in enumerate(self.gradients):
             z = noise.draw(self.step, query, tensor, value.shape)
             total = total + z * (gradient / len(self.gradients))
+            mx.eval(total)  # so that no more than one direction is in memory
         value = value - total * self.rate
         mx.eval(value)
         return value
@@ -38,6 +48,7 @@ class Update:
         for query, gradient in enumerate(self.gradients):
             z = noise.draw(self.step, query, tensor, shape)
             total = total + z * (gradient / len(self.gradients))
+            mx.eval(total)
         return total
 
 

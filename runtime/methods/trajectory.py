@@ -3,7 +3,8 @@
 `trajectory.jsonl` begins with a header (seed, noise, weight decay, LoRA settings, what it starts
 from); then one line a step: `[rate, [what the direction of each query is multiplied by]]`, in MeZO
 the projected gradients, or `[rate, null]` for a step that was skipped because a loss was not
-finite. Floats are written so that they read back to the same bits.
+finite. Where the Hessian is estimated, the second differences along the same directions follow:
+`[rate, [...], [...]]`. Floats are written so that they read back to the same bits.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from ondevice.files import read_file
 from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
 from runtime.methods.descent import AVERAGING, OPTIMIZERS, Sgd, descent_of
+from runtime.methods.hessian import HessianDescent
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
 
 FORMAT = "ondevice-trajectory-1"
 # fields of the header that logs of plain MeZO lack
-OPTIONAL = ("optimizer", "window", "pool", "rank", "interval", "trained", "rounding")
+OPTIONAL = (
+    *("optimizer", "window", "pool", "rank", "interval", "trained", "rounding"),
+    "hessian_smoothing",
+)
 
 
 def digest(adapters: Adapters) -> str:
@@ -52,7 +57,8 @@ class Header:
     `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
     bundle's default. The fields after `format` are written only where they differ from their
     defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.descent`,
-    and `pool`, `rank` and `interval` those of `Noise`.
+    and `pool`, `rank` and `interval` those of `Noise`. `hessian_smoothing` is above 0 where the
+    descent is that of `runtime.methods.hessian`.
     `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
     both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
     says.
@@ -72,6 +78,7 @@ class Header:
     interval: int = 0
     trained: str = "lora"
     rounding: str = "nearest"
+    hessian_smoothing: float = 0.0
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -109,6 +116,11 @@ class Header:
             raise ValueError(f"what it trains is {self.trained!r}")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"its rounding is {self.rounding!r}")
+        smoothing = self.hessian_smoothing
+        if type(smoothing) not in (int, float) or not 0 <= smoothing < 1:
+            raise ValueError(f"its smoothing of the Hessian is {smoothing!r}")
+        if smoothing and (self.optimizer != Sgd.optimizer or self.trained != "lora"):
+            raise ValueError(f"it smooths a Hessian with {self.optimizer} of {self.trained}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -148,16 +160,24 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
 
 def _updates(header: Header, lines: list[str]) -> Iterator[Update | None]:
     for step, line in enumerate(lines):
-        rate, gradients = from_json(line)
-        if gradients is None:
+        rate, gradients, *more = from_json(line)
+        if gradients is None and not more:
             yield None
             continue
-        values: list[Any] = [rate, *gradients]
+        curvatures: list[Any] = []
+        if header.hessian_smoothing:
+            (curvatures,) = more
+            if len(curvatures) != len(gradients):
+                raise ValueError(f"line {step + 2} holds no second difference for each gradient")
+        elif more:
+            raise ValueError(f"line {step + 2} holds more than projected gradients")
+        values: list[Any] = [rate, *gradients, *curvatures]
         if not gradients or not all(
             isinstance(v, float | int) and math.isfinite(v) for v in values
         ):
             raise ValueError(f"line {step + 2} holds no finite projected gradients")
-        yield Update(step, float(rate), tuple(map(float, gradients)), header.weight_decay)
+        first, second = (tuple(map(float, found)) for found in (gradients, curvatures))
+        yield Update(step, float(rate), first, header.weight_decay, second)
 
 
 def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> Adapters:
@@ -176,6 +196,8 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
     noise = Noise(header.seed, header.noise, header.pool, header.rank, header.interval)
     tensors = dict(initial.tensors)
     descent = descent_of(header.optimizer, header.window)
+    if header.hessian_smoothing:
+        descent = HessianDescent(header.hessian_smoothing, Adapters.shapes(manifest), {})
     for update in updates:
         if update is not None:
             descent.remember(update)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,7 @@ import mlx.core as mx
 
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, UsageError
-from ondevice.files import read_file, write_atomic
+from ondevice.files import require_file, storage_errors
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Loras
@@ -136,7 +137,12 @@ class ZerothOrder:
         """The block's adapters at all points of one query."""
         theta = self.adapters.tensors
         names = self._names(block)
-        z = {name: self.noise.draw(number, query, name, theta[name].shape) for name in names}
+        z = {
+            name: self.descent.direction(
+                name, self.noise.draw(number, query, name, theta[name].shape)
+            )
+            for name in names
+        }
         for point in self._points[query]:
             if point.sign:
                 step = point.sign * self.epsilon
@@ -208,11 +214,13 @@ class ZerothOrder:
         if share is None:  # a share of right answers often stays as it is
             self._check_moved(found)
         gradients = self.estimator.gradients(found, self.epsilon)
+        curvatures = self.estimator.curvatures(found, self.epsilon)
+        update = Update(number, rate, gradients, self.weight_decay, curvatures)
         self._pending = True
-        self.descent.remember(Update(number, rate, gradients, self.weight_decay))
+        self.descent.remember(update)
         if not self.defer:
             self.settle()
-        return StepResult(mean, len(lanes), 0, [rate, list(gradients)], objective=share)
+        return StepResult(mean, len(lanes), 0, update.record, objective=share)
 
     def _check_moved(self, losses: Losses) -> None:
         """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.
@@ -261,7 +269,11 @@ class ZerothOrder:
         What more there is, the estimator and the descent say.
         """
         facts = {"skipped": self.skipped, **self.estimator.state(), **self.descent.state()}
-        write_atomic(path, json.dumps(facts).encode())
+        with storage_errors(path), path.open("wb") as file:
+            file.write(json.dumps(facts).encode())
+            self.descent.write(file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def read(self, path: Path) -> None:
         """Read what `write` wrote.
@@ -270,10 +282,13 @@ class ZerothOrder:
             BundleError: the file holds something else.
         """
         try:
-            facts = from_json(read_file(path))
-            self.skipped = int(facts["skipped"])
-            self.estimator.restore(facts)
-            self.descent.restore(facts)
+            require_file(path)
+            with path.open("rb") as file:
+                facts = from_json(file.readline())
+                self.skipped = int(facts["skipped"])
+                self.estimator.restore(facts)
+                self.descent.restore(facts)
+                self.descent.read(file)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
             raise BundleError(f"{path} is damaged: {problem!r}") from None
 
@@ -294,4 +309,5 @@ class ZerothOrder:
             pool=noise.pool,
             rank=noise.rank,
             interval=noise.interval,
+            hessian_smoothing=self.descent.smoothing,
         ).line()

@@ -17,6 +17,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one-point": {"method": "one-point", "learning_rate": 1e-5},
     "meazo": {"method": "meazo", "learning_rate": 1e-3},
     "lozo": {"method": "lozo", "lozo_interval": 3},
+    "hizoo": {"method": "hizoo", "queries": 2, "hessian_smoothing": 1e-3},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
 }
 
