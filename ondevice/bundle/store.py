@@ -144,6 +144,7 @@ class BundleWriter:
 
     def __enter__(self) -> BundleWriter:
         with storage_errors(self.destination):
+            self._sweep()
             self._refuse_existing()
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
@@ -166,6 +167,14 @@ class BundleWriter:
         with suppress(OSError):  # its buffer, on a full disk; `finish_weights` has reported it
             self._weights.close()
         with storage_errors(self.place):
+            self._clear()
+
+    def _sweep(self) -> None:
+        """Remove what a process has left that was killed once its bundle was in place."""
+        if self.force or not self.place.is_dir() or not (self.destination / MANIFEST).is_file():
+            return
+        with suppress(UsageError):  # another process is exporting: it removes its own
+            self._lock = self._locked()
             self._clear()
 
     def _refuse_existing(self) -> None:

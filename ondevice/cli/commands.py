@@ -70,7 +70,7 @@ COMMANDS = (
     ),
     Command(
         "train",
-        "fine-tune adapters or all parameters under a memory budget, or resume a run",
+        "fine-tune a model under a memory budget, or resume a run",
         "The run directory is also an adapter of mlx-lm. Stopping with Ctrl-C saves the state.",
         "train.TrainConfig",
         "train",

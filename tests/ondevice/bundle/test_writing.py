@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -293,6 +294,22 @@ def test_what_was_being_removed_is_not_put_back(origin: Bundle, tmp_path: Path) 
         open_bundle(tmp_path / "bundle")
     export_bundle(settings("random:tiny-llama", tmp_path / "bundle")).verify()
     assert [item.name for item in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_what_was_left_beside_a_bundle_in_place_is_removed(origin: Bundle, tmp_path: Path) -> None:
+    """Of a process that was killed after its last rename; not of one that is still exporting."""
+    path = copied(origin, tmp_path / "bundle")
+    place = tmp_path / ".bundle.partial"
+    copied(origin, place / "old")
+    lock = os.open(place, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for left in (True, False):
+        with pytest.raises(UsageError, match="exists; choose another"), BundleWriter(path):
+            pass
+        assert place.exists() == left
+        if left:
+            os.close(lock)
+    open_bundle(path).verify()
 
 
 def test_the_working_directory_is_no_destination(

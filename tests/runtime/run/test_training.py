@@ -143,7 +143,7 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
     resumed = ondevice("train", "--resume", run, "--json")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["eval"] == known
-    assert f"start another with --adapter {run}" in resumed.stderr
+    assert f"start another run with --adapter {run}" in resumed.stderr
     assert adapter(run) == before
 
 
