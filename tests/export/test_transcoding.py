@@ -241,8 +241,13 @@ def test_the_space_that_is_asked_for_is_what_the_weights_take(
 
 
 @pytest.mark.real
-def test_the_real_gguf_keeps_its_values(real_gguf: Path, tmp_path: Path) -> None:
-    """The relative error of each matrix of Gemma 3 270M, by its type in the file."""
+def test_the_real_gguf_keeps_its_values(
+    real_gguf: Path, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """The relative error of each matrix of Gemma 3 270M, by its type in the file.
+
+    Of a large matrix, in a quarter of its slices.
+    """
     bundle = export_bundle(settings(real_gguf, tmp_path / "bundle"))
     worst: dict[str, float] = {}
     file = GGUFFile(real_gguf)
@@ -251,7 +256,8 @@ def test_the_real_gguf_keeps_its_values(real_gguf: Path, tmp_path: Path) -> None
             tensor = f"{name}.weight"
             found = values_of(bundle, name)
             squares = errors = 0.0
-            for start in range(0, matrix.rows, 8192):
+            starts = np.arange(0, matrix.rows, 8192)
+            for start in map(int, rng.permutation(starts)[: max(1, len(starts) // 4)]):
                 expected = read.rows(tensor, start, min(start + 8192, matrix.rows))
                 difference = found[start : start + 8192] - expected
                 squares += float(np.square(expected, dtype=np.float64).sum())

@@ -118,10 +118,10 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     lanes = int(rng.integers(2, 9))
     method = started(config, model, adapters, tmp_path, 2, lanes)
     lines = [method.log_header()]
-    for step in range(8):
+    for step in range(6):
         rows = rows_of(bundle, rng, 2)
         rate = RATES.get(case, 1e-2) * float(rng.uniform(0.5, 2))
-        if step == 3:  # its loss is not finite
+        if step == 2:  # its loss is not finite
             name = next(iter(adapters.tensors))
             method.settle()
             sound, adapters.tensors[name] = adapters.tensors[name], adapters.tensors[name] * mx.inf
@@ -133,7 +133,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
             result = method.step(step, rate, [rows[:1], rows[1:]])
             assert result.forward_passes == 2 * len(method.estimator.points)
         lines.append(f"{result.record}\n".replace("None", "null"))
-        if step == 5:  # a save, and another process
+        if step == 3:  # a save, and another process
             method.settle()
             method.write(tmp_path / "state")
             method = started(config, model, adapters, tmp_path, 2, lanes)

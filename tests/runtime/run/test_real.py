@@ -111,7 +111,7 @@ def _worst(errors: dict[str, float]) -> str:
     return f"{errors[name]:.1e} ({name})"
 
 
-@at_length("steps", 2, 5)
+@at_length("steps", 1, 5)
 def test_mezo_is_the_monolithic_algorithm(
     gemma: Bundle, row: Row, tmp_path: Path, seed: int, steps: int
 ) -> None:
