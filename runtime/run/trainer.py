@@ -99,6 +99,8 @@ class Trainer:
             self._go_beyond_an_end()
             if self.eval_rows is not None and "before" not in self.evaluations:
                 self._evaluate("before")
+            elif self.done == 0 and self._best is not None:
+                self._save()  # a kill may have come between that evaluation and its save
             self._evaluate_if_due()
             self._train()
             if self.ended in FOUND_BY_EVALUATION:  # which comes after a save

@@ -171,7 +171,7 @@ def facts_of(run: Path) -> dict[str, Any]:
     log, evaluations = run / "trajectory.jsonl", run / "evaluations.json"
     return {
         "adapter": sha256(run / "adapters.safetensors"),
-        "steps": [[line["step"], line["loss"], line["learning_rate"]] for line in lines],
+        "steps": [[line.get(name) for name in ("step", "loss", "learning_rate")] for line in lines],
         "log": sha256(log) if log.exists() else None,
         "evaluations": json.loads(evaluations.read_bytes()) if evaluations.exists() else None,
     }

@@ -209,3 +209,24 @@ def test_what_watches_the_held_out_loss_needs_it(bundle: Path, tmp_path: Path) -
 def test_a_best_save_that_is_gone_is_said(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="is gone, which --keep-best has saved"):
         RunFolder(tmp_path).publish(3)
+
+
+def test_a_kill_before_the_first_save_loses_no_best(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation before training is written, and the process dies before it is saved."""
+    run = tmp_path / "run"
+    options = {**WATCHED, "learning_rate": 1e3, "save_every": 1, "keep": 1}
+    arguments = [*train_arguments(bundle, run, 3, **options), "--keep-best"]
+
+    def dies(*anything: object) -> None:
+        raise KeyError("as if it had been killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", dies)
+        with pytest.raises(KeyError):
+            here(*arguments)
+    assert (run / "evaluations.json").exists() and not list((run / "saves").glob("step-*"))
+    assert here("train", "--resume", run).returncode == 0
+    assert summary_of(run)["best"]["step"] == 0
+    assert steps_saved(run) == [0, 3]
