@@ -18,6 +18,7 @@ METHODS: dict[str, str] = {
     "meazo": "runtime.methods.meazo",
     "lozo": "runtime.methods.lozo",
     "hizoo": "runtime.methods.hizoo",
+    "conmezo": "runtime.methods.conmezo",
 }
 
 USUAL = ("mebp", "mezo")
@@ -29,7 +30,7 @@ QUERIES = {"fzoo": 8, "kzoo": 4}
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo")
+_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo", "conmezo")
 
 OPTIONS_OF = {
     "objective": _PERTURBING,
@@ -39,6 +40,8 @@ OPTIONS_OF = {
     "lozo_rank": ("lozo",),
     "lozo_interval": ("lozo",),
     "hessian_smoothing": ("hizoo",),
+    "cone_angle": ("conmezo",),
+    "cone_decay": ("conmezo",),
 }
 """Options that some methods only have; others refuse them."""
 
@@ -66,5 +69,6 @@ SEARCHES: dict[str, Search] = {
     "one-point": Search({"learning_rate": (1e-7, 1e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),
     "lozo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
+    "conmezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from harness.oracles.reference import plain_loss
 from runtime.engine.model import Model
@@ -188,6 +189,39 @@ class MonolithicLOZO(Monolithic):
     def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
         c = self.projected(model, rows, number, 0)
         self.descend(number, rate, [c / self.r])
+
+
+class MonolithicConMeZO(Monolithic):
+    """ConMeZO (arXiv 2511.02757), Algorithm 1, with the mean over 2 directions a step."""
+
+    n, angle, beta = 2, 1.2, 0.9
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.m = {name: mx.zeros_like(theta) for name, theta in adapters.tensors.items()}
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        u = super().direction(number, query, name)
+        square = sum(float(np.square(np.array(m, np.float64)).sum()) for m in self.m.values())
+        if square == 0:
+            return u
+        d = sum(m.size for m in self.m.values())
+        # m / |m| and sqrt(d) in one factor, so that float32 rounds once
+        along = math.cos(self.angle) * math.sqrt(d / square)
+        return self.m[name] * along + u * math.sin(self.angle)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        g = [self.projected(model, rows, number, query) for query in range(self.n)]
+        directions = {
+            name: [self.direction(number, query, name) for query in range(self.n)]
+            for name in self.m
+        }
+        for name, theta in self.adapters.tensors.items():
+            estimate = sum(z * (g[i] / self.n) for i, z in enumerate(directions[name]))
+            update = estimate + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - update * rate
+            self.m[name] = self.m[name] * self.beta + estimate * (1 - self.beta)
+        mx.eval(self.adapters.tensors, self.m)
 
 
 class MonolithicHiZOO(Monolithic):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ondevice.config.base import Check, Config, Group, choice, option, up_to
@@ -13,6 +14,7 @@ MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
 MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
 MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
+USUAL_ANGLE, USUAL_DECAY = 1.35, 0.95  # of conmezo; the authors' for SST-2
 USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
 
 
@@ -82,6 +84,21 @@ class ZerothOrderOptions(Config):
         Group.ZEROTH_ORDER,
     )
 
+    cone_angle: float | None = option(
+        None,
+        "with conmezo: angle in radians between its directions and the momentum; at pi/2 they are "
+        f"mezo's (default: {USUAL_ANGLE:g})",
+        Check(lambda value: 0 < value <= math.pi / 2, "above 0 and at most pi/2, 1.5708"),
+        Group.ZEROTH_ORDER,
+    )
+    cone_decay: float | None = option(
+        None,
+        "with conmezo: how much of its momentum each step keeps, from 0 to below 1 (default: "
+        f"{USUAL_DECAY:g})",
+        Check(lambda value: 0 <= value < 1, "from 0 to below 1"),
+        Group.ZEROTH_ORDER,
+    )
+
     @property
     def zeroth_order_problems(self) -> list[str]:
         """What is wrong with these options together."""
@@ -123,3 +140,13 @@ class ZerothOrderOptions(Config):
     def hessian_smoothing_used(self) -> float:
         """How much of an estimate of the Hessian a step replaces, where there is one."""
         return USUAL_SMOOTHING if self.hessian_smoothing is None else self.hessian_smoothing
+
+    @property
+    def cone_angle_used(self) -> float:
+        """The angle in radians of the cone of directions, where there is one."""
+        return USUAL_ANGLE if self.cone_angle is None else self.cone_angle
+
+    @property
+    def cone_decay_used(self) -> float:
+        """How much of the momentum in a cone's middle a step keeps, where there is one."""
+        return USUAL_DECAY if self.cone_decay is None else self.cone_decay

@@ -40,6 +40,8 @@ class Descent(ABC):
     scratch_copies: ClassVar[int]  # memory of an update, in multiples of what it updates
     window: int = 0
     smoothing: float = 0.0  # of its estimate of the Hessian; 0 where it has none
+    cone: tuple[float, float] = (0.0, 0.0)  # angle and decay of its momentum; 0 where it has none
+    at_once: ClassVar[bool] = False  # an update must reach all tensors before the next direction
 
     def direction(self, tensor: str, z: mx.array) -> mx.array:
         """Along what a tensor is perturbed where its noise is z."""

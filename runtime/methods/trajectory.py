@@ -28,7 +28,8 @@ from ondevice.errors import BundleError
 from ondevice.files import read_file
 from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
-from runtime.methods.descent import AVERAGING, OPTIMIZERS, Sgd, descent_of
+from runtime.methods.cone import ConeDescent
+from runtime.methods.descent import AVERAGING, OPTIMIZERS, Descent, Sgd, descent_of
 from runtime.methods.hessian import HessianDescent
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
@@ -37,7 +38,7 @@ FORMAT = "ondevice-trajectory-1"
 # fields of the header that logs of plain MeZO lack
 OPTIONAL = (
     *("optimizer", "window", "pool", "rank", "interval", "trained", "rounding"),
-    "hessian_smoothing",
+    *("hessian_smoothing", "cone_angle", "cone_decay"),
 )
 
 
@@ -58,7 +59,8 @@ class Header:
     bundle's default. The fields after `format` are written only where they differ from their
     defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.descent`,
     and `pool`, `rank` and `interval` those of `Noise`. `hessian_smoothing` is above 0 where the
-    descent is that of `runtime.methods.hessian`.
+    descent is that of `runtime.methods.hessian`, `cone_angle` where it is that of
+    `runtime.methods.cone`.
     `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
     both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
     says.
@@ -79,6 +81,8 @@ class Header:
     trained: str = "lora"
     rounding: str = "nearest"
     hessian_smoothing: float = 0.0
+    cone_angle: float = 0.0
+    cone_decay: float = 0.0
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -121,6 +125,13 @@ class Header:
             raise ValueError(f"its smoothing of the Hessian is {smoothing!r}")
         if smoothing and (self.optimizer != Sgd.optimizer or self.trained != "lora"):
             raise ValueError(f"it smooths a Hessian with {self.optimizer} of {self.trained}")
+        angle, decay = self.cone_angle, self.cone_decay
+        if not all(type(value) in (int, float) for value in (angle, decay)) or not (
+            angle == decay == 0 or (0 < angle <= math.pi / 2 and 0 <= decay < 1)
+        ):
+            raise ValueError(f"its cone has the angle {angle!r} and the decay {decay!r}")
+        if angle and (self.optimizer != Sgd.optimizer or self.trained != "lora" or smoothing):
+            raise ValueError(f"it has a cone with {self.optimizer} of {self.trained}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -195,15 +206,22 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
         )
     noise = Noise(header.seed, header.noise, header.pool, header.rank, header.interval)
     tensors = dict(initial.tensors)
-    descent = descent_of(header.optimizer, header.window)
-    if header.hessian_smoothing:
-        descent = HessianDescent(header.hessian_smoothing, Adapters.shapes(manifest), {})
+    descent = _descent(header, Adapters.shapes(manifest))
     for update in updates:
         if update is not None:
             descent.remember(update)
             for name in tensors:
                 tensors[name] = descent.apply(noise, name, tensors[name])
     return Adapters(manifest, tensors)
+
+
+def _descent(header: Header, shapes: dict[str, tuple[int, int]]) -> Descent:
+    """What follows the estimates of a log."""
+    if header.hessian_smoothing:
+        return HessianDescent(header.hessian_smoothing, shapes, {})
+    if header.cone_angle:
+        return ConeDescent(header.cone_angle, header.cone_decay, shapes, {})
+    return descent_of(header.optimizer, header.window)
 
 
 def check_belongs(header: Header, manifest: Manifest) -> None:

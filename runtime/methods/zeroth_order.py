@@ -218,7 +218,7 @@ class ZerothOrder:
         update = Update(number, rate, gradients, self.weight_decay, curvatures)
         self._pending = True
         self.descent.remember(update)
-        if not self.defer:
+        if not self.defer or self.descent.at_once:
             self.settle()
         return StepResult(mean, len(lanes), 0, update.record, objective=share)
 
@@ -310,4 +310,6 @@ class ZerothOrder:
             rank=noise.rank,
             interval=noise.interval,
             hessian_smoothing=self.descent.smoothing,
+            cone_angle=self.descent.cone[0],
+            cone_decay=self.descent.cone[1],
         ).line()

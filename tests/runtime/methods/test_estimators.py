@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +23,14 @@ from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, DivergedError, UsageError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
+from runtime.methods.cone import ConeDescent
 from runtime.methods.descent import descent_of
 from runtime.methods.hessian import HessianDescent
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row, Start
 from runtime.methods.registry import method as implementation
 from runtime.methods.scalar_update import Update
-from runtime.methods.trajectory import read_log, rebuild
+from runtime.methods.trajectory import Header, read_log, rebuild
 from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.plan import Planner, Request
 
@@ -44,6 +46,7 @@ ORACLES: dict[str, type[Monolithic]] = {
     "meazo": estimators.MonolithicMEAZO,
     "lozo": estimators.MonolithicLOZO,
     "hizoo": estimators.MonolithicHiZOO,
+    "conmezo": estimators.MonolithicConMeZO,
 }
 AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
 OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
@@ -53,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "meazo": {"queries": 2},
     "lozo": {"lozo_rank": 2, "lozo_interval": 3},
     "hizoo": {"queries": 2, "hessian_smoothing": 1e-3},
+    "conmezo": {"queries": 2, "cone_angle": 1.2, "cone_decay": 0.9},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
 }
@@ -67,6 +71,7 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "meazo": (3e-3, 30),
     "lozo": (6e-4, 30),
     "hizoo": (1e-3, 20),
+    "conmezo": (1e-3, 20),
 }
 STEADIER = {"one-point": {"queries": 8}}  # two directions are too noisy for few steps
 
@@ -259,6 +264,9 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         ({"method": "hizoo", "hessian_smoothing": 0.0}, "must be above 0 and below 1"),
         ({"method": "hizoo", "hessian_smoothing": 1.0}, "must be above 0 and below 1"),
         ({"method": "hizoo", "zo_optimizer": "adam"}, "zo_optimizer is an option of mezo"),
+        ({"method": "conmezo", "cone_angle": 1.6}, "must be above 0 and at most pi/2"),
+        ({"method": "conmezo", "cone_decay": 1.0}, "must be from 0 to below 1"),
+        ({"method": "mezo", "cone_angle": 1.0}, "cone_angle is an option of conmezo"),
         ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
         ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),
     ],
@@ -326,6 +334,7 @@ def test_fzoo_divides_by_the_deviation_of_the_losses(
         ({"method": "one-point", "queries": 99}, 99, 18, 3),
         ({"method": "hizoo", "queries": 2}, 5, 5, 4),
         ({"method": "hizoo", "queries": 99}, 199, 21, 4),
+        ({"method": "conmezo", "queries": 2}, 4, 4, 5),
     ],
 )
 def test_demand_counts_points_and_what_an_update_takes(
@@ -336,7 +345,7 @@ def test_demand_counts_points_and_what_an_update_takes(
     assert demand.hidden_states == 5 * states and demand.slots == 1 and not demand.backward
     assert (demand.adapter_copies, demand.scratch_copies) == (copies, scratch)
     assert demand.lanes[0] == min(16, 5 * states)
-    assert demand.moments == (config.method == "hizoo")
+    assert demand.moments == (config.method in ("hizoo", "conmezo"))
 
 
 def test_fzoo_needs_two_directions(seed: int) -> None:
@@ -412,3 +421,65 @@ def test_a_hessian_beyond_float32_ends_a_run(seed: int, h: float) -> None:
         for step in range(99):
             descent.remember(Update(step, 0.1, (1.0,), 0.0, (h,)))
             descent.apply(Noise(seed), "a", mx.zeros((3, 4)))
+
+
+def test_a_save_with_another_momentum_is_refused(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    method = started(config_of("conmezo", seed), model, adapters, tmp_path, 1, 4)
+    method.step(0, 1e-3, [rows_of(bundle, rng, 1)])
+    state = tmp_path / "state"
+    method.write(state)
+    method.read(state)
+    whole = state.read_bytes()
+    begins = whole.index(b"\n") + 1
+    assert len(whole) - begins == 4 * adapters.size
+    for wrong in (1e9, np.inf, np.nan):
+        at = begins + 4 * int(rng.integers(adapters.size))
+        state.write_bytes(whole[:at] + np.float32(wrong).tobytes() + whole[at + 4 :])
+        with pytest.raises(BundleError, match=r"is damaged: .*momentum"):
+            method.read(state)
+
+
+def test_directions_lie_at_the_cones_angle(seed: int) -> None:
+    """Their length is about that of the noise; at a right angle they are the noise."""
+    shapes = {"a": (300, 40), "b": (50, 80)}
+    noise, angle = Noise(seed), 1.0
+    narrow, wide = (ConeDescent(one, 0.9, shapes, {}) for one in (angle, math.pi / 2))
+    for descent in (narrow, wide):
+        descent.remember(Update(0, 0.1, (2.0,), 0.0))
+        for name, shape in shapes.items():
+            descent.apply(noise, name, mx.zeros(shape))
+    momentum = {name: noise.draw(0, 0, name, shape) for name, shape in shapes.items()}
+    fresh = {name: noise.draw(1, 0, name, shape) for name, shape in shapes.items()}
+    a, m = (
+        np.concatenate([np.array(part(name)).ravel() for name in shapes])
+        for part in (lambda name: narrow.direction(name, fresh[name]), momentum.__getitem__)
+    )
+    cosine = a @ m / np.linalg.norm(a) / np.linalg.norm(m)
+    assert cosine == pytest.approx(math.cos(angle), abs=0.03)
+    assert np.linalg.norm(a) == pytest.approx(math.sqrt(a.size), rel=0.05)
+    for name in shapes:
+        assert mx.allclose(wide.direction(name, fresh[name]), fresh[name], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cone_angle": 1.6, "cone_decay": 0.9},
+        {"cone_angle": 1.0, "cone_decay": 1.0},
+        {"cone_angle": 0.0, "cone_decay": 0.9},
+        {"cone_angle": "1", "cone_decay": 0.9},
+        {"cone_angle": 1.0, "cone_decay": 0.9, "trained": "full"},
+        {"cone_angle": 1.0, "cone_decay": 0.9, "hessian_smoothing": 0.1},
+        {"hessian_smoothing": 1.0},
+    ],
+)
+def test_a_log_with_impossible_momentum_or_hessian_is_refused(wrong: dict[str, Any]) -> None:
+    good = Header(1, "gaussian", 0.0, "", "", cone_angle=1.0, cone_decay=0.9)
+    good.check()
+    with pytest.raises(ValueError, match=r"its cone|a cone|its smoothing"):
+        Header(**{"seed": 1, "noise": "gaussian", "weight_decay": 0.0, "weights_sha256": "",
+                  "initial_sha256": "", **wrong}).check()  # fmt: skip

@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
     "meazo": {"method": "meazo", "learning_rate": 1e-3},
     "lozo": {"method": "lozo", "lozo_interval": 3},
     "hizoo": {"method": "hizoo", "queries": 2, "hessian_smoothing": 1e-3},
+    "conmezo": {"method": "conmezo", "queries": 2},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
 }
 

@@ -149,6 +149,7 @@ def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method:
         ({"method": "mebp"}, "--trainable full: mebp trains adapters only"),
         ({"method": "lozo"}, "--trainable full: lozo trains adapters only"),
         ({"method": "hizoo"}, "--trainable full is not for hizoo"),
+        ({"method": "conmezo"}, "--trainable full is not for conmezo"),
         ({"lora-rank": 4}, "--lora-rank: with --trainable full there are no adapters"),
         ({"adapter": "somewhere"}, "--adapter: with --trainable full there are no adapters"),
         ({"budget": "20MB"}, "the smallest that fits is"),
