@@ -33,6 +33,9 @@ NOISE = {"fzoo": "rademacher"}
 _PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo", "conmezo")
 
 OPTIONS_OF = {
+    "queries": _PERTURBING,
+    "noise": _PERTURBING,
+    "epsilon": _PERTURBING,
     "objective": _PERTURBING,
     "zo_optimizer": ("mezo",),
     "zo_window": ("mezo",),

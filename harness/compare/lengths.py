@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ondevice.config.compare import EVAL_EVERY, CompareConfig, by_method
 from ondevice.config.shared import StepConfig
-from ondevice.methods import SEARCHES, Search
+from ondevice.methods import OPTIONS_OF, SEARCHES, Search
 from runtime.methods.registry import method as implementation
 
 UNBOUNDED_STEPS = 1_000_000  # where time ends a run
@@ -27,9 +27,8 @@ def passes_of_row(method: str) -> int:
 
 def passes_of_step(config: CompareConfig, method: str) -> int:
     """The forward passes of one step."""
-    step = StepConfig(
-        bundle="any", method=method, batch_size=config.batch_size, queries=config.queries
-    )
+    queries = config.queries if method in OPTIONS_OF["queries"] else None
+    step = StepConfig(bundle="any", method=method, batch_size=config.batch_size, queries=queries)
     return implementation(method).demand(step).hidden_states * passes_of_row(method)
 
 

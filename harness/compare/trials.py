@@ -9,6 +9,7 @@ from typing import Any
 
 from ondevice.config.compare import CompareConfig
 from ondevice.config.lora import LoraOptions
+from ondevice.methods import METHODS, OPTIONS_OF
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
         "rounding",
     )
     for name in (*given, *(one.name for one in fields(LoraOptions))):
-        if getattr(config, name) is not None:
+        only_of = OPTIONS_OF.get(name, METHODS)
+        if getattr(config, name) is not None and trial.method in only_of:
             settings[name] = getattr(config, name)
     return settings | {"method": trial.method, **trial.values}

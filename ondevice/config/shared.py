@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ondevice.config.base import (
@@ -275,11 +275,26 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
             )
             refuse(type(self), [problem])
         problems = [
-            f"{name} is an option of {' and '.join(methods)}, not of {self.method}"
+            f"{name} is an option of {' and '.join(', '.join(methods).rsplit(', ', 1))}, not of "
+            f"{self.method}"
             for name, methods in OPTIONS_OF.items()
-            if getattr(self, name) is not None and self.method not in methods
+            if self.was_given(name) and self.method not in methods
         ]
+        if self.trains_all:
+            problems += [
+                f"{name} has no effect with trainable full: {why}"
+                for name, why in (
+                    ("adapter_dtype", "there are no adapters"),
+                    ("plan", "tiles of the weights themselves are read and written"),
+                )
+                if self.was_given(name)
+            ]
         refuse(type(self), [*problems, *self.zeroth_order_problems])
+
+    def was_given(self, name: str) -> bool:
+        """Whether an option of this or a derived class has another value than its default."""
+        options = {one.name: one.default for one in fields(self)}
+        return name in options and getattr(self, name) != options[name]
 
     @property
     def directions(self) -> int:

@@ -42,7 +42,7 @@ def demand_of(
     method: str,
     rows: int = 1,
     accumulation: int = 1,
-    queries: int = 1,
+    queries: int | None = None,
     optimizer: str = "adamw",
     max_grad_norm: float = 0.0,
     lora_dropout: float = 0.0,
@@ -68,7 +68,7 @@ def task_of(
     method: str = "mebp",
     rows: int = 1,
     accumulation: int = 1,
-    queries: int = 1,
+    queries: int | None = None,
     **request: object,
 ) -> Task:
     """Training, or an evaluation, at a sequence bucket; `request` is what else is asked for."""

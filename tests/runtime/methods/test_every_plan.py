@@ -55,7 +55,7 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
         method,
         rows,
         parts,
-        queries=int(rng.integers(1, 4)),
+        queries=int(rng.integers(1, 4)) if method == "mezo" else None,
         prefetch=bool(rng.random() < 0.5),
         adapter_dtype=str(rng.choice([*DTYPES])),
     )

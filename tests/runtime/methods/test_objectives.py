@@ -187,7 +187,7 @@ def test_runs_with_an_objective(tiny: Tiny, tmp_path: Path) -> None:
 def test_backpropagation_has_no_such_objective(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen2", seq_lens=(16, 32)).path
     refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mebp", objective="exact"))
-    assert refused.returncode == 2 and "objective is an option of mezo and fzoo" in refused.stderr
+    assert refused.returncode == 2 and "objective is an option of mezo, fzoo" in refused.stderr
     refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mezo", objective="labels"))
     assert refused.returncode == 4 and "too many to be labels" in refused.stderr
     assert not (tmp_path / "run").exists()

@@ -150,6 +150,8 @@ def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method:
         ({"method": "lozo"}, "--trainable full: lozo trains adapters only"),
         ({"method": "hizoo"}, "--trainable full is not for hizoo"),
         ({"method": "conmezo"}, "--trainable full is not for conmezo"),
+        ({"adapter-dtype": "bfloat16"}, "adapter_dtype has no effect with trainable full"),
+        ({"plan": "paper"}, "plan has no effect with trainable full"),
         ({"lora-rank": 4}, "--lora-rank: with --trainable full there are no adapters"),
         ({"adapter": "somewhere"}, "--adapter: with --trainable full there are no adapters"),
         ({"budget": "20MB"}, "the smallest that fits is"),
