@@ -8,10 +8,8 @@ tokenizer/      the tokenizer's files, named as Hugging Face names them
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,14 +17,14 @@ from pathlib import Path
 
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
-from ondevice.errors import BundleError, UsageError
+from ondevice.errors import BundleError
 from ondevice.files import fsync_path, read_file, reading_errors, sha256_file, storage_errors
+from ondevice.folder_writer import OLD, FolderWriter
 from ondevice.lora import LoraSettings
 from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
-NEW, OLD = "new", "old"  # the unfinished bundle, and the one that it replaces
 MAX_MANIFEST_BYTES = 4 << 20  # 20 times that of a model of 4 billion parameters
 
 
@@ -125,120 +123,29 @@ def _read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-class BundleWriter:
-    """Builds a bundle beside its destination and moves it there in one rename.
-
-    Use it as a context manager: an exception, Ctrl-C included, removes everything that was written.
-    The unfinished bundle is the folder `.NAME.partial/new`, and one process at a time locks
-    `.NAME.partial`. A bundle that is replaced is first renamed to `.NAME.partial/old`. If a killed
-    process left it there, the next writer puts it back before it clears the folder.
-    """
+class BundleWriter(FolderWriter):
+    """Builds a bundle beside its destination and moves it there in one rename."""
 
     def __init__(self, destination: Path, force: bool = False) -> None:
-        self.destination = text_path(destination)
-        self.force = force
-        self.place = partial_folder(destination)
-        self.folder = self.place / NEW
+        super().__init__(destination, force, MANIFEST, "bundle")
         self.offset = 0
         self._digest = hashlib.sha256()
 
     def __enter__(self) -> BundleWriter:
-        with storage_errors(self.destination):
-            self._sweep()
-            self._refuse_existing()
-            self.destination.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
-            try:
-                if self._put_back() and not self.force:
-                    raise UsageError(
-                        f"{self.destination} is back in place, after a forced export was stopped "
-                        "while it replaced it; choose another or pass --force"
-                    )
-                self._check_destination()
-                self._empty()  # of what a killed export left
-                (self.folder / GRAPHS).mkdir(parents=True)
+        super().__enter__()
+        try:
+            with storage_errors(self.destination):
+                (self.folder / GRAPHS).mkdir()
                 self._weights = (self.folder / WEIGHTS).open("wb")
-            except BaseException:
-                self._clear()
-                raise
+        except BaseException:
+            super().__exit__(None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(OSError):  # its buffer, on a full disk; `finish_weights` has reported it
             self._weights.close()
-        with storage_errors(self.place):
-            self._clear()
-
-    def _sweep(self) -> None:
-        """Remove what a process has left that was killed once its bundle was in place."""
-        if self.force or not self.place.is_dir() or not (self.destination / MANIFEST).is_file():
-            return
-        with suppress(UsageError):  # another process is exporting: it removes its own
-            self._lock = self._locked()
-            self._clear()
-
-    def _refuse_existing(self) -> None:
-        if os.path.lexists(self.destination) and not self.force:
-            raise UsageError(f"{self.destination} exists; choose another or pass --force")
-
-    def _check_destination(self) -> None:
-        self._refuse_existing()
-        if not os.path.lexists(self.destination):
-            return
-        ours = self.destination.is_dir() and not self.destination.is_symlink()
-        if not ours or not (
-            (self.destination / MANIFEST).exists() or not any(self.destination.iterdir())
-        ):
-            raise UsageError(f"{self.destination} is not a bundle; it is not replaced")
-
-    def _locked(self) -> int:
-        """Create `.NAME.partial`, or reuse one that a killed process left, and lock it."""
-        while True:
-            with suppress(FileExistsError):  # not exist_ok, which looks again, and may find nothing
-                self.place.mkdir()
-            with suppress(FileNotFoundError):  # the process that had it has just removed it
-                lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if os.path.samestat(os.fstat(lock), self.place.lstat()):
-                        return lock
-                except BlockingIOError:
-                    os.close(lock)
-                    raise UsageError(
-                        f"another process is exporting to {self.destination}; wait for it or "
-                        "choose another"
-                    ) from None
-                except BaseException:
-                    os.close(lock)
-                    raise
-                os.close(lock)
-
-    def _put_back(self) -> bool:
-        """Undo an unfinished replacement of a bundle; returns whether there was one."""
-        old = self.place / OLD
-        if os.path.lexists(self.destination) or not (old / MANIFEST).is_file():
-            return False
-        old.rename(self.destination)
-        fsync_path(self.destination.parent)
-        return True
-
-    def _clear(self) -> None:
-        """Remove all but the destination, and unlock."""
-        try:
-            self._put_back()
-            self._empty()
-            self.place.rmdir()
-        finally:
-            os.close(self._lock)
-
-    def _empty(self) -> None:
-        # without its manifest, a half-removed bundle cannot be taken for a complete one
-        (self.place / OLD / MANIFEST).unlink(missing_ok=True)
-        for left in self.place.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
+        super().__exit__(kind)
 
     def align(self, alignment: int = ALIGNMENT) -> None:
         self._write(bytes(-self.offset % alignment))
@@ -296,11 +203,5 @@ class BundleWriter:
                 "that are read; export for fewer --seq-lens"
             )
         self.file(MANIFEST, data)
-        with storage_errors(self.destination):
-            for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
-                fsync_path(folder)
-            if self.destination.exists():
-                self.destination.rename(self.place / OLD)
-            self.folder.rename(self.destination)
-            fsync_path(self.destination.parent)
+        self.finish()
         return Bundle(self.destination, manifest, self.destination)
