@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import (
-    GGML_QUANT_SIZES,
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    get_tensor_name_map,
-)
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from export.packed import PackedRows, Packing
@@ -27,12 +21,10 @@ from export.sources.families import expected_shapes, normalise_config
 from export.sources.gguf_blocks import Transcoding, transcode, transcoding
 from export.sources.gguf_config import ROPE_FREQS, read_config
 from export.sources.gguf_file import GGUFFile
+from export.sources.gguf_names import stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import F32, Checkpoint, check_tensors
 from ondevice.errors import BundleError
-
-# layers whose rows llama's converter reorders -> the setting that says how many heads they have
-_REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -105,12 +97,8 @@ class GGUFCheckpoint(Checkpoint):
     def _index(self, name: str, start: int, stop: int) -> npt.NDArray[np.intp] | slice:
         """Where the file has rows start:stop of a tensor."""
         rows = self._check_rows(name, start, stop)[0]
-        heads = _REORDERED.get(name.split(".")[-2]) if self.family == "llama" else None
-        if heads is None:
-            return slice(start, stop)
-        # rows (half, j) of each head are stored as (j, half)
-        order = np.arange(rows).reshape(self.config[heads], -1, 2).swapaxes(1, 2)
-        return order.reshape(-1)[start:stop]
+        order = stored_rows(self.family, self.config, name, rows)
+        return slice(start, stop) if order is None else order[start:stop]
 
 
 def _stored_names(
@@ -120,12 +108,9 @@ def _stored_names(
 
     A tensor that the model does not have keeps its name, to be refused by it.
     """
-    known = next(known for known, name in MODEL_ARCH_NAMES.items() if name == arch)
-    names = get_tensor_name_map(known, layers)
-    stored: dict[str, Any] = {
-        name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in expected
-    }
-    held = {name: own for name, own in stored.items() if own in file.tensors}
+    name_of = tensor_names(arch, layers)
+    stored = {name: name_of(name) for name in expected}
+    held = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
     others = file.tensors.keys() - set(held.values()) - {ROPE_FREQS}
     return {**held, **{name: name for name in sorted(others)}}
 

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from export.sources.gguf_file import GGUFFile
+from export.sources.gguf_names import ARCHITECTURES
 from export.sources.source import F32
 from ondevice.errors import BundleError
 
-# GGUF architecture -> family
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files hold instead of metadata
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from export.sources.gguf_config import ARCHITECTURES
+from export.sources.gguf_names import ARCHITECTURES
 from support.checkpoints import Arrays
 
 # where a block's float16 numbers stand, in bytes

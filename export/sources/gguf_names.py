@@ -1,0 +1,65 @@
+"""What llama.cpp calls a model's tensors, and in which order it keeps their rows.
+
+`export.sources.gguf` undoes this to read a file; what writes GGUF files does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+# GGUF architecture -> family
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+
+# layers whose rows llama's converter reorders -> the setting that says how many heads they have
+_REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+def architecture_of(family: str) -> str:
+    """The GGUF architecture of a family."""
+    return next(arch for arch, known in ARCHITECTURES.items() if known == family)
+
+
+def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
+    """A function from mlx-lm's name of a tensor, with .weight or .bias, to the one in GGUF files.
+
+    It gives None for a tensor that the architecture does not have.
+    """
+    known = next(known for known, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(known, layers)
+
+    def name_of(name: str) -> str | None:
+        found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        return found
+
+    return name_of
+
+
+def stored_rows(
+    family: str, config: dict[str, Any], name: str, rows: int
+) -> npt.NDArray[np.intp] | None:
+    """Where a file has each of a tensor's rows, (rows,); None where the order is the same.
+
+    Row i of the model is row `stored_rows(...)[i]` of the file. llama.cpp rotates pairs of
+    neighbours, so its converter stores rows (half, j) of each of Llama's heads as (j, half).
+    """
+    parts = name.split(".")
+    heads = _REORDERED.get(parts[-2]) if family == "llama" and len(parts) > 1 else None
+    if heads is None:
+        return None
+    return np.arange(rows).reshape(config[heads], -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def model_rows(
+    family: str, config: dict[str, Any], name: str, rows: int
+) -> npt.NDArray[np.intp] | None:
+    """Which of the model's rows a file has in each place, (rows,); None where it is the same.
+
+    The inverse of `stored_rows`: `array[model_rows(...)]` is what a file holds.
+    """
+    order = stored_rows(family, config, name, rows)
+    return None if order is None else np.argsort(order)
