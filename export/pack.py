@@ -26,7 +26,6 @@ from export.recipe import linear_names, stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.tensors import Tensors
-from ondevice import __version__
 from ondevice.bundle.float_manifest import float_tables
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
@@ -39,6 +38,7 @@ from ondevice.lora import LoraSettings
 from ondevice.operations.elementwise import graph_key
 from ondevice.operations.tensors import Graph
 from ondevice.operations.values import shape_at
+from ondevice.version import __version__
 
 MakeEngine = Callable[[Path], Engine]
 

@@ -1,8 +1,81 @@
 """Fine-tune language models with LoRA on the device that holds the data, inside a memory budget.
 
-Importing this package loads nothing heavy: no MLX, no NumPy. The parts live in
-`ondevice.bundle.store` (the format), `export` (checkpoint to bundle), `runtime` (training)
-and `harness` (measuring).
+`export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate` and `generate` do what the
+commands of the same names do, with the same options and defaults; errors are those of
+`ondevice.errors`. Importing this package loads nothing heavy, no MLX and no NumPy: a name is loaded
+when it is first used.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ondevice.version import __version__
+
+if TYPE_CHECKING:
+    from ondevice.api.bundles import export_bundle, open_bundle
+    from ondevice.api.process import prepare
+    from ondevice.api.results import (
+        Evaluation,
+        EvaluationResult,
+        ExportResult,
+        Generation,
+        MemoryPlan,
+        Step,
+        TrainResult,
+    )
+    from ondevice.api.training import plan, resume, train
+    from ondevice.api.use import evaluate, generate
+    from ondevice.bundle.store import Bundle
+
+__all__ = [
+    "Bundle",
+    "Evaluation",
+    "EvaluationResult",
+    "ExportResult",
+    "Generation",
+    "MemoryPlan",
+    "Step",
+    "TrainResult",
+    "__version__",
+    "evaluate",
+    "export_bundle",
+    "generate",
+    "open_bundle",
+    "plan",
+    "prepare",
+    "resume",
+    "train",
+]
+
+_MODULES = {
+    "api.bundles": ("export_bundle", "open_bundle"),
+    "api.process": ("prepare",),
+    "api.results": (
+        "Evaluation",
+        "EvaluationResult",
+        "ExportResult",
+        "Generation",
+        "MemoryPlan",
+        "Step",
+        "TrainResult",
+    ),
+    "api.training": ("plan", "resume", "train"),
+    "api.use": ("evaluate", "generate"),
+    "bundle.store": ("Bundle",),
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is public when it is first used."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

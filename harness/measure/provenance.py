@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure.process import ROOT
-from ondevice import __version__
+from ondevice.version import __version__
 from runtime.system.backend import describe
 
 

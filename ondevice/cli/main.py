@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ondevice import __version__
 from ondevice.cli.commands import COMMANDS, Command
 from ondevice.cli.outcome import outcome_of
 from ondevice.config.base import Group, add_arguments, usage
 from ondevice.errors import UsageError
+from ondevice.version import __version__
 
 # what users of mlx-lm and PEFT type
 FLAGS_ELSEWHERE = {

@@ -14,6 +14,7 @@ import numpy as np
 
 from ondevice.config.evaluate import EvalConfig
 from ondevice.errors import InterruptedRunError
+from ondevice.notes import warning
 from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import Source
@@ -129,7 +130,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             bundle, config.budget_bytes, length, config.arithmetic, config.adapter_dtype
         )
         if plan.warning:
-            events.note(f"ondevice: warning: {plan.warning}")
+            events.note(warning(plan.warning))
         events.plan(plan)
         meter.aim(plan.predicted_peak_bytes)
         rows = source.rows(bundle, scratch, length)

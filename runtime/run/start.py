@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ondevice.bundle.store import Bundle
+from ondevice.bundle.store import Bundle, open_bundle
 from ondevice.config.base import load, to_toml
+from ondevice.config.plan import PlanConfig
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
+from ondevice.notes import warning
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
 from runtime.methods.adapters import Adapters
@@ -27,6 +29,7 @@ from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.samples import Samples
+from runtime.run.traced_graphs import Note, with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
 from runtime.storage.saves import CONFIG, State, another_run
@@ -56,6 +59,18 @@ def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None) -> Plan:
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
         machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
     return make_plan(bundle.manifest, machine, training(config, bundle.manifest))
+
+
+def show_plan(config: PlanConfig, note: Note) -> Plan:
+    """The plan that `ondevice plan` shows: as `plan_training`, for a bundle yet to be opened."""
+    machine = machine_of(config.machine)
+    with Meter():  # as in `train`: the plan counts what the process has loaded
+        found = plan_training(
+            config, with_graphs(open_bundle(config.bundle), config.device, note), machine
+        )
+    if found.warning:
+        note(warning(found.warning))
+    return found
 
 
 def machine_of(path: str | None) -> Machine | None:
@@ -116,7 +131,7 @@ def _begin(
     folder.write_json(PLAN, chosen.to_json())
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
-        events.note(f"ondevice: warning: {bundle.manifest.quality.warning()}")
+        events.note(warning(bundle.manifest.quality.warning()))
     _announce(chosen, events)
     return Trainer(
         fixed, folder, session, adapters, running, samples, eval_rows, events, meter
@@ -296,7 +311,7 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
 
 def _announce(chosen: Plan, events: Events) -> None:
     if chosen.warning:
-        events.note(f"ondevice: warning: {chosen.warning}")
+        events.note(warning(chosen.warning))
     events.plan(chosen)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ondevice import __version__
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest, manifest_bytes
 from ondevice.bundle.store import Bundle
@@ -28,6 +27,7 @@ from ondevice.bundle.trusted import are_trusted
 from ondevice.cache import cache_folder, is_mine
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import storage_errors
+from ondevice.version import __version__
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
 from runtime.system.backend import mlx_version

@@ -31,6 +31,19 @@ PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 
 
+REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
+NO_BLAS = (
+    "no optimized BLAS could be loaded, matrix products run about 100 times slower; install "
+    "libgfortran5 (Debian, Ubuntu: apt install libgfortran5) or libopenblas0-pthread"
+)
+TOO_LATE = (
+    "MLX was imported before ondevice had set this process up: matrix products may run on MLX's "
+    "own slow BLAS, and more memory may be taken than predicted; start Python again, and call "
+    "ondevice.prepare(), or another function of ondevice, before anything imports mlx"
+)
+_prepared: list[str] = []  # the BLAS, once this process was set up in time
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The result of `prepare`: the BLAS in use, and a warning if it is slow."""
@@ -44,21 +57,25 @@ def prepare(keep_heap: bool = True) -> Prepared:
 
     `keep_heap` is for work that allocates the same sizes repeatedly, as training does. Without it
     freed memory goes back to the system at once, which keeps the peak of an export low.
+    The first call in a process loads the BLAS; later ones say what it has found.
     """
+    tune_heap(keep_heap)
+    if _prepared:
+        return Prepared(_prepared[0], "" if _prepared[0] != REFERENCE else NO_BLAS)
+    if "mlx.core" in sys.modules:
+        return Prepared(_load_blas(), TOO_LATE)
+    _prepared.append(_load_blas())
+    return prepare(keep_heap)
+
+
+def _load_blas() -> str:
+    """Load an optimized BLAS, and have MLX evaluate depth first; returns the BLAS's name."""
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1")
     if sys.platform == "darwin":
-        return Prepared("Accelerate")
-    tune_heap(keep_heap)
+        return "Accelerate"
     if platform.machine() == "x86_64" and _cpu_flags() >= AVX512:
         os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
-    loaded = _load_wheel_blas() or _load_system_blas()
-    if loaded:
-        return Prepared(loaded)
-    return Prepared(
-        "reference",
-        "no optimized BLAS could be loaded, matrix products run about 100 times slower; install "
-        "libgfortran5 (Debian, Ubuntu: apt install libgfortran5) or libopenblas0-pthread",
-    )
+    return _load_wheel_blas() or _load_system_blas() or REFERENCE
 
 
 def _cpu_flags() -> set[str]:

@@ -13,10 +13,16 @@ from support.token_rows import VOCAB, write_tokenizer
 SPECIAL = {"bos_token": "<bos>", "add_bos_token": True, "eos_token": "<eos>"}
 
 
-def text_bundle(folder: Path, template: str) -> Bundle:
-    """A bundle for 16 and 32 tokens."""
+def text_checkpoint(source: Path, template: str) -> Path:
+    """A Hugging Face folder."""
     config, arrays = weights_of("tiny-qwen2")
     rows = {n: a[:VOCAB] if a.shape[0] == config["vocab_size"] else a for n, a in arrays.items()}
-    source = write_folder(folder / "model", {**config, "vocab_size": VOCAB}, rows)
+    write_folder(source, {**config, "vocab_size": VOCAB}, rows)
     write_tokenizer(source, {**SPECIAL, "chat_template": template})
+    return source
+
+
+def text_bundle(folder: Path, template: str) -> Bundle:
+    """A bundle for 16 and 32 tokens."""
+    source = text_checkpoint(folder / "model", template)
     return export_bundle(settings(source, folder / "bundle", seq_lens=(16, 32)))

@@ -7,6 +7,7 @@ import sys
 from typing import TypeVar
 
 from ondevice.config.base import Config, given, load
+from ondevice.notes import warning
 
 C = TypeVar("C", bound=Config)
 
@@ -22,7 +23,7 @@ def set_up(keep_heap: bool = True) -> None:
 
     found = prepare(keep_heap)
     if found.warning:
-        note(f"ondevice: warning: {found.warning}")
+        note(warning(found.warning))
 
 
 def note(text: str) -> None:

@@ -1,0 +1,75 @@
+"""Making and opening bundles from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from ondevice.api.keywords import ExportKeywords
+from ondevice.api.options import configured, taking
+from ondevice.api.process import Note, Said, prepare
+from ondevice.api.results import ExportResult
+from ondevice.bundle import store
+from ondevice.bundle.store import Bundle
+from ondevice.config.export import ExportConfig
+from ondevice.notes import warning
+
+Progress = Callable[[str, int, int], None]
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Open a bundle, checking its manifest and every file's presence and size.
+
+    `bundle.manifest` says what it holds; `bundle.verify()` compares every file with its checksum.
+
+    Raises:
+        BundleError: not a bundle, truncated, inconsistent, or not readable.
+        UsageError: the path is not valid UTF-8.
+    """
+    return store.open_bundle(path)
+
+
+@taking(ExportConfig)
+def export_bundle(
+    source: str | Path,
+    output: str | Path,
+    *,
+    on_progress: Progress | None = None,
+    on_note: Note | None = None,
+    **options: Unpack[ExportKeywords],
+) -> ExportResult:
+    """Convert a checkpoint to a bundle, as `ondevice export` does.
+
+    on_progress(what, done, total) is called while it works, on_note(text) with lines for people.
+
+    Raises:
+        UsageError: an option is wrong, the output exists, or there is no such checkpoint.
+        BudgetError: the budget is too small, or was passed.
+        BundleError: the checkpoint is damaged or not supported.
+        StorageError: the disk is full, or the output cannot be written.
+    """
+    config = configured(ExportConfig, {"source": source, "output": output, **options})
+    prepare(keep_heap=False)
+    return export(config, on_progress or _silent, Said(on_note))
+
+
+def export(config: ExportConfig, progress: Progress, said: Said) -> ExportResult:
+    """Export under the configuration's budget, in a process that is set up for it."""
+    from export.pack import export_bundle as write_bundle
+    from runtime.run.export_engine import ExportEngine
+    from runtime.system.footprint import Meter
+    from runtime.system.heap import trim_heap
+
+    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+        engine = partial(ExportEngine, meter, config.budget_bytes, progress, said.note)
+        bundle = write_bundle(config, progress, engine)
+    quality = bundle.manifest.quality
+    if quality is not None and (hurt := quality.warning()):
+        said.note(warning(hurt))
+    return ExportResult(bundle, quality, meter.peak_bytes, said.notes)

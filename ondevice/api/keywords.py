@@ -1,0 +1,149 @@
+"""The options of the API's functions as keywords with types, for editors and type checkers.
+
+They are the fields of the commands' configurations in `ondevice.config`, which has their defaults,
+their checks and what they mean; fields that are paths may also be a `Path`. A test compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+
+class DataKeywords(TypedDict, total=False):
+    """Which rows there are, and which tokens have a loss."""
+
+    loss_on: str
+    columns: str | None
+    skip_bad_rows: bool
+
+
+class BundleKeywords(TypedDict, total=False):
+    """The memory budget, the length of rows, and the device."""
+
+    budget: str
+    max_seq_length: int | None
+    device: str
+    arithmetic: str
+
+
+class LoraKeywords(TypedDict, total=False):
+    """Settings of adapters."""
+
+    lora_rank: int | None
+    lora_alpha: float | None
+    lora_targets: str | None
+    lora_layers: int | None
+    rslora: bool | None
+
+
+class ZerothOrderKeywords(TypedDict, total=False):
+    """Options of methods that see losses only."""
+
+    queries: int | None
+    objective: str | None
+    zo_optimizer: str | None
+    zo_window: int | None
+    seed_pool: int | None
+    lozo_rank: int | None
+    lozo_interval: int | None
+    hessian_smoothing: float | None
+    cone_angle: float | None
+    cone_decay: float | None
+
+
+class StepKeywords(BundleKeywords, LoraKeywords, ZerothOrderKeywords, total=False):
+    """Options of a training step on which its memory depends."""
+
+    method: str
+    pack: bool
+    batch_size: int
+    grad_accumulation: int
+    optimizer: str
+    max_grad_norm: float
+    adapter: str | Path | None
+    lora_dropout: float | None
+    trainable: str | None
+    rounding: str | None
+    plan: str
+    prefetch: bool
+    adapter_dtype: str
+
+
+class PlanKeywords(StepKeywords, total=False):
+    """The options of `plan`."""
+
+    machine: str | Path | None
+
+
+class TrainKeywords(StepKeywords, DataKeywords, total=False):
+    """The options of `train`."""
+
+    output: str | Path
+    valid_split: str | None
+    profile: bool
+    report_to: str
+    heap_relief: bool
+    machine: str | Path | None
+    steps: int
+    learning_rate: float
+    lr_schedule: str
+    warmup_steps: int
+    weight_decay: float
+    seed: int
+    epsilon: float
+    noise: str
+    eval_data: str | Path | None
+    eval_every: int
+    eval_rows: int
+    keep_best: bool
+    keep: int
+    patience: int
+    min_delta: float
+    save_every: int
+    stop_seconds: float
+    stop_loss: float
+    stop_rise: float
+
+
+class EvaluateKeywords(BundleKeywords, DataKeywords, total=False):
+    """The options of `evaluate`."""
+
+    adapter: str | Path | None
+    eval_rows: int
+    adapter_dtype: str
+
+
+class ExportKeywords(DataKeywords, total=False):
+    """The options of `export_bundle`."""
+
+    force: bool
+    seed: int
+    bits: int | str | None
+    embedding_bits: int | None
+    group_size: int
+    layout: str
+    eight_bit: str
+    size: str
+    calibrate: str | Path | None
+    calibration_tokens: int
+    quality: bool
+    graphs: bool
+    trainable: str
+    storage: str
+    budget: str
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: str
+    seq_lens: Sequence[int]
+    device: str
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """The options of `generate`."""
+
+    adapter: str | Path | None
+    max_tokens: int
+    chat: bool
+    device: str

@@ -1,0 +1,64 @@
+"""Setting up the caller's process, and handing on what is said while something is done."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+from ondevice.errors import UsageError
+from ondevice.notes import warned_of
+
+Note = Callable[[str], None]
+
+
+class Said:
+    """The notes of one call: kept for its result, and handed to the caller's `on_note`.
+
+    Warnings become Python's own (`RuntimeWarning`), so that they are seen where nobody reads notes,
+    unless `warns` is false.
+    """
+
+    def __init__(self, on_note: Note | None, warns: bool = True) -> None:
+        self._on_note = on_note
+        self._warns = warns
+        self._notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep a note, and hand it on."""
+        self._notes.append(text)
+        if self._warns and (found := warned_of(text)):
+            warnings.warn(found, RuntimeWarning, stacklevel=2)
+        if self._on_note is not None:
+            self._on_note(text)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """All notes so far."""
+        return tuple(self._notes)
+
+
+def prepare(keep_heap: bool = True) -> str:
+    """Set the process up for MLX; call it before `import mlx` where you import MLX yourself.
+
+    Every function of this package calls it first. On Linux it loads an optimized BLAS in place of
+    the slow one in MLX's wheel, and sets how the C library's heap keeps freed memory; `keep_heap`
+    is for training, which allocates the same sizes again and again. Returns the name of the BLAS.
+
+    Raises:
+        UsageError: this is not the main thread.
+
+    Warns:
+        RuntimeWarning: there is no optimized BLAS, or MLX was imported before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "ondevice computes in the main thread alone: MLX's graphs belong to the streams of the "
+            "thread that loads them, and signals to the main one; use a process of its own"
+        )
+    from runtime.system.backend import prepare as set_up
+
+    found = set_up(keep_heap)
+    if found.warning:
+        warnings.warn(found.warning, RuntimeWarning, stacklevel=3)
+    return found.blas

@@ -1,0 +1,147 @@
+"""Planning, training and resuming from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from ondevice.api.keywords import PlanKeywords, TrainKeywords
+from ondevice.api.options import configured, plain, taking
+from ondevice.api.process import Note, Said, prepare
+from ondevice.api.results import Evaluation, MemoryPlan, Step, TrainResult
+from ondevice.bundle.store import Bundle
+from ondevice.config.plan import PlanConfig
+from ondevice.config.train import TrainConfig
+
+if TYPE_CHECKING:
+    from runtime.run.events import Events
+
+OnStep = Callable[[Step], None]
+OnEvaluation = Callable[[str, Evaluation], None]
+OnPlan = Callable[[MemoryPlan], None]
+Progress = Callable[[str, int, int], None]
+
+
+@taking(PlanConfig)
+def plan(
+    bundle: str | Path | Bundle, *, on_note: Note | None = None, **options: Unpack[PlanKeywords]
+) -> MemoryPlan:
+    """How training would use a memory budget, as `ondevice plan` shows it; nothing is trained.
+
+    Raises:
+        UsageError: an option is wrong, or rows are longer than the bundle has graphs for.
+        BudgetError: nothing fits; the message has the smallest budget that does.
+        BundleError: the bundle is damaged, or its graphs cannot be traced.
+    """
+    config = configured(PlanConfig, {"bundle": bundle, **options})
+    prepare()
+    from runtime.run.start import show_plan
+
+    said = Said(on_note)
+    found = show_plan(config, said.note)
+    return MemoryPlan.of(found.to_json(), said.notes)
+
+
+@taking(TrainConfig)
+def train(
+    bundle: str | Path | Bundle,
+    data: str | Path,
+    *,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_progress: Progress | None = None,
+    on_plan: OnPlan | None = None,
+    on_note: Note | None = None,
+    **options: Unpack[TrainKeywords],
+) -> TrainResult:
+    """Train in a new run, as `ondevice train` does; the run is also an adapter.
+
+    on_step(step) follows each step, and on_evaluation(when, found) each evaluation of held-out
+    data; on_progress(what, done, total) counts its rows. on_plan(plan) receives the memory plan
+    before training, on_note(text) lines for people. An exception in a callback ends the run as a
+    kill would: `resume` goes on from its last save.
+
+    Raises:
+        UsageError: an option is wrong, or the run exists.
+        BudgetError: the budget is too small, or was passed; then the state is saved.
+        BundleError, DataError: the bundle, the adapter or the data cannot be used.
+        StorageError: the disk is full, or the run cannot be written.
+        DivergedError: the loss is not finite; the last save is intact.
+        InterruptedRunError: a signal, such as Ctrl-C's, ended the run; its state is saved.
+    """
+    config = configured(TrainConfig, {"bundle": bundle, "data": data, **options})
+    prepare()
+    from runtime.run import start
+
+    said = Said(on_note)
+    events = _events(said, on_step, on_evaluation, on_progress, on_plan)
+    return _result(Path(config.output), start.train(config, events), said)
+
+
+def resume(
+    run: str | Path,
+    *,
+    bundle: str | Path | Bundle | None = None,
+    budget: str | None = None,
+    steps: int | None = None,
+    patience: int | None = None,
+    device: str | None = None,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_progress: Progress | None = None,
+    on_plan: OnPlan | None = None,
+    on_note: Note | None = None,
+) -> TrainResult:
+    """Go on with a run from its last save, as `ondevice train --resume RUN` does.
+
+    It keeps the run's own settings. bundle: its new place. budget, device: others than before.
+    steps, patience: more of them, with which a finished run goes on. Callbacks are those of
+    `train`.
+
+    Raises:
+        OnDeviceError: as `train`; and UsageError, if `run` holds no run or has done more steps.
+    """
+    wanted = {
+        "bundle": bundle,
+        "budget": budget,
+        "steps": steps,
+        "patience": patience,
+        "device": device,
+    }
+    given = {name: plain(value) for name, value in wanted.items() if value is not None}
+    prepare()
+    from runtime.run import start
+
+    said = Said(on_note)
+    events = _events(said, on_step, on_evaluation, on_progress, on_plan)
+    return _result(Path(run), start.resume(Path(run), events, given), said)
+
+
+def _result(run: Path, summary: dict[str, Any], said: Said) -> TrainResult:
+    from runtime.methods.adapters import WEIGHTS
+
+    file = run / WEIGHTS
+    return TrainResult.of(run, file if file.exists() else None, summary, said.notes)
+
+
+def _events(
+    said: Said,
+    on_step: OnStep | None,
+    on_evaluation: OnEvaluation | None,
+    on_progress: Progress | None,
+    on_plan: OnPlan | None,
+) -> Events:
+    """The callbacks of a run, as the runtime calls them."""
+    from runtime.run.events import Events
+
+    events = Events(note=said.note)
+    if on_step is not None:
+        events.step = lambda entry, steps: on_step(Step.of(entry, steps))
+    if on_evaluation is not None:
+        events.evaluated = lambda when, found: on_evaluation(when, Evaluation.of(found))
+    if on_progress is not None:
+        events.evaluation = on_progress
+    if on_plan is not None:
+        events.plan = lambda chosen: on_plan(MemoryPlan.of(chosen.to_json(), said.notes))
+    return events

@@ -1,0 +1,94 @@
+"""Evaluating and generating from Python."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Unpack
+
+from ondevice.api.keywords import EvaluateKeywords, GenerateKeywords
+from ondevice.api.options import configured, taking
+from ondevice.api.process import Note, Said, prepare
+from ondevice.api.results import EvaluationResult, Generation
+from ondevice.bundle.store import Bundle
+from ondevice.config.evaluate import EvalConfig
+from ondevice.config.generate import GenerateConfig
+from ondevice.errors import UsageError
+
+Progress = Callable[[str, int, int], None]
+
+
+@taking(EvalConfig, "source")
+def evaluate(
+    bundle: str | Path | Bundle,
+    data: str | Path,
+    *,
+    on_progress: Progress | None = None,
+    on_note: Note | None = None,
+    **options: Unpack[EvaluateKeywords],
+) -> EvaluationResult:
+    """Measure the loss of a bundle, with or without an adapter, as `ondevice eval` does.
+
+    on_progress(what, done, total) counts rows, on_note(text) receives lines for people. A loss that
+    is not finite is None, and no error.
+
+    Raises:
+        UsageError: an option is wrong, or rows are longer than the bundle has graphs for.
+        BudgetError: the budget is too small, or was passed.
+        BundleError, DataError: the bundle, the adapter or the data cannot be used.
+    """
+    config = configured(EvalConfig, {"bundle": bundle, "data": data, **options})
+    if config.source is not None:
+        raise UsageError("source is an option of the command `ondevice eval` alone; leave it out")
+    prepare()
+    from runtime.run.evaluate import run_eval
+    from runtime.run.events import Events
+
+    said = Said(on_note)
+    events = Events(note=said.note)
+    if on_progress is not None:
+        events.evaluation = on_progress
+    with tempfile.TemporaryDirectory() as scratch:
+        found = run_eval(config, Path(scratch), events)
+    return EvaluationResult.of(
+        found,
+        budget_bytes=found["budget_bytes"],
+        predicted_peak_bytes=found["predicted_peak_bytes"],
+        peak_footprint_bytes=found["peak_footprint_bytes"],
+        notes=said.notes,
+    )
+
+
+@taking(GenerateConfig)
+def generate(
+    bundle: str | Path | Bundle,
+    prompt: str,
+    *,
+    on_text: Callable[[str], None] | None = None,
+    on_note: Note | None = None,
+    **options: Unpack[GenerateKeywords],
+) -> Generation:
+    """Continue a prompt, with or without an adapter, as `ondevice generate` does.
+
+    on_text(piece) receives the continuation as it grows, on_note(text) lines for people.
+
+    Raises:
+        UsageError: an option is wrong, or the prompt is too long.
+        BundleError, DataError: the bundle or the adapter cannot be used, or has no tokenizer.
+    """
+    config = configured(GenerateConfig, {"bundle": bundle, "prompt": prompt, **options})
+    prepare()
+    from runtime.run.generate import generate as pieces_of
+
+    said = Said(on_note)
+    adapter = None if config.adapter is None else Path(config.adapter)
+    pieces = []
+    for piece in pieces_of(
+        *(config.bundle, config.prompt, adapter, config.max_tokens, config.chat, config.device),
+        said.note,
+    ):
+        pieces.append(piece)
+        if on_text is not None:
+            on_text(piece)
+    return Generation(prompt, "".join(pieces), said.notes)

@@ -1,0 +1,291 @@
+"""The Python API: light to import, checked as the command line, and the page's examples."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import threading
+import typing
+import warnings
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+from support.bundles import Tiny
+from support.runs import here
+from support.text_bundle import text_checkpoint
+
+import ondevice
+from ondevice.api import keywords
+from ondevice.api.process import Said
+from ondevice.bundle.store import Bundle
+from ondevice.config.base import Config
+from ondevice.config.evaluate import EvalConfig
+from ondevice.config.export import ExportConfig
+from ondevice.config.generate import GenerateConfig
+from ondevice.config.plan import PlanConfig
+from ondevice.config.train import TrainConfig
+from ondevice.errors import BudgetError, BundleError, UsageError
+from ondevice.notes import warning
+from runtime.system.backend import TOO_LATE, prepare
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "python.md"
+EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+HEAVY = ("mlx", "numpy", "msgspec", "tqdm", "matplotlib", "transformers", "tokenizers", "runtime")
+ROWS = [
+    ("lamp on ->", " yes"),
+    ("fan off ->", " no"),
+    ("fan on ->", " yes"),
+    ("lamp off ->", " no"),
+]
+
+# (function, the command's configuration, what the function names itself, what it leaves out)
+FUNCTIONS = [
+    (ondevice.export_bundle, ExportConfig, keywords.ExportKeywords, {"source", "output"}, set()),
+    (ondevice.plan, PlanConfig, keywords.PlanKeywords, {"bundle"}, set()),
+    (ondevice.train, TrainConfig, keywords.TrainKeywords, {"bundle", "data"}, set()),
+    (ondevice.evaluate, EvalConfig, keywords.EvaluateKeywords, {"bundle", "data"}, {"source"}),
+    (ondevice.generate, GenerateConfig, keywords.GenerateKeywords, {"bundle", "prompt"}, set()),
+]
+
+
+@pytest.fixture(autouse=True)
+def heap_kept() -> Iterator[None]:
+    """Exports have the heap kept otherwise than the tests that follow expect."""
+    yield
+    prepare()
+
+
+def fresh(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    done = fresh(
+        "import sys, ondevice\n"
+        f"heavy = {HEAVY}\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+        "ondevice.errors if hasattr(ondevice, 'errors') else None\n"
+        "print(set(ondevice.__all__) <= set(dir(ondevice)))\n"
+    )
+    assert done.stdout.splitlines() == ["[]", "True"], done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    for name in ondevice.__all__:
+        assert getattr(ondevice, name) is not None
+    with pytest.raises(AttributeError, match="'trian'"):
+        _ = ondevice.trian  # type: ignore[attr-defined]
+    assert (ROOT / "ondevice" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    ("function", "config", "words", "own", "without"),
+    FUNCTIONS,
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_keywords_are_the_options(
+    function: object, config: type[Config], words: type, own: set[str], without: set[str]
+) -> None:
+    """Add a new option of a command to `ondevice/api/keywords.py` as well."""
+    there = {name: str(kind) for name, kind in _annotations(words).items()}
+    wanted = {one.name: one for one in fields(config) if one.name not in own | without}
+    assert sorted(there) == sorted(wanted)
+    for name, one in wanted.items():
+        simple = there[name].replace("str | Path", "str")
+        assert re.sub(r"Sequence\[(\w+)\]", r"tuple[\1, ...]", simple) == one.type, name
+    shown = inspect.signature(function).parameters  # type: ignore[arg-type]
+    assert {*wanted} <= {*shown}
+    for name, one in wanted.items():
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        assert shown[name].default == default
+        assert f"    {name}: {one.metadata['help']}" in str(function.__doc__)
+    assert own <= {*shown}
+    assert not without & {*shown}
+
+
+def _annotations(words: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for base in reversed(words.__orig_bases__ if hasattr(words, "__orig_bases__") else ()):
+        found |= _annotations(base) if typing.is_typeddict(base) else {}
+    return found | {
+        name: kind.__forward_arg__ if isinstance(kind, typing.ForwardRef) else kind
+        for name, kind in words.__annotations__.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and data, as the page's examples expect it."""
+    folder = tmp_path_factory.mktemp("python")
+    text_checkpoint(folder / "my-model", "{{ messages[0].content }}")
+    lines = [json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in ROWS * 2]
+    (folder / "my-data.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_the_page_s_examples_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    examples = EXAMPLE.findall(PAGE.read_text())
+    assert len(examples) == 4
+    names: dict[str, object] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # random weights are a hurt base
+        for example in examples:
+            exec(compile(example, str(PAGE), "exec"), names)
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert "6 steps, final loss" in told.out
+    assert "the smallest that fits is" in told.out
+    assert "steps is 0; it must be 1 or more" in told.out
+    assert "batch_size is 'many'; it must be a whole number" in told.out
+    result = names["result"]
+    assert isinstance(result, ondevice.TrainResult)
+    # what the command line says of the same run, and of the same evaluation
+    found = names["found"]
+    assert isinstance(found, ondevice.EvaluationResult)
+    arguments = ("bundle", "--data", "my-data.jsonl", "--adapter", "run", "--budget", "500MB")
+    same = json.loads(here("eval", *arguments, "--json").stdout)
+    assert (found.loss, found.rows, found.tokens) == (same["loss"], same["rows"], same["tokens"])
+    summary = json.loads(Path("run/summary.json").read_text())
+    run = names["answer"]
+    assert isinstance(run, ondevice.Generation)
+    assert summary["steps"] == 6
+
+
+def test_a_run_is_the_command_s(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same bits as the command's, by Path and open bundle; nothing is printed."""
+    bundle = tiny("qwen2")
+    options = {"max_seq_length": 16, "steps": 2, "budget": "500MB", "seed": 3, "method": "mezo"}
+    steps: list[ondevice.Step] = []
+    result = ondevice.train(
+        bundle,
+        "random:5",
+        output=tmp_path / "ours",
+        on_step=steps.append,
+        **options,  # type: ignore[arg-type]
+    )
+    assert capsys.readouterr() == ("", "")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    done = here("train", bundle.path, "--data=random:5", f"--output={tmp_path / 'theirs'}", *flags)
+    assert done.returncode == 0, done.stderr
+    theirs = (tmp_path / "theirs" / "adapters.safetensors").read_bytes()
+    assert result.adapter is not None
+    assert result.adapter.read_bytes() == theirs
+    assert [step.number for step in steps] == [1, 2]
+    assert [step.loss for step in steps][-1] == result.final_loss
+    assert result.predicted_peak_bytes <= result.budget_bytes == 500_000_000
+    assert result.run == tmp_path / "ours"
+    assert (result.method, result.steps, result.stopped) == ("mezo", 2, "steps")
+    further = ondevice.resume(result.run, bundle=bundle, steps=3)
+    assert further.steps == 3
+
+
+def test_a_plan_is_the_command_s(tiny: Tiny) -> None:
+    bundle = tiny("qwen2")
+    found = ondevice.plan(str(bundle.path), max_seq_length=16, budget="500MB")
+    done = here("plan", bundle.path, "--max-seq-length=16", "--budget=500MB", "--json")
+    theirs = json.loads(done.stdout)
+    assert {*found.facts} == {*theirs}
+    assert (found.bucket, found.kept_layers) == (theirs["bucket"], theirs["kept_layers"])
+    assert isinstance(ondevice.open_bundle(bundle.path), Bundle)
+
+
+def test_errors_are_the_command_s(tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny("qwen2").path
+    with pytest.raises(UsageError, match="unknown key 'iters'"):
+        ondevice.train(path, "random:0", iters=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="source is an option of the command"):
+        ondevice.evaluate(path, "random:0", source="x")  # type: ignore[call-arg]
+    with pytest.raises(BudgetError, match="smallest that fits"):
+        ondevice.plan(path, budget="1MB", max_seq_length=16)
+    with pytest.raises(BundleError):
+        ondevice.open_bundle(tmp_path)
+    with pytest.raises(UsageError, match="no run to resume"):
+        ondevice.resume(tmp_path)
+
+
+def test_other_threads_are_refused(tiny: Tiny) -> None:
+    bundle = tiny("qwen2")
+    refused: list[str] = []
+
+    def work() -> None:
+        try:
+            ondevice.plan(bundle, max_seq_length=16)
+        except UsageError as problem:
+            refused.append(str(problem))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1
+    assert "in the main thread alone" in refused[0]
+
+
+def test_warnings_are_python_s() -> None:
+    heard: list[str] = []
+    said = Said(heard.append)
+    with pytest.warns(RuntimeWarning, match="^hot$"):
+        said.note(warning("hot"))
+    said.note("cold")
+    assert list(said.notes) == heard == ["ondevice: warning: hot", "cold"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Said(None, warns=False).note(warning("hot"))
+
+
+def test_mlx_that_came_first_is_warned_of() -> None:
+    code = (
+        "import warnings; warnings.simplefilter('always')\n"
+        "{}import ondevice\n"
+        "ondevice.prepare(); import mlx.core; ondevice.prepare(keep_heap=False)"
+    )
+    late = fresh(code.format("import mlx.core as mx\n"))
+    assert late.stderr.count(TOO_LATE) == 2
+    assert fresh(code.format("")).stderr == ""
+
+
+USER = """
+from pathlib import Path
+
+import ondevice
+
+result: ondevice.TrainResult = ondevice.train(
+    Path("b"), "d", steps=3, on_step=lambda step: print(step.loss), learning_rate=1e-3
+)
+best: int | None = result.best_step
+plan: ondevice.MemoryPlan = ondevice.plan(ondevice.open_bundle("b"), budget="1GB")
+bits: float = ondevice.export_bundle("m", "b", seq_lens=(16,)).bundle.manifest.bits_per_weight
+loss: float | None = ondevice.evaluate("b", "d", adapter=result.run).loss
+text: str = ondevice.generate("b", "p").text
+ondevice.train("b", "d", iters=3)
+ondevice.train("b", "d", steps="3")
+"""
+
+
+@pytest.mark.slow
+def test_a_user_s_program_is_checked(tmp_path: Path) -> None:
+    """mypy --strict finds the two mistakes in the last lines, and nothing else."""
+    (tmp_path / "user.py").write_text(USER)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(tmp_path / "user.py")],
+        capture_output=True,
+        text=True,
+        env={"MYPYPATH": str(ROOT), "PATH": ""},
+        cwd=tmp_path,
+    )
+    last = len(USER.splitlines())
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("user.py:")]
+    assert [line.split(":")[1] for line in wrong if ": error:" in line] == [
+        f"{last - 1}",
+        f"{last}",
+    ]
