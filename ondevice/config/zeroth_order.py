@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ondevice.config.base import Check, Config, Group, choice, option, up_to
 from ondevice.methods import QUERIES
 
+SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
 OBJECTIVES = ("loss", "accuracy", "exact", "labels")
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
-MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo; FedKSeed's K
+MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
 MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
 MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
 USUAL_ANGLE, USUAL_DECAY = 1.35, 0.95  # of conmezo; the authors' for SST-2
@@ -55,6 +56,29 @@ class ZerothOrderOptions(Config):
         "with --zo-optimizer momentum or adam: how many of the latest estimates are averaged; each "
         f"is drawn again in every step, which takes time (default: {USUAL_WINDOW})",
         up_to(MOST_WINDOW),
+        Group.ZEROTH_ORDER,
+    )
+    zo_scaling: str | None = choice(
+        None,
+        "with mezo: divide each layer's directions by a number of its own, the norm of its trained "
+        "values, or of its gradient as forward passes estimate it; both are far from 1, so "
+        "--learning-rate does not carry over",
+        *SCALINGS,
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_scaled: str | None = choice(
+        None,
+        "with --zo-scaling: multiply the update by the same numbers, which changes the estimate's "
+        "variance only (the default), or do not, which changes its expectation, so that layers "
+        "learn at different rates",
+        *SCALED,
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_scaling_interval: int | None = option(
+        None,
+        "with --zo-scaling: steps after which the norms are measured again (default: they are "
+        "those of the first step)",
+        up_to(MOST_INTERVAL),
         Group.ZEROTH_ORDER,
     )
     seed_pool: int | None = option(
@@ -102,9 +126,19 @@ class ZerothOrderOptions(Config):
     @property
     def zeroth_order_problems(self) -> list[str]:
         """What is wrong with these options together."""
-        if self.zo_window is None or self.zo_optimizer not in (None, "sgd"):
-            return []
-        return ["zo_window needs zo_optimizer momentum or adam: sgd averages nothing"]
+        averages = self.zo_optimizer not in (None, "sgd")
+        problems = []
+        if self.zo_window is not None and not averages:
+            problems.append("zo_window needs zo_optimizer momentum or adam: sgd averages nothing")
+        if self.zo_scaling is not None and averages:
+            problems.append(f"zo_scaling is for zo_optimizer sgd, not for {self.zo_optimizer}")
+        if self.zo_scaling is None:
+            problems += [
+                f"{name} needs zo_scaling {' or '.join(SCALINGS)}: nothing is scaled"
+                for name in ("zo_scaled", "zo_scaling_interval")
+                if getattr(self, name) is not None
+            ]
+        return problems
 
     @property
     def objective_name(self) -> str:

@@ -7,9 +7,11 @@ from functools import partial
 
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
+from ondevice.config.zeroth_order import SCALED
 from ondevice.errors import UsageError
 from runtime.methods.descent import Descent, descent_of
 from runtime.methods.estimator import Estimator, by_query
+from runtime.methods.layer_scales import ScaledDescent
 from runtime.methods.noise import Noise
 from runtime.methods.objectives import MeanLoss, Objective, objective_of
 from runtime.methods.protocol import Start
@@ -46,6 +48,12 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
             f"--zo-optimizer {descent.optimizer} is not for --trainable full: every step would "
             "draw the noise of all parameters again for each estimate in its window; leave it out"
         )
+    if config.trains_all and config.zo_scaling is not None:
+        raise UsageError(
+            f"--zo-scaling {config.zo_scaling} is not for --trainable full: its scales are those "
+            "of layers' adapters; leave it out, or give --trainable lora"
+        )
+    scratch = ScaledDescent.scratch_copies if config.zo_scaling else descent.scratch_copies
     points = estimator.points
     of_query = max(map(len, by_query(points)))
     hidden_states = _hidden_states(config, estimator)
@@ -55,7 +63,7 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
         slots=1,
         lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
         adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
-        scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
+        scratch_copies=max(3, scratch),  # z, theta and their sum; or an update's
         trains_weights=config.trains_all,
         noise_bytes=_noise_bytes(config),
     )
@@ -86,10 +94,18 @@ def start_with(
         config.epsilon,
         estimator,
         config.weight_decay,
-        descent or descent_of(config.zo_optimizer_name, config.zo_window_size),
+        descent or _descent(config, begin),
         begin.plan.lanes,
         _objective(config, begin),
     )
+
+
+def _descent(config: TrainConfig, begin: Start) -> Descent:
+    """What follows the estimates, as the options of mezo say."""
+    if config.zo_scaling is None:
+        return descent_of(config.zo_optimizer_name, config.zo_window_size)
+    scaled, interval = config.zo_scaled or SCALED[0], config.zo_scaling_interval or 0
+    return ScaledDescent(config.zo_scaling, scaled, interval, begin.adapters.manifest)
 
 
 def _noise_bytes(config: StepConfig) -> int:

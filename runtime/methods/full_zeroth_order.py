@@ -72,9 +72,13 @@ class FullZerothOrder(ZerothOrder):
             model.release(block)
 
     def _perturb(
-        self, perturbed: dict[Point, Loras], block: Block, number: int, query: int
+        self,
+        perturbed: dict[Point, Loras],
+        block: Block,
+        number: int,
+        points: Sequence[Point],
     ) -> None:
-        perturbed |= {point: self._loras[point] for point in self._points[query]}
+        perturbed |= {point: self._loras[point] for point in points}
 
     def _outside_layers(self, lane: Lane) -> Loras:
         return self._loras[lane.point]

@@ -2,7 +2,8 @@
 
 Each step of a zeroth-order method is its learning rate and one projected gradient per direction
 (MeZO, section 2.1: storage-efficient zeroth-order optimization), and with methods that estimate the
-Hessian one second difference besides.
+Hessian one second difference besides. Where layers have scales, those of a step that measured them
+are there too.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ class Update:
     gradients: tuple[float, ...]  # projected, one per query
     weight_decay: float
     curvatures: tuple[float, ...] = ()  # second differences, one per query, or none
+    scales: tuple[float, ...] = ()  # one per layer, if this step has measured them
 
     @property
     def record(self) -> list[Any]:
         """Its line in the trajectory log."""
-        more = [list(self.curvatures)] if self.curvatures else []
+        more = [list(found) for found in (self.curvatures, self.scales) if found]
         return [self.rate, list(self.gradients), *more]
 
     def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:

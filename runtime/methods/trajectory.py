@@ -4,7 +4,8 @@
 from); then one line a step: `[rate, [what the direction of each query is multiplied by]]`, in MeZO
 the projected gradients, or `[rate, null]` for a step that was skipped because a loss was not
 finite. Where the Hessian is estimated, the second differences along the same directions follow:
-`[rate, [...], [...]]`. Floats are written so that they read back to the same bits.
+`[rate, [...], [...]]`. Where layers have scales, these follow in the steps that measured them.
+Floats are written so that they read back to the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,14 @@ import numpy as np
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.config.shared import ROUNDINGS, TRAINABLE
-from ondevice.config.zeroth_order import MOST_INTERVAL, MOST_POOL, MOST_RANK, MOST_WINDOW
+from ondevice.config.zeroth_order import (
+    MOST_INTERVAL,
+    MOST_POOL,
+    MOST_RANK,
+    MOST_WINDOW,
+    SCALED,
+    SCALINGS,
+)
 from ondevice.documents import from_json
 from ondevice.errors import BundleError
 from ondevice.files import read_file
@@ -31,6 +40,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.cone import ConeDescent
 from runtime.methods.descent import AVERAGING, OPTIMIZERS, Descent, Sgd, descent_of
 from runtime.methods.hessian import HessianDescent
+from runtime.methods.layer_scales import ScaledDescent, is_scale
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
 
@@ -38,7 +48,7 @@ FORMAT = "ondevice-trajectory-1"
 # fields of the header that logs of plain MeZO lack
 OPTIONAL = (
     *("optimizer", "window", "pool", "rank", "interval", "trained", "rounding"),
-    *("hessian_smoothing", "cone_angle", "cone_decay"),
+    *("hessian_smoothing", "cone_angle", "cone_decay", "scaling", "scaled"),
 )
 
 
@@ -60,7 +70,8 @@ class Header:
     defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.descent`,
     and `pool`, `rank` and `interval` those of `Noise`. `hessian_smoothing` is above 0 where the
     descent is that of `runtime.methods.hessian`, `cone_angle` where it is that of
-    `runtime.methods.cone`.
+    `runtime.methods.cone`, and `scaling` is no empty text where it is that of
+    `runtime.methods.layer_scales`.
     `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
     both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
     says.
@@ -83,6 +94,8 @@ class Header:
     hessian_smoothing: float = 0.0
     cone_angle: float = 0.0
     cone_decay: float = 0.0
+    scaling: str = ""
+    scaled: str = ""
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -132,6 +145,11 @@ class Header:
             raise ValueError(f"its cone has the angle {angle!r} and the decay {decay!r}")
         if angle and (self.optimizer != Sgd.optimizer or self.trained != "lora" or smoothing):
             raise ValueError(f"it has a cone with {self.optimizer} of {self.trained}")
+        if (self.scaling, self.scaled) not in (("", ""), *product(SCALINGS, SCALED)):
+            raise ValueError(f"its layers have scales of {self.scaling!r} for {self.scaled!r}")
+        plain = (self.optimizer, self.trained, smoothing, angle) == (Sgd.optimizer, "lora", 0, 0)
+        if self.scaling and not plain:
+            raise ValueError(f"its layers have scales with {self.optimizer} of {self.trained}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -170,6 +188,7 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
 
 
 def _updates(header: Header, lines: list[str]) -> Iterator[Update | None]:
+    scaled = False
     for step, line in enumerate(lines):
         rate, gradients, *more = from_json(line)
         if gradients is None and not more:
@@ -180,15 +199,23 @@ def _updates(header: Header, lines: list[str]) -> Iterator[Update | None]:
             (curvatures,) = more
             if len(curvatures) != len(gradients):
                 raise ValueError(f"line {step + 2} holds no second difference for each gradient")
-        elif more:
+        scales: list[Any] = []
+        if header.scaling and more:
+            (scales,) = more
+            if not scales or not all(isinstance(v, float | int) and is_scale(v) for v in scales):
+                raise ValueError(f"line {step + 2} holds a scale that is no number above 0")
+        elif more and not header.hessian_smoothing:
             raise ValueError(f"line {step + 2} holds more than projected gradients")
+        scaled = scaled or bool(scales)
+        if header.scaling and not scaled:
+            raise ValueError(f"line {step + 2} comes before any scales of the layers")
         values: list[Any] = [rate, *gradients, *curvatures]
         if not gradients or not all(
             isinstance(v, float | int) and math.isfinite(v) for v in values
         ):
             raise ValueError(f"line {step + 2} holds no finite projected gradients")
-        first, second = (tuple(map(float, found)) for found in (gradients, curvatures))
-        yield Update(step, float(rate), first, header.weight_decay, second)
+        first, second, third = (tuple(map(float, one)) for one in (gradients, curvatures, scales))
+        yield Update(step, float(rate), first, header.weight_decay, second, third)
 
 
 def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> Adapters:
@@ -206,21 +233,27 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
         )
     noise = Noise(header.seed, header.noise, header.pool, header.rank, header.interval)
     tensors = dict(initial.tensors)
-    descent = _descent(header, Adapters.shapes(manifest))
+    descent = _descent(header, manifest)
     for update in updates:
         if update is not None:
-            descent.remember(update)
+            try:
+                descent.remember(update)
+            except ValueError as problem:
+                raise BundleError(f"the trajectory does not fit the bundle: {problem}") from None
             for name in tensors:
                 tensors[name] = descent.apply(noise, name, tensors[name])
     return Adapters(manifest, tensors)
 
 
-def _descent(header: Header, shapes: dict[str, tuple[int, int]]) -> Descent:
+def _descent(header: Header, manifest: Manifest) -> Descent:
     """What follows the estimates of a log."""
+    shapes = Adapters.shapes(manifest)
     if header.hessian_smoothing:
         return HessianDescent(header.hessian_smoothing, shapes, {})
     if header.cone_angle:
         return ConeDescent(header.cone_angle, header.cone_decay, shapes, {})
+    if header.scaling:
+        return ScaledDescent(header.scaling, header.scaled, 0, manifest)
     return descent_of(header.optimizer, header.window)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,15 @@ from runtime.engine.model import Model
 from runtime.engine.values import Loras
 from runtime.methods.adapters import Adapters
 from runtime.methods.descent import Descent, Sgd
-from runtime.methods.estimator import Estimator, Losses, Point, by_query
+from runtime.methods.estimator import MINUS, PLUS, Estimator, Losses, Point, by_query
+from runtime.methods.layer_scales import (
+    LayerNorms,
+    ScaledDescent,
+    Seen,
+    by_layer,
+    gradient_norms,
+    norm_of,
+)
 from runtime.methods.noise import Noise
 from runtime.methods.objectives import MeanLoss, Objective, Scored, shares
 from runtime.methods.protocol import Models, Sample, StepLoss, StepResult
@@ -70,26 +78,73 @@ class ZerothOrder:
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
+    _only: Mapping[int, Block] = field(default_factory=dict, repr=False)  # moved by these queries
     keeps_log: ClassVar[bool] = True
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; all parts run together, at the bucket of their longest row."""
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
+        measured = self._measured(model, number, rows)
         lanes = [
             Lane(point, row)
             for points in self._points
             for row in range(len(rows))
             for point in points
         ]
+        losses, values = self._forward(model, number, rows, lanes)
+        return self._learn(number, rate, rows, lanes, losses, values, measured)
+
+    def _forward(
+        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> tuple[list[float], list[float]]:
+        """See `_losses`; every block is visited once, so the pending update is applied to all."""
         self._embed(model, rows, lanes)
         for index, block in enumerate(model.blocks[1:-1], start=1):
             model.read_ahead(model.blocks[index + 1])
             with model.profile.block(block.label, "forward"):
                 self._block(model, block, number, rows, lanes)
-        self._pending = False  # every block has been visited
-        losses, values = self._losses(model, rows, lanes)
-        return self._learn(number, rate, rows, lanes, losses, values)
+        self._pending = False
+        return self._losses(model, rows, lanes)
+
+    def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> LayerNorms | None:
+        """The norms of the layers, by which this step's directions are divided; None if not due."""
+        descent = self.descent
+        if not isinstance(descent, ScaledDescent) or not descent.due(number):
+            return None
+        self.settle()
+
+        def alone(moved: Mapping[int, Block]) -> Seen:
+            lanes = [
+                Lane(Point(query, sign), row)
+                for query in moved
+                for row in range(len(rows))
+                for sign in (PLUS, MINUS)
+            ]
+            self._only = moved
+            losses, values = self._forward(model, number, rows, lanes)
+            self._only = {}
+            finite = all(map(math.isfinite, losses))
+            return Seen(self._means(rows, lanes, values), len(lanes), finite)
+
+        if descent.of_gradient:
+            layers = by_layer(descent.layers, len(self._points), len(self.estimator.points) // 2)
+            found = gradient_norms(layers, self.epsilon, alone)
+        else:
+            tensors = self.adapters.tensors
+            names = map(self._names, descent.layers)
+            found = LayerNorms([norm_of(tensors[name] for name in of) for of in names])
+        return found._replace(norms=descent.scale(found.norms))
+
+    def _means(
+        self, rows: Sequence[Sample], lanes: Sequence[Lane], values: Sequence[float]
+    ) -> dict[Point, float]:
+        """What the objective is at each point."""
+        sums = dict.fromkeys((lane.point for lane in lanes), 0.0)
+        for lane, value in zip(lanes, values, strict=True):
+            sums[lane.point] += value
+        count = sum(self.objective.count(row) for row in rows)
+        return {point: value / count for point, value in sums.items()}
 
     @cached_property
     def _points(self) -> list[list[Point]]:
@@ -108,10 +163,17 @@ class ZerothOrder:
             model.release(block)
 
     def _block(
-        self, model: Model, block: Block, number: int, rows: Sequence[Sample], lanes: list[Lane]
+        self,
+        model: Model,
+        block: Block,
+        number: int,
+        rows: Sequence[Sample],
+        lanes: Sequence[Lane],
     ) -> None:
         self._catch_up(block, model)
         perturbed: dict[Point, Loras] = {}
+        points = by_query(sorted({lane.point for lane in lanes}))
+        of_query = {found[0].query: found for found in points}
         for first in range(0, len(lanes), self.lanes):
             group = lanes[first : first + self.lanes]
             for done in [point for point in perturbed if point.query < group[0].point.query]:
@@ -119,7 +181,7 @@ class ZerothOrder:
             held = {point.query for point in perturbed}
             for query in sorted({lane.point.query for lane in group} - held):
                 with model.profile.span("noise"):
-                    self._perturb(perturbed, block, number, query)
+                    self._perturb(perturbed, block, number, of_query[query])
             xs = [self.activations.get(0, first + i) for i in range(len(group))]
             loras = [perturbed[lane.point] for lane in group]
             offsets = [rows[lane.row].offsets for lane in group]
@@ -132,19 +194,20 @@ class ZerothOrder:
         model.release(block)
 
     def _perturb(
-        self, perturbed: dict[Point, Loras], block: Block, number: int, query: int
+        self,
+        perturbed: dict[Point, Loras],
+        block: Block,
+        number: int,
+        points: Sequence[Point],
     ) -> None:
         """The block's adapters at all points of one query."""
         theta = self.adapters.tensors
         names = self._names(block)
-        z = {
-            name: self.descent.direction(
-                name, self.noise.draw(number, query, name, theta[name].shape)
-            )
-            for name in names
-        }
-        for point in self._points[query]:
-            if point.sign:
+        query = points[0].query
+        moves = self._only.get(query, block) == block
+        z = {name: self._direction(number, query, name) for name in names if moves}
+        for point in points:
+            if point.sign and moves:
                 step = point.sign * self.epsilon
                 tensors = {name: theta[name] + z[name] * step for name in names}
             else:
@@ -152,6 +215,10 @@ class ZerothOrder:
             mx.eval(tensors)
             adapters = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
             perturbed[point] = adapters.loras(block)
+
+    def _direction(self, number: int, query: int, name: str) -> mx.array:
+        z = self.noise.draw(number, query, name, self.adapters.tensors[name].shape)
+        return z if query in self._only else self.descent.direction(name, z)
 
     def _names(self, block: Block) -> list[str]:
         return [
@@ -198,29 +265,28 @@ class ZerothOrder:
         lanes: Sequence[Lane],
         losses: Sequence[float],
         values: Sequence[float],
+        measured: LayerNorms | None,
     ) -> StepResult:
         tokens = sum(len(row.targets) for row in rows)
         mean = StepLoss(sum(losses) / len(self.estimator.points), 0, tokens)
-        if not all(map(math.isfinite, losses)):
+        passes = len(lanes) + (measured.forward_passes if measured else 0)
+        if not all(map(math.isfinite, losses)) or (measured and not measured.finite):
             self.skipped += 1
-            return StepResult(mean, len(lanes), self.skipped, [rate, None])
+            return StepResult(mean, passes, self.skipped, [rate, None])
         self.skipped = 0
-        sums = dict.fromkeys(self.estimator.points, 0.0)
-        for lane, value in zip(lanes, values, strict=True):
-            sums[lane.point] += value
-        count = sum(self.objective.count(row) for row in rows)
-        found = {point: value / count for point, value in sums.items()}
+        found = self._means(rows, lanes, values)
         share = shares(self.objective, list(found.values()))
         if share is None:  # a share of right answers often stays as it is
             self._check_moved(found)
         gradients = self.estimator.gradients(found, self.epsilon)
         curvatures = self.estimator.curvatures(found, self.epsilon)
-        update = Update(number, rate, gradients, self.weight_decay, curvatures)
+        scales = tuple(measured.norms) if measured else ()
+        update = Update(number, rate, gradients, self.weight_decay, curvatures, scales)
         self._pending = True
         self.descent.remember(update)
         if not self.defer or self.descent.at_once:
             self.settle()
-        return StepResult(mean, len(lanes), 0, update.record, objective=share)
+        return StepResult(mean, passes, 0, update.record, objective=share)
 
     def _check_moved(self, losses: Losses) -> None:
         """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.
@@ -310,6 +376,8 @@ class ZerothOrder:
             rank=noise.rank,
             interval=noise.interval,
             hessian_smoothing=self.descent.smoothing,
+            scaling=self.descent.scaling[0],
+            scaled=self.descent.scaling[1],
             cone_angle=self.descent.cone[0],
             cone_decay=self.descent.cone[1],
         ).line()

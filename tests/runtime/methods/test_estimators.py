@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,12 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.cone import ConeDescent
 from runtime.methods.descent import descent_of
 from runtime.methods.hessian import HessianDescent
+from runtime.methods.layer_scales import ScaledDescent
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row, Start
 from runtime.methods.registry import method as implementation
 from runtime.methods.scalar_update import Update
-from runtime.methods.trajectory import Header, read_log, rebuild
+from runtime.methods.trajectory import Header, digest, read_log, rebuild
 from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.plan import Planner, Request
 
@@ -47,6 +49,8 @@ ORACLES: dict[str, type[Monolithic]] = {
     "lozo": estimators.MonolithicLOZO,
     "hizoo": estimators.MonolithicHiZOO,
     "conmezo": estimators.MonolithicConMeZO,
+    "parameter-norm": estimators.MonolithicParameterNorm,
+    "gradient-norm": estimators.MonolithicGradientNorm,
 }
 AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
 OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
@@ -59,6 +63,14 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "conmezo": {"queries": 2, "cone_angle": 1.2, "cone_decay": 0.9},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
+    "parameter-norm": {
+        **{"method": "mezo", "queries": 2},
+        **{"zo_scaling": "parameter-norm", "zo_scaling_interval": 2},
+    },
+    "gradient-norm": {
+        **{"method": "mezo", "queries": 2},
+        **{"zo_scaling": "gradient-norm", "zo_scaled": "expectation"},
+    },
 }
 RATES = {"fzoo": 1e-6, "one-point": 1e-5, "adam": 1e-3}  # where 1e-2 is far too large
 
@@ -72,6 +84,8 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "lozo": (6e-4, 30),
     "hizoo": (1e-3, 20),
     "conmezo": (1e-3, 20),
+    "parameter-norm": (1e-3, 20),
+    "gradient-norm": (1e-3, 20),
 }
 STEADIER = {"one-point": {"queries": 8}}  # two directions are too noisy for few steps
 
@@ -136,7 +150,8 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
         else:
             oracle.step(model, rows, step, rate)
             result = method.step(step, rate, [rows[:1], rows[1:]])
-            assert result.forward_passes == 2 * len(method.estimator.points)
+            layers = len(bundle.manifest.layers) if case == "gradient-norm" and step == 0 else 0
+            assert result.forward_passes == 2 * (len(method.estimator.points) + 2 * layers)
         lines.append(f"{result.record}\n".replace("None", "null"))
         if step == 3:  # a save, and another process
             method.settle()
@@ -219,7 +234,7 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         )
         for case in ("mezo", "adam")
     )
-    more = {"optimizer", "window", "pool", "rank", "interval", "hessian_smoothing"}
+    more = {"optimizer", "window", "pool", "rank", "interval", "hessian_smoothing", "scaling"}
     assert not more & set(plain)  # as in the logs of earlier versions
     for header, lie in (
         (plain, {"optimizer": "adagrad"}), (plain, {"optimizer": "adam"}), (plain, {"window": 3}),
@@ -230,7 +245,9 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         (averaged, {"window": True}), (averaged, {"more": 1}),
         (averaged, {"hessian_smoothing": 0.1}), (plain, {"hessian_smoothing": 1.0}),
         (plain, {"hessian_smoothing": "1e-6"}), (plain, {"hessian_smoothing": -1e-6}),
-        (plain, {"hessian_smoothing": 0.1, "trained": "full"}),
+        (plain, {"hessian_smoothing": 0.1, "trained": "full"}), (plain, {"scaling": "norm"}),
+        (plain, {"scaling": "gradient-norm"}), (plain, {"scaled": "variance"}),
+        (averaged, {"scaling": "gradient-norm", "scaled": "variance"}),
     ):  # fmt: skip
         log.write_text(json.dumps({**header, **lie}) + "\n")
         with pytest.raises(BundleError, match="not a trajectory"):
@@ -242,10 +259,20 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
     curved = {**plain, "hessian_smoothing": 0.1}
     log.write_text(json.dumps(curved) + "\n[0.1, [1.0, 2.0], [3.0, -4.0]]\n[0.1, null]\n")
     assert read_log(log)[1] == [Update(0, 0.1, (1.0, 2.0), 0.0, (3.0, -4.0)), None]
+    scaled = {**plain, "scaling": "parameter-norm", "scaled": "variance"}
+    log.write_text(json.dumps(scaled) + "\n[0.1, null]\n[0.1, [1.0], [3.0]]\n[0.1, [1.0]]\n")
+    assert [one and one.scales for one in read_log(log)[1]] == [None, (3.0,), ()]
+    initial = Adapters.initial(bundle.manifest, seed)
+    header_ = replace(read_log(log)[0], initial_sha256=digest(initial))
+    with pytest.raises(BundleError, match="1 scales for"):
+        rebuild(header_, read_log(log)[1], initial)
     for header, line in (
         (plain, "[0.1, [1.0], [2.0]]"), (plain, "[0.1, null, [2.0]]"), (curved, "[0.1, [1.0]]"),
         (curved, "[0.1, [1.0], [2.0, 3.0]]"), (curved, "[0.1, [1.0], [1e999]]"),
         (curved, "[0.1, [1.0], null]"), (curved, "[0.1, null, null]"),
+        (scaled, "[0.1, [1.0]]"), (scaled, "[0.1, [1.0], []]"), (scaled, "[0.1, [1.0], [0.0]]"),
+        (scaled, "[0.1, [1.0], [1e999]]"), (scaled, "[0.1, [1.0], ['a']]".replace("'", '"')),
+        (scaled, "[0.1, [1.0], [2.0], [2.0]]"), (scaled, "[0.1, null]\n[0.1, [1.0]]"),
     ):  # fmt: skip
         log.write_text(f"{json.dumps(header)}\n{line}\n")
         with pytest.raises(BundleError, match="not a trajectory"):
@@ -272,6 +299,13 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         ({"method": "mezo", "cone_angle": 1.0}, "cone_angle is an option of conmezo"),
         ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
         ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),
+        ({"method": "fzoo", "zo_scaling": "parameter-norm"}, "zo_scaling is an option of mezo"),
+        ({"method": "mezo", "zo_scaled": "expectation"}, "zo_scaled needs zo_scaling"),
+        ({"method": "mezo", "zo_scaling_interval": 3}, "zo_scaling_interval needs zo_scaling"),
+        (
+            {"method": "mezo", "zo_scaling": "gradient-norm", "zo_optimizer": "momentum"},
+            "zo_scaling is for zo_optimizer sgd, not for momentum",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:
@@ -330,6 +364,7 @@ def test_fzoo_divides_by_the_deviation_of_the_losses(
         ({"method": "mezo", "queries": 2}, 4, 4, 3),
         ({"method": "mezo", "queries": 99}, 198, 20, 3),
         ({"method": "mezo", "zo_optimizer": "adam"}, 2, 2, 6),
+        ({"method": "mezo", "zo_scaling": "gradient-norm"}, 2, 2, 4),
         ({"method": "fzoo"}, 9, 9, 3),
         ({"method": "fzoo", "queries": 64}, 65, 20, 3),
         ({"method": "kzoo"}, 8, 8, 3),
@@ -389,6 +424,21 @@ def test_a_plan_counts_the_hessian_on_the_disk(tiny: Tiny) -> None:
         for method in ("mezo", "hizoo")
     )
     assert hizoo.scratch_disk_bytes - mezo.scratch_disk_bytes == adapters + 2 * state
+
+
+def test_all_parameters_have_no_scales(seed: int) -> None:
+    config = config_of("mezo", seed, trainable="full", zo_scaling="parameter-norm")
+    with pytest.raises(UsageError, match="--zo-scaling parameter-norm is not for --trainable full"):
+        implementation("mezo").demand(config)
+
+
+def test_a_layer_without_a_gradient_has_the_scale_1(tiny: Tiny) -> None:
+    descent = ScaledDescent("gradient-norm", "variance", 0, tiny("qwen2").manifest)
+    norms = [0.0] + [2.0] * (len(descent.layers) - 1)
+    assert descent.scale(norms)[:2] == (1.0, 2.0)
+    for wrong in ([0.0] * len(norms), norms, [math.inf] * len(norms), [1.0]):
+        with pytest.raises(ValueError, match="scale"):
+            descent.restore({"scales": wrong, "measured": 0})
 
 
 def test_all_parameters_have_no_hessian(seed: int) -> None:

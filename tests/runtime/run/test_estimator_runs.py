@@ -20,10 +20,15 @@ CASES: dict[str, dict[str, Any]] = {
     "hizoo": {"method": "hizoo", "queries": 2, "hessian_smoothing": 1e-3},
     "conmezo": {"method": "conmezo", "queries": 2},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
+    "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
 }
 
 
-@pytest.mark.parametrize("case", [*CASES])
+SLOW = {"scaled"}  # longer forms of what the others cover
+MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
 def test_killed_resumed_and_replayed_is_the_same(bundle: Path, tmp_path: Path, case: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"save_every": 3, "method": "mezo", **CASES[case]}
