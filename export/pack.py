@@ -17,9 +17,9 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from export.cut.graphs import ElementwiseGraph
+from export.cut.graphs import TracedFunction
 from export.cut.model import Cut, cut_model
-from export.cut.trace import serialize, trace
+from export.cut.trace import serialize
 from export.original import Original
 from export.packed import Packing, Stored
 from export.recipe import linear_names, stored_bytes, stored_forms
@@ -37,7 +37,7 @@ from ondevice.files import fsync_path, sha256_file, storage_errors
 from ondevice.lora import LoraSettings
 from ondevice.operations.elementwise import graph_key
 from ondevice.operations.tensors import Graph
-from ondevice.operations.values import shape_at
+from ondevice.operations.values import DECODED_TOKENS
 from ondevice.version import __version__
 
 MakeEngine = Callable[[Path], Engine]
@@ -227,31 +227,29 @@ def _settings(config: ExportConfig) -> dict[str, Any]:
 def write_graphs(
     cut: Cut, buckets: tuple[int, ...], folder: Path, subfolder: str, progress: Progress
 ) -> dict[str, Graph]:
-    """Serialize every elementwise graph, for every bucket, into `folder / subfolder`."""
+    """Serialize every elementwise graph into `folder / subfolder`: for buckets, and to decode."""
     graphs: dict[str, Graph] = {}
     for index, graph in enumerate(cut.graphs):
-        for length in sorted({graph.operation.graph_tokens(bucket) for bucket in buckets}):
-            for direction in ("forward", "vjp"):
-                key = graph_key(graph.operation.graph, direction, length)
-                graphs[key] = _write_graph(graph, direction, length, folder, f"{subfolder}/{key}")
+        operation = graph.operation
+        lengths = sorted(set(map(operation.graph_tokens, buckets)))
+        wanted = {(direction, n) for direction in ("forward", "vjp") for n in lengths}
+        wanted |= {(operation.decoding_direction, tokens) for tokens in DECODED_TOKENS}
+        for direction, length in sorted(wanted):
+            key = graph_key(operation.graph, direction, length)
+            function = graph.functions[direction]
+            graphs[key] = _write_graph(function, length, folder, f"{subfolder}/{key}")
         progress("graphs", index + 1, len(cut.graphs))
     return graphs
 
 
-def _write_graph(
-    graph: ElementwiseGraph, direction: str, length: int, folder: Path, stem: str
-) -> Graph:
-    forward = direction == "forward"
-    function = graph.forward if forward else graph.vjp
-    shapes = graph.forward_shapes if forward else graph.vjp_shapes
-    inputs = [mx.zeros(shape_at(shape, length)) for shape in shapes]
-    traced = trace(function, inputs, differentiated=not forward)
+def _write_graph(function: TracedFunction, length: int, folder: Path, stem: str) -> Graph:
+    inputs, traced = function.probes(length), function.trace(length)
     name = f"{stem}.mlxfn"
     path = folder / name
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:  # the function has been traced: what fails now is the file, whole only if it loads
-            serialize(path, function, inputs, differentiated=not forward)
+            serialize(path, function.call, inputs, function.differentiated)
             mx.import_function(str(path))
         except RuntimeError as problem:
             raise OSError(errno.ENOSPC, str(problem)) from None

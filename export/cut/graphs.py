@@ -7,14 +7,15 @@ does not need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 from msgspec.structs import replace
 
-from export.cut.properties import gated_activation, treats_tokens_alike
+from export.cut.properties import continues, gated_activation, treats_tokens_alike
 from export.cut.trace import Function, Trace, trace
+from ondevice.errors import BundleError
 from ondevice.operations.elementwise import Elementwise
 from ondevice.operations.values import F32, Shape, T, shape_at
 
@@ -23,15 +24,38 @@ from ondevice.operations.values import F32, Shape, T, shape_at
 TILING_PAYS = 0.5
 
 
+Stage = Callable[[Mapping[str, mx.array], mx.array | None], list[mx.array]]
+"""What a model computes, from arrays by name and, to decode, the position of the first token."""
+
+
+@dataclass(frozen=True)
+class TracedFunction:
+    """A function of an elementwise operation and the shapes of its inputs, at any length.
+
+    `positioned` says that a last input besides is the position of the first token.
+    """
+
+    call: Function
+    shapes: tuple[Shape, ...]
+    differentiated: bool = False
+    positioned: bool = False
+
+    def probes(self, tokens: int) -> list[mx.array]:
+        """Zeros that it takes for so many tokens."""
+        zeros = [mx.zeros(shape_at(shape, tokens)) for shape in self.shapes]
+        return [*zeros, mx.array(0, mx.int32)] if self.positioned else zeros
+
+    def trace(self, tokens: int) -> Trace:
+        """Its trace for so many tokens."""
+        return trace(self.call, self.probes(tokens), self.differentiated)
+
+
 @dataclass(frozen=True)
 class ElementwiseGraph:
-    """The functions of an elementwise operation and the shapes of their inputs, for any bucket."""
+    """An elementwise operation and its functions, by direction: "forward", "vjp", "decode"."""
 
     operation: Elementwise
-    forward: Function
-    forward_shapes: tuple[Shape, ...]
-    vjp: Function
-    vjp_shapes: tuple[Shape, ...]
+    functions: dict[str, TracedFunction]
 
 
 @dataclass(frozen=True)
@@ -54,7 +78,7 @@ def cut_graph(
     parameters: dict[str, tuple[int, ...]],
     targets: list[str],
     values: dict[str, Shape],
-    stage: Callable[..., list[mx.array]],
+    stage: Stage,
     tokens: int,
 ) -> CutGraph:
     """Make the elementwise graph that computes `targets`.
@@ -65,14 +89,17 @@ def cut_graph(
         parameters: shapes of the small tensors that it may read.
         targets: names of what it computes.
         values: shapes of all named values, the targets among them; "x" is the hidden state.
-        stage: called with arrays and, as `_keys`, their names; missing arrays are zeros.
+        stage: called with some of the inputs; missing arrays are zeros.
         tokens: the length to trace at. The functions hold at any length.
+
+    Raises:
+        BundleError: a token's results depend on other tokens.
     """
     shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
 
     def over(keys: Sequence[str]) -> Function:
         chosen = tuple(keys)
-        return lambda *arrays: stage(*arrays, _keys=chosen)
+        return lambda *arrays: stage(dict(zip(chosen, arrays, strict=True)), None)
 
     def probe(keys: Sequence[str]) -> list[mx.array]:
         return [mx.zeros(shape_at(shapes[key], tokens)) for key in keys]
@@ -85,6 +112,10 @@ def cut_graph(
     constants = tuple(key for key in inputs if key.startswith("@"))
     inputs = primals + constants
     forward = over(inputs)
+
+    def decode(*arrays: mx.array) -> list[mx.array]:
+        return stage(dict(zip(inputs, arrays[:-1], strict=True)), arrays[-1])
+
     cotangents = tuple(f"~{target}" for target in targets)
     shapes.update({f"~{target}": values[target] for target in targets})
     vjp_candidates = (*primals, *constants, *cotangents)
@@ -114,19 +145,32 @@ def cut_graph(
         for position, key in enumerate(vjp_candidates)
         if position in used or key in cotangents[:1]
     )
+    input_shapes = tuple(shapes[key] for key in inputs)
+    functions = {
+        "forward": TracedFunction(forward, input_shapes),
+        "vjp": TracedFunction(
+            pull(vjp_inputs), tuple(shapes[key] for key in vjp_inputs), differentiated=True
+        ),
+        "decode": TracedFunction(decode, input_shapes, positioned=True),
+    }
+    traces = {direction: one.trace(tokens) for direction, one in functions.items()}
     operation = Elementwise(
         inputs=inputs,
         outputs=tuple(targets),
         graph=name,
         vjp_inputs=vjp_inputs,
         vjp_outputs=primals,
+        vjp_same=_same(traces["vjp"], vjp_inputs, primals),
+        position=any(len(inputs) in depends for depends in traces["decode"].depends),
     )
-    reduced: list[Trace] = [
-        trace(forward, probe(inputs)),
-        trace(pull(vjp_inputs), probe(vjp_inputs), differentiated=True),
-    ]
-    operation = replace(operation, vjp_same=_same(reduced[1], vjp_inputs, primals))
-    most = max(part.workspace_bytes for part in reduced)
+    if not operation.position:  # its forward decodes too
+        del functions["decode"], traces["decode"]
+    if not continues(forward, decode, inputs, operation.outputs, {**values, **shapes}):
+        raise BundleError(
+            f"the model computes {', '.join(targets)} of one token from other tokens, which only "
+            "attention may do; that is not supported"
+        )
+    most = max(traces[direction].workspace_bytes for direction in ("forward", "vjp"))
     if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
         known = {**values, **shapes}
         forward_alike = treats_tokens_alike(forward, inputs, operation.outputs, known)
@@ -137,15 +181,9 @@ def cut_graph(
         operation = replace(operation, gated=gated_activation(forward, pull(vjp_inputs), shape))
     return CutGraph(
         operation,
-        ElementwiseGraph(
-            operation,
-            forward,
-            tuple(shapes[key] for key in inputs),
-            pull(vjp_inputs),
-            tuple(shapes[key] for key in vjp_inputs),
-        ),
+        ElementwiseGraph(operation, functions),
         {key[1:]: parameters[key[1:]] for key in constants},
-        "|".join(part.signature for part in reduced),
+        "|".join(part.signature for part in traces.values()),
     )
 
 

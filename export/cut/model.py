@@ -10,7 +10,7 @@ is neither causal nor a sliding window.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -28,6 +28,7 @@ from export.cut.taps import (
     EmbeddingCall,
     LayerCall,
     LinearCall,
+    Position,
     Tape,
     Taps,
     attention_windows,
@@ -150,9 +151,8 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
         if alias:
             return [], BlockType(name, source, output, values, {}, ())
 
-        def stage(*arrays: mx.array, _keys: tuple[str, ...]) -> list[mx.array]:
-            given = dict(zip(_keys, arrays, strict=True))
-            length = _length(given, values)
+        def stage(given: Mapping[str, mx.array], position: mx.array | None) -> list[mx.array]:
+            length = _length(given, values)  # the position is that of layers: the ends see none
             _set(taps.model, {k[1:]: v for k, v in given.items() if k.startswith("@")})
             outputs = [given.get(source, mx.zeros((1, length, width)))] * (len(calls) - 1)
             outputs.append(mx.zeros((1, length, 1)))
@@ -202,9 +202,14 @@ class _Cutter:
         self.taps, self.layer, self.window = taps, layer, window
         self.parameters = _parameters(layer)
 
-    def run(self, x: mx.array, outputs: Sequence[mx.array] | None) -> tuple[list[Call], mx.array]:
+    def run(
+        self,
+        x: mx.array,
+        outputs: Sequence[mx.array] | None,
+        position: mx.array | None = None,
+    ) -> tuple[list[Call], mx.array]:
         with self.taps.recording(Tape(outputs)) as tape:
-            out = self.layer(x, MASK, None)
+            out = self.layer(x, MASK, None if position is None else Position(position))
         return tape.calls, out
 
     def cut(self, name: str) -> tuple[BlockType, list[ElementwiseGraph], str]:
@@ -285,8 +290,7 @@ class _Cutter:
         probe_calls, _ = self.run(mx.zeros(shape_at(values["x"], self.taps.probe)), None)
         shapes = [self._symbolic(call.output) for call in probe_calls]
 
-        def stage(*arrays: mx.array, _keys: tuple[str, ...]) -> list[mx.array]:
-            given = dict(zip(_keys, arrays, strict=True))
+        def stage(given: Mapping[str, mx.array], position: mx.array | None) -> list[mx.array]:
             length = _length(given, sources)
             x = given.get("x", mx.zeros(shape_at(values["x"], length)))
             feed = [
@@ -296,7 +300,7 @@ class _Cutter:
                 for i in range(len(shapes))
             ]
             _set(self.layer, {k[1:]: v for k, v in given.items() if k.startswith("@")})
-            calls, out = self.run(x, feed)
+            calls, out = self.run(x, feed, position)
             if targets == ["out"]:
                 return [out]
             return [calls[upto].inputs[_part(target)] for target in targets]
@@ -312,7 +316,7 @@ def _part(target: str) -> int:
     return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
 
 
-def _length(given: dict[str, mx.array], shapes: dict[str, Shape]) -> int:
+def _length(given: Mapping[str, mx.array], shapes: dict[str, Shape]) -> int:
     for key, array in given.items():
         if key in shapes:
             return int(array.shape[list(shapes[key]).index(T)])

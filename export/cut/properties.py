@@ -35,6 +35,17 @@ def treats_tokens_alike(
     Norms, activations and residual sums do; rotary embeddings depend on the position. `inputs` and
     `outputs` are names whose shapes are in `shapes`; a parameter, named `@name`, has no tokens.
     """
+    return _by_halves(function, lambda _, given: function(*given), inputs, outputs, shapes)
+
+
+def _by_halves(
+    function: Function,
+    half_of: Callable[[slice, Sequence[mx.array]], list[mx.array]],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    shapes: dict[str, Shape],
+) -> bool:
+    """Whether `half_of` gives each half of the tokens the results of `function` for all."""
     if any(shapes[name].count(T) != 1 for name in (*outputs, *inputs) if name[0] != "@"):
         return False
     keys = mx.random.split(mx.random.key(0), len(inputs))
@@ -42,15 +53,14 @@ def treats_tokens_alike(
         mx.random.normal(shape_at(shapes[name], 2 * TRIAL_TOKENS), key=key)
         for name, key in zip(inputs, keys, strict=True)
     ]
-    whole = function(*given)
+    whole = function(*map(mx.array, given))  # of its own, since models may change them in place
     for start in (0, TRIAL_TOKENS):
         half = slice(start, start + TRIAL_TOKENS)
-        found = function(
-            *(
-                array if name[0] == "@" else array[_of_tokens(shapes[name], half)]
-                for name, array in zip(inputs, given, strict=True)
-            )
-        )
+        parts = [
+            array if name[0] == "@" else array[_of_tokens(shapes[name], half)]
+            for name, array in zip(inputs, given, strict=True)
+        ]
+        found = half_of(half, parts)
         expected = (
             array[_of_tokens(shapes[name], half)]
             for name, array in zip(outputs, whole, strict=True)
@@ -58,6 +68,25 @@ def treats_tokens_alike(
         if not _equal(found, expected):
             return False
     return True
+
+
+def continues(
+    forward: Function,
+    decode: Function,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    shapes: dict[str, Shape],
+) -> bool:
+    """Whether `decode` gives each half of a sequence, at its position, the results of the whole.
+
+    It does if no token's results depend on other tokens. `decode` takes what `forward` takes and a
+    position. For `inputs`, `outputs` and `shapes` see `treats_tokens_alike`.
+    """
+
+    def at(half: slice, given: Sequence[mx.array]) -> list[mx.array]:
+        return decode(*given, mx.array(half.start, mx.int32))
+
+    return _by_halves(forward, at, inputs, outputs, shapes)
 
 
 def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -> Activation:

@@ -137,6 +137,17 @@ class _LayerTap:
 MASK = "causal"  # what a layer is given for a mask while it is cut
 
 
+@dataclass(frozen=True)
+class Position:
+    """Stands in for a cache of keys and values: the position, and keys and values as they are."""
+
+    offset: mx.array  # the position of the first token, an int32
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The new keys and values alone."""
+        return keys, values
+
+
 class Taps:
     """A model with its taps in place, which record to the current `tape`.
 
@@ -171,7 +182,8 @@ class Taps:
         def attention(
             q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **rest: Any
         ) -> mx.array:
-            if cache is not None or any(value is not None for value in rest.values()):
+            known = cache is None or isinstance(cache, Position)
+            if not known or any(value is not None for value in rest.values()):
                 raise BundleError(
                     f"attention of {self.module.__name__} takes {sorted(rest)} besides q, k, v, "
                     "scale and mask; such models are not supported"

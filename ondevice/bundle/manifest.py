@@ -21,7 +21,7 @@ from ondevice.operations.program import Block, BlockType
 from ondevice.operations.tensors import Extent, File, Graph, Matrix, Record
 
 FORMAT = "ondevice-bundle"
-VERSION = 4
+VERSION = 5
 USUAL_TOKENS = 256  # of a row where nothing else decides its length
 MAX_DEPTH = 20  # of lists and objects inside each other
 
@@ -29,10 +29,11 @@ MAX_DEPTH = 20  # of lists and objects inside each other
 class Manifest(Record, frozen=True):
     """The content of manifest.json.
 
-    `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS` and
-    `GRAPH.vjp.TOKENS`. `quality` is None if it was not measured. `lora` is the default of new
-    adapters in the file; `with_lora` gives the manifest those of a run or an adapter. `trainable`
-    is what `ondevice train` trains where it is not told: "lora", or all parameters ("full").
+    `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS`,
+    `GRAPH.vjp.TOKENS` and `GRAPH.decode.TOKENS`. `quality` is None if it was not measured. `lora`
+    is the default of new adapters in the file; `with_lora` gives the manifest those of a run or an
+    adapter. `trainable` is what `ondevice train` trains where it is not told: "lora", or all
+    parameters ("full").
     """
 
     mlx_version: str

@@ -12,13 +12,21 @@ from typing import ClassVar, Literal
 
 from ondevice.operations.base import Execution, Operation, Tables, Visit, require
 from ondevice.operations.gated import Gated
-from ondevice.operations.values import F32, Shape, T, is_parameter, shape_at, token_tile_unit
+from ondevice.operations.values import (
+    DECODED_TOKENS,
+    F32,
+    Shape,
+    T,
+    is_parameter,
+    shape_at,
+    token_tile_unit,
+)
 
 Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
 
 
 def graph_key(graph: str, direction: str, tokens: int) -> str:
-    """The key of a serialized function: `direction` is "forward" or "vjp"."""
+    """The key of a serialized function: `direction` is "forward", "vjp" or "decode"."""
     return f"{graph}.{direction}.{tokens}"
 
 
@@ -28,8 +36,10 @@ class Elementwise(Operation, frozen=True):
     The vjp takes `vjp_inputs` (cotangents are `~name`) and returns the gradients of `vjp_outputs`.
     `vjp_same` says for each gradient which array it is: a cotangent, the gradient of an earlier
     value, or "" for a new array. `tokenwise` says that every token is treated alike, so that a
-    graph for a tile of tokens serves any number of tiles. `gated` names f if the graph computes
-    f(first input) * second input; on a CPU a kernel then computes this without the graph.
+    graph for a tile of tokens serves any number of tiles. `position` says that results depend on
+    where in the sequence a token is; then decoding has a graph of its own, which takes the position
+    of the first token besides. `gated` names f if the graph computes f(first input) * second input;
+    on a CPU a kernel then computes this without the graph.
     """
 
     inputs: tuple[str, ...]
@@ -39,6 +49,7 @@ class Elementwise(Operation, frozen=True):
     vjp_outputs: tuple[str, ...] = ()
     vjp_same: tuple[str, ...] = ()
     tokenwise: bool = False
+    position: bool = False
     gated: Activation = ""
 
     takes_parameters: ClassVar[bool] = True
@@ -61,6 +72,11 @@ class Elementwise(Operation, frozen=True):
         If tokens are treated alike, this is one tile, which then runs several times.
         """
         return token_tile_unit(bucket) if self.tokenwise else bucket
+
+    @property
+    def decoding_direction(self) -> str:
+        """The direction of the graph that decodes: the forward, if it takes no position."""
+        return "decode" if self.position else "forward"
 
     def on_device(self, device: str) -> Operation:
         """On a CPU, `Gated` for a gated activation: its kernel needs less memory and time."""
@@ -117,6 +133,7 @@ class Elementwise(Operation, frozen=True):
         require(returned == (len(activations), activations), f"{where}: vjp: {self.vjp_outputs}")
         self._check_same(where, values)
         if self.tokenwise:
+            require(not self.position, f"{where}: it treats tokens alike, and takes a position")
             for name in (*activations, *self.outputs):
                 require(values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
         # whether the graph really computes this cannot be checked without running it
@@ -131,7 +148,7 @@ class Elementwise(Operation, frozen=True):
         parameters: Mapping[str, tuple[int, ...]],
         tables: Tables,
     ) -> None:
-        """Check that there is a graph of the right signature for every sequence bucket.
+        """Check that there are graphs of the right signatures: for every bucket, and to decode.
 
         A bundle may come without graphs, which are then traced where it is used.
         """
@@ -146,17 +163,29 @@ class Elementwise(Operation, frozen=True):
                 for name in names
             )
 
-        for bucket in tables.buckets:
-            tokens = self.graph_tokens(bucket)
-            for direction, inputs, outputs in (
-                ("forward", self.inputs, self.outputs),
-                ("vjp", self.vjp_inputs, self.vjp_outputs),
+        def check_one(
+            direction: str, tokens: int, inputs: tuple[tuple[int, ...], ...], outputs: Sequence[str]
+        ) -> None:
+            graph = tables.graphs.get(graph_key(self.graph, direction, tokens))
+            require(graph is not None, f"{where}: no {direction} graph for {tokens} tokens")
+            assert graph is not None
+            for expected, found in (
+                (inputs, graph.inputs),
+                (shapes(outputs, tokens), graph.outputs),
             ):
-                graph = tables.graphs.get(graph_key(self.graph, direction, tokens))
-                require(graph is not None, f"{where}: no {direction} graph for bucket {bucket}")
-                assert graph is not None
-                for names, found in ((inputs, graph.inputs), (outputs, graph.outputs)):
-                    require(found == shapes(names, tokens), f"{where}: signature {found}")
+                require(found == expected, f"{where}: signature {found}")
+
+        for tokens in sorted(set(map(self.graph_tokens, tables.buckets))):
+            check_one("forward", tokens, shapes(self.inputs, tokens), self.outputs)
+            check_one("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs)
+        for tokens in DECODED_TOKENS:
+            inputs = shapes(self.inputs, tokens)
+            check_one(
+                self.decoding_direction,
+                tokens,
+                (*inputs, ()) if self.position else inputs,
+                self.outputs,
+            )
 
     def _check_same(self, where: str, values: Mapping[str, Shape]) -> None:
         """Check that each gradient is named a cotangent, an earlier gradient, or a new array.

@@ -8,6 +8,9 @@ T = "T"
 Dim = int | str
 Shape = tuple[Dim, ...]
 MOST_TILE_TOKENS, LEAST_TILE_TOKENS = 64, 16
+CHUNK_TOKENS = 16  # of a prompt, which are decoded at once
+DECODED_TOKENS = (1, CHUNK_TOKENS)  # the lengths of graphs for decoding
+POSITION = "@position"  # of the first token decoded, an int32 (no program can name a value so)
 F32 = 4  # bytes of a float32, which every value of a program is made of
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Manifest, manifest_bytes
+from ondevice.bundle.manifest import VERSION, Manifest, manifest_bytes
 from ondevice.bundle.store import Bundle
 from ondevice.bundle.traced import RECORD, read_traced
 from ondevice.bundle.trusted import are_trusted
@@ -163,7 +163,8 @@ def _trace(bundle: Bundle, folder: Path, device: str) -> None:
 
 def _key(manifest: Manifest, device: str, library: str) -> str:
     """The name of the folder of a model's graphs: equal for all bundles of that model."""
-    versions = {"mlx": mlx_version(), "mlx_lm": library, "ondevice": __version__}
+    own = f"{__version__}, format {VERSION}"
+    versions = {"mlx": mlx_version(), "mlx_lm": library, "ondevice": own}
     model = (manifest.family, manifest.config, manifest.buckets, DTYPE, device, versions)
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 

@@ -18,7 +18,7 @@ from export.sources.random import PRESETS
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
 from ondevice.operations.attention import Attention
-from ondevice.operations.elementwise import Elementwise
+from ondevice.operations.elementwise import Elementwise, graph_key
 from ondevice.operations.embedding import Embedding
 from ondevice.operations.head import Head
 from ondevice.operations.linear import Linear
@@ -87,7 +87,7 @@ def test_only_the_embeddings_own_graph_scales_it(rng: np.random.Generator) -> No
     assert scaled == [Embedding, Elementwise]
     (graph,) = (one for one in cut.graphs if one.operation.graph == "embed.0")
     e = mx.array(rng.standard_normal((1, 20, 128)).astype(np.float32))
-    (x,) = graph.forward(e + 0)
+    (x,) = graph.functions["forward"].call(e + 0)
     assert mx.allclose(x, e * 128**0.5, rtol=1e-2)  # Gemma rounds the factor to bfloat16
     assert not mx.allclose(x, e)
 
@@ -165,7 +165,9 @@ def test_graphs_hold_no_weights_and_do_not_grow(tiny: Tiny, family: str) -> None
     assert total < 1_000_000
     for key, graph in manifest.graphs.items():
         stem, _, bucket = key.rpartition(".")
-        if int(bucket) == BUCKETS[0]:  # no mask, no table of angles: a longer one is no larger
+        if int(bucket) == BUCKETS[0] and not stem.endswith(
+            "decode"
+        ):  # no mask, no table of angles: a longer one is no larger
             assert abs(manifest.graphs[f"{stem}.{BUCKETS[-1]}"].nbytes - graph.nbytes) < 64
 
 
@@ -175,19 +177,80 @@ def test_serialized_graphs_compute_what_was_traced(
 ) -> None:
     bundle = tiny(family)
     for traced in cut_of(family).graphs:
-        for direction in ("forward", "vjp"):
-            shapes = getattr(traced, f"{direction}_shapes")
+        for direction, function in traced.functions.items():
             graph = bundle.manifest.graphs[f"{traced.operation.graph}.{direction}.16"]
             arrays = [
                 mx.array(rng.standard_normal(shape_at(shape, 16)).astype(np.float32))
-                for shape in shapes
+                for shape in function.shapes
             ]
+            if direction == "decode":
+                arrays.append(mx.array(int(rng.integers(1 << 15)), mx.int32))
             assert tuple(tuple(array.shape) for array in arrays) == graph.inputs
             found = mx.import_function(str(bundle.path / graph.file))(*arrays)
-            expected = getattr(traced, direction)(*arrays)
+            expected = function.call(*arrays)
             assert tuple(tuple(result.shape) for result in found) == graph.outputs
             for mine, theirs in zip(found, expected, strict=True):
                 assert mx.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_rotates_queries_and_keys_takes_a_position(family: str) -> None:
+    for name, block_type in cut_of(family).block_types.items():
+        placed = [one.outputs for one in elementwise_of(block_type) if one.position]
+        queries = [one.inputs for one in block_type.operations if isinstance(one, Attention)]
+        assert placed == queries or name in ("embed", "head")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_a_sequence_are_computed_as_the_whole(
+    tiny: Tiny, rng: np.random.Generator, family: str
+) -> None:
+    """A sequence of 64 in chunks of 16 and single tokens, by graphs as they were written."""
+    bundle = tiny(family)
+    graphs = bundle.manifest.graphs
+    for block_type in bundle.manifest.block_types.values():
+        for operation in elementwise_of(block_type):
+            values = block_type.values
+
+            def run(direction: str, arrays: list[mx.array], tokens: int) -> list[mx.array]:
+                graph = graphs[graph_key(operation.graph, direction, tokens)]  # noqa: B023
+                return list(mx.import_function(str(bundle.path / graph.file))(*arrays))
+
+            given = {
+                name: mx.array(
+                    rng.standard_normal(
+                        block_type.parameters[name[1:]]
+                        if name[0] == "@"
+                        else shape_at(values[name], 64)
+                    ).astype(np.float32)
+                )
+                for name in operation.inputs
+            }
+            whole = run("forward", list(given.values()), 64)
+            for start, tokens in ((0, 16), (16, 1), (17, 16), (33, 1)):
+                part = slice(start, start + tokens)
+                arrays = [
+                    array if name[0] == "@" else mx.take(array, mx.arange(*part.indices(64)), axis)
+                    for name, array in given.items()
+                    for axis in [values[name].index(T) if name[0] != "@" else 0]
+                ]
+                if operation.position:
+                    arrays.append(mx.array(start, mx.int32))
+                found = run(operation.decoding_direction, arrays, tokens)
+                for name, mine, theirs in zip(operation.outputs, found, whole, strict=True):
+                    axis = values[name].index(T)
+                    expected = mx.take(theirs, mx.arange(*part.indices(64)), axis)
+                    assert mx.allclose(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_computes_a_token_from_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(self: Any, x: mx.array) -> mx.array:
+        gate = self.gate_proj(x)
+        return self.down_proj(mx.cumsum(gate, axis=1) * self.up_proj(x))
+
+    monkeypatch.setattr(llama.MLP, "__call__", call)
+    with pytest.raises(BundleError, match=r"mlp.down_proj.in of one token from other tokens"):
+        cut_of("llama")
 
 
 def test_signatures_depend_on_the_computation_alone() -> None:
@@ -438,6 +501,6 @@ def test_a_dimension_of_any_size_is_told_from_the_length(changes: dict[str, int]
         operation, block_type = of_graph[graph.operation.graph]
         assert graph.operation == operation
         for direction, names in (("forward", operation.outputs), ("vjp", operation.vjp_outputs)):
-            shapes = getattr(graph, f"{direction}_shapes")
-            found = getattr(graph, direction)(*(mx.zeros(shape_at(s, 21)) for s in shapes))
+            function = graph.functions[direction]
+            found = function.call(*function.probes(21))
             assert [a.shape for a in found] == [shape_at(block_type.values[n], 21) for n in names]
