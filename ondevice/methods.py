@@ -19,6 +19,7 @@ METHODS: dict[str, str] = {
     "lozo": "runtime.methods.lozo",
     "hizoo": "runtime.methods.hizoo",
     "conmezo": "runtime.methods.conmezo",
+    "grzo": "runtime.methods.grzo",
 }
 
 USUAL = ("mebp", "mezo")
@@ -30,10 +31,11 @@ QUERIES = {"fzoo": 8, "kzoo": 4}
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo", "conmezo")
+_SEVERAL = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo", "conmezo")
+_PERTURBING = (*_SEVERAL, "grzo")
 
 OPTIONS_OF = {
-    "queries": _PERTURBING,
+    "queries": _SEVERAL,
     "noise": _PERTURBING,
     "epsilon": _PERTURBING,
     "objective": _PERTURBING,
@@ -76,5 +78,6 @@ SEARCHES: dict[str, Search] = {
     "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),
     "lozo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "conmezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
+    "grzo": Search({"learning_rate": (1e-6, 3e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }

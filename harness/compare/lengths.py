@@ -21,7 +21,8 @@ _NO_SEARCH = Search()
 
 def passes_of_row(method: str) -> int:
     """How many forward passes a row counts for that a method runs through the model once."""
-    demand = implementation(method).demand(StepConfig(bundle="any", method=method))
+    step = StepConfig(bundle="any", method=method, batch_size=2)  # some need more than one row
+    demand = implementation(method).demand(step)
     return PASSES_WITH_BACKWARD if demand.backward else 1
 
 

@@ -317,3 +317,27 @@ class MonolithicGradientNorm(MonolithicScaled):
     """Definition 7 with gradient norms: the normalized gradient."""
 
     of_gradient, unbiased = True, False
+
+
+class MonolithicGRZO(Monolithic):
+    """GRZO (arXiv 2606.02857): a direction for each row, which share noise up to signs."""
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        U = mx.random.normal((m, n), key=key_of(self.seed, "shared", number, name))
+        r, s = (
+            mx.random.bernoulli(0.5, shape, key=key_of(self.seed, axis, number, query, name)) * 2.0
+            - 1.0
+            for shape, axis in (((m, 1), "rows"), ((1, n), "columns"))
+        )
+        return U * (r @ s)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        sigma, B = self.epsilon, len(rows)
+        delta = [
+            self.loss(model, [row], number, i, sigma) - self.loss(model, [row], number, i, -sigma)
+            for i, row in enumerate(rows)
+        ]
+        s = statistics.pstdev(delta)
+        a = [one / (s + 1e-8) for one in delta]
+        self.descend(number, rate, [one / (2 * sigma) / B for one in a])

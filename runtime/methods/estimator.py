@@ -20,6 +20,13 @@ class Point(NamedTuple):
     sign: float
 
 
+class Lane(NamedTuple):
+    """One hidden state between blocks: a row at one point."""
+
+    point: Point
+    row: int
+
+
 PLUS, MINUS, UNPERTURBED = 1.0, -1.0, 0.0
 THETA = Point(0, UNPERTURBED)  # evaluated once, beside the first direction
 
@@ -39,10 +46,22 @@ class Estimator(ABC):
     def points(self) -> Sequence[Point]:
         """What a step evaluates, in the order of the queries, which count from 0."""
 
+    def lanes(self, rows: int) -> list[Lane]:
+        """The hidden states of a step, query after query: here each row at each point."""
+        return [
+            Lane(point, row)
+            for points in by_query(self.points)
+            for row in range(rows)
+            for point in points
+        ]
+
     @property
     @abstractmethod
     def compared(self) -> Sequence[tuple[Point, Point]]:
-        """Pairs of points whose losses are all equal only if epsilon is too small."""
+        """Pairs of points whose losses are all equal only if epsilon is too small.
+
+        A step of few rows may lack some of them.
+        """
 
     @abstractmethod
     def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:

@@ -124,5 +124,5 @@ def _objective(config: TrainConfig, begin: Start) -> Objective:
 
 
 def _hidden_states(config: StepConfig, estimator: Estimator) -> int:
-    """One for each row at each point."""
-    return len(estimator.points) * config.batch_size * config.grad_accumulation
+    """One for each row at each of its points."""
+    return len(estimator.lanes(config.batch_size * config.grad_accumulation))

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from ondevice.operations.program import Block
 from runtime.engine.model import Model
 from runtime.engine.values import Loras, Moved
-from runtime.methods.estimator import Point
+from runtime.methods.estimator import Lane, Point
 from runtime.methods.full_weights import FullWeights, Perturbation
 from runtime.methods.protocol import Sample, StepResult
 from runtime.methods.row_noise import RowNoise
 from runtime.methods.scalar_update import Update
 from runtime.methods.trajectory import Header
-from runtime.methods.zeroth_order import Lane, ZerothOrder
+from runtime.methods.zeroth_order import ZerothOrder
 
 
 @dataclass

@@ -33,7 +33,9 @@ class Noise:
 
     With a `pool`, steps and queries draw one of so many directions; else each has its own. With a
     `rank`, the direction of a matrix (M, N) is U V^T, with U (M, rank) and V (N, rank) of that
-    kind: V stays for `interval` steps.
+    kind: V stays for `interval` steps. With `flipout`, all queries of a step share
+    noise of that kind, of which each turns the signs of random rows and columns (Wen et al., arXiv
+    1803.04386).
     """
 
     seed: int
@@ -41,6 +43,7 @@ class Noise:
     pool: int = 0
     rank: int = 0
     interval: int = 0
+    flipout: bool = False
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
         """z of `tensor`, float32, with mean 0 and variance 1 in every element.
@@ -52,6 +55,11 @@ class Noise:
             u = self._values((rows, self.rank), "U", step, query, tensor)
             v = self._values((columns, self.rank), "V", step // self.interval, query, tensor)
             return u @ v.T
+        if self.flipout:
+            rows, columns = shape
+            r = _signs((rows, 1), key_of(self.seed, "rows", step, query, tensor))
+            s = _signs((1, columns), key_of(self.seed, "columns", step, query, tensor))
+            return self._values(shape, "shared", step, tensor) * r * s
         if self.pool:
             return self._values(shape, "pool", self.member(step, query), tensor)
         return self._values(shape, "noise", step, query, tensor)
@@ -60,9 +68,14 @@ class Noise:
         """Independent values that depend on nothing but the seed and `parts`."""
         key = key_of(self.seed, *parts)
         if self.kind == "rademacher":
-            return mx.where(mx.random.bernoulli(0.5, shape, key=key), 1.0, -1.0)
+            return _signs(shape, key)
         return mx.random.normal(shape, key=key)
 
     def member(self, step: int, query: int) -> int:
         """Which of the pool's directions a query takes, each with the same probability."""
         return number_of(self.seed, "member", step, query) % self.pool
+
+
+def _signs(shape: tuple[int, ...], key: mx.array) -> mx.array:
+    """-1 or 1, each with the same probability."""
+    return mx.where(mx.random.bernoulli(0.5, shape, key=key), 1.0, -1.0)

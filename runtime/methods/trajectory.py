@@ -48,7 +48,7 @@ FORMAT = "ondevice-trajectory-1"
 # fields of the header that logs of plain MeZO lack
 OPTIONAL = (
     *("optimizer", "window", "pool", "rank", "interval", "trained", "rounding"),
-    *("hessian_smoothing", "cone_angle", "cone_decay", "scaling", "scaled"),
+    *("hessian_smoothing", "cone_angle", "cone_decay", "scaling", "scaled", "flipout"),
 )
 
 
@@ -68,8 +68,8 @@ class Header:
     `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
     bundle's default. The fields after `format` are written only where they differ from their
     defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.descent`,
-    and `pool`, `rank` and `interval` those of `Noise`. `hessian_smoothing` is above 0 where the
-    descent is that of `runtime.methods.hessian`, `cone_angle` where it is that of
+    and `pool`, `rank`, `interval` and `flipout` those of `Noise`. `hessian_smoothing` is above 0
+    where the descent is that of `runtime.methods.hessian`, `cone_angle` where it is that of
     `runtime.methods.cone`, and `scaling` is no empty text where it is that of
     `runtime.methods.layer_scales`.
     `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
@@ -96,6 +96,7 @@ class Header:
     cone_decay: float = 0.0
     scaling: str = ""
     scaled: str = ""
+    flipout: bool = False
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -127,6 +128,10 @@ class Header:
             or (rank and self.pool)
         ):
             raise ValueError(f"its directions have rank {rank!r}, V for {interval!r} steps")
+        if type(self.flipout) is not bool or (self.flipout and (rank or self.pool)):
+            raise ValueError(f"its directions share their noise: {self.flipout!r}")
+        if self.flipout and self.trained != "lora":
+            raise ValueError(f"its directions share their noise with {self.trained}")
         if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
             raise ValueError("its checksums are not text")
         if self.trained not in TRAINABLE:
@@ -231,7 +236,9 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
             f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
             f"than these ({found[:12]}); name the ones it started from with --initial"
         )
-    noise = Noise(header.seed, header.noise, header.pool, header.rank, header.interval)
+    noise = Noise(
+        *(header.seed, header.noise, header.pool, header.rank, header.interval), header.flipout
+    )
     tensors = dict(initial.tensors)
     descent = _descent(header, manifest)
     for update in updates:

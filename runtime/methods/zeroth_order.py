@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -31,7 +31,7 @@ from runtime.engine.model import Model
 from runtime.engine.values import Loras
 from runtime.methods.adapters import Adapters
 from runtime.methods.descent import Descent, Sgd
-from runtime.methods.estimator import MINUS, PLUS, Estimator, Losses, Point, by_query
+from runtime.methods.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.layer_scales import (
     LayerNorms,
     ScaledDescent,
@@ -48,13 +48,6 @@ from runtime.methods.trajectory import Header, digest
 from runtime.storage.activations import Activations
 
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
-
-
-class Lane(NamedTuple):
-    """One hidden state between blocks: a row at one point."""
-
-    point: Point
-    row: int
 
 
 @dataclass
@@ -86,12 +79,7 @@ class ZerothOrder:
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
         measured = self._measured(model, number, rows)
-        lanes = [
-            Lane(point, row)
-            for points in self._points
-            for row in range(len(rows))
-            for point in points
-        ]
+        lanes = self.estimator.lanes(len(rows))
         losses, values = self._forward(model, number, rows, lanes)
         return self._learn(number, rate, rows, lanes, losses, values, measured)
 
@@ -141,10 +129,11 @@ class ZerothOrder:
     ) -> dict[Point, float]:
         """What the objective is at each point."""
         sums = dict.fromkeys((lane.point for lane in lanes), 0.0)
+        counts = dict.fromkeys(sums, 0)
         for lane, value in zip(lanes, values, strict=True):
             sums[lane.point] += value
-        count = sum(self.objective.count(row) for row in rows)
-        return {point: value / count for point, value in sums.items()}
+            counts[lane.point] += self.objective.count(rows[lane.row])
+        return {point: value / counts[point] for point, value in sums.items()}
 
     @cached_property
     def _points(self) -> list[list[Point]]:
@@ -268,7 +257,7 @@ class ZerothOrder:
         measured: LayerNorms | None,
     ) -> StepResult:
         tokens = sum(len(row.targets) for row in rows)
-        mean = StepLoss(sum(losses) / len(self.estimator.points), 0, tokens)
+        mean = StepLoss(sum(losses) / (len(lanes) // len(rows)), 0, tokens)
         passes = len(lanes) + (measured.forward_passes if measured else 0)
         if not all(map(math.isfinite, losses)) or (measured and not measured.finite):
             self.skipped += 1
@@ -294,7 +283,8 @@ class ZerothOrder:
         Raises:
             UsageError: this is the last of MOST_UNMOVED such steps.
         """
-        pairs = [(losses[a], losses[b]) for a, b in self.estimator.compared]
+        compared = [pair for pair in self.estimator.compared if losses.keys() >= set(pair)]
+        pairs = [(losses[a], losses[b]) for a, b in compared]
         unmoved = bool(pairs) and all(a == b != 0 for a, b in pairs)
         self.unmoved = self.unmoved + 1 if unmoved else 0
         if self.unmoved == MOST_UNMOVED:
@@ -375,6 +365,7 @@ class ZerothOrder:
             pool=noise.pool,
             rank=noise.rank,
             interval=noise.interval,
+            flipout=noise.flipout,
             hessian_smoothing=self.descent.smoothing,
             scaling=self.descent.scaling[0],
             scaled=self.descent.scaling[1],

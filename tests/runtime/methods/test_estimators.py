@@ -49,6 +49,7 @@ ORACLES: dict[str, type[Monolithic]] = {
     "lozo": estimators.MonolithicLOZO,
     "hizoo": estimators.MonolithicHiZOO,
     "conmezo": estimators.MonolithicConMeZO,
+    "grzo": estimators.MonolithicGRZO,
     "parameter-norm": estimators.MonolithicParameterNorm,
     "gradient-norm": estimators.MonolithicGradientNorm,
 }
@@ -72,7 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
         **{"zo_scaling": "gradient-norm", "zo_scaled": "expectation"},
     },
 }
-RATES = {"fzoo": 1e-6, "one-point": 1e-5, "adam": 1e-3}  # where 1e-2 is far too large
+RATES = {"fzoo": 1e-6, "grzo": 1e-6, "one-point": 1e-5, "adam": 1e-3}  # where 1e-2 is far too large
 
 LEARNING = {  # rate and steps in which the loss of a row must fall
     "fzoo": (1e-5, 16),
@@ -84,9 +85,11 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "lozo": (6e-4, 30),
     "hizoo": (1e-3, 20),
     "conmezo": (1e-3, 20),
+    "grzo": (1e-5, 20),
     "parameter-norm": (1e-3, 20),
     "gradient-norm": (1e-3, 20),
 }
+FEWEST_ROWS = {"grzo": 2}  # of a step
 STEADIER = {"one-point": {"queries": 8}}  # two directions are too noisy for few steps
 
 
@@ -151,7 +154,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
             oracle.step(model, rows, step, rate)
             result = method.step(step, rate, [rows[:1], rows[1:]])
             layers = len(bundle.manifest.layers) if case == "gradient-norm" and step == 0 else 0
-            assert result.forward_passes == 2 * (len(method.estimator.points) + 2 * layers)
+            assert result.forward_passes == len(method.estimator.lanes(2)) + 4 * layers
         lines.append(f"{result.record}\n".replace("None", "null"))
         if step == 3:  # a save, and another process
             method.settle()
@@ -170,10 +173,10 @@ def test_it_learns_a_row(tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: P
     bundle = tiny("qwen2")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
     rate, steps = LEARNING[case]
-    rows = rows_of(bundle, rng, 1)
+    rows = rows_of(bundle, rng, 1) * FEWEST_ROWS.get(case, 1)
     before = plain_loss(model, adapters, rows)
     config = config_of(case, seed, **STEADIER.get(case, {}))
-    method = started(config, model, adapters, tmp_path, 1, 8)
+    method = started(config, model, adapters, tmp_path, len(rows), 8)
     for step in range(steps):
         method.step(step, rate, [rows])
     method.settle()
@@ -246,7 +249,9 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         (averaged, {"hessian_smoothing": 0.1}), (plain, {"hessian_smoothing": 1.0}),
         (plain, {"hessian_smoothing": "1e-6"}), (plain, {"hessian_smoothing": -1e-6}),
         (plain, {"hessian_smoothing": 0.1, "trained": "full"}), (plain, {"scaling": "norm"}),
-        (plain, {"scaling": "gradient-norm"}), (plain, {"scaled": "variance"}),
+        (plain, {"flipout": 1}), (plain, {"flipout": True, "pool": 3}),
+        (plain, {"flipout": True, "trained": "full"}), (plain, {"scaling": "gradient-norm"}),
+        (plain, {"scaled": "variance"}),
         (averaged, {"scaling": "gradient-norm", "scaled": "variance"}),
     ):  # fmt: skip
         log.write_text(json.dumps({**header, **lie}) + "\n")
@@ -386,6 +391,41 @@ def test_demand_counts_points_and_what_an_update_takes(
     assert demand.moments == (config.method in ("hizoo", "conmezo"))
 
 
+def test_grzo_needs_two_rows(seed: int) -> None:
+    with pytest.raises(UsageError, match="--batch-size 1 is too small for grzo"):
+        implementation("grzo").demand(config_of("grzo", seed))
+    assert implementation("grzo").demand(config_of("grzo", seed, grad_accumulation=2)).lanes
+    with pytest.raises(UsageError, match="queries is an option of mezo"):
+        config_of("grzo", seed, queries=2)
+
+
+def test_directions_of_rows_share_their_noise_up_to_signs(seed: int) -> None:
+    noise, shape = Noise(seed, flipout=True), (200, 50)
+    z = [np.array(noise.draw(step, query, "a", shape)) for step, query in ((0, 0), (0, 1), (1, 0))]
+    assert np.array_equal(abs(z[0]), abs(z[1])) and not np.array_equal(abs(z[0]), abs(z[2]))
+    signs = np.sign(z[0]) * np.sign(z[1])
+    assert np.linalg.matrix_rank(signs) == 1
+    assert abs(np.corrcoef(z[0].ravel(), z[1].ravel())[0, 1]) < 0.1
+
+
+def test_grzo_weighs_rows_by_their_differences_over_the_deviation(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    """Whatever the losses' scale; a step of one row, or of equal differences, learns nothing."""
+    bundle = tiny("llama")
+    method = started(config_of("grzo", seed), model_of(bundle, 16), adapters_of(bundle, rng),
+                     tmp_path, 4, 4)  # fmt: skip
+    drawn = rng.uniform(1, 9, 8)
+    found = []
+    for scale in (1.0, 1e-3):
+        points = dict(zip(method.estimator.points, map(float, 5 + drawn * scale), strict=True))
+        found.append(np.array(method.estimator.gradients(points, 1e-3)))
+        assert np.std(found[-1]) * 2e-3 == pytest.approx(1, rel=1e-3)
+        lone = {point: loss for point, loss in points.items() if point.query == 0}
+        assert method.estimator.gradients(lone, 1e-3) == (0.0,)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
 def test_fzoo_needs_two_directions(seed: int) -> None:
     with pytest.raises(UsageError, match="--queries 1 is too few for fzoo"):
         implementation("fzoo").demand(config_of("fzoo", seed, queries=1))
@@ -405,7 +445,8 @@ def test_a_damaged_state_is_refused(
 ) -> None:
     bundle = tiny("qwen2")
     config = config_of(case, seed)
-    method = started(config, model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, 1, 4)
+    rows = FEWEST_ROWS.get(case, 1)
+    method = started(config, model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, rows, 4)
     state = tmp_path / "state"
     method.write(state)
     whole = state.read_bytes()

@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hizoo": {"method": "hizoo", "queries": 2, "hessian_smoothing": 1e-3},
     "conmezo": {"method": "conmezo", "queries": 2},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
+    "grzo": {"method": "grzo", "batch_size": 3, "learning_rate": 1e-6},
     "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
 }
 

@@ -148,6 +148,7 @@ def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method:
         ({"zo-optimizer": "adam"}, "--zo-optimizer adam is not for --trainable full"),
         ({"method": "mebp"}, "--trainable full: mebp trains adapters only"),
         ({"method": "lozo"}, "--trainable full: lozo trains adapters only"),
+        ({"method": "grzo", "batch_size": 2}, "--trainable full: grzo trains adapters only"),
         ({"method": "hizoo"}, "--trainable full is not for hizoo"),
         ({"method": "conmezo"}, "--trainable full is not for conmezo"),
         ({"adapter-dtype": "bfloat16"}, "adapter_dtype has no effect with trainable full"),
