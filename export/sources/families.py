@@ -42,6 +42,21 @@ _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attentio
 _MAX_LAYERS = 1024
 
 
+def check_architecture(raw: dict[str, Any], where: str) -> str:
+    """The family of a configuration.
+
+    Raises:
+        BundleError: its architecture is not supported.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise BundleError(
+            f"{where}: architecture {model_type!r} is not supported; "
+            f"supported are {', '.join(sorted(MODEL_TYPES))}"
+        )
+    return MODEL_TYPES[model_type]
+
+
 def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
     """The language model's configuration, as mlx-lm's ModelArgs spells it.
 
@@ -61,14 +76,8 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
 
 
 def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
-    model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise BundleError(
-            f"{where}: architecture {model_type!r} is not supported; "
-            f"supported are {', '.join(sorted(MODEL_TYPES))}"
-        )
-    family = MODEL_TYPES[model_type]
-    config = _text_config(raw, where) if model_type == "gemma3" else dict(raw)
+    family = check_architecture(raw, where)
+    config = _text_config(raw, where) if raw["model_type"] == "gemma3" else dict(raw)
     config["model_type"] = family
     if wrong := next(_not_finite(config), None):
         raise BundleError(f"{where}: {wrong}, not a finite number")

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from export.packed import PackedRows, Packing
-from export.sources.families import expected_shapes, normalise_config
+from export.sources.families import check_architecture, expected_shapes, normalise_config
 from export.sources.json_file import read_json
 from export.sources.mlx_quantized import find_layouts, repacked, unpacked_shape
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile, StoredTensor
 from export.sources.shards import open_shards
 from export.sources.source import F32, Checkpoint, check_tensors
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, UsageError
+from ondevice.lookalikes import Kind, instead, kind_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,7 +43,9 @@ class HFCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, provenance: dict[str, Any] | None = None) -> None:
         self._folder = folder
+        _refuse_others(folder)
         raw = read_json(folder / "config.json")
+        check_architecture(raw, f"{folder}/config.json")
         files = open_shards(folder)
         self._tensors = _language_model(files)
         where = f"{folder}/config.json"
@@ -114,6 +117,13 @@ class HFCheckpoint(Checkpoint):
                 )
             shapes[name] = tensor.shape if layout is None else unpacked_shape(tensor, layout.bits)
         return shapes
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise UsageError for a bundle, a run or an adapter, which hold no checkpoint."""
+    found = kind_of(folder)
+    if found in (Kind.BUNDLE, Kind.RUN, Kind.ADAPTER):
+        raise UsageError(f"{folder} is no checkpoint: {instead(folder, Kind.CHECKPOINT)}")
 
 
 def _language_model(files: list[SafetensorsFile]) -> dict[str, StoredTensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from export.sources.gguf import GGUFCheckpoint
@@ -11,10 +10,10 @@ from export.sources.random import PRESETS, RandomCheckpoint
 from export.sources.shards import INDEX
 from export.sources.source import Checkpoint
 from ondevice.errors import UsageError
+from ondevice.lookalikes import HUB_ID
 from ondevice.paths import text_path
 
 _RANDOM = "random:"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES]
 
 
@@ -42,7 +41,7 @@ def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:
                 "them and config.json"
             )
         return GGUFCheckpoint(path)
-    if not _HUB_ID.fullmatch(source) or path.suffix in (".gguf", ".safetensors"):
+    if not HUB_ID.fullmatch(source) or path.suffix in (".gguf", ".safetensors"):
         raise UsageError(
             f"{source}: no such folder or file; a source is a checkpoint folder, a .gguf file, "
             f"a hub id org/name, or random:PRESET with PRESET one of {', '.join(PRESETS)}"

@@ -19,6 +19,7 @@ from harness.report.table import Table
 from ondevice.documents import from_json, from_toml
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import read_file, write_atomic
+from ondevice.lookalikes import Kind, instead
 from ondevice.units import format_bytes, format_seconds
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
@@ -91,7 +92,8 @@ def read_run(path: Path, name: str) -> Run:
         BundleError: one of its files is damaged.
     """
     if not (path / CONFIG).exists():
-        raise UsageError(f"{path} holds no run: it has no {CONFIG}; give what --output named")
+        why = instead(path, Kind.RUN) or f"it has no {CONFIG}; give what --output named"
+        raise UsageError(f"{path} holds no run: {why}")
     try:
         settings = from_toml(read_file(path / CONFIG))
         entries = _entries(path / METRICS)

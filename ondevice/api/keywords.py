@@ -1,7 +1,8 @@
 """The options of the API's functions as keywords with types, for editors and type checkers.
 
 They are the fields of the commands' configurations in `ondevice.config`, which has their defaults,
-their checks and what they mean; fields that are paths may also be a `Path`. A test compares both.
+their checks and what they mean; fields that are paths may also be a `Path`. This file is written
+from them: python -m tests.support.keywords
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class ZerothOrderKeywords(TypedDict, total=False):
     objective: str | None
     zo_optimizer: str | None
     zo_window: int | None
+    zo_scaling: str | None
+    zo_scaled: str | None
+    zo_scaling_interval: int | None
     seed_pool: int | None
     lozo_rank: int | None
     lozo_interval: int | None
@@ -54,7 +58,7 @@ class ZerothOrderKeywords(TypedDict, total=False):
 
 
 class StepKeywords(BundleKeywords, LoraKeywords, ZerothOrderKeywords, total=False):
-    """Options of a training step on which its memory depends."""
+    """Options of a step on which its memory depends."""
 
     method: str
     pack: bool

@@ -20,6 +20,7 @@ from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
 from ondevice.errors import BundleError
 from ondevice.files import fsync_path, read_file, reading_errors, sha256_file, storage_errors
 from ondevice.folder_writer import OLD, FolderWriter
+from ondevice.lookalikes import Kind, instead
 from ondevice.lora import LoraSettings
 from ondevice.operations.tensors import ALIGNMENT, PAGE, Extent, File
 from ondevice.paths import partial_folder, text_path
@@ -111,7 +112,10 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{old}: export again, or move it back"
         )
         lost = not folder.exists() and (old / MANIFEST).is_file()
-        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}{aside if lost else ''}")
+        if lost:
+            raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}{aside}")
+        why = instead(folder, Kind.BUNDLE) or f"it has no {MANIFEST}"
+        raise BundleError(f"{folder} is no bundle: {why}")
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:

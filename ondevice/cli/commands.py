@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 
 from ondevice.config.base import Config
+
+
+class CommandGroup(StrEnum):
+    """The headings of `ondevice --help`, in the order in which they are shown."""
+
+    MODEL = "make a model"
+    TRAIN = "train it"
+    USE = "use it"
+    COMPARE = "compare and measure"
+    MACHINE = "this machine"
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,7 @@ class Command:
     `settings` is the class of its options, below `ondevice.config`, and `handler` the module that
     does the work, in `ondevice.cli.handlers`. Both are imported when the command is typed, so that
     a training process does not load the others. `resumes` says whether `--resume RUN` may take the
-    place of all options.
+    place of all options, and `group` where help shows the command.
     """
 
     name: str
@@ -25,6 +36,7 @@ class Command:
     settings: str
     handler: str
     resumes: bool = False
+    group: CommandGroup = CommandGroup.USE
 
     @property
     def config(self) -> type[Config]:
@@ -46,6 +58,7 @@ COMMANDS = (
         "after that.",
         "export.ExportConfig",
         "export",
+        group=CommandGroup.MODEL,
     ),
     Command(
         "inspect",
@@ -53,6 +66,7 @@ COMMANDS = (
         "",
         "inspect.InspectConfig",
         "inspect",
+        group=CommandGroup.MODEL,
     ),
     Command(
         "plan",
@@ -60,6 +74,7 @@ COMMANDS = (
         "Give the options that you would give to `ondevice train`.",
         "plan.PlanConfig",
         "plan",
+        group=CommandGroup.TRAIN,
     ),
     Command(
         "data",
@@ -67,6 +82,7 @@ COMMANDS = (
         "Nothing is trained. Give the options that you would give to `ondevice train`.",
         "data.DataConfig",
         "data",
+        group=CommandGroup.TRAIN,
     ),
     Command(
         "train",
@@ -75,6 +91,7 @@ COMMANDS = (
         "train.TrainConfig",
         "train",
         resumes=True,
+        group=CommandGroup.TRAIN,
     ),
     Command(
         "eval",
@@ -98,6 +115,7 @@ COMMANDS = (
         "The same command goes on where it was interrupted.",
         "compare.CompareConfig",
         "compare",
+        group=CommandGroup.COMPARE,
     ),
     Command(
         "report",
@@ -106,6 +124,7 @@ COMMANDS = (
         "adds what the model says before and after training.",
         "report.ReportConfig",
         "report",
+        group=CommandGroup.COMPARE,
     ),
     Command(
         "replay",
@@ -113,6 +132,7 @@ COMMANDS = (
         "Checks that the result is the run's own adapter, bit for bit.",
         "replay.ReplayConfig",
         "replay",
+        group=CommandGroup.TRAIN,
     ),
     Command(
         "trust",
@@ -121,6 +141,7 @@ COMMANDS = (
         "This is for machines without mlx-lm, which does the tracing.",
         "trust.TrustConfig",
         "trust",
+        group=CommandGroup.MACHINE,
     ),
     Command(
         "bench",
@@ -128,5 +149,16 @@ COMMANDS = (
         "Every figure is measured in fresh processes.",
         "bench.BenchConfig",
         "bench",
+        group=CommandGroup.COMPARE,
+    ),
+    Command(
+        "completion",
+        "print a script by which a shell completes commands and options",
+        'For bash, put `eval "$(ondevice completion bash)"` into ~/.bashrc; for zsh the same with '
+        "zsh into ~/.zshrc, after compinit; for fish `ondevice completion fish | source` into "
+        "~/.config/fish/config.fish.",
+        "completion.CompletionConfig",
+        "completion",
+        group=CommandGroup.MACHINE,
     ),
 )

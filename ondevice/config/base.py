@@ -47,22 +47,37 @@ class Check(NamedTuple):
 
     allows: Callable[[Any], bool]
     wanted: str
+    hint: Callable[[Any], str] = lambda value: ""  # what a wrong value may have meant
 
 
 def is_size(text: str) -> bool:
-    """Whether `text` is a number of bytes such as 300MB."""
+    """Whether `text` is a number of bytes such as 300MB; without a unit it is a large one."""
     try:
-        return parse_bytes(text) > 0
+        return parse_bytes(text) >= (SMALLEST_PLAIN_BYTES if _has_no_unit(text) else 1)
     except UsageError:
         return False
+
+
+def _has_no_unit(text: str) -> bool:
+    return not any(letter.isalpha() for letter in text)
+
+
+def _in_megabytes(text: str) -> str:
+    """A question for who has given a number alone and cannot have meant bytes."""
+    try:
+        meant = _has_no_unit(text) and parse_bytes(text) < SMALLEST_PLAIN_BYTES / 10
+    except UsageError:
+        return ""
+    return f"; did you mean {text.strip()}MB?" if meant else ""
 
 
 COUNT = Check(lambda value: value >= 1, "1 or more")
 NOT_NEGATIVE = Check(lambda value: 0 <= value < math.inf, "0 or more")
 ABOVE_ZERO = Check(lambda value: 0 < value < math.inf, "a number above 0")
+SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
 MOST_SHOWN = 100  # characters of a wrong value in a message
 FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
-SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB")
+SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB", _in_megabytes)
 INCREASING = Check(
     lambda values: 0 < len(values) <= 64 and all(a < b for a, b in pairwise((0, *values))),
     "at most 64 whole numbers above 0, each larger than the one before it",
@@ -136,11 +151,9 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
     problems: list[str] = []
     for key, value in {**(_read(file) if file is not None else {}), **overrides}.items():
         if key not in known:
-            import difflib  # a quarter of a megabyte, which training would have to hold
+            from ondevice.config.suggestions import unknown_key  # training need not hold its tables
 
-            near = difflib.get_close_matches(key.replace("-", "_"), known, n=2)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            problems.append(f"unknown key {key!r}{hint}")
+            problems.append(unknown_key(key, tuple(known)))
             continue
         values[key] = value
         if isinstance(value, str) and key in overrides:
@@ -328,7 +341,8 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
         elif not _type_of(one).fits(value):
             found.append(f"{one.name} is {_shortened(value)}; it must be {_type_of(one).words}")
         elif check and value is not None and not check.allows(value):
-            found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}")
+            meant = check.hint(value)
+            found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}{meant}")
         elif isinstance(value, str) and not _is_text(value):
             found.append(
                 f"{one.name} is {_shortened(value)}, which is not valid UTF-8; if it is a path, "

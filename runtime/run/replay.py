@@ -13,6 +13,7 @@ from ondevice.config.base import load
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import storage_errors
+from ondevice.lookalikes import Kind, instead
 from ondevice.paths import text_path
 from runtime.methods.adapters import Adapters
 from runtime.methods.full_weights import FullWeights
@@ -44,6 +45,8 @@ def replay(
     text_path(output)
     if output.resolve() == run.resolve():
         raise UsageError(f"{output} is the run itself: its adapters would be overwritten")
+    if why := instead(run, Kind.RUN):
+        raise UsageError(f"{run} is no run: {why}")
     if not (run / TRAJECTORY).exists():
         raise UsageError(
             f"{run} has no {TRAJECTORY}: its method logs no steps, so it cannot be replayed"

@@ -15,6 +15,7 @@ from ondevice.config.plan import PlanConfig
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BundleError, UsageError
+from ondevice.lookalikes import Kind, instead
 from ondevice.notes import warning
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
@@ -152,7 +153,8 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
-        raise UsageError(f"{path} holds no run to resume: it has no {CONFIG}")
+        why = instead(path, Kind.RUN) or f"it has no {CONFIG}"
+        raise UsageError(f"{path} holds no run to resume: {why}")
     with folder.locked():
         folder.prepare_to_resume()
         for name in (CONFIG, PLAN):

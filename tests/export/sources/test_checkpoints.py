@@ -214,7 +214,7 @@ ZEROS = np.zeros((128, 128), np.float32)
         (put(hidden_act="relu"), "hidden_act = 'relu'"),
         (put(num_attention_heads=0), "num_attention_heads"),
         (put(rms_norm_eps={}, rope_scaling={"rope_type": "magic"}), "cannot be built"),
-        (put(model_type=[]), "cannot be understood"),
+        (put(model_type=[]), r"architecture \[\] is not supported"),
         (put(rope_parameters=[1]), "cannot be understood"),
         (drop("model.norm.weight"), "1 of .* missing: model.norm.weight"),
         (put(intermediate_size=256), "wrong shape.*implies"),

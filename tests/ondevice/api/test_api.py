@@ -8,19 +8,18 @@ import re
 import subprocess
 import sys
 import threading
-import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 from support.bundles import Tiny
+from support.keywords import PLACE, written
 from support.runs import here
 from support.text_bundle import text_checkpoint
 
 import ondevice
-from ondevice.api import keywords
 from ondevice.api.process import Said
 from ondevice.bundle.store import Bundle
 from ondevice.config.base import Config
@@ -44,13 +43,12 @@ ROWS = [
     ("lamp off ->", " no"),
 ]
 
-# (function, the command's configuration, what the function names itself, what it leaves out)
-FUNCTIONS = [
-    (ondevice.export_bundle, ExportConfig, keywords.ExportKeywords, {"source", "output"}, set()),
-    (ondevice.plan, PlanConfig, keywords.PlanKeywords, {"bundle"}, set()),
-    (ondevice.train, TrainConfig, keywords.TrainKeywords, {"bundle", "data"}, set()),
-    (ondevice.evaluate, EvalConfig, keywords.EvaluateKeywords, {"bundle", "data"}, {"source"}),
-    (ondevice.generate, GenerateConfig, keywords.GenerateKeywords, {"bundle", "prompt"}, set()),
+FUNCTIONS = [  # with the command's configuration, and what the function leaves out
+    (ondevice.export_bundle, ExportConfig, set()),
+    (ondevice.plan, PlanConfig, set()),
+    (ondevice.train, TrainConfig, set()),
+    (ondevice.evaluate, EvalConfig, {"source"}),
+    (ondevice.generate, GenerateConfig, set()),
 ]
 
 
@@ -84,39 +82,26 @@ def test_every_public_name_is_there() -> None:
     assert (ROOT / "ondevice" / "py.typed").is_file()
 
 
+def test_keywords_are_the_options() -> None:
+    """After a change of options: python -m tests.support.keywords"""
+    assert PLACE.read_text() == written()
+
+
 @pytest.mark.parametrize(
-    ("function", "config", "words", "own", "without"),
-    FUNCTIONS,
-    ids=lambda x: getattr(x, "__name__", ""),
+    ("function", "config", "without"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", "")
 )
-def test_keywords_are_the_options(
-    function: object, config: type[Config], words: type, own: set[str], without: set[str]
+def test_signatures_show_the_options(
+    function: Callable[..., object], config: type[Config], without: set[str]
 ) -> None:
-    """Add a new option of a command to `ondevice/api/keywords.py` as well."""
-    there = {name: str(kind) for name, kind in _annotations(words).items()}
-    wanted = {one.name: one for one in fields(config) if one.name not in own | without}
-    assert sorted(there) == sorted(wanted)
-    for name, one in wanted.items():
-        simple = there[name].replace("str | Path", "str")
-        assert re.sub(r"Sequence\[(\w+)\]", r"tuple[\1, ...]", simple) == one.type, name
-    shown = inspect.signature(function).parameters  # type: ignore[arg-type]
-    assert {*wanted} <= {*shown}
-    for name, one in wanted.items():
-        default = inspect.Parameter.empty if one.default is MISSING else one.default
-        assert shown[name].default == default
-        assert f"    {name}: {one.metadata['help']}" in str(function.__doc__)
-    assert own <= {*shown}
+    shown = inspect.signature(function).parameters
     assert not without & {*shown}
-
-
-def _annotations(words: type) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for base in reversed(words.__orig_bases__ if hasattr(words, "__orig_bases__") else ()):
-        found |= _annotations(base) if typing.is_typeddict(base) else {}
-    return found | {
-        name: kind.__forward_arg__ if isinstance(kind, typing.ForwardRef) else kind
-        for name, kind in words.__annotations__.items()
-    }
+    for one in fields(config):
+        if one.name in without:
+            continue
+        if shown[one.name].kind is inspect.Parameter.KEYWORD_ONLY:
+            default = inspect.Parameter.empty if one.default is MISSING else one.default
+            assert shown[one.name].default == default
+            assert f"    {one.name}: {one.metadata['help']}" in str(function.__doc__)
 
 
 @pytest.fixture(scope="module")

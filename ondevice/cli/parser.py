@@ -1,0 +1,119 @@
+"""The parser of the command line: all commands in groups, and the options of one of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ondevice.cli.commands import COMMANDS, Command, CommandGroup
+from ondevice.config.base import Group, add_arguments, usage
+from ondevice.errors import UsageError
+from ondevice.version import __version__
+
+ABOUT = "Fine-tune language models on this device, inside a memory budget."
+START = """\
+a first run:
+  ondevice export MODEL -o bundle
+  ondevice train bundle --data my-data.jsonl --budget 500MB -o run
+  ondevice generate bundle --adapter run --prompt "Once upon a time"
+
+`ondevice COMMAND --help` shows a command's options.
+exit codes: 0 done, 2 wrong usage, 3 memory budget, 4 bad bundle or data, 5 storage,
+130 interrupted by Ctrl-C, SIGTERM or SIGHUP, 1 anything else
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports its errors as `UsageError`, as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see: {self.prog} --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse's own says nothing of a full disk
+
+
+def whole_parser(typed: str) -> Parser:
+    """All commands, with the options of the one that was typed."""
+    parser = Parser(
+        prog="ondevice",
+        usage="ondevice COMMAND [options]",
+        description=f"{ABOUT}\n\n{_groups()}",
+        epilog=START,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    commands = parser.add_subparsers(prog="ondevice", metavar="COMMAND", help=argparse.SUPPRESS)
+    for command in COMMANDS:
+        if command.name == typed:
+            _add_command(commands, command)
+        else:
+            commands.add_parser(command.name, add_help=False)
+    other = parser.add_argument_group(Group.OTHER.value)
+    version = f"ondevice {__version__}"
+    other.add_argument("--version", action="version", version=version, help="show the version")
+    other.add_argument("-h", "--help", action="help", help="show this text and exit")
+    return parser
+
+
+def command_parser(command: Command) -> argparse.ArgumentParser:
+    """The parser of one command's options."""
+    commands = Parser().add_subparsers(prog="ondevice")
+    return _add_command(commands, command)
+
+
+def long_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """All flags of a parser that are words."""
+    return [
+        name for action in parser._actions for name in action.option_strings if name[:2] == "--"
+    ]
+
+
+def _groups() -> str:
+    """The commands with what they do, group by group."""
+    width = max(len(command.name) for command in COMMANDS)
+    parts = []
+    for group in CommandGroup:
+        lines = [
+            f"    {command.name:{width}}  {command.summary}"
+            for command in COMMANDS
+            if command.group is group
+        ]
+        parts.append("\n".join([f"{group}:", *lines]))
+    return "\n\n".join(parts)
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[Parser], command: Command
+) -> argparse.ArgumentParser:
+    summary = command.summary[0].upper() + command.summary[1:] + "."
+    config = command.config
+    line = f"ondevice {command.name} {usage(config)}"
+    if command.resumes:
+        line += "\n       ondevice train --resume RUN [BUNDLE] [--steps N] [--budget SIZE] ..."
+    parser = commands.add_parser(
+        command.name,
+        help=command.summary,
+        description=f"{summary} {command.more}",
+        usage=line,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    groups = add_arguments(parser, config)
+    if command.resumes:
+        groups[Group.MAIN].add_argument(
+            "--resume",
+            metavar="RUN",
+            type=Path,
+            help="go on with an interrupted run, with its own settings, or with a finished one and "
+            "more --steps; only --steps, --patience, --budget and --device may be given beside it, "
+            "and the bundle, where it has moved",
+        )
+        groups[Group.OTHER].add_argument(
+            "--verbose", action="store_true", help="print the memory plan before training starts"
+        )
+    parser.set_defaults(handler=command.run, parser=parser)
+    return parser

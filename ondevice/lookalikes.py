@@ -1,0 +1,72 @@
+"""What lies at a path where something else was expected, and which command wants it."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Kind(StrEnum):
+    """What can lie at a path, in words."""
+
+    NOTHING = "nothing"
+    BUNDLE = "a bundle"
+    RUN = "a run"
+    ADAPTER = "an adapter"
+    CHECKPOINT = "a Hugging Face checkpoint"
+    GGUF = "a GGUF file"
+    FILE = "a file"
+    FOLDER = "a folder"
+
+
+# which command takes it, by what lies there
+_WAYS = {
+    Kind.BUNDLE: "a bundle is what `ondevice export` has written, and stands behind the command: "
+    "ondevice train {path} --data DATA",
+    Kind.RUN: "go on with it by ondevice train --resume {path}, or use it with its bundle: "
+    "ondevice generate BUNDLE --adapter {path}",
+    Kind.ADAPTER: "use it with its bundle: ondevice generate BUNDLE --adapter {path}",
+    Kind.CHECKPOINT: "make a bundle of it: ondevice export {path} -o BUNDLE",
+    Kind.GGUF: "make a bundle of it: ondevice export {path} -o BUNDLE",
+}
+
+
+def kind_of(path: Path) -> Kind:
+    """What lies at a path, by the names of its files."""
+    if path.is_file():
+        return Kind.GGUF if path.suffix.lower() == ".gguf" else Kind.FILE
+    if not path.is_dir():
+        return Kind.NOTHING
+    names = {one.name for one in path.iterdir()}
+    if "manifest.json" in names:
+        return Kind.BUNDLE
+    if "config.toml" in names:
+        return Kind.RUN
+    if names & {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}:
+        return Kind.ADAPTER
+    return Kind.CHECKPOINT if "config.json" in names else Kind.FOLDER
+
+
+def instead(path: Path, wanted: Kind) -> str:
+    """What a message adds after a path that is not what was wanted; empty if nothing is known.
+
+    Raises:
+        OSError: the path cannot be read.
+    """
+    found = kind_of(path)
+    if found is wanted:
+        return ""
+    if found is Kind.NOTHING:
+        if wanted is Kind.BUNDLE and HUB_ID.fullmatch(str(path)) and not path.parent.exists():
+            name = str(path)
+            return (
+                f"there is no such folder; if {name} is a model id of the Hugging Face hub, make a "
+                f"bundle of it: ondevice export {name} -o BUNDLE"
+            )
+        make = " (a bundle is made by: ondevice export MODEL -o BUNDLE)"
+        return f"there is no such folder{make if wanted is Kind.BUNDLE else ''}"
+    way = _WAYS.get(found, "").format(path=path)
+    return f"it is {found}; {way}" if way else ""
