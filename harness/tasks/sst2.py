@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.measure.command import ondevice
 from harness.tasks.examples import Example, write_jsonl
 from ondevice.errors import DataError, OnDeviceError
 
@@ -128,11 +129,11 @@ def _eval(arguments: list[str]) -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory with valid.jsonl")
     parser.add_argument("--adapter", type=Path, help="a run; without it, the bundle as it is")
     given = parser.parse_args(arguments[1:])
-    from harness.tasks.label_accuracy import label_accuracy
-
-    rows = read_jsonl(given.data / "valid.jsonl")
-    words = tuple(LABELS.values())
-    print(json.dumps(label_accuracy(given.bundle, given.adapter, rows, words)))
+    file = given.data / "valid.jsonl"
+    read_jsonl(file)  # these are rows of this task, with both of its label words
+    options = [] if given.adapter is None else [f"--adapter={given.adapter}"]
+    found = ondevice("eval", given.bundle, f"--data={file}", "--task=labels", "--json", *options)
+    print(found.strip())
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ class EvaluateKeywords(BundleKeywords, DataKeywords, total=False):
     """The options of `evaluate`."""
 
     adapter: str | Path | None
+    task: str
     eval_rows: int
     adapter_dtype: str
 

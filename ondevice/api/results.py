@@ -74,12 +74,19 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationResult(Evaluation):
-    """An evaluation of its own, with its memory. notes: what was said, such as rows left out."""
+    """An evaluation of its own, with its memory.
+
+    notes: what was said, such as rows left out.
+    label_accuracy: of the task labels, the share of rows whose right label is the most likely.
+    labels: of that task, each label's token, its text, and its share of rows and of answers.
+    """
 
     budget_bytes: int
     predicted_peak_bytes: int
     peak_footprint_bytes: int
     notes: tuple[str, ...]
+    label_accuracy: float | None = None
+    labels: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

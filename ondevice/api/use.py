@@ -17,9 +17,10 @@ from ondevice.config.generate import GenerateConfig
 from ondevice.errors import UsageError
 
 Progress = Callable[[str, int, int], None]
+_OF_THE_COMMAND = ("source", "max_tokens", "answers")  # options that only `ondevice eval` has
 
 
-@taking(EvalConfig, "source")
+@taking(EvalConfig, *_OF_THE_COMMAND)
 def evaluate(
     bundle: str | Path | Bundle,
     data: str | Path,
@@ -28,7 +29,7 @@ def evaluate(
     on_note: Note | None = None,
     **options: Unpack[EvaluateKeywords],
 ) -> EvaluationResult:
-    """Measure the loss of a bundle, with or without an adapter, as `ondevice eval` does.
+    """Measure the loss or labels of a bundle, with or without an adapter, as `ondevice eval` does.
 
     on_progress(what, done, total) counts rows, on_note(text) receives lines for people. A loss that
     is not finite is None, and no error.
@@ -41,6 +42,8 @@ def evaluate(
     config = configured(EvalConfig, {"bundle": bundle, "data": data, **options})
     if config.source is not None:
         raise UsageError("source is an option of the command `ondevice eval` alone; leave it out")
+    if config.task == "bfcl":
+        raise UsageError("task bfcl is for the command `ondevice eval` alone; take another task")
     prepare()
     from runtime.run.evaluate import run_eval
     from runtime.run.events import Events
@@ -57,6 +60,8 @@ def evaluate(
         predicted_peak_bytes=found["predicted_peak_bytes"],
         peak_footprint_bytes=found["peak_footprint_bytes"],
         notes=said.notes,
+        label_accuracy=found.get("label_accuracy"),
+        labels=tuple(found.get("labels", ())),
     )
 
 

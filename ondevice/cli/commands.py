@@ -95,8 +95,9 @@ COMMANDS = (
     ),
     Command(
         "eval",
-        "measure loss, perplexity and accuracy on held-out data",
-        "",
+        "measure loss, labels or function calls on held-out data",
+        "With --task bfcl the model answers questions of the Berkeley Function Calling "
+        "Leaderboard, whose own checker judges its calls.",
         "evaluate.EvalConfig",
         "evaluate",
     ),

@@ -284,6 +284,23 @@ def describe_evaluation(result: dict[str, Any]) -> str:
     )
 
 
+def describe_task(result: dict[str, Any]) -> str:
+    """What `ondevice eval` says of its rows, what its task asks for first."""
+    loss = describe_evaluation(result)
+    if result["task"] == "exact":
+        right = round(result["exact"] * result["rows"])
+        return f"rows exactly right {result['exact']:.2%} ({right} of {result['rows']})\n{loss}"
+    if result["task"] != "labels":
+        return loss
+    lines = [f"labels right {result['label_accuracy']:.2%} (of rows); for each label:"]
+    lines += [
+        f"  {one['text']!r}: right for {one['share']:.1%} of rows, "
+        f"answered in {one['answered']:.1%}"
+        for one in result["labels"]
+    ]
+    return "\n".join([*lines, loss])
+
+
 def describe_summary(summary: dict[str, Any]) -> str:
     """The last lines that `ondevice train` prints."""
     final = summary["final_train_loss"]

@@ -100,9 +100,14 @@ class LabelAccuracy(Objective):
 
     def value(self, scored: Scored) -> float:
         firsts = _firsts(scored.sample)
-        logits = scored.model.label_logits(scored.h[mx.array(firsts)], self.labels, scored.loras)
-        best = self.labels[np.array(logits.argmax(axis=-1))]
+        best = best_labels(scored.model, scored.h[mx.array(firsts)], self.labels, scored.loras)
         return -float(np.count_nonzero(best == scored.sample.targets[firsts]))
+
+
+def best_labels(model: Model, h: mx.array, labels: Ids, loras: Loras) -> Ids:
+    """Of the tokens `labels` (K,) the most likely one at each hidden state h (N, D), as (N,)."""
+    found: Ids = labels[np.array(model.label_logits(h, labels, loras).argmax(axis=-1))]
+    return found
 
 
 def _right(scored: Scored) -> npt.NDArray[np.bool_]:
@@ -124,7 +129,7 @@ def objective_of(name: str, rows: NumberedRows) -> Objective:
         DataError: there are no labels to choose from, or too many to be labels.
     """
     if name == "labels":
-        return LabelAccuracy(labels_of(rows))
+        return LabelAccuracy(labels_of(rows, "--objective labels", "training rows"))
     found: dict[str, Callable[[], Objective]] = {
         "loss": MeanLoss,
         "accuracy": Accuracy,
@@ -133,8 +138,10 @@ def objective_of(name: str, rows: NumberedRows) -> Objective:
     return found[name]()
 
 
-def labels_of(rows: NumberedRows) -> Ids:
+def labels_of(rows: NumberedRows, asked: str, what: str) -> Ids:
     """The distinct first scored tokens of all rows, ascending.
+
+    `asked` is the option that wants labels, and `what` the rows, as messages name them.
 
     Raises:
         DataError: there is one only, or there are more than MOST_LABELS.
@@ -145,15 +152,14 @@ def labels_of(rows: NumberedRows) -> Ids:
         found.add(int(tokens[1 + positions[0]]))
         if len(found) > MOST_LABELS:
             raise DataError(
-                f"--objective labels: the answers of the first {index + 1:,} training rows begin "
-                f"with {len(found)} different tokens, which are too many to be labels (at most "
-                f"{MOST_LABELS}); give --objective exact or accuracy, or rows whose answers are "
-                "labels"
+                f"{asked}: the answers of the first {index + 1:,} {what} begin with {len(found)} "
+                f"different tokens, which are too many to be labels (at most {MOST_LABELS}); give "
+                f"{asked.split()[0]} exact, or rows whose answers are labels"
             )
     if len(found) < 2:
         raise DataError(
-            "--objective labels: the answers of all training rows begin with the same token, so "
-            "that there is nothing to tell apart; labels must differ in their first token"
+            f"{asked}: the answers of all {what} begin with the same token, so that there is "
+            "nothing to tell apart; labels must differ in their first token"
         )
     return np.array(sorted(found), np.int64)
 

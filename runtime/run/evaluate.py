@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import msgspec
@@ -30,6 +30,9 @@ from runtime.run.signals import Stop
 from runtime.system.footprint import Meter
 from runtime.system.heap import trim_heap
 
+if TYPE_CHECKING:  # training does not count labels
+    from runtime.run.label_tally import LabelTally
+
 
 def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
     """Loss, perplexity and next-token accuracy over rows; `exact` is the share of perfect rows.
@@ -51,8 +54,13 @@ def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
     }
 
 
-def evaluate(model: Model, adapters: Adapters, rows: Sequence[Row]) -> list[StepLoss]:
-    """Loss and accuracy of each row, forward only; all rows visit each block together."""
+def evaluate(
+    model: Model, adapters: Adapters, rows: Sequence[Row], tally: LabelTally | None = None
+) -> list[StepLoss]:
+    """Loss and accuracy of each row, forward only; all rows visit each block together.
+
+    A `tally` of labels counts the rows too.
+    """
     xs = [model.embed(row.inputs) for row in rows]
     model.release(model.blocks[0])
     for index, block in enumerate(model.blocks[1:-1], start=1):
@@ -61,6 +69,8 @@ def evaluate(model: Model, adapters: Adapters, rows: Sequence[Row]) -> list[Step
         model.release(block)
     hs = [model.hidden(xs.pop(0), row.scored) for row in rows]
     found = model.losses(hs, [row.targets for row in rows], gradient=False, predictions=True)
+    if tally is not None:
+        tally.add(model, hs, rows)
     model.release(model.blocks[-1])
     return [_count(one, row) for one, row in zip(found, rows, strict=True)]
 
@@ -97,8 +107,9 @@ def evaluate_rows(
     what: str,
     meter: Meter,
     stop: Stop | None = None,
+    tally: LabelTally | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the first `limit` rows (0: all, of random rows one).
+    """Evaluate the first `limit` rows (0: all, of random rows one), and `tally` their labels.
 
     Raises:
         BudgetError: the footprint has passed the meter's budget.
@@ -109,7 +120,7 @@ def evaluate_rows(
     count = min(len(rows), limit) if limit else len(rows)
     losses: list[StepLoss] = []
     for group in _side_by_side(session, rows, count):
-        losses += evaluate(session.model(len(group[0].inputs)), adapters, group)
+        losses += evaluate(session.model(len(group[0].inputs)), adapters, group, tally)
         events.evaluation(what, len(losses), count)
         check_budget(meter, session.plan, f"{what} ended at row {len(losses)}")
         if stop is not None and stop.signal is not None and len(losses) < count:
@@ -119,7 +130,8 @@ def evaluate_rows(
 
 
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
-    """`ondevice eval`: loss, perplexity and accuracy under a budget."""
+    """`ondevice eval`: loss, perplexity, accuracy and, if asked for, labels, under a budget."""
+    tally = None
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         adapter = None if config.adapter is None else Path(config.adapter)
         bundle = to_apply(adapter, open_checked(config.bundle, config.device, events.note))
@@ -138,14 +150,23 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)
         adapters = Adapters.applied(manifest, adapter).in_dtype(config.adapter_dtype)
+        if config.task == "labels":
+            from runtime.methods.objectives import labels_of
+            from runtime.run.label_tally import LabelTally
+
+            tally = LabelTally(labels_of(rows, "--task labels", "rows"))
         result = evaluate_rows(
-            session, adapters, rows, config.eval_rows, events, "evaluating", meter
+            session, adapters, rows, config.eval_rows, events, "evaluating", meter, tally=tally
         )
-        return {
-            **result,
+        measured = {
             "data": msgspec.to_builtins(rows.report, str_keys=True),
             "budget_bytes": config.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "peak_footprint_bytes": meter.peak_bytes,
             "peak_rss_bytes": meter.peak_rss_bytes,
         }
+    if tally is not None:  # the tokenizer names the labels once the footprint has been measured
+        from runtime.data.text_encoder import load_encoder
+
+        result |= tally.summary(load_encoder(bundle.path).show)
+    return {"task": config.task, **result, **measured}

@@ -60,7 +60,9 @@ CLASSES = {
     "PlanKeywords": Class("The options of `plan`.", PlanConfig),
     "TrainKeywords": Class("The options of `train`.", TrainConfig, frozenset({"data"})),
     "EvaluateKeywords": Class(
-        "The options of `evaluate`.", EvalConfig, frozenset({"data", "source"})
+        "The options of `evaluate`.",
+        EvalConfig,
+        frozenset({"data", "source", "max_tokens", "answers"}),
     ),
     "ExportKeywords": Class(
         "The options of `export_bundle`.", ExportConfig, frozenset({"source", "output"})

@@ -22,7 +22,7 @@ def text_checkpoint(source: Path, template: str) -> Path:
     return source
 
 
-def text_bundle(folder: Path, template: str) -> Bundle:
-    """A bundle for 16 and 32 tokens."""
+def text_bundle(folder: Path, template: str, seq_lens: tuple[int, ...] = (16, 32)) -> Bundle:
+    """A bundle for these numbers of tokens."""
     source = text_checkpoint(folder / "model", template)
-    return export_bundle(settings(source, folder / "bundle", seq_lens=(16, 32)))
+    return export_bundle(settings(source, folder / "bundle", seq_lens=seq_lens))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.data.examples import Row
 from runtime.data.reading import Reading
@@ -47,6 +47,7 @@ def make_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    tokenizer.decoder = decoders.Fuse()  # else a space comes between tokens
     return tokenizer
 
 

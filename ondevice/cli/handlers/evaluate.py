@@ -23,7 +23,10 @@ def run(arguments: argparse.Namespace) -> None:
     if config.source is not None:
         _eval_beside_source(config, config.source, arguments.json)
         return
-    from ondevice.cli.describe import counted, describe_evaluation
+    if config.task == "bfcl":
+        _eval_calls(config, arguments.json)
+        return
+    from ondevice.cli.describe import counted, describe_task
     from runtime.run.evaluate import run_eval
     from runtime.run.events import Events
 
@@ -33,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(result))
     else:
         print(
-            f"{describe_evaluation(result)}, over {counted(result['tokens'], 'token')} in "
+            f"{describe_task(result)}, over {counted(result['tokens'], 'token')} in "
             f"{counted(result['rows'], 'row')}\n"
             f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
             f"{format_bytes(result['budget_bytes'])}"
@@ -45,6 +48,15 @@ def run(arguments: argparse.Namespace) -> None:
             "a loss that is not finite: weights are not numbers, or too large; export the model "
             "again, or leave out the adapter"
         )
+
+
+def _eval_calls(config: EvalConfig, as_json: bool) -> None:
+    """Have function calls generated and judged, and keep the answers where they are wanted."""
+    from harness.tasks.bfcl.score import describe, run
+
+    with task_bar("question") as progress:
+        report = run(config, lambda done, total: progress("answering", done, total), note)
+    print(json.dumps(report) if as_json else describe(report))
 
 
 def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:

@@ -47,7 +47,7 @@ FUNCTIONS = [  # with the command's configuration, and what the function leaves 
     (ondevice.export_bundle, ExportConfig, set()),
     (ondevice.plan, PlanConfig, set()),
     (ondevice.train, TrainConfig, set()),
-    (ondevice.evaluate, EvalConfig, {"source"}),
+    (ondevice.evaluate, EvalConfig, {"source", "max_tokens", "answers"}),
     (ondevice.generate, GenerateConfig, set()),
 ]
 

@@ -154,12 +154,13 @@ def test_labels_are_the_first_tokens_of_answers() -> None:
         tokens = np.array([0, 1, *targets], np.int32)
         return Row(tokens, np.arange(1, 1 + len(targets)))
 
-    assert labels_of(Listed([row(9, 2), row(5, 2), row(9, 3)])).tolist() == [5, 9]
-    with pytest.raises(DataError, match="begin with the same token"):
-        labels_of(Listed([row(9, 2), row(9, 3)]))
+    asked = ("--objective labels", "training rows")
+    assert labels_of(Listed([row(9, 2), row(5, 2), row(9, 3)]), *asked).tolist() == [5, 9]
+    with pytest.raises(DataError, match="all training rows begin with the same token"):
+        labels_of(Listed([row(9, 2), row(9, 3)]), *asked)
     many = Listed([row(label) for label in range(MOST_LABELS + 5)])
     with pytest.raises(DataError, match=r"first 257 training rows begin with 257 different"):
-        labels_of(many)
+        labels_of(many, *asked)
 
 
 def test_runs_with_an_objective(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The Berkeley Function Calling Leaderboard: its single-turn questions, asked and judged."""

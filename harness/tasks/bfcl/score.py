@@ -1,0 +1,194 @@
+"""`ondevice eval --task bfcl`: a model's function calls, judged by the leaderboard's own checker.
+
+Each question of the data is continued greedily by one line, which is read as calls. Calls of the
+categories with right answers are judged by the checker; where no call is wanted, an answer without
+a call is right, and where any is, one with a call, as on the leaderboard.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.tasks.bfcl import package
+from harness.tasks.bfcl.calls import read
+from harness.tasks.bfcl.package import LIVE, NON_LIVE, REFUSALS, RELEVANCE, Question
+from harness.tasks.bfcl.prompt import ENDING
+from harness.tasks.bfcl.rows import read_rows
+from ondevice.errors import DataError, UsageError
+from ondevice.files import write_atomic
+
+if TYPE_CHECKING:
+    from ondevice.config.evaluate import EvalConfig
+    from runtime.run.generate import Generator
+
+RIGHT, WRONG, MALFORMED, UNJUDGED = "right", "wrong", "malformed", "unjudged"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A model's answer to a question, and what it is: RIGHT, WRONG, or what could not be read.
+
+    MALFORMED answers are no calls, and UNJUDGED ones made the checker itself fail. Both count as
+    wrong, but for a malformed answer where no call is wanted. `why` says what is wrong.
+    """
+
+    id: str
+    category: str
+    answer: str
+    verdict: str
+    why: str = ""
+    cut: bool = False
+
+
+def judge(question: Question, answer: str) -> tuple[str, str]:
+    """The verdict of an answer, and why."""
+    try:
+        calls = read(answer)
+    except ValueError as problem:
+        known = RIGHT if question.category in REFUSALS else MALFORMED
+        return known, str(problem)
+    if question.category in REFUSALS:
+        return (WRONG, "no call is wanted") if calls else (RIGHT, "")
+    if question.category in RELEVANCE:
+        return (RIGHT, "") if calls else (WRONG, "a call is wanted")
+    try:
+        errors = package.check(question, calls)
+    except Exception as problem:  # it takes calls of odd types, on which its code may fail
+        return UNJUDGED, f"the checker failed: {problem!r}"
+    return (WRONG, "; ".join(errors)) if errors else (RIGHT, "")
+
+
+def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Counts and accuracy by category, and of `live` and `non_live` as the leaderboard joins them.
+
+    Live categories are weighted by their questions, non-live ones equally.
+    """
+    categories: dict[str, dict[str, Any]] = {}
+    for name in package.CATEGORIES:
+        some = [one for one in verdicts if one.category == name]
+        if some:
+            categories[name] = _counts(some)
+    live = [one for one in verdicts if one.category in LIVE]
+    non_live = [found["accuracy"] for name, found in categories.items() if name in NON_LIVE]
+    return {
+        **_counts(verdicts),
+        "live": _counts(live) if live else None,
+        "non_live": {"accuracy": sum(non_live) / len(non_live)} if non_live else None,
+        "categories": categories,
+    }
+
+
+def _counts(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    found = [one.verdict for one in verdicts]
+    return {
+        "questions": len(found),
+        "right": found.count(RIGHT),
+        "accuracy": found.count(RIGHT) / len(found),
+        "malformed": found.count(MALFORMED),
+        "unjudged": found.count(UNJUDGED),
+        "cut": sum(one.cut for one in verdicts),
+    }
+
+
+def run(
+    config: EvalConfig, progress: Callable[[int, int], None], note: Callable[[str], None]
+) -> dict[str, Any]:
+    """Ask every question of the data and judge the answers; `config.answers` keeps them.
+
+    Raises:
+        DataError: the package is missing, the data holds no questions of it, or one is too long.
+        UsageError: there is no folder for the answers.
+    """
+    from runtime.data.rows import split_file
+    from runtime.data.text_encoder import load_encoder
+    from runtime.run.generate import Generator
+    from runtime.run.open import open_checked
+
+    answers = None if config.answers is None else Path(config.answers)
+    if answers is not None and not answers.parent.is_dir():
+        raise UsageError(f"--answers {answers}: there is no folder {answers.parent}; make it first")
+    file = split_file(config.data, "valid")
+    if file is None:
+        raise DataError(f"{config.data} has no valid file with questions")
+    asked = _asked(file, config.eval_rows)
+    bundle = open_checked(config.bundle, config.device, note)
+    longest = min(config.max_seq_length or bundle.manifest.buckets[-1], bundle.manifest.buckets[-1])
+    generator = Generator(bundle, load_encoder(bundle.path), longest)
+    adapters = generator.adapters(None if config.adapter is None else Path(config.adapter))
+    start, verdicts = time.perf_counter(), []
+    for question, prompt in asked:
+        answer, cut = _answer(generator, adapters, question.name, prompt, config.max_tokens)
+        verdict, why = judge(question, answer)
+        verdicts.append(Verdict(question.name, question.category, answer, verdict, why, cut))
+        progress(len(verdicts), len(asked))
+    if answers is not None:
+        lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in verdicts)
+        write_atomic(answers, "".join(lines).encode())
+    return {
+        "task": config.task,
+        "bfcl_eval": package.version(),
+        **summarize(verdicts),
+        "max_tokens": config.max_tokens,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _asked(file: Path, most: int) -> list[tuple[Question, str]]:
+    """The first `most` questions of a file (0: all), with their prompts."""
+    rows = read_rows(file)
+    rows = rows[:most] if most else rows
+    known: dict[str, Question] = {}
+    for category in package.CATEGORIES:
+        if any(row.id.startswith(f"{category}_") for row in rows):
+            known |= {one.name: one for one in package.questions(category)}
+    unknown = [row.id for row in rows if row.id not in known]
+    if unknown:
+        raise DataError(
+            f"{file}: {len(unknown)} of {len(rows)} questions, such as {unknown[0]!r:.80}, are not "
+            f"in bfcl-eval {package.version()}; supported categories are "
+            f"{', '.join(package.CATEGORIES)}"
+        )
+    return [(known[row.id], row.prompt) for row in rows]
+
+
+def _answer(
+    generator: Generator, adapters: Any, name: str, text: str, max_tokens: int
+) -> tuple[str, bool]:
+    """The model's line after a prompt, and whether it was cut before its end."""
+    from runtime.data.prompts import text_prompt
+
+    prompt = replace(text_prompt(generator.encoder, text), ending=ENDING)
+    room = generator.longest - len(prompt.tokens)
+    if room < 1:
+        raise DataError(
+            f"the prompt of {name} has {len(prompt.tokens)} tokens, and prompt and answer may have "
+            f"{generator.longest} together; leave it out by prepare --max-seq-length, or export "
+            "with longer --seq-lens"
+        )
+    answer = generator.text(prompt, adapters, max_tokens)
+    return answer, len(generator.encoder.encode(answer)) >= min(room, max_tokens)
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report as text: a line for each category, and the leaderboard's live score."""
+    lines = [f"{'category':<24}{'right':>12}{'':>10}{'malformed':>12}{'cut':>6}"]
+    rows = dict(report["categories"])
+    if report["live"] is not None:
+        rows["live, all"] = report["live"]
+    for name, one in rows.items():
+        of = f"{one['right']} of {one['questions']}"
+        lines.append(
+            f"{name:<24}{of:>12}{one['accuracy']:>10.2%}{one['malformed']:>12}{one['cut']:>6}"
+        )
+    if report["unjudged"]:
+        lines.append(f"the checker failed on {report['unjudged']} answers, which count as wrong")
+    lines.append(
+        f"greedy, at most {report['max_tokens']} tokens, {report['seconds']:.0f} s; judged by "
+        f"bfcl-eval {report['bfcl_eval']}"
+    )
+    return "\n".join(lines)

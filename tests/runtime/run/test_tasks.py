@@ -1,0 +1,116 @@
+"""The tasks of `ondevice eval`: labels and exact rows, by the dense model and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.runs import here
+from support.text_bundle import text_bundle
+from support.token_rows import BOS, ids
+
+from harness.oracles import reference
+from harness.tasks.examples import Example, write_jsonl
+from ondevice.bundle.store import Bundle
+
+ANSWERS = {"cat": "yes", "sea": "no", "bee": "maybe"}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return text_bundle(tmp_path_factory.mktemp("tasks"), "")
+
+
+def write(file: Path, rows: list[tuple[str, str]]) -> Path:
+    return write_jsonl(file, [Example(f"{asked}? ", answer) for asked, answer in rows])
+
+
+def evaluated(*arguments: object) -> dict[str, object]:
+    done = here("eval", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_labels_are_those_of_the_dense_model(
+    bundle: Bundle, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    letters = np.array(list("abcdefgh "))
+    rows = [
+        ("".join(rng.choice(letters, int(rng.integers(1, 20)))), str(rng.choice(["y", "no", "m"])))
+        for _ in range(19)
+    ] + [("one", "y"), ("two", "no"), ("three", "m")]
+    data = write(tmp_path / "valid.jsonl", rows)
+    found = evaluated(bundle.path, f"--data={data}", "--task=labels")
+    model = reference.dense_model(bundle)
+    tokens = [ids("m")[0], ids("n")[0], ids("y")[0]]
+    chosen = []
+    for asked, _ in rows:
+        logits = np.array(model(mx.array([BOS, *ids(f"{asked}? ")])[None])[0, -1])
+        chosen.append(max(tokens, key=lambda token: float(logits[token])))
+    expected = [ids(answer)[0] for _, answer in rows]
+    right = np.array(chosen) == np.array(expected)
+    assert found["label_accuracy"] == pytest.approx(right.mean())
+    assert found["labels"] == [
+        {
+            "token": token,
+            "text": text,
+            "share": pytest.approx(Counter(expected)[token] / len(rows)),
+            "answered": pytest.approx(Counter(chosen)[token] / len(rows)),
+        }
+        for token, text in zip(tokens, "mny", strict=True)
+    ]
+    plain = evaluated(bundle.path, f"--data={data}")
+    assert {key: found[key] for key in ("loss", "exact", "tokens", "rows")} == {
+        key: plain[key] for key in ("loss", "exact", "tokens", "rows")
+    }
+    assert (found["task"], plain["task"]) == ("labels", "perplexity")
+
+
+def test_a_model_that_has_learnt_its_answers_gets_all_right(bundle: Bundle, tmp_path: Path) -> None:
+    data, run = write(tmp_path / "valid.jsonl", list(ANSWERS.items())), tmp_path / "run"
+    trained = here(
+        *("train", bundle.path, f"--data={data}", f"--output={run}", "--steps=40"),
+        *("--batch-size=3", "--learning-rate=1e-2", "--budget=400MB", "--save-every=0"),
+    )
+    assert trained.returncode == 0, trained.stderr
+    for task, key in (("labels", "label_accuracy"), ("exact", "exact")):
+        given = (bundle.path, f"--data={data}", f"--task={task}")
+        assert float(str(evaluated(*given)[key])) < 0.7
+        assert evaluated(*given, f"--adapter={run}")[key] == 1.0
+        said = here("eval", *given, f"--adapter={run}").stdout
+        assert "100.00%" in said.splitlines()[0] and "perplexity" in said
+        letter = "'m': right for 33.3% of rows, answered in 33.3%"
+        assert (letter in said) == (task == "labels")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [([("a", "y"), ("b", "y")], "begin with the same token"), ([("a", "y")], "same token")],
+)
+def test_rows_without_labels_are_refused(
+    bundle: Bundle, tmp_path: Path, rows: list[tuple[str, str]], said: str
+) -> None:
+    data = write(tmp_path / "valid.jsonl", rows)
+    done = here("eval", bundle.path, f"--data={data}", "--task=labels")
+    assert done.returncode == 4 and "--task labels: the answers of all rows" in done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--task=calls",), "task is 'calls'; it must be perplexity, labels, exact or bfcl"),
+        (("--task=exact", "--source=x"), "leave out --task exact"),
+        (("--max-tokens=9",), "--max-tokens has no effect with --task perplexity"),
+        (("--task=labels", "--answers=x"), "--answers has no effect with --task labels"),
+        (("--task=bfcl", "--loss-on=all"), "--loss-on has no effect with --task bfcl"),
+    ],
+)
+def test_options_of_other_tasks_are_refused(options: tuple[str, ...], said: str) -> None:
+    done = here("eval", "nowhere", "--data=none", *options)
+    assert done.returncode == 2 and said in done.stderr
