@@ -58,6 +58,7 @@ class HFCheckpoint(Checkpoint):
             config.pop(key, None)
         described = {
             "kind": "hf",
+            "model_type": raw["model_type"],
             "name": folder.resolve().name,
             **(provenance or {}),
             "files": [{"name": file.name, "bytes": file.bytes} for file in files],

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.report.table import Table
+from ondevice.adapters.mlx_lm import WEIGHTS
 from ondevice.errors import BundleError
 from runtime.data.prompts import Prompt
 from runtime.data.rows import Rows, TokenRows
 from runtime.data.run_rows import TOKENS
 from runtime.data.text_encoder import TextEncoder, load_encoder
-from runtime.methods.adapters import WEIGHTS
 from runtime.run.generate import Generator
 from runtime.run.open import open_checked
 

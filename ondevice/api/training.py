@@ -119,7 +119,7 @@ def resume(
 
 
 def _result(run: Path, summary: dict[str, Any], said: Said) -> TrainResult:
-    from runtime.methods.adapters import WEIGHTS
+    from ondevice.adapters.mlx_lm import WEIGHTS
 
     file = run / WEIGHTS
     return TrainResult.of(run, file if file.exists() else None, summary, said.notes)

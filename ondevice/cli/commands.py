@@ -136,6 +136,13 @@ COMMANDS = (
         group=CommandGroup.TRAIN,
     ),
     Command(
+        "adapter",
+        "write a trained adapter for PEFT, llama.cpp or mlx-lm",
+        "The bundle's model says which tensors there are, and how llama.cpp orders their rows.",
+        "adapter.AdapterConfig",
+        "adapter",
+    ),
+    Command(
         "trust",
         "let a bundle's own graphs run on this machine",
         "Graphs from elsewhere do not run: they are traced again from the model's configuration. "

@@ -1,4 +1,4 @@
-"""LoRA adapters: initialised, held, checked, written and read as mlx-lm does.
+"""LoRA adapters: initialised, held, checked and written as mlx-lm does, and read.
 
 During training they live in a scratch file (`runtime.storage.scratch`). Those of one block at a
 time are in memory, as float32 or bfloat16. Training updates and saves the float32 values.
@@ -13,33 +13,23 @@ import json
 import math
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import mlx.core as mx
-import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
+from ondevice.adapters.mlx_lm import CONFIG, WEIGHTS, config_of
 from ondevice.bundle.manifest import Manifest
-from ondevice.documents import from_json
-from ondevice.errors import BundleError, DivergedError, UsageError
-from ondevice.files import fsync_path, read_file, require_file, storage_errors, write_atomic
-from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
+from ondevice.errors import BundleError, DivergedError
+from ondevice.files import fsync_path, storage_errors, write_atomic
+from ondevice.lora import LoraSettings
 from ondevice.operations.program import Block
-from ondevice.paths import text_path
 from runtime.engine.values import Lora
+from runtime.methods.adapter_files import AdapterFiles
 from runtime.methods.noise import key_of
-from runtime.storage.saves import SLOTS, check_adapter
 
 Tensors = MutableMapping[str, mx.array]
-WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-
-
-_DAMAGE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError),
-    msgspec.ValidationError,
-)
 
 
 class Adapters:
@@ -117,16 +107,9 @@ class Adapters:
     def config(self) -> dict[str, Any]:
         """The content of adapter_config.json."""
         lora, layers = self.manifest.lora, self.manifest.layers
-        keys = sorted({n for block in layers for n in self.manifest.adapted(block)})
+        keys = [name for block in layers for name in self.manifest.adapted(block)]
         return {
-            "fine_tune_type": "lora",
-            "num_layers": len(layers) - lora.first_layer(len(layers)),
-            "lora_parameters": {
-                "rank": lora.rank,
-                "scale": self.scale,
-                "dropout": lora.dropout,
-                "keys": keys,
-            },
+            **config_of(lora, len(layers) - lora.first_layer(len(layers)), keys),
             "ondevice": {
                 "weights_sha256": self.manifest.weights_sha256,
                 "lora": lora.to_json(),
@@ -173,124 +156,46 @@ class Adapters:
 
     @classmethod
     def load(cls, manifest: Manifest, source: Path, into: Tensors | None = None) -> Adapters:
-        """Read adapters (a folder, or the file itself) into `into`, and check them.
+        """Read adapters (a run, a folder, or the file itself) into `into`, and check them.
+
+        They may be ours, mlx-lm's or PEFT's, in float32, float16 or bfloat16.
 
         Raises:
             BundleError: they are damaged, of another bundle, or not what their run saved.
-            UsageError: the path is not valid UTF-8.
+            UsageError: the path is not valid UTF-8, or its run has trained all parameters.
         """
-        source = text_path(source)
-        path = _weights_path(source)
-        _check_kind(source)
-        check_adapter(path)
-        _check_config(manifest, _config_path(source))
+        files = AdapterFiles.at(source)
+        _check_stated(manifest, files)
         expected = cls.shapes(manifest)
-        hint = "" if _config_path(source).exists() else f"; there is no {CONFIG} that describes it"
         tensors: Tensors = {} if into is None else into
-        try:
-            require_file(path)
-            with safe_open(path, framework="numpy") as file:
-                if set(file.keys()) != set(expected):
-                    odd = sorted(set(file.keys()) ^ set(expected))
-                    raise BundleError(
-                        f"{path} does not fit the bundle: {len(odd)} names, {odd[0]}{hint}"
-                    )
-                for name, shape in expected.items():
-                    value = file.get_tensor(name)
-                    if value.shape != shape or value.dtype != np.float32:
-                        raise BundleError(
-                            f"{path}: {name} is {value.shape}, expected {shape}{hint}"
-                        )
-                    if not np.isfinite(value).all():
-                        raise BundleError(f"{path}: {name} holds values that are not finite")
-                    tensors[name] = mx.array(value)
-        except (OSError, SafetensorError) as problem:
-            raise BundleError(f"{path} cannot be read: {problem}") from None
+        with files.opened() as stored:
+            stored.check_fits(expected, files.hint)
+            for name in expected:
+                tensors[name] = mx.array(stored.read(name))
         return cls(manifest, tensors)
 
 
 def lora_of(source: Path) -> LoraSettings | None:
     """The LoRA settings of adapters (a folder, or the file itself); None if no config is there.
 
-    A config that mlx-lm wrote says no alpha: it is the scale times the rank.
-
     Raises:
         BundleError: the config is damaged, or of another kind of adapter.
-        UsageError: the path is not valid UTF-8.
+        UsageError: the path is not valid UTF-8, or its run has trained all parameters.
     """
-    path = _config_path(text_path(source))
-    _check_kind(source)
-    for one in (path, _weights_path(source)):  # before anything is planned for them
-        check_adapter(one)
-    return _read_config(path).lora if path.exists() else None
+    stated = AdapterFiles.at(source).stated()
+    return None if stated is None else stated.lora
 
 
-class _Config(NamedTuple):
-    """What adapter_config.json states; `weights` is None if it names none."""
-
-    lora: LoraSettings
-    weights: str | None
-
-
-def _weights_path(source: Path) -> Path:
-    return source / WEIGHTS if source.is_dir() else source
-
-
-def _check_kind(source: Path) -> None:
-    """Raise UsageError for a run that has trained all parameters, and holds no adapter."""
-    if (source / SLOTS).exists():
-        raise UsageError(
-            f"{source} has trained all parameters and holds no adapter; ondevice replay {source} "
-            "--output BUNDLE writes the trained model as a bundle, which is used without --adapter"
-        )
-
-
-def _config_path(source: Path) -> Path:
-    return source / CONFIG if source.is_dir() else source.with_name(CONFIG)
-
-
-def _read_config(path: Path) -> _Config:
-    try:
-        config = from_json(read_file(path))
-        kind = config.get("fine_tune_type", "lora")
-        if kind != "lora":
-            raise BundleError(f"{path}: its adapter is {kind!r:.80}; only lora is supported")
-        parameters, own = config["lora_parameters"], config.get("ondevice", {})
-        scale, weights = float(parameters["scale"]), own.get("weights_sha256")
-        lora = msgspec.convert(own.get("lora") or _from_mlx_lm(config), LoraSettings)
-    except _DAMAGE as problem:
-        raise BundleError(f"{path} is damaged: {problem!r}") from None
-    if lora.problem:
-        raise BundleError(f"{path}: {lora.problem}")
-    if not math.isclose(scale, lora.scale):
-        raise BundleError(f"{path}: its scale is {scale:g}, that of its settings {lora.scale:g}")
-    return _Config(lora, weights)
-
-
-def _from_mlx_lm(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `LoraSettings` in a config that mlx-lm wrote."""
-    parameters = config["lora_parameters"]
-    keys = parameters.get("keys")
-    return {
-        "rank": parameters["rank"],
-        "alpha": parameters["scale"] * parameters["rank"],
-        "targets": ALL_LINEAR if keys is None else sorted({key.split(".")[-1] for key in keys}),
-        "layers": config.get("num_layers", ALL_LAYERS),
-        "dropout": parameters.get("dropout", 0.0),
-    }
-
-
-def _check_config(manifest: Manifest, path: Path) -> None:
+def _check_stated(manifest: Manifest, files: AdapterFiles) -> None:
     """Refuse adapters of other weights or another scale, as far as a config states these."""
-    check_adapter(path)
-    if not path.exists():
+    if (stated := files.stated()) is None:
         return
-    lora, weights = _read_config(path)
+    lora, weights = stated
     expected = manifest.lora.scale
     if not math.isclose(lora.scale, expected):
-        raise BundleError(f"{path}: its scale is {lora.scale:g}, expected {expected:g}")
+        raise BundleError(f"{files.config}: its scale is {lora.scale:g}, expected {expected:g}")
     if weights not in (None, manifest.weights_sha256):
         raise BundleError(
-            f"{path}: the adapter was trained on other weights (SHA-256 {str(weights)[:12]}), the "
-            f"bundle's are {manifest.weights_sha256[:12]}"
+            f"{files.config}: the adapter was trained on other weights (SHA-256 "
+            f"{str(weights)[:12]}), the bundle's are {manifest.weights_sha256[:12]}"
         )

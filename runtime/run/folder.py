@@ -25,6 +25,8 @@ from typing import Any
 
 import msgspec
 
+from ondevice.adapters.mlx_lm import CONFIG as ADAPTER_CONFIG
+from ondevice.adapters.mlx_lm import WEIGHTS
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, StorageError, UsageError
 from ondevice.files import (
@@ -38,8 +40,7 @@ from ondevice.files import (
 from ondevice.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
-from runtime.methods.adapters import CONFIG as ADAPTER_CONFIG
-from runtime.methods.adapters import WEIGHTS, Adapters
+from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
 from runtime.run.metrics import read_steps
 from runtime.run.trackers import OF_TRACKERS

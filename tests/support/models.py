@@ -47,6 +47,24 @@ def adapters_of(bundle: Bundle, rng: Rng) -> Adapters:
     return adapters
 
 
+def logits_of(bundle: Bundle, adapters: Adapters, tokens: Sequence[int], bucket: int) -> np.ndarray:
+    """(T, V), of the engine's forward pass."""
+    model = model_of(bundle, bucket)
+    x = model.embed(np.array(tokens, np.int64))
+    for block in model.blocks[1:-1]:
+        x = model.forward(block, x, adapters.loras(block))
+    h = model.hidden(x, np.arange(len(tokens)))
+    labels = np.arange(bundle.manifest.vocab_size)
+    return np.array(model.label_logits(h, labels, {}))
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """The relative distance of two arrays of one shape, in the Euclidean norm."""
+    assert found.shape == expected.shape
+    difference = np.linalg.norm(found.astype(np.float64) - expected)
+    return float(difference / np.linalg.norm(expected.astype(np.float64)))
+
+
 def row_of(bundle: Bundle, rng: Rng, length: int) -> Row:
     """Random tokens with so many targets, of which random ones, at least one, are scored."""
     tokens = rng.integers(0, bundle.manifest.vocab_size, length + 1).astype(np.int32)

@@ -15,7 +15,7 @@ from support.runs import train_arguments
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, strict_json
 from fuzz.kinds.bundles import BUDGET, export, facts_of
-from runtime.methods.adapters import CONFIG, WEIGHTS
+from ondevice.adapters.mlx_lm import CONFIG, WEIGHTS
 
 
 def _header_bytes(path: Path) -> int:

@@ -1,0 +1,1 @@
+"""Writes trained adapters as other tools read them."""

@@ -1,0 +1,76 @@
+"""A trained LoRA adapter as its writers take it: the model's manifest, and the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.adapters.mlx_lm import CONFIG
+from ondevice.adapters.names import A, B
+from ondevice.bundle.manifest import Manifest
+from ondevice.errors import UsageError
+
+F32 = npt.NDArray[np.float32]
+_SEES = ("gemma3",)  # architectures with a vision tower, as their configurations name them
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A trained adapter.
+
+    manifest: of its model, with the adapter's settings.  tensors: by our names, `.lora_a` (in, r)
+    and `.lora_b` (r, out).
+    """
+
+    manifest: Manifest
+    tensors: Mapping[str, F32]
+
+    @property
+    def modules(self) -> dict[str, tuple[F32, F32]]:
+        """Both tensors of every adapted module, by its name."""
+        names = [name.removesuffix(f".{A}") for name in self.tensors if name.endswith(f".{A}")]
+        return {name: (self.tensors[f"{name}.{A}"], self.tensors[f"{name}.{B}"]) for name in names}
+
+    @property
+    def paths(self) -> list[str]:
+        """The names of the adapted modules from their layer on, such as `self_attn.q_proj`."""
+        layers = self.manifest.layers
+        return sorted({name for block in layers for name in self.manifest.adapted(block)})
+
+    @property
+    def layers(self) -> range:
+        """The numbers of the adapted layers."""
+        count = len(self.manifest.layers)
+        return range(self.manifest.lora.first_layer(count), count)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model is the language model of one that also sees."""
+        return self.manifest.provenance.get("model_type") in _SEES
+
+
+def base_model(provenance: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The name by which a bundle's source is known, and its revision if it came from the hub."""
+    revision = provenance.get("revision")
+    return str(provenance.get("name", "")), None if revision is None else str(revision)
+
+
+def check_replaced(folder: Path, written: tuple[str, ...]) -> None:
+    """Refuse to replace a folder that holds other files than those that will be written.
+
+    Raises:
+        UsageError: it does, as a run does, whose saves would be lost.
+    """
+    if not folder.is_dir():
+        return
+    others = sorted(path.name for path in folder.iterdir() if path.name not in written)
+    if others and (folder / CONFIG).exists():
+        raise UsageError(
+            f"{folder} holds other files than an adapter's ({', '.join(others[:3])}); it is not "
+            "replaced: choose another --output"
+        )

@@ -1,0 +1,76 @@
+"""Writes an adapter for llama.cpp, as a GGUF file that goes with the model's own.
+
+llama.cpp scales an adapter's output by alpha / rank, and knows nothing of rsLoRA: the alpha in the
+file is our scale times the rank. Tensors are named after the model's, and the rows of B are in the
+order in which llama.cpp keeps those of the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
+
+from export.adapters.adapter import Adapter, base_model
+from export.sources.gguf_names import ARCHITECTURES, architecture_of, model_rows, tensor_names
+from ondevice.adapters.names import A, B
+from ondevice.errors import UsageError
+from ondevice.files import fsync_path, storage_errors
+from ondevice.folder_writer import FolderWriter
+
+SUFFIX = ".gguf"
+
+
+def write_gguf(adapter: Adapter, output: Path, force: bool, base: str | None) -> None:
+    """Write a file for llama.cpp's `--lora`.
+
+    `base` is the name of the model; without it that of the bundle's source.
+
+    Raises:
+        UsageError: the file exists, or llama.cpp has no such tensors.
+        StorageError: it cannot be written.
+    """
+    manifest = adapter.manifest
+    if manifest.family not in ARCHITECTURES.values():
+        raise UsageError(
+            f"--to gguf: how llama.cpp names the tensors of {manifest.family} is not known; known "
+            f"are {', '.join(sorted(ARCHITECTURES.values()))}"
+        )
+    if output.is_dir():
+        raise UsageError(
+            f"{output} is a folder, and llama.cpp's adapter is one file; give --output "
+            f"{output / 'adapter.gguf'}"
+        )
+    arch = architecture_of(manifest.family)
+    name_of = tensor_names(arch, len(manifest.layers))
+    name = base_model(manifest.provenance)[0] if base is None else base
+    with FolderWriter(output, force, marker="", noun="file") as writer:
+        path = writer.folder / f"adapter{SUFFIX}"
+        with storage_errors(output):
+            file = GGUFWriter(path, arch)
+            file.add_type(GGUFType.ADAPTER)
+            file.add_file_type(LlamaFileType.ALL_F32)
+            file.add_string(Keys.Adapter.TYPE, "lora")
+            file.add_float32(Keys.Adapter.LORA_ALPHA, manifest.lora.scale * manifest.lora.rank)
+            if name:
+                file.add_base_model_count(1)
+                file.add_base_model_name(0, name)
+            for module, (a, b) in adapter.modules.items():
+                stored = name_of(f"{module}.weight")
+                if stored is None:
+                    raise UsageError(
+                        f"--to gguf: llama.cpp's {arch} has no tensor for {module}.weight"
+                    )
+                columns = np.ascontiguousarray(b.T)  # (out, r)
+                order = model_rows(
+                    manifest.family, manifest.config, f"{module}.weight", len(columns)
+                )
+                file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a.T))  # (r, in)
+                file.add_tensor(f"{stored}.{B}", columns if order is None else columns[order])
+            file.write_header_to_file()
+            file.write_kv_data_to_file()
+            file.write_tensors_to_file()
+            file.close()
+            fsync_path(path)
+        writer.finish(path)

@@ -1,0 +1,102 @@
+"""What an adapter's tensors are called here, and which rank, layers and targets they have.
+
+Ours are mlx-lm's: `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+A, B = "lora_a", "lora_b"
+Shape = tuple[int, ...]
+
+# what stands before a language model's names inside a model that also sees -> what they are here
+_INSIDE = {"model.language_model.": "model.", "language_model.": ""}
+
+
+class Coverage(NamedTuple):
+    """What the tensors of an adapter adapt: the modules `targets` in layers `first` to `last`."""
+
+    rank: int
+    targets: tuple[str, ...]
+    first: int
+    last: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers, counted from the last one."""
+        return self.last - self.first + 1
+
+    @property
+    def where(self) -> str:
+        """The layers in words."""
+        return f"layer {self.last}" if self.layers == 1 else f"layers {self.first} to {self.last}"
+
+
+def inner_name(name: str) -> str:
+    """A tensor's or module's name in the language model alone."""
+    for outer, inner in _INSIDE.items():
+        if name.startswith(outer):
+            return inner + name.removeprefix(outer)
+    return name
+
+
+def outer_name(name: str, outer: str) -> str:
+    """The name inside a larger model, whose language model is at `outer`, a key of `_INSIDE`."""
+    return outer + name.removeprefix(_INSIDE[outer])
+
+
+def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
+    """What tensors with our names and these shapes adapt.
+
+    Raises:
+        ValueError: in words, if that is not one rank, and the same modules of consecutive layers.
+    """
+    modules = {name.rpartition(".")[0] for name in shapes}
+    if not modules:
+        raise ValueError("it holds no tensors")
+    ranks: dict[int, str] = {}
+    by_layer: dict[int, set[str]] = defaultdict(set)
+    for module in sorted(modules):
+        layer, path = _place(module)
+        by_layer[layer].add(path)
+        ranks.setdefault(_rank(module, shapes), module)
+    if len(ranks) > 1:
+        some = ", ".join(f"{rank} in {module}" for rank, module in sorted(ranks.items())[:3])
+        raise ValueError(f"its modules have different ranks ({some}); only one is supported")
+    first, last = min(by_layer), max(by_layer)
+    paths = by_layer[first]
+    for layer in range(first, last + 1):
+        if by_layer[layer] != paths:
+            raise ValueError(
+                f"layer {first} has adapters on {_listed(paths)}, layer {layer} on "
+                f"{_listed(by_layer[layer])}; only the same in consecutive layers is supported"
+            )
+    targets = sorted({path.split(".")[-1] for path in paths})
+    return Coverage(next(iter(ranks)), tuple(targets), first, last)
+
+
+def _place(module: str) -> tuple[int, str]:
+    """The layer of a module such as `model.layers.3.self_attn.q_proj`, and its name in there."""
+    parts = module.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isascii() and part.isdecimal()), None)
+    if number is None or number + 1 == len(parts) or len(parts[number]) > 9:
+        raise ValueError(
+            f"it adapts {module}; only linear layers inside of transformer layers are supported"
+        )
+    return int(parts[number]), ".".join(parts[number + 1 :])
+
+
+def _rank(module: str, shapes: Mapping[str, Shape]) -> int:
+    a, b = shapes.get(f"{module}.{A}"), shapes.get(f"{module}.{B}")
+    if a is None or b is None:
+        raise ValueError(f"{module} has only one of its two tensors")
+    if len(a) != 2 or len(b) != 2 or a[1] != b[0]:
+        raise ValueError(f"the two tensors of {module} do not fit each other: {a} and {b}")
+    return a[1]
+
+
+def _listed(paths: Collection[str]) -> str:
+    return ", ".join(sorted(paths)) or "nothing"

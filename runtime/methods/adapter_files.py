@@ -1,0 +1,262 @@
+"""The files of an adapter, from whichever tool, read as ours: settings, and tensors by our names.
+
+Ours and mlx-lm's are `adapters.safetensors`, PEFT's `adapter_model.safetensors`. The file
+`adapter_config.json` beside it says which tool wrote them. Nothing in them is trusted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from ondevice.adapters import mlx_lm, peft
+from ondevice.adapters.names import Coverage, coverage_of, inner_name
+from ondevice.documents import from_json
+from ondevice.errors import BundleError, UsageError
+from ondevice.files import read_file, require_file
+from ondevice.lora import LoraSettings
+from ondevice.paths import text_path
+from runtime.storage.saves import SLOTS, check_adapter
+
+F32 = npt.NDArray[np.float32]
+Shape = tuple[int, ...]
+TYPES = ("F32", "F16", "BF16")  # of tensors, as safetensors names them
+
+_DAMAGE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError),
+    msgspec.ValidationError,
+)
+
+
+class Stated(NamedTuple):
+    """What adapter_config.json states; `weights_sha256` is None if it names no bundle's weights."""
+
+    lora: LoraSettings
+    weights_sha256: str | None
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """Where an adapter's two files are; only `weights` must exist."""
+
+    weights: Path
+    config: Path
+    is_peft: bool
+
+    @classmethod
+    def at(cls, source: Path) -> AdapterFiles:
+        """Those of a run, an adapter folder, or a .safetensors file.
+
+        Raises:
+            BundleError: a file is damaged or altered, or no safetensors file.
+            UsageError: the path is not valid UTF-8, or a run holds no adapter.
+        """
+        source = text_path(source)
+        if (source / SLOTS).exists():
+            raise UsageError(
+                f"{source} has trained all parameters and holds no adapter; ondevice replay "
+                f"{source} --output BUNDLE writes the trained model as a bundle, which is used "
+                "without --adapter"
+            )
+        folder = source if source.is_dir() else source.parent
+        config = folder / mlx_lm.CONFIG
+        check_adapter(config)
+        is_peft = _is_peft(config)
+        if source.is_dir():
+            theirs = folder / peft.WEIGHTS
+            if not config.exists() and not (folder / mlx_lm.WEIGHTS).exists():
+                is_peft = theirs.exists()
+            source = theirs if is_peft else folder / mlx_lm.WEIGHTS
+            if is_peft and not theirs.exists() and (pickle := folder / peft.PICKLE).exists():
+                raise BundleError(
+                    f"{pickle} is a pickle, which may run any code when it is read; save the "
+                    f"adapter with PEFT as {peft.WEIGHTS} (safe_serialization=True)"
+                )
+        if is_peft and not config.exists():
+            raise BundleError(f"{source}: there is no {config.name}, which says PEFT's lora_alpha")
+        check_adapter(source)
+        return cls(source, config, is_peft)
+
+    @property
+    def hint(self) -> str:
+        """What to say beside a message if no configuration describes the tensors."""
+        return "" if self.config.exists() else f"; there is no {mlx_lm.CONFIG} that describes it"
+
+    def stated(self) -> Stated | None:
+        """What the configuration says; None if there is none.
+
+        Raises:
+            BundleError: it is damaged, of another kind of adapter, or of other tensors.
+        """
+        if not self.config.exists():
+            return None
+        own: dict[str, Any] = {}
+        scale = None
+        try:
+            config = from_json(read_file(self.config))
+            if self.is_peft:
+                found = peft.stated_in(config)
+            else:
+                if (kind := config.get(mlx_lm.KIND, "lora")) != "lora":
+                    raise BundleError(
+                        f"{self.config}: its adapter is {kind!r:.80}; only lora is supported"
+                    )
+                own, found = config.get("ondevice", {}), mlx_lm.stated_in(config)
+                scale = float(config["lora_parameters"]["scale"])
+            weights = own.get("weights_sha256")
+            # where nothing else decides, the tensors say which modules are adapted
+            fields = own.get("lora") or {**found, "targets": [], "layers": 1}
+            lora = msgspec.convert(fields, LoraSettings)
+        except peft.UnsupportedError as problem:
+            raise BundleError(f"{self.config}: {problem}") from None
+        except _DAMAGE as problem:
+            raise BundleError(f"{self.config} is damaged: {problem!r}") from None
+        if lora.problem:
+            raise BundleError(f"{self.config}: {lora.problem}")
+        if scale is not None and not math.isclose(scale, lora.scale):
+            raise BundleError(
+                f"{self.config}: its scale is {scale:g}, that of its settings {lora.scale:g}"
+            )
+        if "lora" not in own:
+            lora = self._completed(lora)
+        return Stated(lora, weights)
+
+    def _completed(self, lora: LoraSettings) -> LoraSettings:
+        """The settings with the targets and layers that the tensors have."""
+        with self.opened() as tensors:
+            found = tensors.coverage
+        if found.rank != lora.rank:
+            raise BundleError(
+                f"{self.weights} has adapters of rank {found.rank}, and {self.config} says rank "
+                f"{lora.rank}: one of the two files belongs to another adapter"
+            )
+        return msgspec.structs.replace(lora, targets=found.targets, layers=found.layers)
+
+    @contextmanager
+    def opened(self) -> Iterator[AdapterTensors]:
+        """The tensors, whose names and shapes are checked.
+
+        Raises:
+            BundleError: the file is damaged, or its tensors are not those of an adapter.
+        """
+        try:
+            require_file(self.weights)
+            with safe_open(self.weights, framework="numpy") as file:
+                yield AdapterTensors(self.weights, file)
+        except (OSError, SafetensorError) as problem:
+            raise BundleError(f"{self.weights} cannot be read: {problem}") from None
+
+
+class AdapterTensors:
+    """The tensors of an open adapter file by our names, with our shapes, as float32.
+
+    Raises:
+        BundleError: a tensor has another type, or a name that no tensor of an adapter has.
+    """
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path, self._file = path, file
+        self._stored: dict[str, str] = {}
+        self.shapes: dict[str, Shape] = {}
+        names = sorted(file.keys())
+        self._is_peft = any(map(peft.is_stored_name, names))
+        for stored in names:
+            name, part = self._own_name(stored), file.get_slice(stored)
+            if (dtype := part.get_dtype()) not in TYPES:
+                raise BundleError(
+                    f"{path}: {stored} has type {dtype}; supported are {', '.join(TYPES)}"
+                )
+            shape = tuple(part.get_shape())
+            if name in self._stored:
+                raise BundleError(f"{path}: {stored} and {self._stored[name]} are both {name}")
+            self._stored[name] = stored
+            self.shapes[name] = shape[::-1] if self._is_peft else shape
+
+    def _own_name(self, stored: str) -> str:
+        if not self._is_peft:
+            return inner_name(stored)
+        try:
+            return peft.own_name(stored)
+        except peft.UnsupportedError as problem:
+            raise BundleError(f"{self._path}: {problem}") from None
+
+    @property
+    def coverage(self) -> Coverage:
+        """The rank, targets and layers. Raises BundleError where they cannot be told so."""
+        try:
+            return coverage_of(self.shapes)
+        except ValueError as problem:
+            raise BundleError(f"{self._path}: {problem}") from None
+
+    def check_fits(self, expected: Mapping[str, Shape], hint: str = "") -> None:
+        """Compare names and shapes with those that the model and the settings imply.
+
+        Raises:
+            BundleError: they differ.
+        """
+        if self.shapes == expected:
+            return
+        found, wanted = self.coverage, coverage_of(expected)
+        if found.rank != wanted.rank:
+            raise BundleError(
+                f"{self._path} does not fit: its adapters have rank {found.rank}, and rank "
+                f"{wanted.rank} is expected{hint}; to train with it, give --lora-rank "
+                f"{found.rank}, or start with new adapters (without --adapter)"
+            )
+        if odd := sorted(self.shapes.keys() ^ expected.keys()):
+            where = ""
+            if (found.first, found.last) != (wanted.first, wanted.last):
+                where = f" (it has {found.where}, expected are {wanted.where})"
+            raise BundleError(
+                f"{self._path} does not fit the bundle: {len(odd)} names{where}, {odd[0]}{hint}"
+            )
+        name = next(name for name, shape in expected.items() if self.shapes[name] != shape)
+        raise BundleError(
+            f"{self._path}: {name} is {self.shapes[name]}, expected {expected[name]}{hint}"
+        )
+
+    def read(self, name: str) -> F32:
+        """A tensor with our shape, as a fresh array.
+
+        Raises:
+            BundleError: it holds values that are not finite.
+        """
+        stored = self._stored[name]
+        part = self._file.get_slice(stored)
+        if part.get_dtype() == "BF16":  # which NumPy lacks
+            value = self._bfloat16(stored).reshape(part.get_shape())
+        else:
+            value = self._file.get_tensor(stored)
+        if not np.isfinite(value).all():
+            raise BundleError(f"{self._path}: {stored} holds values that are not finite")
+        value = value.T if self._is_peft else value
+        return np.ascontiguousarray(value, np.float32)
+
+    def _bfloat16(self, stored: str) -> F32:
+        """The values of a tensor of bfloat16, whose bits are the upper half of a float32's.
+
+        The library has checked the header, so the tensor lies inside the file.
+        """
+        with self._path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            start, stop = from_json(file.read(size))[stored]["data_offsets"]
+            file.seek(8 + size + start)
+            bits = np.frombuffer(file.read(stop - start), "<u2")
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _is_peft(config: Path) -> bool:
+    """Whether a configuration is PEFT's; what is wrong with it is said where it is read."""
+    try:
+        return peft.KIND in from_json(read_file(config))
+    except (OSError, ValueError, TypeError):
+        return False

@@ -1,0 +1,149 @@
+"""Logits of transformers with PEFT, and of llama.cpp, with the adapters written for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.adapters import SOME, check_same, read_again, saved_adapter, written
+from support.bundles import Tiny, runnable, settings
+from support.checkpoints import weights_of, write_folder
+from support.gguf_files import write_gguf
+from support.models import FAMILIES, logits_of, relative
+from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits, run_script
+
+from export.pack import export_bundle
+from export.sources.open import open_checkpoint
+from ondevice.bundle.store import Bundle
+from runtime.methods.adapters import Adapters
+
+Rng = np.random.Generator
+CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+TOKENS = 20
+
+
+def tiny_checkpoint(folder: Path, family: str) -> tuple[Path, Bundle]:
+    """A folder that transformers loads, and a bundle with the same float32 weights."""
+    config, arrays = weights_of(f"tiny-{family}")
+    if family == "gemma3":
+        layers, period = config["num_hidden_layers"], config["sliding_window_pattern"]
+        config["layer_types"] = [
+            "sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)
+        ]
+    model = write_folder(folder / "model", config, arrays)
+    config["architectures"] = [CLASSES[config["model_type"]]]
+    (model / "config.json").write_text(json.dumps(config))
+    made = export_bundle(settings(model, folder / "bundle", bits=32, seq_lens=(32,)))
+    return model, runnable(made.path)
+
+
+def ours(adapters: Adapters, bundle: Bundle, tokens: list[int]) -> np.ndarray:
+    return logits_of(bundle.with_lora(adapters.manifest.lora), adapters, tokens, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_peft(tmp_path: Path, rng: Rng, family: str) -> None:
+    interpreter(*TORCH)
+    model, bundle = tiny_checkpoint(tmp_path, family)
+    tokens = list(map(int, rng.integers(0, bundle.manifest.vocab_size, TOKENS)))
+    for i, lora in enumerate(({}, {**SOME, "rslora": True})):
+        adapters = saved_adapter(bundle, rng, tmp_path / f"ours{i}", **lora)
+        out = written(bundle, tmp_path / f"ours{i}", "peft", tmp_path / f"peft{i}")
+        theirs = peft_logits(model, out, tokens, tmp_path)
+        print(family, "PEFT", error := relative(ours(adapters, bundle, tokens), theirs))
+        assert error <= 1e-3
+    plain = peft_logits(model, "-", tokens, tmp_path)
+    assert relative(plain, theirs) > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_adapters_that_peft_has_written_are_applied(tmp_path: Path, rng: Rng, dtype: str) -> None:
+    interpreter(*TORCH)
+    model, bundle = tiny_checkpoint(tmp_path, "qwen2")
+    config = {
+        "r": 5, "lora_alpha": 7, "use_rslora": True, "lora_dropout": 0.1,
+        "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1],
+    }  # fmt: skip
+    run_script(TORCH, "peft_trained.py", model, tmp_path / "peft", json.dumps(config), dtype)
+    adapters = read_again(bundle, tmp_path / "peft")
+    lora = adapters.manifest.lora
+    assert (lora.rank, lora.alpha, lora.layers, lora.rslora) == (5, 7.0, 1, True)
+    assert lora.targets == ("q_proj", "up_proj") and lora.dropout == 0.1
+    tokens = list(map(int, rng.integers(0, bundle.manifest.vocab_size, TOKENS)))
+    theirs = peft_logits(model, tmp_path / "peft", tokens, tmp_path)
+    assert relative(ours(adapters, bundle, tokens), theirs) <= 1e-3
+    assert relative(peft_logits(model, "-", tokens, tmp_path), theirs) > 1e-2
+    out = written(bundle, tmp_path / "peft", "peft", tmp_path / "again")
+    check_same(read_again(bundle, out), adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_llama_cpp(tiny: Tiny, tmp_path: Path, rng: Rng, family: str) -> None:
+    """Llama's rows are in another order there, so that wrong ones would show."""
+    import gguf
+
+    interpreter(*LLAMA)
+    config, arrays = weights_of(f"tiny-{family}")
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        config,
+        arrays,
+        stored_as=gguf.GGMLQuantizationType.F32,
+        change=lambda writer: (
+            writer.add_tokenizer_model("none"),
+            writer.add_vocab_size(config["vocab_size"]),
+            writer.add_rope_freq_base(config["rope_theta"]) if family == "qwen2" else None,
+        ),
+    )
+    bundle = tiny(family, bits=32, seq_lens=(32,))
+    tokens = list(map(int, rng.integers(0, bundle.manifest.vocab_size, TOKENS)))
+    for i, lora in enumerate(({}, {**SOME, "rslora": True})):
+        adapters = saved_adapter(bundle, rng, tmp_path / f"ours{i}", **lora)
+        out = written(bundle, tmp_path / f"ours{i}", "gguf", tmp_path / f"adapter{i}.gguf")
+        theirs = llama_logits(path, out, tokens, tmp_path)
+        print(family, "llama.cpp", error := relative(ours(adapters, bundle, tokens), theirs))
+        assert error <= 1e-3
+    assert relative(llama_logits(path, "-", tokens, tmp_path), theirs) > 1e-2
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_real_model_in_all_three(real_gguf: Path, tmp_path: Path, rng: Rng) -> None:
+    """Gemma 3 270M: the same weights, dequantized to float32 for transformers."""
+    with open_checkpoint(str(real_gguf)) as source:
+        config = {**source.config, "architectures": ["Gemma3ForCausalLM"]}
+        arrays = {n: source.rows(n, 0, source.shape(n)[0]) for n in source.names()}
+        layers, period = config["num_hidden_layers"], config["sliding_window_pattern"]
+        config["layer_types"] = [
+            "sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)
+        ]
+        model = write_folder(tmp_path / "model", config, arrays)
+        del arrays
+    made = export_bundle(settings(real_gguf, tmp_path / "bundle", seq_lens=(32,), quality=False))
+    bundle = runnable(made.path)
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours")
+    tokens = [2, *map(int, rng.integers(300, 50000, TOKENS))]
+    here = ours(adapters, bundle, tokens)
+    peft = written(bundle, tmp_path / "ours", "peft", tmp_path / "peft")
+    theirs = peft_logits(model, peft, tokens, tmp_path)
+    plain = peft_logits(model, "-", tokens, tmp_path)
+    print("Gemma 3 270M PEFT", relative(here, theirs), "without", relative(plain, theirs))
+    assert relative(here, theirs) <= 1e-3 and relative(plain, theirs) > 1e-2
+    if interpreter(*LLAMA):
+        file = written(bundle, tmp_path / "ours", "gguf", tmp_path / "adapter.gguf")
+        llama = llama_logits(real_gguf, file, tokens, tmp_path)
+        without = llama_logits(real_gguf, "-", tokens, tmp_path)
+        print(
+            "Gemma 3 270M llama.cpp", relative(llama, theirs), "without", relative(without, plain)
+        )
+        assert relative(llama, theirs) <= max(0.05, 1.5 * relative(without, plain))

@@ -1,0 +1,59 @@
+"""What transformers, PEFT and llama.cpp compute, in the interpreter that has them.
+
+ONDEVICE_PEERS_PYTHON names one; without it they must be beside the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PYTHON = "ONDEVICE_PEERS_PYTHON"
+SCRIPTS = Path(__file__).parent / "elsewhere"
+TORCH = ("torch", "peft", "transformers")
+LLAMA = ("llama_cpp",)
+_HAS = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
+
+
+def interpreter(*modules: str) -> str:
+    """An interpreter that has these modules; skips the test where there is none."""
+    python = os.environ.get(PYTHON, sys.executable)
+    if subprocess.run([python, "-c", _HAS, *modules], cwd="/").returncode:
+        pytest.skip(f"{', '.join(modules)} are not installed; {PYTHON} names an interpreter")
+    return python
+
+
+def run_script(modules: Sequence[str], script: str, *words: object) -> str:
+    """Run a script of `support/elsewhere`; returns what it said."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [interpreter(*modules), str(SCRIPTS / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def peft_logits(
+    model: Path, adapter: Path | str, tokens: Sequence[int], folder: Path
+) -> np.ndarray:
+    """(T, V), of transformers with PEFT."""
+    run_script(TORCH, "peft_logits.py", model, adapter, _listed(tokens), folder / "peft.npy")
+    return np.asarray(np.load(folder / "peft.npy"))
+
+
+def llama_logits(
+    model: Path, adapter: Path | str, tokens: Sequence[int], folder: Path
+) -> np.ndarray:
+    """(T, V), of llama.cpp."""
+    run_script(LLAMA, "llama_logits.py", model, adapter, _listed(tokens), folder / "llama.npy")
+    return np.asarray(np.load(folder / "llama.npy"))
+
+
+def _listed(tokens: Sequence[int]) -> str:
+    return ",".join(map(str, tokens))
