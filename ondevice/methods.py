@@ -20,6 +20,7 @@ METHODS: dict[str, str] = {
     "hizoo": "runtime.methods.hizoo",
     "conmezo": "runtime.methods.conmezo",
     "grzo": "runtime.methods.grzo",
+    "zo-act": "runtime.methods.zo_act",
 }
 
 USUAL = ("mebp", "mezo")
@@ -31,7 +32,7 @@ QUERIES = {"fzoo": 8, "kzoo": 4}
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-_SEVERAL = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo", "conmezo")
+_SEVERAL = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo", "conmezo", "zo-act")
 _PERTURBING = (*_SEVERAL, "grzo")
 
 OPTIONS_OF = {
@@ -79,5 +80,6 @@ SEARCHES: dict[str, Search] = {
     "lozo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "conmezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "grzo": Search({"learning_rate": (1e-6, 3e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
+    "zo-act": Search({"learning_rate": (1e-6, 1e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }

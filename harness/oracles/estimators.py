@@ -341,3 +341,19 @@ class MonolithicGRZO(Monolithic):
         s = statistics.pstdev(delta)
         a = [one / (s + 1e-8) for one in delta]
         self.descend(number, rate, [one / (2 * sigma) / B for one in a])
+
+
+class MonolithicZOAct(Monolithic):
+    """ZO-Act (arXiv 2607.01125): the coefficients, which are B, of a basis, which is A."""
+
+    n = 2
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        z = super().direction(number, query, name)
+        return z if name.endswith("lora_b") else mx.zeros_like(z)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        basis = {name: a for name, a in self.adapters.tensors.items() if name.endswith("lora_a")}
+        g = [self.projected(model, rows, number, query) for query in range(self.n)]
+        self.descend(number, rate, [one / self.n for one in g])
+        self.adapters.tensors.update(basis)  # no weight decay either

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,16 +15,33 @@ from runtime.engine.dropout import Dropout, Mask
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Sees the inputs of a matrix: the first `tokens` of each sequence, without its padding."""
+
+    see: Callable[[mx.array], None]  # takes x (T, C)
+    tokens: int
+
+    def __call__(self, x: mx.array) -> None:
+        if self.tokens:
+            self.see(x[: self.tokens])
+
+    def after(self, tokens: int) -> Watch:
+        """The watch for what follows so many tokens."""
+        return Watch(self.see, max(0, self.tokens - tokens))
+
+
+@dataclass(frozen=True)
 class Lora:
     """An adapter of one matrix: a (C, r), b (r, R), and the factor s of its output.
 
-    `dropout` is None except in training.
+    `dropout` is None except in training, and `watch` except where the inputs themselves are sought.
     """
 
     a: mx.array
     b: mx.array
     scale: float
     dropout: Dropout | None = None
+    watch: Watch | None = None
 
     def mask(self, x: mx.array) -> Mask | None:
         """Which values of the input x (T, C) are dropped; None without dropout."""
@@ -31,7 +49,11 @@ class Lora:
 
     def after(self, tokens: int) -> Lora:
         """The adapter for what follows so many tokens."""
-        return self if self.dropout is None else replace(self, dropout=self.dropout.after(tokens))
+        if self.dropout is None and self.watch is None:
+            return self
+        dropout = None if self.dropout is None else self.dropout.after(tokens)
+        watch = None if self.watch is None else self.watch.after(tokens)
+        return replace(self, dropout=dropout, watch=watch)
 
 
 Loras = dict[str, Lora]

@@ -179,7 +179,9 @@ class Start:
     """What a method starts with: a planned model, adapters, and a folder for scratch files.
 
     `weights` are those of a run that trains all parameters; then there are no adapters. `rows` are
-    those that it trains on.
+    those that it trains on. `fresh` says
+    that no save is to be read after this. A method whose first adapters follow from more
+    than the seed gives them to `keep`, so that `ondevice replay` finds them.
     """
 
     models: Models
@@ -190,6 +192,8 @@ class Start:
     hidden_size: int
     weights: FullWeights | None = None
     rows: NumberedRows | None = None
+    fresh: bool = True
+    keep: Callable[[Adapters], None] | None = None
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:

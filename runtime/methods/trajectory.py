@@ -48,7 +48,7 @@ FORMAT = "ondevice-trajectory-1"
 # fields of the header that logs of plain MeZO lack
 OPTIONAL = (
     *("optimizer", "window", "pool", "rank", "interval", "trained", "rounding"),
-    *("hessian_smoothing", "cone_angle", "cone_decay", "scaling", "scaled", "flipout"),
+    *("hessian_smoothing", "cone_angle", "cone_decay", "scaling", "scaled", "flipout", "frozen"),
 )
 
 
@@ -72,6 +72,7 @@ class Header:
     where the descent is that of `runtime.methods.hessian`, `cone_angle` where it is that of
     `runtime.methods.cone`, and `scaling` is no empty text where it is that of
     `runtime.methods.layer_scales`.
+    `frozen` ends the names of tensors that are not trained, where it is no empty text.
     `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
     both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
     says.
@@ -97,6 +98,7 @@ class Header:
     scaling: str = ""
     scaled: str = ""
     flipout: bool = False
+    frozen: str = ""
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -155,6 +157,8 @@ class Header:
         plain = (self.optimizer, self.trained, smoothing, angle) == (Sgd.optimizer, "lora", 0, 0)
         if self.scaling and not plain:
             raise ValueError(f"its layers have scales with {self.optimizer} of {self.trained}")
+        if self.frozen not in ("", "lora_a") or (self.frozen and self.trained != "lora"):
+            raise ValueError(f"of {self.trained} it does not train {self.frozen!r}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -240,6 +244,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
         *(header.seed, header.noise, header.pool, header.rank, header.interval), header.flipout
     )
     tensors = dict(initial.tensors)
+    trained = [name for name in tensors if not (header.frozen and name.endswith(header.frozen))]
     descent = _descent(header, manifest)
     for update in updates:
         if update is not None:
@@ -247,7 +252,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
                 descent.remember(update)
             except ValueError as problem:
                 raise BundleError(f"the trajectory does not fit the bundle: {problem}") from None
-            for name in tensors:
+            for name in trained:
                 tensors[name] = descent.apply(noise, name, tensors[name])
     return Adapters(manifest, tensors)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,7 @@ class ZerothOrder:
     lanes: int = 2
     objective: Objective = field(default_factory=MeanLoss)
     defer: bool = True
+    frozen: str = ""  # the end of the names of tensors that are not trained, where there are any
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
@@ -194,13 +195,13 @@ class ZerothOrder:
         names = self._names(block)
         query = points[0].query
         moves = self._only.get(query, block) == block
-        z = {name: self._direction(number, query, name) for name in names if moves}
+        z = {name: self._direction(number, query, name) for name in self._trained(names) if moves}
         for point in points:
-            if point.sign and moves:
-                step = point.sign * self.epsilon
-                tensors = {name: theta[name] + z[name] * step for name in names}
-            else:
-                tensors = {name: theta[name] for name in names}
+            step = point.sign * self.epsilon
+            tensors = {
+                name: theta[name] + z[name] * step if step and name in z else theta[name]
+                for name in names
+            }
             mx.eval(tensors)
             adapters = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
             perturbed[point] = adapters.loras(block)
@@ -308,9 +309,12 @@ class ZerothOrder:
             with model.profile.span("update"):
                 self._apply(self._names(block))
 
-    def _apply(self, names: Sequence[str]) -> None:
+    def _trained(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not (self.frozen and name.endswith(self.frozen))]
+
+    def _apply(self, names: Iterable[str]) -> None:
         tensors = self.adapters.tensors
-        for name in names:
+        for name in self._trained(names):
             tensors[name] = self.descent.apply(self.noise, name, tensors[name])
 
     def settle(self) -> None:
@@ -366,6 +370,7 @@ class ZerothOrder:
             rank=noise.rank,
             interval=noise.interval,
             flipout=noise.flipout,
+            frozen=self.frozen,
             hessian_smoothing=self.descent.smoothing,
             scaling=self.descent.scaling[0],
             scaled=self.descent.scaling[1],

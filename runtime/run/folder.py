@@ -3,6 +3,7 @@
     config.toml   plan.json   metrics.jsonl   evaluations.json   summary.json
     trajectory.jsonl   if the method logs its steps
     adapters.safetensors, adapter_config.json   an adapter for mlx-lm, that of the last save
+    initial/           the adapters before the first step, if they do not follow from the seed
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
     weights.slots   in place of adapters, if all weights are trained
     checksums.json   of config.toml, plan.json, evaluations.json, the adapter and the tokens
@@ -51,6 +52,7 @@ from runtime.storage.saves import CONFIG, SLOTS, Saves, State, another_run
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
 LOCK = ".lock"
+INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
@@ -97,6 +99,13 @@ class RunFolder:
             with storage_errors(self.path):
                 self.saves.folder.mkdir()
             yield
+
+    def keep_initial(self, adapters: Adapters) -> None:
+        """Write the adapters before the first step, from which the log is replayed."""
+        with storage_errors(self.path):
+            (self.path / INITIAL).mkdir(exist_ok=True)
+        adapters.save(self.path / INITIAL)
+        fsync_path(self.path)
 
     def _check_free(self) -> None:
         if (self.path / CONFIG).exists():
@@ -416,5 +425,10 @@ def _leftover(path: Path) -> bool:
         return True
     if path.name == "saves":
         return path.is_dir() and not any(path.iterdir())
+    if path.name == INITIAL:
+        files = (WEIGHTS, ADAPTER_CONFIG, f".{WEIGHTS}.partial")
+        return path.is_dir() and all(
+            one.name in files or _half_written(one) for one in path.iterdir()
+        )
     ours = (*TOKENS, PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS, *OF_TRACKERS)
     return path.name in ours or _half_written(path)

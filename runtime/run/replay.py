@@ -20,7 +20,7 @@ from runtime.methods.full_weights import FullWeights
 from runtime.methods.scalar_update import Update
 from runtime.methods.trajectory import Header, check_belongs, digest, read_log, rebuild
 from runtime.run.best import best_of
-from runtime.run.folder import SUMMARY, TRAJECTORY, RunFolder
+from runtime.run.folder import INITIAL, SUMMARY, TRAJECTORY, RunFolder
 from runtime.run.open import open_verified
 from runtime.run.traced_graphs import choose_device
 from runtime.run.trained_weights import open_weights, write_trained
@@ -60,7 +60,8 @@ def replay(
         return _replay_weights(folder, config, header, updates, opened, output)
     opened = opened.with_lora(header.settings or opened.manifest.lora)
     use_device(choose_device(config.device, opened.manifest))
-    source = initial if initial is not None else config.adapter
+    kept = run / INITIAL
+    source = initial or (kept if kept.exists() else config.adapter)
     if source is None:
         start = Adapters.initial(opened.manifest, header.seed)
     else:

@@ -211,7 +211,7 @@ def _continue(
         else:
             adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
             adapters = adapters.in_dtype(config.adapter_dtype)
-        running = _method(config, session, adapters, folder, weights, rows)
+        running = _method(config, session, adapters, folder, weights, rows, fresh=False)
         running.read(save / STATE_OF_METHOD)
         folder.go_on_with_logs(state, running.keeps_log)
         folder.publish(state.step)  # a kill may have come between the save and this copy of it
@@ -338,6 +338,7 @@ def _method(
     folder: RunFolder,
     weights: FullWeights | None,
     rows: Rows,
+    fresh: bool = True,
 ) -> Method:
     manifest = session.bundle.manifest
     begin = Start(
@@ -349,6 +350,8 @@ def _method(
         manifest.hidden_size,
         weights,
         rows,
+        fresh,
+        folder.keep_initial,
     )
     return method(config.method).start(config, begin)
 

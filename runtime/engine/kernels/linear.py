@@ -56,6 +56,8 @@ class LoraProducts:
             if bias is not None:
                 y = y + bias
             if lora is not None:
+                if lora.watch is not None:
+                    lora.watch(x)
                 given = dropped(x, lora.mask(x))
                 y = mx.addmm(y, (given @ lora.a) * lora.scale, lora.b)
                 del given

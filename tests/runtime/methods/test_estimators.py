@@ -50,6 +50,7 @@ ORACLES: dict[str, type[Monolithic]] = {
     "hizoo": estimators.MonolithicHiZOO,
     "conmezo": estimators.MonolithicConMeZO,
     "grzo": estimators.MonolithicGRZO,
+    "zo-act": estimators.MonolithicZOAct,
     "parameter-norm": estimators.MonolithicParameterNorm,
     "gradient-norm": estimators.MonolithicGradientNorm,
 }
@@ -62,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "lozo": {"lozo_rank": 2, "lozo_interval": 3},
     "hizoo": {"queries": 2, "hessian_smoothing": 1e-3},
     "conmezo": {"queries": 2, "cone_angle": 1.2, "cone_decay": 0.9},
+    "zo-act": {"queries": 2},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
     "parameter-norm": {
@@ -86,9 +88,11 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "hizoo": (1e-3, 20),
     "conmezo": (1e-3, 20),
     "grzo": (1e-5, 20),
+    "zo-act": (1e-3, 20),
     "parameter-norm": (1e-3, 20),
     "gradient-norm": (1e-3, 20),
 }
+NEW_ADAPTERS = {"zo-act"}  # with which it begins
 FEWEST_ROWS = {"grzo": 2}  # of a step
 STEADIER = {"one-point": {"queries": 8}}  # two directions are too noisy for few steps
 
@@ -98,8 +102,27 @@ def config_of(case: str, seed: int, **more: Any) -> TrainConfig:
     return TrainConfig(bundle="a bundle", data="random:0", **options)
 
 
+class RandomRows:
+    """Rows of a bundle's tokens, the same for the same seed."""
+
+    def __init__(self, bundle: Bundle, seed: int) -> None:
+        self.rows = rows_of(bundle, np.random.default_rng(seed), 5)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        return self.rows[index].tokens, self.rows[index].scored
+
+
 def started(
-    config: TrainConfig, model: Model, adapters: Adapters, folder: Path, rows: int, lanes: int
+    config: TrainConfig,
+    model: Model,
+    adapters: Adapters,
+    folder: Path,
+    rows: int,
+    lanes: int,
+    fresh: bool = True,
 ) -> ZerothOrder:
     """The method as a run starts it, but for the plan."""
     manifest = model.bundle.manifest
@@ -107,7 +130,14 @@ def started(
     demand = implementation(config.method).demand(config)
     plan: Any = SimpleNamespace(bucket=model.bucket, lanes=min(lanes, demand.lanes[0]))
     begin = Start(
-        lambda length: model, plan, adapters, folder, len(manifest.blocks), manifest.hidden_size
+        lambda length: model,
+        plan,
+        adapters,
+        folder,
+        len(manifest.blocks),
+        manifest.hidden_size,
+        rows=RandomRows(model.bundle, config.seed),
+        fresh=fresh,
     )
     found = implementation(config.method).start(config, begin)
     assert isinstance(found, ZerothOrder)
@@ -134,11 +164,13 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     """Also where a step is skipped, and where the state goes through a save."""
     bundle = tiny("qwen3")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
-    initial = copy_of(adapters)
+    if case in NEW_ADAPTERS:
+        adapters = Adapters.initial(bundle.manifest, seed)
     config = config_of(case, seed, weight_decay=float(rng.choice([0.0, 0.1])))
-    oracle = ORACLES[case](copy_of(adapters), seed, config.epsilon, config.weight_decay)
     lanes = int(rng.integers(2, 9))
     method = started(config, model, adapters, tmp_path, 2, lanes)
+    initial = copy_of(adapters)
+    oracle = ORACLES[case](copy_of(adapters), seed, config.epsilon, config.weight_decay)
     lines = [method.log_header()]
     for step in range(6):
         rows = rows_of(bundle, rng, 2)
@@ -159,11 +191,15 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
         if step == 3:  # a save, and another process
             method.settle()
             method.write(tmp_path / "state")
-            method = started(config, model, adapters, tmp_path, 2, lanes)
+            method = started(config, model, adapters, tmp_path, 2, lanes, fresh=False)
             method.read(tmp_path / "state")
     method.settle()
     same(oracle.adapters, adapters)
-    assert not any(mx.array_equal(initial.tensors[name], a) for name, a in adapters.tensors.items())
+    stay = {
+        name for name, a in adapters.tensors.items() if mx.array_equal(initial.tensors[name], a)
+    }
+    frozen = {name for name in initial.tensors if name.endswith("lora_a")}
+    assert stay == (frozen if case in NEW_ADAPTERS else set())
     (tmp_path / "log").write_text("".join(lines))
     same(adapters, rebuild(*read_log(tmp_path / "log"), initial))
 
@@ -172,6 +208,8 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
 def test_it_learns_a_row(tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: Path) -> None:
     bundle = tiny("qwen2")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    if case in NEW_ADAPTERS:
+        adapters = Adapters.initial(bundle.manifest, seed)
     rate, steps = LEARNING[case]
     rows = rows_of(bundle, rng, 1) * FEWEST_ROWS.get(case, 1)
     before = plain_loss(model, adapters, rows)
@@ -249,6 +287,7 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         (averaged, {"hessian_smoothing": 0.1}), (plain, {"hessian_smoothing": 1.0}),
         (plain, {"hessian_smoothing": "1e-6"}), (plain, {"hessian_smoothing": -1e-6}),
         (plain, {"hessian_smoothing": 0.1, "trained": "full"}), (plain, {"scaling": "norm"}),
+        (plain, {"frozen": "lora_b"}), (plain, {"frozen": "lora_a", "trained": "full"}),
         (plain, {"flipout": 1}), (plain, {"flipout": True, "pool": 3}),
         (plain, {"flipout": True, "trained": "full"}), (plain, {"scaling": "gradient-norm"}),
         (plain, {"scaled": "variance"}),
@@ -446,7 +485,8 @@ def test_a_damaged_state_is_refused(
     bundle = tiny("qwen2")
     config = config_of(case, seed)
     rows = FEWEST_ROWS.get(case, 1)
-    method = started(config, model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, rows, 4)
+    adapters = Adapters.initial(bundle.manifest, seed)
+    method = started(config, model_of(bundle, 16), adapters, tmp_path, rows, 4)
     state = tmp_path / "state"
     method.write(state)
     whole = state.read_bytes()

@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "conmezo": {"method": "conmezo", "queries": 2},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
     "grzo": {"method": "grzo", "batch_size": 3, "learning_rate": 1e-6},
+    "zo-act": {"method": "zo-act", "learning_rate": 1e-3},
     "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
 }
 
