@@ -19,6 +19,7 @@ from typing import Any
 from harness.bench.benchmark import Bench, Benchmark, failures, remarks
 from harness.bench.block_profiles import FIGURE2, TABLE3
 from harness.bench.budget_curve import CURVE
+from harness.bench.doctor import DOCTOR
 from harness.bench.footprint import FOOTPRINT
 from harness.bench.machine import MACHINE
 from harness.bench.mebp_tables import TABLE2, TABLE4
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "packing": PACKING,
     "peers": PEERS,
     "machine": MACHINE,
+    "doctor": DOCTOR,
 }
 LOCAL = ("bundles", "output", "python")  # paths of one machine
 

@@ -160,6 +160,14 @@ COMMANDS = (
         group=CommandGroup.COMPARE,
     ),
     Command(
+        "doctor",
+        "look at this machine: what works, what is missing, how fast it is",
+        "Each line is ok, a warning, missing (an optional part) or broken, with the way out.",
+        "doctor.DoctorConfig",
+        "doctor",
+        group=CommandGroup.MACHINE,
+    ),
+    Command(
         "completion",
         "print a script by which a shell completes commands and options",
         'For bash, put `eval "$(ondevice completion bash)"` into ~/.bashrc; for zsh the same with '

@@ -44,8 +44,8 @@ def times_smallest(budget: str) -> float | None:
     return float(found["times"] or 1) if found else None
 
 
-_NAMES = Check(_once, "names, each once")
-_LENGTHS = Check(_are_lengths, "whole numbers above 0, each once")
+MODEL_NAMES = Check(_once, "names, each once")
+LENGTHS = Check(_are_lengths, "whole numbers above 0, each once")
 _PLANS = Check(
     lambda text: _once(text) and {*_parts(text)} <= {*PLANS}, "budget, paper or budget,paper"
 )
@@ -66,9 +66,9 @@ class BenchConfig(Config):
     bundles: str = option(
         "bundles", "directory of the bundles, which are exported when first needed", FILLED
     )
-    models: str | None = option(None, "models, as a,b (else the benchmark's own)", _NAMES)
+    models: str | None = option(None, "models, as a,b (else the benchmark's own)", MODEL_NAMES)
     seq_lens: str | None = option(
-        None, "tokens per row, as 128,256 (else the benchmark's own)", _LENGTHS
+        None, "tokens per row, as 128,256 (else the benchmark's own)", LENGTHS
     )
     plans: str = option(
         "budget,paper", "memory plans: budget (ours), paper (as MeBP's paper), or both", _PLANS
@@ -84,7 +84,7 @@ class BenchConfig(Config):
     seed: int = option(0, "seed of the random rows", NOT_NEGATIVE)
     python: str | None = option(None, "for peers: an interpreter that has torch and peft", FILLED)
     peers: str | None = option(
-        None, "for peers: the programs to run, as ours,torch-float32", _NAMES
+        None, "for peers: the programs to run, as ours,torch-float32", MODEL_NAMES
     )
     without_relief: bool = option(
         False, "for prediction: measure each combination without heap relief too"

@@ -1,0 +1,62 @@
+"""Handles `ondevice doctor`: shows what is there and what is missing, and measures a table row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ondevice.cli.handlers.common import configuration, note
+from ondevice.config.bench import BenchConfig
+from ondevice.config.doctor import DoctorConfig
+from ondevice.errors import OnDeviceError
+
+if TYPE_CHECKING:
+    from harness.doctor.finding import Finding
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(DoctorConfig, arguments)
+    from harness.doctor.doctor import findings, verdict
+    from harness.doctor.finding import Status
+
+    found: list[Finding] = []
+    for one in findings():
+        found.append(one)
+        if not arguments.json:
+            print(one.line(), flush=True)
+    report: dict[str, Any] = {"verdict": verdict(found), "findings": [asdict(one) for one in found]}
+    if not arguments.json:
+        print(f"\n{report['verdict']}")
+    if config.bench:
+        report |= _bench(config, found, arguments.json)
+    if arguments.json:
+        print(json.dumps(report))
+    broken = [one.name for one in found if one.status is Status.BROKEN]
+    if broken:
+        raise OnDeviceError(f"broken: {', '.join(broken)}; the lines above say what to do")
+
+
+def _bench(config: DoctorConfig, found: list[Finding], quiet: bool) -> dict[str, Any]:
+    """Measure the row; returns it and its report for JSON."""
+    from harness.bench.bench import bench, to_text
+    from harness.bench.doctor import markdown
+    from harness.doctor.duration import describe_duration
+
+    settings = BenchConfig(
+        name="doctor",
+        bundles=config.bundles,
+        models=config.models,
+        seq_lens=config.seq_lens,
+        steps=2,
+        repeats=1,
+        output=config.output,
+    )
+    note(describe_duration(settings, found))
+    report = bench(settings, note)
+    row = markdown(report)
+    if not quiet:
+        print(f"\n{to_text(report)}\n\nthe row to send ({config.output} has all of it):\n\n{row}")
+    return {"bench": report, "row": row}
