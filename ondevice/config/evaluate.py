@@ -37,7 +37,8 @@ class EvalConfig(BundleConfig, DataOptions):
         f"held-out data: {DATA_FILE}, a folder with valid, {HUB_DATA}, or random:SEED", "DATA"
     )
     adapter: str | None = adapter_field(
-        "adapter to apply: a run, an adapter directory or its .safetensors file "
+        "adapter to apply: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
+        ".safetensors file "
         "(default: the base model)"
     )
     task: str = choice(

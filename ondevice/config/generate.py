@@ -15,7 +15,8 @@ class GenerateConfig(Config):
     bundle: str = bundle_field()
     prompt: str = option(MISSING, "text to continue")
     adapter: str | None = adapter_field(
-        "adapter to apply: a run, an adapter directory or its .safetensors file "
+        "adapter to apply: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
+        ".safetensors file "
         "(default: the base model)"
     )
     max_tokens: int = option(64, "tokens to generate at most", COUNT)

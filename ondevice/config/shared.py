@@ -241,7 +241,8 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         Group.TRAINING,
     )
     adapter: str | None = adapter_field(
-        "adapter to start from: a run, an adapter directory or its .safetensors file "
+        "adapter to start from: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
+        ".safetensors file "
         "(default: new adapters)"
     )
     lora_dropout: float | None = dropout_field()

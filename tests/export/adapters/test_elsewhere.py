@@ -119,7 +119,11 @@ def test_logits_are_those_of_llama_cpp(tiny: Tiny, tmp_path: Path, rng: Rng, fam
 @pytest.mark.real
 @pytest.mark.slow
 def test_the_real_model_in_all_three(real_gguf: Path, tmp_path: Path, rng: Rng) -> None:
-    """Gemma 3 270M: the same weights, dequantized to float32 for transformers."""
+    """Gemma 3 270M: the file's weights, dequantized to float32 in the bundle and for transformers.
+
+    llama.cpp multiplies by the quantized weights, and rounds what it multiplies them with: how far
+    that leads without an adapter is the measure.
+    """
     with open_checkpoint(str(real_gguf)) as source:
         config = {**source.config, "architectures": ["Gemma3ForCausalLM"]}
         arrays = {n: source.rows(n, 0, source.shape(n)[0]) for n in source.names()}
@@ -129,7 +133,7 @@ def test_the_real_model_in_all_three(real_gguf: Path, tmp_path: Path, rng: Rng) 
         ]
         model = write_folder(tmp_path / "model", config, arrays)
         del arrays
-    made = export_bundle(settings(real_gguf, tmp_path / "bundle", seq_lens=(32,), quality=False))
+    made = export_bundle(settings(real_gguf, tmp_path / "bundle", bits=32, seq_lens=(32,)))
     bundle = runnable(made.path)
     adapters = saved_adapter(bundle, rng, tmp_path / "ours")
     tokens = [2, *map(int, rng.integers(300, 50000, TOKENS))]

@@ -15,7 +15,16 @@ from support.runs import train_arguments
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, strict_json
 from fuzz.kinds.bundles import BUDGET, export, facts_of
+from ondevice.adapters import peft
 from ondevice.adapters.mlx_lm import CONFIG, WEIGHTS
+
+FORMS = {"from-peft": "peft", "from-mlx": "mlx"}  # of other tools, which are evaluated
+
+
+def _weights(folder: Path) -> Path:
+    """The tensors of an adapter: PEFT's, or ours and mlx-lm's."""
+    theirs = folder / peft.WEIGHTS
+    return theirs if theirs.exists() else folder / WEIGHTS
 
 
 def _header_bytes(path: Path) -> int:
@@ -25,7 +34,7 @@ def _header_bytes(path: Path) -> int:
 
 def _values(value: float) -> Change:
     def changed(folder: Path, rng: Rng) -> None:
-        path = folder / WEIGHTS
+        path = _weights(folder)
         data, start = path.read_bytes(), _header_bytes(path)
         values = np.full((len(data) - start) // 4, value, "<f4")
         path.write_bytes(data[:start] + values.tobytes())
@@ -45,7 +54,7 @@ class Adapters(Kind):
     """Adapters that are evaluated, or trained further."""
 
     name = "adapters"
-    originals = ("evaluated", "trained")
+    originals = ("evaluated", "trained", *FORMS)
     known: ClassVar[dict[str, Change]] = {
         "not a number": _values(float("nan")),
         "infinite": _values(float("inf")),
@@ -55,11 +64,15 @@ class Adapters(Kind):
         "alpha 1e999": _config(lambda text: text.replace('"alpha": 16.0', '"alpha": 1e999')),
         "scale 1e999": _config(lambda text: text.replace('"scale": 2.0', '"scale": 1e999')),
         "huge rank": _config(lambda text: text.replace('"rank": 8', '"rank": 1000000000')),
+        "PEFT's alpha 1e999": _config(
+            lambda text: text.replace('"lora_alpha": 16', '"lora_alpha": 1e999')
+        ),
+        "PEFT's huge rank": _config(lambda text: text.replace('"r": 8', '"r": 1000000000')),
         "rank of 5000 digits": _config(
             lambda text: text.replace('"rank": 8', '"rank": ' + "9" * 5000)
         ),
         "no configuration": lambda folder, rng: (folder / CONFIG).unlink(),
-        "huge header": lambda folder, rng: (folder / WEIGHTS).write_bytes(
+        "huge header": lambda folder, rng: _weights(folder).write_bytes(
             struct.pack("<Q", 1 << 62) + b"{}"
         ),
     }
@@ -69,13 +82,17 @@ class Adapters(Kind):
         arguments = train_arguments(folder / "bundle", folder / "run", 2, budget=BUDGET)
         if code := ondevice(*arguments):
             raise RuntimeError(f"exit code {code}")
-        for original in self.originals:
+        for original, form in FORMS.items():
+            words = ("adapter", folder / "run", "--to", form, "-o", folder / original)
+            if code := ondevice(*words):
+                raise RuntimeError(f"exit code {code}")
+        for original in ("evaluated", "trained"):
             (folder / original).mkdir()
             for name in (WEIGHTS, CONFIG):
                 shutil.copyfile(folder / "run" / name, folder / original / name)
 
     def change(self, folder: Path, rng: Rng) -> object:
-        weights, config = folder / WEIGHTS, folder / CONFIG
+        weights, config = _weights(folder), folder / CONFIG
         act = pick(rng, ["header", "header", "values", "config", "config", "place"])
         if act == "place":
             return put_in_place(pick(rng, (weights, config)), rng)
@@ -91,7 +108,7 @@ class Adapters(Kind):
         upto = _header_bytes(weights) if act == "header" else None
         data, done = mutate_bytes(weights.read_bytes(), rng, upto)
         weights.write_bytes(data)
-        return f"{WEIGHTS}: {done}"
+        return f"{weights.name}: {done}"
 
     def read(self, folder: Path, original: Path) -> Read:
         bundle = original.parent / "bundle"

@@ -1,0 +1,225 @@
+"""Adapters of PEFT and mlx-lm: what is read, in which types, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.adapters import SOME, check_same, read_again, saved_adapter, written
+from support.bundles import Tiny
+from support.runs import here
+
+from ondevice.adapters.names import coverage_of
+from ondevice.bundle.store import Bundle
+from ondevice.errors import BundleError, OnDeviceError, UsageError
+from ondevice.lora import LoraSettings
+from runtime.methods.adapters import Adapters, lora_of
+
+Rng = np.random.Generator
+Arrays = dict[str, np.ndarray]
+WEIGHTS = {"peft": "adapter_model.safetensors", "mlx": "adapters.safetensors"}
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture
+def bundle(tiny: Tiny) -> Bundle:
+    return tiny("qwen2")
+
+
+@pytest.fixture
+def theirs(bundle: Bundle, rng: Rng, tmp_path: Path) -> Callable[..., Path]:
+    """theirs(form): a folder of that tool, which may be changed."""
+
+    def make(form: str) -> Path:
+        if not (tmp_path / "ours").exists():
+            saved_adapter(bundle, rng, tmp_path / "ours", **SOME, rslora=True)
+        return written(bundle, tmp_path / "ours", form, tmp_path / form)
+
+    return make
+
+
+def configured(folder: Path, **changes: Any) -> Path:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
+    return folder
+
+
+def rewritten(folder: Path, form: str, change: Callable[[Arrays], Arrays]) -> Path:
+    tensors = change(load_file(folder / WEIGHTS[form]))
+    whole = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    save_file(whole, folder / WEIGHTS[form])
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("form", WEIGHTS)
+def test_half_precision_is_converted_exactly(
+    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path, form: str, dtype: Any
+) -> None:
+    folder = rewritten(
+        theirs(form), form, lambda all_: {k: v.astype(dtype) for k, v in all_.items()}
+    )
+    ours = read_again(bundle, tmp_path / "ours")
+    rounded = {
+        name: np.array(value).astype(dtype).astype(np.float32)
+        for name, value in ours.tensors.items()
+    }
+    check_same(read_again(bundle, folder), Adapters(ours.manifest, rounded))
+
+
+def test_settings_follow_from_tensors_and_configuration(
+    bundle: Bundle, theirs: Callable[[str], Path]
+) -> None:
+    targets = ("down_proj", "k_proj", "q_proj")
+    expected = LoraSettings(rank=3, alpha=5.0, targets=targets, layers=1, rslora=True)
+    folder = theirs("peft")
+    assert lora_of(folder) == expected
+    # the tensors count, and options that are switched off do not
+    assert lora_of(configured(folder, target_modules="all-linear", new_option=[])) == expected
+    found = lora_of(configured(theirs("mlx"), num_layers=16))
+    assert found is not None and (found.layers, found.targets) == (1, targets)
+    assert np.isclose(found.scale, expected.scale, rtol=1e-12) and not found.rslora
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_dora": True}, "use_dora is True, which means DoRA"),
+        ({"bias": "lora_only"}, "bias is 'lora_only', which means trained biases"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which means whole"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alphas that differ"),
+        ({"lora_bias": True}, "adapters with a bias"),
+        ({"layer_replication": [[0, 2]]}, "replicated"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"peft_type": "IA3"}, "its adapter is 'IA3'; of PEFT's only LORA is supported"),
+        ({"peft_type": 7}, "its adapter is 7"),
+        ({"something_new": 3}, "its something_new is 3; this is not supported"),
+        ({"r": 4}, "has adapters of rank 3"),
+        ({"r": 0}, "rank is not in 1..4096"),
+        ({"r": "3"}, "is damaged"),
+        ({"lora_alpha": None}, "is damaged"),
+        ({"lora_alpha": 1e400}, "alpha is not in"),
+        ({"use_rslora": "yes"}, "is damaged"),
+        ({"lora_dropout": 1.0}, "dropout is 1.0"),
+    ],
+    ids=str,
+)
+def test_what_is_not_plain_lora_is_refused_by_name(
+    theirs: Callable[[str], Path], change: dict[str, Any], said: str
+) -> None:
+    folder = configured(theirs("peft"), **change)
+    with pytest.raises(BundleError) as refused:
+        lora_of(folder)
+    assert said in str(refused.value) and "adapter_config.json" in str(refused.value)
+
+
+def _renamed(old: str, new: str) -> Callable[[Arrays], Arrays]:
+    return lambda tensors: {name.replace(old, new): value for name, value in tensors.items()}
+
+
+def _with(name: str, value: np.ndarray) -> Callable[[Arrays], Arrays]:
+    return lambda tensors: {**tensors, name: value}
+
+
+_ONE = np.zeros((3, 128), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_with("base_model.model.lm_head.lora_A.weight", _ONE), "it adapts lm_head"),
+        (_with("base_model.model.lm_head.weight", _ONE), "'base_model.model.lm_head.weight'; only"),
+        (_with(f"{Q}.lora_magnitude_vector", _ONE), "lora_magnitude_vector'; only"),
+        (_with(f"{Q}.lora_B.bias", _ONE), "lora_B.bias'; only"),
+        (_with("more", _ONE), "it holds 'more'; only"),
+        (_with(f"{Q}.lora_A.weight", np.zeros((4, 128), np.float32)), "do not fit each other"),
+        (_with(f"{Q}.lora_A.weight", np.zeros(3, np.float32)), "do not fit each other"),
+        (_with(f"{Q}.lora_A.weight", np.full((3, 128), np.nan, np.float32)), "not finite"),
+        (_with(f"{Q}.lora_A.weight", np.zeros((3, 128), np.float64)), "has type F64"),
+        (_with(f"{Q}.lora_A.weight", np.zeros((3, 64), np.float32)), "is (64, 3), expected (128"),
+        (_renamed("down_proj.lora_A", "up_proj.lora_A"), "only one of its two tensors"),
+        (_renamed("layers.1.mlp", "layers.0.mlp"), "only the same in consecutive layers"),
+        (_renamed("layers.1.", "layers.0."), "it has layer 0, expected are layer 1"),
+        (_renamed("layers.1.", "layers.9."), "it has layer 9, expected are layer 1"),
+        (_renamed("layers.1.", "layers.1234567890."), "only linear layers inside"),
+        (_renamed("q_proj", "w_proj"), "does not fit the bundle"),
+        (lambda tensors: {}, "holds no tensors"),
+    ],
+    ids=range(17),
+)
+def test_tensors_that_do_not_fit_are_refused(
+    bundle: Bundle,
+    theirs: Callable[[str], Path],
+    change: Callable[[Arrays], Arrays],
+    said: str,
+) -> None:
+    folder = rewritten(theirs("peft"), "peft", change)
+    with pytest.raises(BundleError) as refused:
+        read_again(bundle, folder)
+    assert said in str(refused.value), str(refused.value)
+
+
+def test_another_rank_is_told_with_both_and_the_way_out(
+    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    alone = tmp_path / "alone.safetensors"
+    (theirs("mlx") / WEIGHTS["mlx"]).rename(alone)
+    with pytest.raises(BundleError) as refused:
+        read_again(bundle, alone)
+    said = str(refused.value)
+    assert "have rank 3, and rank 8 is expected" in said and "--lora-rank 3" in said
+    assert "there is no adapter_config.json" in said
+
+
+def test_files_that_are_not_whole_are_refused(
+    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = theirs("peft")
+    config = (folder / "adapter_config.json").read_bytes()
+    (folder / "adapter_config.json").unlink()
+    for source in (folder, folder / WEIGHTS["peft"]):
+        with pytest.raises(OnDeviceError):
+            read_again(bundle, source)
+    with pytest.raises(BundleError, match="which says PEFT's lora_alpha"):
+        lora_of(folder)
+    (folder / "adapter_config.json").write_bytes(config)
+    (folder / WEIGHTS["peft"]).rename(folder / "adapter_model.bin")
+    with pytest.raises(BundleError, match="is a pickle"):
+        lora_of(folder)
+    (folder / "adapter_model.bin").unlink()
+    with pytest.raises(BundleError, match="cannot be read"):
+        lora_of(folder)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(BundleError, match="is damaged"):
+        lora_of(folder)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "weights.slots").touch()
+    with pytest.raises(UsageError, match="holds no adapter; ondevice replay"):
+        lora_of(full)
+    refused = here("adapter", full, "--bundle", bundle.path, "--to", "peft", "-o", tmp_path / "x")
+    assert refused.returncode == 2 and "ondevice replay" in refused.stderr
+
+
+def test_coverage_is_one_rank_on_the_same_modules(rng: Rng) -> None:
+    first, last = sorted(map(int, rng.integers(0, 40, 2)))
+    rank = int(rng.integers(1, 9))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(first, last + 1):
+        for path in ("self_attn.q_proj", "mlp.up_proj"):
+            shapes[f"model.layers.{layer}.{path}.lora_a"] = (16, rank)
+            shapes[f"model.layers.{layer}.{path}.lora_b"] = (rank, 8)
+    found = coverage_of(shapes)
+    assert found == (rank, ("q_proj", "up_proj"), first, last)
+    assert found.layers == last - first + 1
+    name = f"model.layers.{last}.mlp.up_proj"
+    shapes |= {f"{name}.lora_a": (16, rank + 1), f"{name}.lora_b": (rank + 1, 8)}
+    with pytest.raises(ValueError, match=f"different ranks .*{rank}.*{rank + 1}"):
+        coverage_of(shapes)
