@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="prepare | table")
     _prepare_options(commands.add_parser("prepare", help="write rows to train on and to ask"))
+    _table_options(commands.add_parser("table", help="ask before and after training"))
     given = parser.parse_args(argv)
     try:
         given.work(given)
@@ -75,6 +76,25 @@ def _prepare(given: Any) -> None:
         for category, found in counts[name].items():
             told = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in found.items())
             print(f"  {category}: {told}")
+
+
+def _table_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", help="bundle of the model")
+    parser.add_argument("--data", type=Path, required=True, help="folder that prepare wrote")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--max-seq-length", type=int, default=384, help="as that of prepare")
+    parser.add_argument("--questions", type=int, default=0, help="the first so many; 0 for all")
+    parser.add_argument("--seed", type=int, default=0, help="of the trainings")
+    parser.set_defaults(work=_table)
+
+
+def _table(given: Any) -> None:
+    from harness.tasks.bfcl.table import Stages, describe, run
+
+    stages = Stages(
+        given.bundle, given.data, given.output, given.max_seq_length, given.questions, given.seed
+    )
+    print(describe(run(stages)))
 
 
 if __name__ == "__main__":
