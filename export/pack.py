@@ -35,9 +35,8 @@ from ondevice.engine import Engine, Progress
 from ondevice.errors import StorageError, UsageError
 from ondevice.files import fsync_path, sha256_file, storage_errors
 from ondevice.lora import LoraSettings
-from ondevice.operations.elementwise import graph_key
 from ondevice.operations.tensors import Graph
-from ondevice.operations.values import DECODED_TOKENS
+from ondevice.operations.values import DECODED_TOKENS, graph_key
 from ondevice.version import __version__
 
 MakeEngine = Callable[[Path], Engine]

@@ -24,11 +24,18 @@ from support.source_rules import (
 )
 
 from ondevice.methods import METHODS
-from ondevice.operations import gated, tiled
+from ondevice.operations import cached_attention, gated, logits, placed, tiled
 from ondevice.operations.base import Operation
 from ondevice.operations.table import Stored
 
-OPERATIONS: tuple[type[Operation], ...] = (*get_args(Stored), gated.Gated, tiled.Tiled)
+OPERATIONS: tuple[type[Operation], ...] = (
+    *get_args(Stored),
+    gated.Gated,
+    tiled.Tiled,
+    placed.Placed,
+    cached_attention.CachedAttention,
+    logits.Logits,
+)
 NAMES = {one.__struct_config__.tag for one in OPERATIONS} | {*METHODS}
 CLASSES = {one.__name__ for one in OPERATIONS}
 

@@ -44,7 +44,7 @@ class Question:
 class Group:
     """Runs of one bundle that are asked the same: their names and folders."""
 
-    generator: Generator
+    generator: Generator[TextEncoder]
     rows: str
     questions: list[Question]
     runs: dict[str, Path] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def sample_tables(
     """
     groups: list[Group] = []
     notes: list[str] = []
-    generators: dict[str, Generator] = {}
+    generators: dict[str, Generator[TextEncoder]] = {}
     for name, path, settings in runs:
         file = next((one for one in reversed(TOKENS) if (path / one).exists()), None)
         if file is None:
@@ -134,7 +134,7 @@ def question(rows: Rows, index: int, encoder: TextEncoder) -> Question:
     return Question(Prompt(tokens[:start], encoder.end_tokens | last), expected)
 
 
-def _generator(run: Path, source: str) -> Generator:
+def _generator(run: Path, source: str) -> Generator[TextEncoder]:
     try:
         bundle = open_checked(source)
     except BundleError as problem:

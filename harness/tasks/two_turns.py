@@ -23,6 +23,7 @@ from ondevice.files import write_atomic
 from runtime.system.backend import prepare
 
 if TYPE_CHECKING:
+    from runtime.data.text_encoder import TextEncoder
     from runtime.methods.adapters import Adapters
     from runtime.run.generate import Generator
 
@@ -92,7 +93,7 @@ def with_template(bundle: Path, folder: Path) -> Path:
     return copy
 
 
-def said(generator: Generator, adapters: Adapters, city: str) -> list[str]:
+def said(generator: Generator[TextEncoder], adapters: Adapters, city: str) -> list[str]:
     """The model's answer to each question, after the right answers to those before it."""
     from runtime.data.prompts import chat_prompt
 

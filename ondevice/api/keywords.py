@@ -150,5 +150,12 @@ class GenerateKeywords(TypedDict, total=False):
 
     adapter: str | Path | None
     max_tokens: int
+    system: str | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
     chat: bool
+    budget: str
     device: str

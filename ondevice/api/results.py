@@ -206,8 +206,22 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class Generation:
-    """A continued prompt. text: the continuation alone."""
+    """A continued prompt.
+
+    text: the continuation alone.
+    stopped: why it is over: "end" (the model's), "max_tokens" or "context".
+    prompt_tokens_per_s: tokens of the prompt that were read each second.
+    tokens_per_s: tokens generated each second after the first; None if there was no second.
+    """
 
     prompt: str
     text: str
+    prompt_tokens: int
+    generated_tokens: int
+    stopped: str
+    prompt_tokens_per_s: float | None
+    tokens_per_s: float | None
+    budget_bytes: int
+    predicted_peak_bytes: int
+    peak_footprint_bytes: int
     notes: tuple[str, ...]

@@ -80,6 +80,7 @@ def generate(
 
     Raises:
         UsageError: an option is wrong, or the prompt is too long.
+        BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle or the adapter cannot be used, or has no tokenizer.
     """
     config = configured(GenerateConfig, {"bundle": bundle, "prompt": prompt, **options})
@@ -87,13 +88,9 @@ def generate(
     from runtime.run.generate import generate as pieces_of
 
     said = Said(on_note)
-    adapter = None if config.adapter is None else Path(config.adapter)
-    pieces = []
-    for piece in pieces_of(
-        *(config.bundle, config.prompt, adapter, config.max_tokens, config.chat, config.device),
-        said.note,
-    ):
+    pieces, generating = [], pieces_of(config, said.note)
+    for piece in generating:
         pieces.append(piece)
         if on_text is not None:
             on_text(piece)
-    return Generation(prompt, "".join(pieces), said.notes)
+    return Generation(prompt, "".join(pieces), **generating.facts, notes=said.notes)

@@ -104,8 +104,8 @@ COMMANDS = (
     Command(
         "generate",
         "continue a prompt, with or without an adapter",
-        "Takes the most likely token each time. For looking at results: it is slow, since there is "
-        "no key-value cache, and it has no memory budget.",
+        "Takes the most likely token each time, or draws tokens at random (--temperature). The "
+        "more memory the budget leaves, the faster it is.",
         "generate.GenerateConfig",
         "generate",
     ),

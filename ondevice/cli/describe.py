@@ -341,3 +341,20 @@ def _when(evaluation: str) -> str:
     """When an evaluation was made: "before" and "after" training, else a number of steps."""
     known = {"before": "before training", "after": "after training"}
     return known.get(evaluation, f"after step {evaluation}")
+
+
+def describe_generation(facts: dict[str, Any]) -> str:
+    """How fast a prompt was continued, and in how much memory."""
+    speeds = [
+        f"{counted(facts['prompt_tokens'], 'token')} of prompt"
+        + _speed(facts["prompt_tokens_per_s"]),
+        f"{counted(facts['generated_tokens'], 'token')} generated" + _speed(facts["tokens_per_s"]),
+    ]
+    return (
+        f"{'; '.join(speeds)}; peak footprint {format_bytes(facts['peak_footprint_bytes'])}, "
+        f"budget {format_bytes(facts['budget_bytes'])}"
+    )
+
+
+def _speed(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f", {tokens_per_s:.3g} tokens/s"

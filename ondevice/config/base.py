@@ -38,6 +38,7 @@ class Group(StrEnum):
     TRAINING = "training"
     ZEROTH_ORDER = "zeroth-order methods only (mezo and its variants)"
     EVALUATION = "evaluation"
+    SAMPLING = "sampling"
     STOPPING = "saving and stopping"
     OTHER = "other"
 

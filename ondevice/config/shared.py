@@ -58,6 +58,17 @@ def device_field() -> Any:
     )
 
 
+def budget_field() -> Any:
+    """The field for the memory budget of a command."""
+    return option(
+        "1GB",
+        "memory footprint that the process may reach, such as 300MB or 512MiB",
+        SIZE,
+        Group.MEMORY,
+        metavar="SIZE",
+    )
+
+
 def adapter_field(text: str) -> Any:
     """The field for a trained LoRA adapter to apply."""
     return option(None, text, FILLED, metavar="PATH")
@@ -180,13 +191,7 @@ class BundleConfig(Config):
     """Options of commands that use a bundle under a memory budget."""
 
     bundle: str = bundle_field()
-    budget: str = option(
-        "1GB",
-        "memory footprint that the process may reach, such as 300MB or 512MiB",
-        SIZE,
-        Group.MEMORY,
-        metavar="SIZE",
-    )
+    budget: str = budget_field()
     max_seq_length: int | None = option(
         None,
         "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "

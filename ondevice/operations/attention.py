@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from ondevice.operations.base import Execution, Operation, Tables, Visit, require
+from ondevice.operations.cached_attention import CachedAttention, slots_of
 from ondevice.operations.values import F32, Shape, T, shape_at
 
 STARTS = "@starts"  # the value that packed sequences have besides (no program can name it so)
@@ -41,6 +42,11 @@ class Attention(Operation, frozen=True):
     def statistics(self) -> tuple[str, ...]:
         """The log-sum-exp of each row of scores, from which the backward rebuilds them."""
         return (f"{self.outputs[0]}.lse",)
+
+    def decoding(self, context: int) -> Operation:
+        """`CachedAttention`: to the past tokens too."""
+        slots = slots_of(context, self.window)
+        return CachedAttention(self.inputs, self.outputs, self.scale, self.window, slots)
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset((*self.inputs, *self.outputs, *self.statistics))

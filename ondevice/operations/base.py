@@ -197,6 +197,14 @@ class Operation(
         """The operation that runs in its place on "cpu" or "gpu"."""
         return self
 
+    def decoding(self, context: int) -> Operation:
+        """The operation that runs in its place where a sequence of `context` tokens is decoded."""
+        return self
+
+    def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the float32 values that it keeps from one decoding to the next, by name."""
+        return {}
+
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         """Full names of the matrices that it reads."""
         return ()

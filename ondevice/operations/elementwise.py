@@ -12,22 +12,19 @@ from typing import ClassVar, Literal
 
 from ondevice.operations.base import Execution, Operation, Tables, Visit, require
 from ondevice.operations.gated import Gated
+from ondevice.operations.placed import Placed
 from ondevice.operations.values import (
     DECODED_TOKENS,
     F32,
     Shape,
     T,
+    graph_key,
     is_parameter,
     shape_at,
     token_tile_unit,
 )
 
 Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
-
-
-def graph_key(graph: str, direction: str, tokens: int) -> str:
-    """The key of a serialized function: `direction` is "forward", "vjp" or "decode"."""
-    return f"{graph}.{direction}.{tokens}"
 
 
 class Elementwise(Operation, frozen=True):
@@ -83,6 +80,10 @@ class Elementwise(Operation, frozen=True):
         if self.gated and device == "cpu":
             return Gated(self.inputs[:2], self.outputs[:1], self.gated)  # type: ignore[arg-type]
         return self
+
+    def decoding(self, context: int) -> Operation:
+        """`Placed` if results depend on positions."""
+        return Placed(self.inputs, self.outputs, self.graph) if self.position else self
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset(name for name in self.vjp_inputs if name[0] not in "@~")

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ondevice.operations.base import Execution, Operation, Tables, Visit, require
 from ondevice.operations.embedding import check_vocabulary
+from ondevice.operations.logits import Logits
 from ondevice.operations.tensors import Matrix
 from ondevice.operations.values import F32, Shape, T
 
@@ -23,6 +24,10 @@ class Head(Operation, frozen=True):
     @property
     def inputs_read(self) -> tuple[str, ...]:
         return self.inputs
+
+    def decoding(self, context: int) -> Operation:
+        """`Logits`, which has no loss."""
+        return Logits(self.inputs, self.matrix)
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ondevice.operations.base import Operation
 from ondevice.operations.table import Stored
@@ -26,6 +26,20 @@ class Program:
         """The last operation if it is a head, which schedules do not run; else None."""
         last = self.operations[-1] if self.operations else None
         return None if last is None or last.in_schedule else last
+
+    def decoding(self, context: int) -> Program:
+        """The program that decodes a sequence of at most `context` tokens, with a cache."""
+        operations = tuple(operation.decoding(context) for operation in self.operations)
+        return replace(self, operations=operations)
+
+    @property
+    def cached(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the values that stay from one decoding to the next, by name."""
+        return {
+            name: shape
+            for operation in self.operations
+            for name, shape in operation.cached(self.values).items()
+        }
 
 
 class BlockType(Record, frozen=True):

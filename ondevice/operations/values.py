@@ -34,6 +34,11 @@ def token_tile_unit(bucket: int) -> int:
     return unit if unit >= LEAST_TILE_TOKENS else bucket
 
 
+def graph_key(graph: str, direction: str, tokens: int) -> str:
+    """The key of a serialized function: `direction` is "forward", "vjp" or "decode"."""
+    return f"{graph}.{direction}.{tokens}"
+
+
 def token_axis(shape: Shape) -> int:
     """The index of the axis that runs over the tokens."""
     return shape.index(T)

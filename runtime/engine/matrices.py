@@ -13,7 +13,7 @@ from ondevice.operations.tensors import Matrix
 from runtime.engine.arrays import Arrays
 from runtime.engine.dequantize import dense
 from runtime.engine.profile import Profile
-from runtime.engine.tiles import ReadyTile
+from runtime.engine.tiles import Input, ReadyTile
 from runtime.engine.values import Move
 from runtime.storage.weight_source import WeightSource
 
@@ -48,6 +48,10 @@ class Matrices:
         if self.hold:
             self._held[key] = ready
         return ready
+
+    def input(self, x: mx.array, matrix: Matrix) -> Input:
+        """x (T, C) as the matrix's tiles take it, dequantized ones among them if there are any."""
+        return Input.of(x, matrix, self.packed and not self.materialized, self.arrays)
 
     def _ready(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
         with self.profile.span("read"):

@@ -14,13 +14,14 @@ from ondevice.bundle.store import Bundle
 from ondevice.operations.attention import STARTS
 from ondevice.operations.program import Block
 from ondevice.operations.tensors import Matrix
-from ondevice.operations.values import gradient_of
+from ondevice.operations.values import POSITION, gradient_of
 from runtime.engine.arrays import arrays_for
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.engine.kernels.base import Observe, Tools
 from runtime.engine.kernels.embedding import TOKENS
 from runtime.engine.kernels.head import HeadKernel, HeadResult, Targets
+from runtime.engine.kernels.logits import LogitsKernel
 from runtime.engine.matrices import Matrices, Place
 from runtime.engine.profile import Profile
 from runtime.engine.tiles import ReadyTile
@@ -135,6 +136,41 @@ class Model:
         lanes: list[Values] = [{source: x, **self._starts(one)} for x, one in pairs]
         xs.clear()
         return self._forward(block, lanes, loras)
+
+    def decode_lanes(
+        self,
+        block: Block,
+        xs: list[mx.array],
+        loras: Loras,
+        positions: Sequence[int],
+        cache: Values,
+    ) -> list[mx.array]:
+        """A layer's outputs (1, bucket, D) of parts of one sequence, in order; `xs` is emptied.
+
+        `positions` are those of the first token of each part. `cache` holds the layer's keys and
+        values of earlier tokens, to which those of these tokens are added.
+        """
+        source = self._lowered[block].program.input
+        lanes: list[Values] = [
+            {source: x, POSITION: mx.array(position, mx.int32), **cache}
+            for x, position in zip(xs, positions, strict=True)
+        ]
+        xs.clear()
+        return self._forward(block, lanes, [loras] * len(lanes))
+
+    def new_cache(self) -> dict[Block, Values]:
+        """The key-value cache of a sequence of no tokens, by layer."""
+        found = {
+            layer.block: {name: mx.zeros(shape) for name, shape in layer.program.cached.items()}
+            for layer in self.lowered.layers
+        }
+        mx.eval(found)
+        return found
+
+    def logits(self, h: mx.array) -> npt.NDArray[np.float32]:
+        """The logits (V,) of the token after the hidden state h (1, D)."""
+        with self.profile.span("head"):
+            return LogitsKernel(self.matrices).run(h, self.head_matrix)
 
     def _starts(self, offsets: Offsets | None) -> Values:
         """What attention reads of packed rows; padding is a row of its own. Nothing for one row."""

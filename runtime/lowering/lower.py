@@ -15,6 +15,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.operations.base import WHOLE, Execution, Operation
 from ondevice.operations.program import Block, Program
 from ondevice.operations.tiled import Tiled
+from ondevice.operations.values import DECODED_TOKENS, F32
 from runtime.lowering.schedule import (
     Body,
     Instruction,
@@ -56,6 +57,7 @@ class LoweredBlock:
     nothing reads it) from the input and the gradient of the output; `backward_kept` also uses the
     values `kept`. Layers before that one have no backward.
     `head` is the operation that passes over the vocabulary, in the last block.
+    A block that decodes has a forward only.
     """
 
     block: Block
@@ -75,12 +77,15 @@ class LoweredModel:
     """All blocks at one sequence bucket, and the sizes at which their operations run.
 
     `first_adapted` is the index of the first block with an adapter: a backward pass ends there.
+    `context` is the length of the sequences that are decoded, 0 if none are; then the bucket is how
+    many tokens are decoded at once.
     """
 
     blocks: tuple[LoweredBlock, ...]
     execution: Execution
     hold: bool
     first_adapted: int
+    context: int = 0
 
     @property
     def bucket(self) -> int:
@@ -117,20 +122,36 @@ class LoweredModel:
         return max(units, default=0)
 
     def graph_keys(self, backward: bool) -> set[str]:
-        """The keys of the serialized functions that rows of the bucket's length use."""
+        """The keys of the serialized functions that rows of the bucket's length use.
+
+        To decode, those for every number of tokens are used.
+        """
+        lengths = DECODED_TOKENS if self.context else (self.bucket,)
         return {
             key
             for block in self.blocks
             for operation in block.program.operations
-            for key in operation.graph_keys(self.bucket, backward and bool(block.program.input))
+            for length in lengths
+            for key in operation.graph_keys(length, backward and bool(block.program.input))
         }
 
+    @property
+    def cached_bytes(self) -> int:
+        """The bytes of the key-value cache of one sequence."""
+        shapes = (shape for one in self.blocks for shape in one.program.cached.values())
+        return sum(math.prod(shape) for shape in shapes) * F32
 
-def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> LoweredModel:
+
+def lower(
+    manifest: Manifest, bucket: int, sizes: Sizes, packed: bool, context: int = 0
+) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
 
+    With `context` they decode sequences of at most so many tokens, `bucket` tokens at once, and
+    keep keys and values.
     `packed` is the arithmetic of a GPU, which multiplies by whole quantized matrices. Those in
-    floating point are converted tile by tile there too.
+    floating point are converted tile by tile there too. A CPU multiplies a single token by packed
+    tiles: that takes less time than to dequantize them for it.
     """
     known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
     blocks = []
@@ -140,7 +161,9 @@ def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> Lowere
         input_wanted = index > first  # nothing is trained before it
         key = (block.type, adapted, input_wanted)
         if key not in known:
-            known[key] = _lower_block(manifest, block, bucket, sizes, adapted, input_wanted)
+            known[key] = _lower_block(
+                manifest, block, bucket, sizes, adapted, input_wanted, context
+            )
         blocks.append(replace(known[key], block=block))
     execution = Execution(
         manifest.tables,
@@ -148,9 +171,9 @@ def lower(manifest: Manifest, bucket: int, sizes: Sizes, packed: bool) -> Lowere
         _tile_rows(manifest, sizes.tile_values, packed),
         sizes.chunk_rows or _chunk_rows(manifest, sizes.tile_values),
         sizes.query_block,
-        packed,
+        packed or (context > 0 and bucket == 1),
     )
-    return LoweredModel(tuple(blocks), execution, sizes.hold, first)
+    return LoweredModel(tuple(blocks), execution, sizes.hold, first, context)
 
 
 def rows_at_once(rows: int, columns: int, values: int) -> int:
@@ -184,8 +207,11 @@ def _lower_block(
     sizes: Sizes,
     adapted: frozenset[str],
     input_wanted: bool,
+    context: int,
 ) -> LoweredBlock:
     program = manifest.block_types[block.type].program(manifest.device)
+    if context:
+        return _decoding(block, program.decoding(context), bucket, adapted)
     folded = fold(program)
     tokens = tile_tokens(folded, bucket, sizes.most_tokens)
     if tokens < bucket:
@@ -205,6 +231,14 @@ def _lower_block(
         bodied(backward_schedule(program, adapted, input_wanted, kept=True)),
         kept_values(program, adapted, input_wanted),
         program.head,
+    )
+
+
+def _decoding(block: Block, program: Program, tokens: int, adapted: frozenset[str]) -> LoweredBlock:
+    """A block that decodes, which takes all its tokens at once."""
+    forward = forward_schedule(program)
+    return LoweredBlock(
+        block, program, tokens, adapted, forward, (), (), (), frozenset(), program.head
     )
 
 

@@ -26,6 +26,8 @@ from runtime.storage.read_ahead import BUFFER_BYTES
 from runtime.system.machine import Machine
 
 GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file
+LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
+DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -60,7 +62,8 @@ class Request(msgspec.Struct, frozen=True):
     """What to plan for, besides the method's demand and the machine.
 
     `layout` is "budget", "paper" for the memory plan of the MeBP paper, or "whole" for blocks that
-    take all tokens at once.
+    take all tokens at once. With `context`, sequences of at most so many tokens are decoded, and
+    `bucket` is how many tokens a prompt's chunks have.
     """
 
     bucket: int
@@ -69,6 +72,7 @@ class Request(msgspec.Struct, frozen=True):
     layout: str = "budget"
     prefetch: bool = True
     adapter_dtype: str = "float32"
+    context: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,6 +112,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     materialized_layers: Natural  # how many of the first layers stay dequantized
     materialized_bytes: Natural
     blocks: tuple[BlockPeak, ...]
+    context: Natural = 0  # of the sequences that are decoded
+    cached_bytes: Natural = 0  # of the key-value cache
+    materialized_head: bool = False  # whether the head's matrix stays dequantized too
 
     @property
     def sizes(self) -> Sizes:
@@ -126,6 +133,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def active_bytes(self) -> int:
         """The bytes that MLX has allocated at the peak."""
         fixed = self.adapter_bytes + self.gradient_bytes + self.weight_update_bytes
+        fixed += self.cached_bytes
         return self.live_bytes + fixed + self.kept_bytes + self.materialized_bytes
 
     @property
@@ -164,7 +172,7 @@ class Planner:
     def __init__(self, manifest: Manifest, machine: Machine) -> None:
         self.manifest = msgspec.structs.replace(manifest, device=machine.device)
         self.machine = machine
-        self._lowered: tuple[tuple[int, Sizes], LoweredModel] | None = None
+        self._lowered: tuple[tuple[int, Sizes, int], LoweredModel] | None = None
 
     def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
         """The most generous plan that fits.
@@ -218,7 +226,7 @@ class Planner:
         if demand.lanes_in_spare_memory:
             lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
         process = self._process_bytes(request, model)
-        fixed = process + adapters + gradients + model.weight_update_bytes
+        fixed = process + adapters + gradients + model.weight_update_bytes + lowered.cached_bytes
         return Plan(
             budget_bytes=budget_bytes,
             limit_bytes=self.machine.limit_bytes,
@@ -252,6 +260,8 @@ class Planner:
             materialized_layers=0,
             materialized_bytes=0,
             blocks=blocks,
+            context=request.context,
+            cached_bytes=lowered.cached_bytes,
         )
 
     def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
@@ -262,10 +272,13 @@ class Planner:
 
     def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
         """The model of bytes in use under given sizes."""
-        key = (request.bucket, sizes)
+        key = (request.bucket, sizes, request.context)
         if self._lowered is None or self._lowered[0] != key:
             self._lowered = None
-            self._lowered = (key, lower(self.manifest, *key, self.machine.packed))
+            lowered = lower(
+                self.manifest, request.bucket, sizes, self.machine.packed, request.context
+            )
+            self._lowered = (key, lowered)
         return PeakModel(self.manifest, self._lowered[1], demand, request.adapter_dtype)
 
     def _process_bytes(self, request: Request, model: PeakModel) -> int:
@@ -323,12 +336,17 @@ class Planner:
                     break
                 kept, kept_bytes = count, added
         spare -= kept_bytes
+        head = False
         if not self.machine.packed:
             for index in layers:
                 more = materialized_bytes + model.materialized_bytes(index)
                 if more > spare:
                     break
                 materialized, materialized_bytes = materialized + 1, more
+            if request.context and materialized == len(layers):  # each token passes over the head
+                more = materialized_bytes + model.materialized_bytes(len(layers) + 1)
+                head = more <= spare
+                materialized_bytes = more if head else materialized_bytes
         return msgspec.structs.replace(
             plan,
             predicted_peak_bytes=plan.predicted_peak_bytes + kept_bytes + materialized_bytes,
@@ -336,19 +354,25 @@ class Planner:
             kept_bytes=kept_bytes,
             materialized_layers=materialized,
             materialized_bytes=materialized_bytes,
+            materialized_head=head,
         )
 
     def _refusal(self, request: Request, demand: Demand, budget_bytes: int, smallest: int) -> str:
         name = self.manifest.provenance.get("name", self.manifest.family)
         rounded = math.ceil(smallest / 1e6) * 1_000_000
+        length = request.context or request.bucket
         text = (
             f"budget {format_bytes(budget_bytes)} < {format_bytes(rounded)} needed by {name} at "
-            f"{request.bucket} tokens; the smallest that fits is {format_bytes(rounded)}"
+            f"{length} tokens; the smallest that fits is {format_bytes(rounded)}"
         )
         room = MARGIN * budget_bytes
-        for bucket in reversed([b for b in self.manifest.buckets if b < request.bucket]):
-            if self._least(msgspec.structs.replace(request, bucket=bucket), demand) <= room:
-                return f"{text}, or use --max-seq-length {bucket}"
+        if request.context:
+            if fits := self._largest_context(request, demand, room):
+                return f"{text}, or keep prompt and answers to {fits} tokens together"
+        else:
+            for bucket in reversed([b for b in self.manifest.buckets if b < request.bucket]):
+                if self._least(msgspec.structs.replace(request, bucket=bucket), demand) <= room:
+                    return f"{text}, or use --max-seq-length {bucket}"
         blas = self.machine.blas
         one_thread = msgspec.structs.replace(
             self.machine, blas=msgspec.structs.replace(blas, threads=1)
@@ -361,6 +385,16 @@ class Planner:
         if demand.holds_gradients:
             return f"{text}; without --grad-accumulation fewer gradients are held"
         return text
+
+    def _largest_context(self, request: Request, demand: Demand, room: float) -> int:
+        """The largest shorter context, halved some times, that fits; 0 if none does."""
+        context = request.context // 2
+        while context >= LEAST_CONTEXT:
+            shorter = msgspec.structs.replace(request, context=context)
+            if self._least(shorter, demand) <= room:
+                return context
+            context //= 2
+        return 0
 
 
 def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: PeakModel) -> int:

@@ -9,12 +9,14 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.config.shared import StepConfig
 from ondevice.errors import BudgetError, UsageError
+from ondevice.operations.values import CHUNK_TOKENS
 from ondevice.units import format_bytes
 from runtime.lowering.lower import lower
 from runtime.methods.registry import method
 from runtime.planner.demand import Demand, lane_choices
 from runtime.planner.limit import check_limit
 from runtime.planner.plan import (
+    DECODING_LANES,
     EVALUATION_LANES,
     LEVELS,
     Plan,
@@ -28,6 +30,10 @@ from runtime.system.machine import Machine
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
 """What an evaluation needs: the adapters of all blocks, and rows that travel together."""
+
+
+DECODING = Demand(slots=0, lanes=lane_choices(DECODING_LANES), all_adapters=True, trains=False)
+"""What decoding needs: the adapters of all blocks, and chunks of a prompt that travel together."""
 
 
 class Wanted(NamedTuple):
@@ -88,6 +94,19 @@ def plan_evaluation(
     request = Request(choose_bucket(manifest, length), adapter_dtype=adapter_dtype)
     wanted = Wanted(request, EVALUATION, budget_bytes)
     return make_plan(manifest, machine_for(bundle, arithmetic), wanted)
+
+
+def plan_decoding(
+    bundle: Bundle, budget_bytes: int, context: int, arithmetic: str = "auto"
+) -> Plan:
+    """The plan on this machine to decode a sequence of at most `context` tokens.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    request = Request(CHUNK_TOKENS, prefetch=False, context=context)  # read again for each token
+    wanted = Wanted(request, DECODING, budget_bytes)
+    return make_plan(bundle.manifest, machine_for(bundle, arithmetic), wanted)
 
 
 def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:

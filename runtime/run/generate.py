@@ -1,86 +1,172 @@
-"""Greedy generation from a bundle, with a full forward per token, to see what training has changed.
-
-There is no key-value cache; the cost of a token is that of a row. For serving, hand the adapters
-to mlx-lm.
-"""
+"""Generation from a bundle: prompts continued token by token, with a key-value cache."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
+from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
+from ondevice.config.generate import GenerateConfig, GenerationConfig
 from ondevice.errors import UsageError
-from ondevice.lora import LoraSettings
+from ondevice.notes import warning
 from runtime.data.prompts import Prompt, confined_prompt
-from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
-from runtime.run.budget import plan_evaluation
+from runtime.run.budget import check_budget, plan_decoding
+from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
+from runtime.run.sampling import Sampling
 from runtime.run.traced_graphs import Note, silent
 from runtime.system.cgroup import memory_limit_bytes
+from runtime.system.footprint import Meter
+from runtime.system.heap import trim_heap
 
-if TYPE_CHECKING:
-    from runtime.data.text_encoder import TextEncoder
-
-BUDGET_BYTES = 1_000_000_000  # for the plan's sizes; the tokenizer in this process comes on top
-
-
-def next_token(model: Model, adapters: Adapters, tokens: list[int]) -> int:
-    """The most likely token after `tokens`."""
-    x = model.embed(np.array(tokens, np.int64))
-    for block in model.blocks[1:-1]:
-        x = model.forward(block, x, adapters.loras(block))
-        model.release(block)
-    h = model.hidden(x, np.array([len(tokens) - 1]))
-    (result,) = model.losses([h], [np.zeros(1, np.int64)], gradient=False, predictions=True)
-    model.release(model.blocks[-1])
-    assert result.predicted is not None
-    return int(result.predicted.item())  # type: ignore[arg-type]
+BUDGET_BYTES = 1_000_000_000  # where no budget is given
+SHOWN_BEFORE = 16  # tokens of a prompt with which its continuation is turned into text
+GREEDY = Sampling()
 
 
-class Generator:
-    """A bundle that continues prompts, with the adapter that each is given.
+class Decodes(Protocol):
+    """Turns tokens into text."""
 
-    longest: the most tokens of a prompt and its continuation together.
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+E = TypeVar("E", bound=Decodes)
+
+
+@dataclass
+class Answer:
+    """How one prompt was continued. It is complete when its pieces have been read.
+
+    prompt_tokens: of the prompt.  read_tokens: of these, what the cache did not hold yet.
+    tokens: the continuation, without the token that ended it.
+    prompt_s: until the first token.  seconds: from then on, in which `timed` tokens came.
+    stopped: why it is over: "end" (the model's), "max_tokens" or "context"; else "".
     """
 
-    def __init__(self, bundle: Bundle, encoder: TextEncoder, longest: int | None = None) -> None:
+    prompt_tokens: int
+    read_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    prompt_s: float = 0.0
+    seconds: float = 0.0
+    timed: int = 0
+    stopped: str = ""
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """Tokens of the prompt that were read each second."""
+        return self.read_tokens / self.prompt_s if self.prompt_s else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the continuation each second, after the first."""
+        return self.timed / self.seconds if self.timed else None
+
+
+class Generator(Generic[E]):
+    """A bundle that continues prompts, with the adapter that each is given.
+
+    longest: the most tokens of a prompt and its continuation together; by default those of the
+    longest sequence bucket.
+    budget_bytes: what the plan fits. Adapters with other settings than the first may take more.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        encoder: E,
+        longest: int | None = None,
+        budget_bytes: int | None = None,
+    ) -> None:
         self.bundle, self.encoder = bundle, encoder
         self.longest = longest or bundle.manifest.buckets[-1]
-        self._sessions: dict[LoraSettings, Session] = {}
+        self._budget_bytes = budget_bytes
+        self._session: Session | None = None
+        self._decoder: Decoder | None = None
 
     def adapters(self, path: Path | None) -> Adapters:
         """The adapters in a run, folder or file; without one those that change nothing."""
         return Adapters.applied(to_apply(path, self.bundle).manifest, path)
 
-    def _session(self, lora: LoraSettings) -> Session:
-        """The model with adapters of these settings."""
-        if lora not in self._sessions:
-            bundle = self.bundle.with_lora(lora)
-            budget_bytes = min(BUDGET_BYTES, memory_limit_bytes() or BUDGET_BYTES)
-            plan = plan_evaluation(bundle, budget_bytes, self.longest)
-            self._sessions[lora] = open_session(bundle, plan)
-        return self._sessions[lora]
+    def session(self, adapters: Adapters) -> Session:
+        """The model, planned for adapters like these when it is first asked for.
 
-    def pieces(self, prompt: Prompt, adapters: Adapters, max_tokens: int) -> Iterator[str]:
-        """Yield the continuation of a prompt, up to an end or `max_tokens`."""
-        session = self._session(adapters.manifest.lora)
-        tokens, decode = list(prompt.tokens), self.encoder.decode
-        length = min(self.longest, len(tokens) + max_tokens)
-        shown = decode(tokens)
-        while len(tokens) < length:
-            token = next_token(session.model(len(tokens)), adapters, tokens)
+        Raises:
+            BudgetError: it does not fit.
+        """
+        if self._session is None:
+            bundle = self.bundle.with_lora(adapters.manifest.lora)
+            most = memory_limit_bytes() or BUDGET_BYTES
+            budget_bytes = self._budget_bytes or min(BUDGET_BYTES, most)
+            self._session = open_session(bundle, plan_decoding(bundle, budget_bytes, self.longest))
+        return self._session
+
+    def _decoder_for(self, adapters: Adapters) -> Decoder:
+        """The sequence so far, where it was read with the same adapters; else a new one."""
+        if self._decoder is None or self._decoder.adapters is not adapters:
+            self._decoder = None  # before the next cache is allocated
+            self._decoder = Decoder(self.session(adapters), adapters)
+        return self._decoder
+
+    def tokens(
+        self,
+        prompt: Prompt,
+        adapters: Adapters,
+        max_tokens: int,
+        sampling: Sampling,
+        answer: Answer,
+    ) -> Iterator[int]:
+        """Yield the tokens that continue a prompt, up to an end; `answer` is filled meanwhile.
+
+        What the prompt has in common with the sequence before is not read again.
+        """
+        decoder = self._decoder_for(adapters)
+        room = self.longest - len(prompt.tokens)
+        if room <= 0:
+            answer.stopped = "context"
+            return
+        start = time.perf_counter()
+        given = prompt.tokens[decoder.rewind(prompt.tokens) :]
+        answer.read_tokens = len(given)
+        for count in range(min(max_tokens, room)):
+            logits = decoder.read(given)
+            token = sampling.choose(logits, len(decoder.tokens))
+            now = time.perf_counter()
+            if count:
+                answer.seconds, answer.timed = now - start - answer.prompt_s, count
+            else:
+                answer.prompt_s = now - start
             if token in prompt.ends:
-                break
+                answer.stopped = "end"
+                return
+            answer.tokens.append(token)
+            yield token
+            given = [token]
+        answer.stopped = "max_tokens" if max_tokens <= room else "context"
+
+    def pieces(
+        self,
+        prompt: Prompt,
+        adapters: Adapters,
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        answer: Answer | None = None,
+    ) -> Iterator[str]:
+        """Yield the continuation of a prompt as text, up to an end or `max_tokens`."""
+        answer = answer or Answer(len(prompt.tokens))
+        tokens, decode = list(prompt.tokens[-SHOWN_BEFORE:]), self.encoder.decode
+        shown = decode(tokens)
+        for token in self.tokens(prompt, adapters, max_tokens, sampling, answer):
             tokens.append(token)
             text = decode(tokens)
             end = text.find(prompt.ending, len(shown)) if prompt.ending else -1
             if end >= 0:
+                answer.stopped = "end"
                 yield text[len(shown) : end]
                 return
             # hold back incomplete characters, and text that may become the ending
@@ -91,49 +177,132 @@ class Generator:
             yield rest
 
     def text(self, prompt: Prompt, adapters: Adapters, max_tokens: int) -> str:
-        """The whole continuation."""
+        """The whole continuation, greedily."""
         return "".join(self.pieces(prompt, adapters, max_tokens))
 
 
-def generate(
-    path: str,
-    prompt: str,
-    adapter: Path | None,
-    max_tokens: int,
-    chat: bool = False,
-    device: str = "auto",
-    note: Note = silent,
-) -> Iterator[str]:
-    """Yield the continuation of `prompt`, piece by piece, up to an end token or `max_tokens`.
+class Generating:
+    """The continuation of one prompt under a budget: an iterator over its text, and its facts."""
 
-    With `chat` the prompt is what a user says, and the continuation the answer, by the chat
-    template of the bundle. For `device` and `note` see `with_graphs`.
+    def __init__(self, config: GenerateConfig, note: Note = silent) -> None:
+        self.config = config
+        self.answer = Answer(0)
+        self._measured: dict[str, Any] = {}
+        self._pieces = self._run(note)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Speeds and memory, complete when the text has been read."""
+        return {**facts_of(self.answer), **self._measured}
+
+    def _run(self, note: Note) -> Iterator[str]:
+        config = self.config
+        with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+            adapter = None if config.adapter is None else Path(config.adapter)
+            bundle = to_apply(adapter, open_checked(config.bundle, config.device, note))
+            prompt = checked_prompt(bundle, config.said, config.prompt)
+            limit = longest_sequence(bundle.manifest)
+            context = len(prompt.tokens) + config.max_tokens
+            if limit is not None:
+                context = _within(limit, len(prompt.tokens), config.max_tokens, note)
+            from runtime.data.text_encoder import load_encoder
+
+            encoder = load_encoder(bundle.path)
+            generator = Generator(bundle, encoder, context, config.budget_bytes)
+            adapters = generator.adapters(adapter)
+            plan = generator.session(adapters).plan
+            if plan.warning:
+                note(warning(plan.warning))
+            meter.aim(plan.predicted_peak_bytes)
+            self.answer.prompt_tokens = len(prompt.tokens)
+            for piece in generator.pieces(
+                prompt, adapters, config.max_tokens, sampling_of(config), self.answer
+            ):
+                yield piece
+                check_budget(meter, plan, f"generation ended at token {len(self.answer.tokens)}")
+            self._measured = {
+                "budget_bytes": config.budget_bytes,
+                "predicted_peak_bytes": plan.predicted_peak_bytes,
+                "peak_footprint_bytes": meter.peak_bytes,
+            }
+
+
+def facts_of(answer: Answer) -> dict[str, Any]:
+    """An answer's counts and speeds, as JSON has them."""
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "generated_tokens": len(answer.tokens),
+        "stopped": answer.stopped,
+        "prompt_tokens_per_s": answer.prompt_tokens_per_s,
+        "tokens_per_s": answer.tokens_per_s,
+    }
+
+
+def sampling_of(config: GenerationConfig) -> Sampling:
+    """How a configuration chooses tokens."""
+    return Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.seed)
+
+
+def longest_sequence(manifest: Manifest) -> int | None:
+    """The most tokens for which a model was made; None where its configuration does not say."""
+    found = manifest.config.get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def checked_prompt(bundle: Bundle, said: object, shown: str) -> Prompt:
+    """The prompt for a text or a conversation, written in a process of its own.
 
     Raises:
         DataError: the bundle has no tokenizer, or no chat template where one is wanted, or one that
             takes more than it may.
-        UsageError: the prompt is not valid Unicode or is longer than the longest sequence bucket.
+        UsageError: the prompt is not valid Unicode, is empty, or is not of the model's tokens.
     """
-    from runtime.data.text_encoder import load_encoder
-
     try:
-        prompt.encode()
+        shown.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"the prompt {prompt!r:.80} is not valid UTF-8") from None
-    bundle = open_checked(path, device, note)
-    encoder = load_encoder(bundle.path)
-    said = [{"role": "user", "content": prompt}] if chat else prompt
-    given = confined_prompt(bundle.path, said)
-    tokens = given.tokens
-    if not tokens:
+        raise UsageError(f"the prompt {shown!r:.80} is not valid UTF-8") from None
+    prompt = confined_prompt(bundle.path, said)
+    if not prompt.tokens:
         raise UsageError("the prompt has no tokens")
-    if max(tokens) >= bundle.manifest.vocab_size:
-        raise UsageError(f"the prompt has token {max(tokens)}, which the model does not embed")
-    longest = bundle.manifest.buckets[-1]
-    if len(tokens) >= longest:
-        raise UsageError(f"the prompt has {len(tokens)} tokens; the bundle's longest is {longest}")
-    generator = Generator(bundle, encoder, min(longest, len(tokens) + max_tokens))
-    yield from generator.pieces(given, generator.adapters(adapter), max_tokens)
+    if max(prompt.tokens) >= bundle.manifest.vocab_size:
+        raise UsageError(
+            f"the prompt has token {max(prompt.tokens)}, which the model does not embed"
+        )
+    return prompt
+
+
+def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:
+    """The context of a prompt and its continuation, cut to what the model was made for."""
+    if prompt >= limit:
+        raise UsageError(
+            f"the prompt has {prompt} tokens; the model was made for sequences of at most {limit} "
+            "(max_position_embeddings): shorten it"
+        )
+    if prompt + max_tokens > limit:
+        note(
+            warning(
+                f"the prompt has {prompt} tokens, and the model was made for sequences of at most "
+                f"{limit}: the answer ends after {limit - prompt} tokens, not {max_tokens}"
+            )
+        )
+    return min(limit, prompt + max_tokens)
+
+
+def generate(config: GenerateConfig, note: Note = silent) -> Generating:
+    """The continuation of a prompt, piece by piece, up to an end token or `max_tokens`.
+
+    With `config.chat` the prompt is what a user says, and the continuation the answer, by the chat
+    template of the bundle. `note` receives lines for people.
+
+    Raises, while it is read:
+        BudgetError: the budget is too small, or was passed.
+        DataError, UsageError: as `checked_prompt`; or the prompt is longer than what the model was
+            made for.
+    """
+    return Generating(config, note)
 
 
 def _begins(ending: str, text: str) -> bool:

@@ -61,13 +61,22 @@ class Session:
 
     def _lower(self, bucket: int) -> LoweredModel:
         packed = self.plan.arithmetic == "packed"
-        return lower(self.bundle.manifest, bucket, self.plan.sizes, packed)
+        return lower(self.bundle.manifest, bucket, self.plan.sizes, packed, self.plan.context)
+
+    def decoding(self, tokens: int) -> Model:
+        """The model that decodes so many tokens at once, one of `DECODED_TOKENS`.
+
+        It takes a plan with a context.
+        """
+        return self._at(tokens)
 
     def materialize(self) -> None:
-        """Dequantize the layers that the plan keeps dequantized."""
+        """Dequantize the layers that the plan keeps dequantized, and the head's matrix."""
         manifest = self.bundle.manifest
-        layers = manifest.layers[: self.plan.materialized_layers]
-        chosen = [matrix for block in layers for matrix in manifest.matrices_of(block)]
+        blocks = [*manifest.layers[: self.plan.materialized_layers]]
+        if self.plan.materialized_head:
+            blocks.append(manifest.blocks[-1])
+        chosen = [matrix for block in blocks for matrix in manifest.matrices_of(block)]
         self._at(self.plan.bucket).matrices.materialize(chosen)
 
 

@@ -24,6 +24,7 @@ from ondevice.files import write_atomic
 
 if TYPE_CHECKING:
     from ondevice.config.evaluate import EvalConfig
+    from runtime.data.text_encoder import TextEncoder
     from runtime.run.generate import Generator
 
 RIGHT, WRONG, MALFORMED, UNJUDGED = "right", "wrong", "malformed", "unjudged"
@@ -157,7 +158,7 @@ def _asked(file: Path, most: int) -> list[tuple[Question, str]]:
 
 
 def _answer(
-    generator: Generator, adapters: Any, name: str, text: str, max_tokens: int
+    generator: Generator[TextEncoder], adapters: Any, name: str, text: str, max_tokens: int
 ) -> tuple[str, bool]:
     """The model's line after a prompt, and whether it was cut before its end."""
     from runtime.data.prompts import text_prompt

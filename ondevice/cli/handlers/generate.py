@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from ondevice.cli.handlers.common import configuration, note, set_up
 from ondevice.config.generate import GenerateConfig
@@ -14,15 +13,15 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(GenerateConfig, arguments)
     set_up()
+    from ondevice.cli.describe import describe_generation
     from runtime.run.generate import generate
 
-    adapter = None if config.adapter is None else Path(config.adapter)
-    pieces = generate(
-        config.bundle, config.prompt, adapter, config.max_tokens, config.chat, config.device, note
-    )
+    generating = generate(config, note)
     if arguments.json:
-        print(json.dumps({"prompt": config.prompt, "text": "".join(pieces)}))
+        text = "".join(generating)
+        print(json.dumps({"prompt": config.prompt, "text": text, **generating.facts}))
         return
-    for piece in pieces:
+    for piece in generating:
         print(piece, end="", flush=True)
-    print()
+    print(flush=True)
+    note(describe_generation(generating.facts))

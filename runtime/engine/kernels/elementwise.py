@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ondevice.operations.elementwise import Elementwise, graph_key
+from ondevice.operations.elementwise import Elementwise
 from ondevice.operations.program import Program
-from ondevice.operations.values import gradient_of, is_parameter, shape_at, token_axis
+from ondevice.operations.values import gradient_of, graph_key, is_parameter, shape_at, token_axis
 from runtime.engine.kernels.base import Run, Tools
 from runtime.engine.values import Gradients, Loras, Values
 

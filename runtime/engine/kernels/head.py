@@ -126,7 +126,7 @@ class HeadKernel:
         arrays = self.matrices.arrays
         chosen = self.matrices.rows(matrix, targets, move)
         return _Lane(
-            Input.of(h, matrix, self.matrices.packed, arrays),
+            self.matrices.input(h, matrix),
             chosen,
             mx.full((count, 1), -mx.inf),
             mx.zeros((count, 1)),

@@ -21,7 +21,7 @@ from ondevice.operations.tensors import Matrix
 from runtime.engine.dropout import Mask
 from runtime.engine.kernels.base import Run, Tools
 from runtime.engine.matrices import Matrices
-from runtime.engine.tiles import Input, RowSum
+from runtime.engine.tiles import RowSum
 from runtime.engine.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
 
 
@@ -74,7 +74,7 @@ class LoraProducts:
         tiles leave in the heap, and every tile would need new memory.
         """
         matrices, arrays = self.matrices, self.matrices.arrays
-        inputs = [Input.of(x, matrix, matrices.packed, arrays) for x in xs]
+        inputs = [matrices.input(x, matrix) for x in xs]
         if len(list(matrices.ranges(matrix))) == 1:
             whole: dict[int, mx.array] = {}
             for tile, lanes in matrices.as_seen(matrix, 0, matrix.rows, moves):

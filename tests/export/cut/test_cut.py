@@ -18,12 +18,12 @@ from export.sources.random import PRESETS
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
 from ondevice.operations.attention import Attention
-from ondevice.operations.elementwise import Elementwise, graph_key
+from ondevice.operations.elementwise import Elementwise
 from ondevice.operations.embedding import Embedding
 from ondevice.operations.head import Head
 from ondevice.operations.linear import Linear
 from ondevice.operations.program import BlockType
-from ondevice.operations.values import T, shape_at
+from ondevice.operations.values import T, graph_key, shape_at
 from runtime.storage.weights import Weights
 
 Tiny = Callable[..., Bundle]

@@ -27,9 +27,9 @@ from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
 from ondevice.operations.attention import Attention
-from ondevice.operations.elementwise import Elementwise, graph_key
+from ondevice.operations.elementwise import Elementwise
 from ondevice.operations.program import BlockType
-from ondevice.operations.values import Shape, T, shape_at
+from ondevice.operations.values import Shape, T, graph_key, shape_at
 from runtime.engine.kernels.elementwise import ElementwiseKernel
 from runtime.lowering.lower import Sizes, lower
 from runtime.planner.peak import PeakModel

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.bundles import runnable
+from support.generation import pieces
 from support.runs import here, ondevice, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
@@ -18,7 +19,6 @@ from harness.compare.samples import MOST_PROMPT, question, sample_tables
 from ondevice.bundle.store import Bundle
 from runtime.data.rows import TokenRows
 from runtime.data.text_encoder import load_encoder
-from runtime.run.generate import generate
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -82,7 +82,7 @@ def test_the_tables_hold_what_generation_says(bundle: Bundle, runs: Path) -> Non
         assert expected == answer
         most = len(ids(dict(SAID)[message])) + 1 + 8  # its end, and what may be longer
         for one, adapter in zip(said, (None, runs / "a", runs / "b"), strict=True):
-            whole = generate(str(bundle.path), message, adapter, most, chat=True)
+            whole = pieces(bundle, message, adapter, most, chat=True)
             assert one == "".join(whole).strip()
     assert len({text for line in both.rows[1:] for text in line[2:]}) > 2
 

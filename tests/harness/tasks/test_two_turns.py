@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.generation import pieces
 from support.text_bundle import text_bundle
 
 from harness.tasks.two_turns import (
@@ -21,7 +22,7 @@ from harness.tasks.two_turns import (
 )
 from runtime.data.chat import has_template
 from runtime.data.text_encoder import load_encoder
-from runtime.run.generate import Generator, generate
+from runtime.run.generate import Generator
 from runtime.run.open import open_checked
 
 
@@ -61,7 +62,7 @@ def test_each_turn_is_asked_after_the_right_answers(
     found = said(generator, generator.adapters(None), "Oslo")
     assert len(found) == len(ANSWERS)
     for question, text in zip(("How is th", "And tomor"), found, strict=True):
-        whole = generate(str(bundle.path), question, None, 12, chat=True)
+        whole = pieces(bundle, question, None, 12, chat=True)
         assert text == "".join(whole).strip()
 
 

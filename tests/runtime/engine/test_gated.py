@@ -19,10 +19,10 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError
 from ondevice.operations.base import Operation, Visit
-from ondevice.operations.elementwise import Activation, Elementwise, graph_key
+from ondevice.operations.elementwise import Activation, Elementwise
 from ondevice.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
 from ondevice.operations.program import BlockType
-from ondevice.operations.values import F32
+from ondevice.operations.values import F32, graph_key
 from runtime.engine.kernels.base import Run
 from runtime.engine.kernels.gated import gated, gated_vjp
 from runtime.lowering.lower import LoweredModel, Sizes, lower

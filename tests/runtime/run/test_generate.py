@@ -9,8 +9,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.bundles import settings
+from support.bundles import copied, manifest_of, rewrite, settings
 from support.checkpoints import weights_of, write_folder
+from support.generation import generating, pieces
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 
@@ -23,7 +24,6 @@ from ondevice.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
 from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder
-from runtime.run.generate import generate
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 
@@ -52,8 +52,8 @@ def test_it_says_what_the_dense_model_would(
 ) -> None:
     prompt = [BOS, *ids("the cat ")]
     wanted = text_of(prompt + continued(bundle, prompt, 12)).removeprefix(text_of(prompt))
-    pieces = list(generate(str(bundle.path), "the cat ", None, 12))
-    assert "".join(pieces) == wanted and len(pieces) == 12
+    found = list(pieces(bundle, "the cat ", None, 12))
+    assert "".join(found) == wanted and len(found) == 12
     command = ["generate", str(bundle.path), "--prompt", "the cat ", "--max-tokens", "12"]
     assert main(command) == 0
     assert capsys.readouterr().out == f"{wanted}\n"
@@ -64,7 +64,7 @@ def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
     tokens = continued(bundle, prompt, 6)
     path = str(bundle.path)
     wanted = text_of(prompt + tokens).removeprefix(text_of(prompt))
-    assert "".join(generate(path, "cat", None, 6, chat=True)) == wanted
+    assert "".join(pieces(path, "cat", None, 6, chat=True)) == wanted
     assert ChatTemplate(bundle.tokenizer_path).ending == ""
 
 
@@ -88,10 +88,10 @@ def test_an_answer_ends_where_the_template_ends_it(
     whole = text_of(prompt + continued(bundle, prompt, 12)).removeprefix(text_of(prompt))
     ending = whole[5 : 5 + length]
     monkeypatch.setattr(ChatTemplate, "ending", property(lambda self: ending))
-    pieces = list(generate(str(bundle.path), "cat", None, 12, chat=True))
-    assert "".join(pieces) == whole[: whole.index(ending)]
+    found = list(pieces(bundle, "cat", None, 12, chat=True))
+    assert "".join(found) == whole[: whole.index(ending)]
     monkeypatch.setattr(ChatTemplate, "ending", property(lambda self: whole[-1:] + "#"))
-    assert "".join(generate(str(bundle.path), "cat", None, 12, chat=True)) == whole
+    assert "".join(pieces(bundle, "cat", None, 12, chat=True)) == whole
 
 
 @pytest.mark.usefixtures("rendered_here")
@@ -108,7 +108,7 @@ def test_special_tokens_end_an_answer(bundle: Bundle, monkeypatch: pytest.Monkey
         monkeypatch.setattr(ChatTemplate, "ending", property(lambda self, text=ending: text))
         before = tokens[: tokens.index(tokens[4])]
         wanted = text_of(prompt + before).removeprefix(text_of(prompt))
-        assert "".join(generate(str(bundle.path), "cat", None, 6, chat=True)) == wanted
+        assert "".join(pieces(bundle, "cat", None, 6, chat=True)) == wanted
 
 
 def test_ends_are_those_of_the_checkpoint(bundle: Bundle, tmp_path: Path) -> None:
@@ -120,19 +120,76 @@ def test_ends_are_those_of_the_checkpoint(bundle: Bundle, tmp_path: Path) -> Non
         assert load_encoder(folder).ends == found
 
 
-def test_it_ends_with_the_longest_bucket_and_refuses_what_does_not_fit(bundle: Bundle) -> None:
-    assert len(list(generate(str(bundle.path), "the", None, 1000))) <= 30
-    with pytest.raises(UsageError, match="the bundle's longest is 32"):
-        list(generate(str(bundle.path), "a" * 40, None, 1))
+def test_a_sequence_is_no_longer_than_the_model_was_made_for(
+    bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is longer than the longest sequence bucket, of 32 tokens."""
+    prompt = [BOS, *ids("the cat ")]
+    wanted = text_of(prompt + continued(bundle, prompt, 50)).removeprefix(text_of(prompt))
+    long = generating(bundle, "the cat ", max_tokens=50)
+    assert "".join(long) == wanted
+    assert long.facts["stopped"] == "max_tokens" and long.facts["generated_tokens"] == 50
+    short = copied(bundle, tmp_path / "short")
+    document = manifest_of(short)
+    document["config"]["max_position_embeddings"] = 20
+    rewrite(short, document)
+    command = ["generate", str(short), "--prompt", "the cat ", "--json"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    room = 20 - len(prompt)
+    assert found["stopped"] == "context" and found["generated_tokens"] == room
+    assert f"the answer ends after {room} tokens, not 64" in said.err
+    assert wanted.startswith(found["text"]) and found["prompt_tokens"] == len(prompt)
+    with pytest.raises(UsageError, match="41 tokens; the model was made for sequences of at most"):
+        list(pieces(short, "a" * 40, None, 1))
+
+
+def test_speeds_and_memory_are_shown_on_stderr(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(bundle.path), "--prompt", "the", "--max-tokens", "3"]) == 0
+    said = capsys.readouterr()
+    assert "tokens of prompt, " in said.err and "3 tokens generated, " in said.err
+    assert "tokens/s; peak footprint " in said.err and ", budget 1 GB" in said.err
+    assert "tokens/s" not in said.out
+
+
+def test_tokens_are_drawn_by_the_seed(bundle: Bundle) -> None:
+    def said(seed: int, **more: float) -> str:
+        return "".join(generating(bundle, "the", temperature=1.5, seed=seed, **more))
+
+    assert said(1) == said(1) != said(2)
+    greedy = "".join(generating(bundle, "the"))
+    assert said(1, top_k=1) == said(2, min_p=1) == said(3, top_p=1e-9) == greedy != said(1)
+    with pytest.raises(UsageError, match="--top-p without --temperature"):
+        generating(bundle, "the", top_p=0.5)
+
+
+def test_the_system_speaks_first(tmp_path: Path) -> None:
+    template = "{% for one in messages %}{{ one.role[0] }}: {{ one.content }}\n{% endfor %}"
+    bundle = text_bundle(tmp_path, template)
+    prompt = ids("s: dog\nu: cat\n")
+    wanted = text_of(prompt + continued(bundle, prompt, 5)).removeprefix(text_of(prompt))
+    assert "".join(generating(bundle, "cat", chat=True, system="dog", max_tokens=5)) == wanted
+    with pytest.raises(UsageError, match="give --chat"):
+        generating(bundle, "cat", system="dog")
+
+
+def test_a_budget_that_does_not_fit_is_refused(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(bundle.path), "--prompt", "the", "--budget", "1MB"]) == 3
+    assert "the smallest that fits is" in capsys.readouterr().err
 
 
 def test_without_a_tokenizer_or_template_it_says_so(bundle: Bundle, tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     bare = export_bundle(settings(write_folder(tmp_path / "m", config, arrays), tmp_path / "b"))
     with pytest.raises(DataError, match="has no tokenizer"):
-        list(generate(str(bare.path), "a", None, 1))
+        list(pieces(bare, "a", None, 1))
     write_tokenizer(tmp_path / "m", {})
     plain = export_bundle(settings(tmp_path / "m", tmp_path / "p"))
-    assert len(list(generate(str(plain.path), "a", None, 1))) == 1
+    assert len(list(pieces(plain, "a", None, 1))) == 1
     with pytest.raises(DataError, match="has no chat template"):
-        list(generate(str(plain.path), "a", None, 1, chat=True))
+        list(pieces(plain, "a", None, 1, chat=True))

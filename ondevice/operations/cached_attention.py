@@ -1,0 +1,70 @@
+"""The operation CachedAttention: attention of new tokens to themselves and to a key-value cache.
+
+The lowering replaces `Attention` by it for decoding. The cache is a ring: the key of the token at
+position p lies in slot p modulo the number of slots. So a layer with a window keeps no more tokens
+than its window, and a chunk of a prompt besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ondevice.operations.base import Execution, Operation, Visit
+from ondevice.operations.values import CHUNK_TOKENS, F32, Shape, shape_at
+
+
+def slots_of(context: int, window: int | None) -> int:
+    """How many tokens' keys a cache holds for a context of so many tokens.
+
+    A chunk that begins within the context may end beyond it, since the last chunk of a prompt is
+    padded; and while its last token is written, its first one still reads its whole window.
+    """
+    seen = context if window is None else min(context, window)
+    return seen + CHUNK_TOKENS - 1
+
+
+class CachedAttention(Operation, frozen=True):
+    """softmax(q k^T scale) v for new q (1, H, T, D), and k, v of new and of past tokens.
+
+    Never in a bundle. `slots` are those of the cache: (1, K, slots, D) for keys and for values.
+    """
+
+    inputs: tuple[str, str, str]
+    outputs: tuple[str]
+    scale: float
+    window: int | None
+    slots: int
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.outputs
+
+    @property
+    def cache(self) -> tuple[str, str]:
+        """The names of the past keys and values."""
+        return f"{self.outputs[0]}.keys", f"{self.outputs[0]}.values"
+
+    def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
+        _, *sources = self.inputs
+        return {
+            name: shape_at(values[source], self.slots)
+            for name, source in zip(self.cache, sources, strict=True)
+        }
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """The scores of all slots, their mask and probabilities, the queries, and copied keys."""
+        q, k, v = (visit.values[name] for name in self.inputs)
+        mask = visit.tokens * self.slots * F32
+        scores = int(q[1]) * mask
+        queries = math.prod(shape_at(q, visit.tokens)) * F32
+        copied = max(math.prod(shape_at(one, self.slots)) for one in (k, v)) * F32
+        return mask + 2 * scores + queries + copied
+
+    def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
+        q, k, _ = (shape_at(values[name], execution.bucket) for name in self.inputs)
+        return q[1] // k[1] * execution.bucket

@@ -1,0 +1,42 @@
+"""The placed kernel: a serialized graph of some tokens, which takes the position of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ondevice.operations.placed import Placed
+from ondevice.operations.values import POSITION, is_parameter
+from runtime.engine.kernels.base import Run, Tools
+from runtime.engine.values import Gradients, Loras, Values
+
+
+@dataclass(frozen=True)
+class PlacedKernel:
+    """Runs the graph of a `Placed` operation at the position in the value `POSITION`."""
+
+    tools: Tools
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Placed)
+        for values, lora in zip(lanes, loras, strict=True):
+            arguments = [
+                self.tools.vector(run.block.tensor(name[1:]), lora)
+                if is_parameter(name)
+                else values[name]
+                for name in operation.inputs
+            ]
+            key = operation.key(run.tokens)
+            results = self.tools.graphs.call(key, [*arguments, values[POSITION]])
+            del arguments
+            made = dict(zip(operation.outputs, results, strict=True))
+            del results
+            for name in run.instruction.wanted:  # one by one, as in `ElementwiseKernel.forward`
+                mx.eval(made[name])
+                values[name] = made[name]
+            del made
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        raise AssertionError("what decodes is not trained")

@@ -1,0 +1,107 @@
+"""Decoding one sequence with a key-value cache, block by block.
+
+New tokens pass through the blocks in chunks. Several chunks visit a block together, as batch lanes,
+so that each tile of weights is dequantized once for all of them; attention takes them in order. The
+last chunk is padded: the keys of padding lie behind all real tokens, which never see them, and the
+next tokens' keys take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.operations.values import CHUNK_TOKENS
+from runtime.methods.adapters import Adapters
+from runtime.run.open import Session
+
+Floats = npt.NDArray[np.float32]
+
+
+class Decoder:
+    """A sequence that grows, its key-value cache, and the model with an adapter that reads it.
+
+    tokens: what the cache holds.
+    """
+
+    def __init__(self, session: Session, adapters: Adapters) -> None:
+        self.session, self.adapters = session, adapters
+        self.tokens: list[int] = []
+        self._written = 0  # tokens whose keys have been written, padding among them
+        self._cache = session.decoding(CHUNK_TOKENS).new_cache()
+
+    @property
+    def context(self) -> int:
+        """The most tokens that the sequence may have."""
+        return self.session.plan.context
+
+    def read(self, tokens: Sequence[int]) -> Floats:
+        """Append tokens (at least one). Returns the logits (V,) of the token after the last.
+
+        Raises:
+            ValueError: the sequence would be longer than its context.
+        """
+        if not tokens or len(self.tokens) + len(tokens) > self.context:
+            raise ValueError(
+                f"{len(tokens)} tokens after {len(self.tokens)}, in a context of {self.context}"
+            )
+        given = list(tokens)
+        together = CHUNK_TOKENS * self.session.plan.lanes
+        while len(given) > together:
+            self._pass(given[:together], wanted=False)
+            given = given[together:]
+        logits = self._pass(given, wanted=True)
+        assert logits is not None
+        return logits
+
+    def rewind(self, tokens: Sequence[int]) -> int:
+        """Keep only what the sequence has in common with the beginning of `tokens`.
+
+        Returns how many tokens are kept: all that agree, but the last of `tokens`, which must be
+        read for its logits; or none, where a ring no longer holds what came before.
+        """
+        pairs = zip(self.tokens, tokens[:-1], strict=False)
+        common = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
+        if common is None:
+            common = max(0, min(len(self.tokens), len(tokens) - 1))
+        if not self._holds_what_precedes(common):
+            common = 0
+        if common == 0:
+            self._written = 0
+        del self.tokens[common:]
+        return common
+
+    def _holds_what_precedes(self, position: int) -> bool:
+        """Whether every layer still has the keys that a token at this position sees.
+
+        A ring that has gone round has lost all but its window before the last chunk.
+        """
+        slots = min(array.shape[2] for values in self._cache.values() for array in values.values())
+        return self._written <= slots or self._written - position <= CHUNK_TOKENS
+
+    def _pass(self, tokens: list[int], wanted: bool) -> Floats | None:
+        """Run tokens through all blocks; the logits after the last, where they are wanted."""
+        length = 1 if len(tokens) == 1 else CHUNK_TOKENS
+        model, first = self.session.decoding(length), len(self.tokens)
+        chunks = [np.array(tokens[at : at + length]) for at in range(0, len(tokens), length)]
+        positions = [first + at for at in range(0, len(tokens), length)]
+        xs = [model.embed(chunk) for chunk in chunks]
+        model.release(model.blocks[0])
+        for index, block in enumerate(model.blocks[1:-1], start=1):
+            model.read_ahead(model.blocks[index + 1])
+            loras = self.adapters.loras(block)
+            xs = model.decode_lanes(block, xs, loras, positions, self._cache[block])
+            model.release(block)
+        self.tokens += tokens
+        self._written = max(self._written, positions[-1] + length)
+        if not wanted:
+            return None
+        x = xs.pop()
+        xs.clear()
+        h = model.hidden(x, np.array([len(chunks[-1]) - 1]))
+        del x
+        logits = model.logits(h)
+        model.release(model.blocks[-1])
+        return logits

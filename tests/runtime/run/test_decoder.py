@@ -1,0 +1,143 @@
+"""Decoding with a cache: the dense model's logits, whatever is read together and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from support.generation import dense_logits
+from support.layouts import LAYOUTS
+from support.models import FAMILIES, adapters_of
+
+from ondevice.bundle.store import Bundle
+from ondevice.errors import BudgetError
+from ondevice.lora import LoraSettings
+from runtime.lowering.lower import lower
+from runtime.methods.adapters import Adapters
+from runtime.planner.plan import LEVELS, Plan
+from runtime.run.budget import plan_decoding
+from runtime.run.decoder import Decoder
+from runtime.run.lora import to_apply
+from runtime.run.open import open_session
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+
+CLOSE = 1e-5  # of the largest logit; products of one token round otherwise than those of many
+CONTEXT = 160
+PLANS: dict[str, dict[str, Any]] = {
+    "frugal": {"lanes": 1, "materialized_layers": 0, "materialized_head": False},
+    "generous": {},
+    "half": {"lanes": 3, "materialized_layers": 1, "materialized_head": False},
+}
+
+
+def plan_of(bundle: Bundle, kind: str = "generous") -> Plan:
+    small = LEVELS[-1]
+    plan = replace(plan_decoding(bundle, 10**9, CONTEXT), **PLANS[kind])
+    if kind == "generous":
+        return plan
+    return replace(plan, tile_values=8_000, query_block=small.query_block)
+
+
+def tokens_of(bundle: Bundle, rng: Rng, count: int) -> list[int]:
+    return [int(one) for one in rng.integers(0, bundle.manifest.vocab_size, count)]
+
+
+def agrees(found: Any, expected: Any) -> bool:
+    return float(np.abs(found - expected).max()) <= CLOSE * float(np.abs(expected).max())
+
+
+def read_in_parts(decoder: Decoder, tokens: list[int], rng: Rng) -> dict[int, Any]:
+    """Read tokens in parts of random lengths; the logits after each part, by its end."""
+    found = {}
+    while (at := len(decoder.tokens)) < len(tokens):
+        count = int(rng.choice([1, 1, 2, 15, 16, 17, 40]))
+        part = tokens[at : at + count]
+        found[at + len(part)] = decoder.read(part)
+    return found
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: str) -> None:
+    """Beyond Gemma's window of 16, beyond the longest bucket of 64, with adapters of any rank."""
+    plain = tiny(family)
+    bundle = plain.with_lora(LoraSettings(int(rng.choice([1, 3, 8])), 7.0, "all-linear"))
+    adapters = adapters_of(bundle, rng)
+    tokens = tokens_of(bundle, rng, 100)
+    expected = dense_logits(bundle, adapters, tokens)
+    decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
+    for end, logits in read_in_parts(decoder, tokens, rng).items():
+        assert agrees(logits, expected[end - 1])
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_matrices_of_any_layout_are_decoded(tiny: Tiny, rng: Rng, layouts: str) -> None:
+    family = str(rng.choice(FAMILIES))
+    bundle = tiny(family, layouts=layouts)
+    adapters = adapters_of(bundle, rng)
+    tokens = tokens_of(bundle, rng, 40)
+    expected = dense_logits(bundle, adapters, tokens)
+    for kind in ("frugal", "half"):
+        decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
+        for end, logits in read_in_parts(decoder, tokens, rng).items():
+            assert agrees(logits, expected[end - 1])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
+    tiny: Tiny, rng: Rng, family: str
+) -> None:
+    bundle = tiny(family)
+    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
+    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    tokens = tokens_of(bundle, rng, 90)
+    read_in_parts(decoder, tokens, rng)
+    before = len(tokens)
+    for keep in (88, 60, 10, 90):
+        apart = (tokens[keep % 90] + 1) % bundle.manifest.vocab_size
+        other = [*tokens[:keep], apart, *tokens_of(bundle, rng, 29)]
+        kept = decoder.rewind(other)
+        gone_round = family == "gemma3" and before - keep > 16  # the window's keys are lost
+        assert kept == (0 if gone_round else keep) == len(decoder.tokens)
+        logits = decoder.read(other[kept:])
+        assert agrees(logits, dense_logits(bundle, None, other)[-1])
+        decoder.rewind([])
+        read_in_parts(decoder, tokens, rng)
+    again = decoder.rewind(tokens)
+    assert again == len(tokens) - 1  # the last is read for its logits
+    assert agrees(decoder.read(tokens[again:]), dense_logits(bundle, None, tokens)[-1])
+
+
+def test_no_more_is_read_than_the_context_holds(tiny: Tiny, rng: Rng) -> None:
+    bundle = tiny("qwen2")
+    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
+    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    tokens = tokens_of(bundle, rng, CONTEXT)
+    logits = decoder.read(tokens)
+    assert agrees(logits, dense_logits(bundle, None, tokens)[-1])
+    with pytest.raises(ValueError, match=f"1 tokens after {CONTEXT}, in a context of {CONTEXT}"):
+        decoder.read([0])
+
+
+def test_the_plan_counts_the_cache_and_refuses_what_does_not_fit(tiny: Tiny) -> None:
+    bundle = tiny("gemma3")
+    config, layers = bundle.manifest.config, bundle.manifest.layers
+    plan = plan_decoding(bundle, 10**9, 1000)
+    lowered = lower(bundle.manifest, 16, plan.sizes, packed=False, context=1000)
+    windows = [
+        next(one for one in layer.program.operations if one.cached(layer.program.values)).window
+        for layer in lowered.layers
+    ]
+    assert windows.count(None) < len(layers) == len(windows)
+    slots = sum((1000 if window is None else window) + 15 for window in windows)
+    width = config["num_key_value_heads"] * config["head_dim"]
+    assert plan.cached_bytes == slots * width * 2 * 4
+    twice = plan_decoding(bundle, 10**9, 2000)
+    assert twice.predicted_peak_bytes > plan.predicted_peak_bytes
+    with pytest.raises(BudgetError, match=r"at 1000000 tokens; the smallest that fits is .*B"):
+        plan_decoding(bundle, 200_000_000, 1_000_000)

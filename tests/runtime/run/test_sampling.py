@@ -1,0 +1,66 @@
+"""Sampling: the limits and their order by a plain reference, and draws that follow the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.errors import BundleError
+from runtime.run.sampling import Sampling
+
+Rng = np.random.Generator
+
+
+def plain(logits: Any, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The tokens that are left, by sorting all of them."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    order = order[:top_k] if top_k else order
+    shares = np.exp(logits[order] - logits.max())
+    shares = shares / shares.sum()
+    kept, total = [], 0.0
+    for token, share in zip(order, shares, strict=True):
+        kept.append(token)
+        total += float(share)
+        if total >= top_p and top_p < 1:
+            break
+    return {token for token, share in zip(kept, shares, strict=False) if share >= min_p * shares[0]}
+
+
+@pytest.mark.parametrize("size", [5, 700, 6000])
+def test_limits_are_those_of_the_reference(rng: Rng, size: int) -> None:
+    for _ in range(12):
+        logits = rng.normal(0, rng.uniform(0.1, 4), size).astype(np.float32)
+        top_k = int(rng.choice([0, 1, 3, size, size + 1]))
+        top_p, min_p = float(rng.choice([1, 0.5, 0.93])), float(rng.choice([0, 0.02, 0.4, 1]))
+        found = Sampling(1.0, top_k, top_p, min_p).kept(logits)
+        assert list(found) == sorted(plain(logits, top_k, top_p, min_p))
+
+
+def test_tokens_are_drawn_as_often_as_their_weights_say(rng: Rng) -> None:
+    logits = rng.normal(0, 1, 6).astype(np.float32)
+    temperature, count = 0.7, 4000
+    sampling = Sampling(temperature, min_p=0.05, seed=int(rng.integers(1 << 40)))
+    kept = sorted(plain(logits, 0, 1, 0.05))
+    weights = np.exp(logits[kept] / temperature)
+    drawn = [sampling.choose(logits, position) for position in range(count)]
+    assert set(drawn) <= set(kept)
+    for token, share in zip(kept, weights / weights.sum(), strict=True):
+        assert drawn.count(token) / count == pytest.approx(share, abs=5 / np.sqrt(count))
+    again = [sampling.choose(logits, position) for position in range(50)]
+    assert again == drawn[:50]  # by the seed and the position alone
+    other = Sampling(temperature, min_p=0.05, seed=sampling.seed + 1)
+    assert [other.choose(logits, position) for position in range(50)] != again
+
+
+def test_temperature_zero_takes_the_most_likely(rng: Rng) -> None:
+    logits = rng.normal(0, 1, 100).astype(np.float32)
+    assert Sampling().choose(logits, 3) == int(logits.argmax())
+    assert Sampling(1e-3).choose(logits, 3) == int(logits.argmax())
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    for bad in (np.nan, np.inf):
+        with pytest.raises(BundleError, match="not finite"):
+            Sampling(1.0).choose(np.array([0, bad, 1], np.float32), 0)
