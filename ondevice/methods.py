@@ -21,18 +21,30 @@ METHODS: dict[str, str] = {
     "conmezo": "runtime.methods.conmezo",
     "grzo": "runtime.methods.grzo",
     "zo-act": "runtime.methods.zo_act",
+    "zo-muon": "runtime.methods.zo_muon",
 }
 
 USUAL = ("mebp", "mezo")
 """What comparisons and benchmarks run where no methods are named."""
 
-QUERIES = {"fzoo": 8, "kzoo": 4}
+QUERIES = {"fzoo": 8, "kzoo": 4, "zo-muon": 4}
 """Directions per step of methods that perturb, where `--queries` is not given: 1 if not here."""
 
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-_SEVERAL = ("mezo", "fzoo", "kzoo", "one-point", "meazo", "lozo", "hizoo", "conmezo", "zo-act")
+_SEVERAL = (
+    "mezo",
+    "fzoo",
+    "kzoo",
+    "one-point",
+    "meazo",
+    "lozo",
+    "hizoo",
+    "conmezo",
+    "zo-act",
+    "zo-muon",
+)
 _PERTURBING = (*_SEVERAL, "grzo")
 
 OPTIONS_OF = {
@@ -48,6 +60,8 @@ OPTIONS_OF = {
     "seed_pool": ("kzoo",),
     "lozo_rank": ("lozo",),
     "lozo_interval": ("lozo",),
+    "muon_rank": ("zo-muon",),
+    "muon_interval": ("zo-muon",),
     "hessian_smoothing": ("hizoo",),
     "cone_angle": ("conmezo",),
     "cone_decay": ("conmezo",),
@@ -79,7 +93,8 @@ SEARCHES: dict[str, Search] = {
     "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),
     "lozo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "conmezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
-    "grzo": Search({"learning_rate": (1e-6, 3e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
-    "zo-act": Search({"learning_rate": (1e-6, 1e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
+    "grzo": Search({"learning_rate": (3e-6, 1e-5, 3e-5), "epsilon": (1e-3,)}, 100, 100_000),
+    "zo-act": Search({"learning_rate": (3e-7, 1e-6, 3e-6), "epsilon": (1e-3,)}, 100, 100_000),
+    "zo-muon": Search({"learning_rate": (1e-3, 3e-3, 1e-2), "epsilon": (1e-3,)}, 100, 100_000),
     "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }

@@ -357,3 +357,46 @@ class MonolithicZOAct(Monolithic):
         g = [self.projected(model, rows, number, query) for query in range(self.n)]
         self.descend(number, rate, [one / self.n for one in g])
         self.adapters.tensors.update(basis)  # no weight decay either
+
+
+class MonolithicZOMuon(Monolithic):
+    """ZO-Muon (arXiv 2602.17155) in subspaces of 3 dimensions that stay for 2 steps."""
+
+    k, interval, n = 3, 2, 2
+
+    def subspace(self, number: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        key = key_of(self.seed, "P", number // self.interval, name)
+        drawn = mx.random.normal((m, min(self.k, m, n)), key=key)
+        return mx.array(np.linalg.qr(np.array(drawn, np.float64))[0].astype(np.float32))
+
+    def psi(self, number: int, query: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        key = key_of(self.seed, "Psi", number, query, name)
+        return mx.random.normal((min(self.k, m, n), n), key=key)
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        return self.subspace(number, name) @ self.psi(number, query, name)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        f = plain_loss(model, self.adapters, rows)
+        g = [
+            (self.loss(model, rows, number, i, self.epsilon) - f) / self.epsilon
+            for i in range(self.n)
+        ]
+        for name, theta in self.adapters.tensors.items():
+            parts = [self.psi(number, i, name) * (g[i] / self.n) for i in range(self.n)]
+            G = sum(parts[1:], parts[0])
+            O = self.subspace(number, name) @ newton_schulz(G)  # noqa: E741
+            self.adapters.tensors[name] = theta - (O + theta * self.weight_decay) * rate
+        mx.eval(self.adapters.tensors)
+
+
+def newton_schulz(G: mx.array) -> mx.array:
+    """Muon's five iterations towards U V^T."""
+    X = G.T if G.shape[0] > G.shape[1] else G
+    X = X / (mx.linalg.norm(X) + 1e-7)
+    for _ in range(5):
+        A = X @ X.T
+        X = X * 3.4445 + (A * -4.7750 + (A @ A) * 2.0315) @ X
+    return X.T if G.shape[0] > G.shape[1] else X

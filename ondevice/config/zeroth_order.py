@@ -15,6 +15,7 @@ MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
 MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
 MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
+USUAL_MUON_RANK, USUAL_MUON_INTERVAL = 64, 100  # of zo-muon's subspaces; the authors'
 USUAL_ANGLE, USUAL_DECAY = 1.35, 0.95  # of conmezo; the authors' for SST-2
 USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
 
@@ -99,6 +100,20 @@ class ZerothOrderOptions(Config):
         up_to(MOST_INTERVAL),
         Group.ZEROTH_ORDER,
     )
+    muon_rank: int | None = option(
+        None,
+        "with zo-muon: dimensions of the random subspace in which it looks for each matrix's "
+        f"gradient (default: {USUAL_MUON_RANK})",
+        up_to(MOST_RANK),
+        Group.ZEROTH_ORDER,
+    )
+    muon_interval: int | None = option(
+        None,
+        "with zo-muon: steps after which the subspaces are drawn anew (default: "
+        f"{USUAL_MUON_INTERVAL})",
+        up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
     hessian_smoothing: float | None = option(
         None,
         "with hizoo: how much of its estimate of the loss's curvature each step replaces, between "
@@ -169,6 +184,16 @@ class ZerothOrderOptions(Config):
     def lozo_interval_used(self) -> int:
         """For how many steps half of such a direction stays."""
         return USUAL_INTERVAL if self.lozo_interval is None else self.lozo_interval
+
+    @property
+    def muon_rank_used(self) -> int:
+        """The dimensions of the subspaces of directions, where they have some."""
+        return USUAL_MUON_RANK if self.muon_rank is None else self.muon_rank
+
+    @property
+    def muon_interval_used(self) -> int:
+        """For how many steps such a subspace stays."""
+        return USUAL_MUON_INTERVAL if self.muon_interval is None else self.muon_interval
 
     @property
     def hessian_smoothing_used(self) -> float:

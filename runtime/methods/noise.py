@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 
 def number_of(*parts: int | str) -> int:
@@ -35,7 +36,8 @@ class Noise:
     `rank`, the direction of a matrix (M, N) is U V^T, with U (M, rank) and V (N, rank) of that
     kind: V stays for `interval` steps. With `flipout`, all queries of a step share
     noise of that kind, of which each turns the signs of random rows and columns (Wen et al., arXiv
-    1803.04386).
+    1803.04386). With `orthonormal` the direction of a matrix (M, N) is P Psi, and the rank is
+    k: P (M, k) has orthonormal columns and stays for `interval` steps; Psi (k, N) is of that kind.
     """
 
     seed: int
@@ -44,12 +46,16 @@ class Noise:
     rank: int = 0
     interval: int = 0
     flipout: bool = False
+    orthonormal: bool = False
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
         """z of `tensor`, float32, with mean 0 and variance 1 in every element.
 
-        With a rank, the variance is the rank.
+        With a rank, the variance is the rank, and in an orthonormal subspace k / M.
         """
+        if self.orthonormal:
+            psi = self.coordinates(step, query, tensor, shape)
+            return self.subspace(step, tensor, shape) @ psi
         if self.rank:
             rows, columns = shape
             u = self._values((rows, self.rank), "U", step, query, tensor)
@@ -63,6 +69,19 @@ class Noise:
         if self.pool:
             return self._values(shape, "pool", self.member(step, query), tensor)
         return self._values(shape, "noise", step, query, tensor)
+
+    def coordinates(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
+        """Psi (k, N) of a tensor (M, N), where directions have a subspace."""
+        rows, columns = shape
+        size = (min(self.rank, rows, columns), columns)
+        return self._values(size, "Psi", step, query, tensor)
+
+    def subspace(self, step: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
+        """P (M, k) of a tensor (M, N), where directions have a subspace."""
+        rows, columns = shape
+        key = key_of(self.seed, "P", step // self.interval, tensor)
+        drawn = mx.random.normal((rows, min(self.rank, rows, columns)), key=key)
+        return mx.array(np.linalg.qr(np.array(drawn, np.float64))[0].astype(np.float32))
 
     def _values(self, shape: tuple[int, ...], *parts: int | str) -> mx.array:
         """Independent values that depend on nothing but the seed and `parts`."""

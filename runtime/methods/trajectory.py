@@ -41,6 +41,7 @@ from runtime.methods.cone import ConeDescent
 from runtime.methods.descent import AVERAGING, OPTIMIZERS, Descent, Sgd, descent_of
 from runtime.methods.hessian import HessianDescent
 from runtime.methods.layer_scales import ScaledDescent, is_scale
+from runtime.methods.muon import MuonDescent
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.scalar_update import Update
 
@@ -48,7 +49,16 @@ FORMAT = "ondevice-trajectory-1"
 # fields of the header that logs of plain MeZO lack
 OPTIONAL = (
     *("optimizer", "window", "pool", "rank", "interval", "trained", "rounding"),
-    *("hessian_smoothing", "cone_angle", "cone_decay", "scaling", "scaled", "flipout", "frozen"),
+    *(
+        "hessian_smoothing",
+        "cone_angle",
+        "cone_decay",
+        "scaling",
+        "scaled",
+        "flipout",
+        "frozen",
+        "muon",
+    ),
 )
 
 
@@ -72,6 +82,7 @@ class Header:
     where the descent is that of `runtime.methods.hessian`, `cone_angle` where it is that of
     `runtime.methods.cone`, and `scaling` is no empty text where it is that of
     `runtime.methods.layer_scales`.
+    With `muon` the descent is that of `runtime.methods.muon`, in a subspace of that rank.
     `frozen` ends the names of tensors that are not trained, where it is no empty text.
     `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
     both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
@@ -99,6 +110,7 @@ class Header:
     scaled: str = ""
     flipout: bool = False
     frozen: str = ""
+    muon: bool = False
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -159,6 +171,8 @@ class Header:
             raise ValueError(f"its layers have scales with {self.optimizer} of {self.trained}")
         if self.frozen not in ("", "lora_a") or (self.frozen and self.trained != "lora"):
             raise ValueError(f"of {self.trained} it does not train {self.frozen!r}")
+        if type(self.muon) is not bool or (self.muon and not (rank and plain)):
+            raise ValueError(f"it descends as Muon, {self.muon!r}, with rank {rank}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -241,7 +255,9 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
             f"than these ({found[:12]}); name the ones it started from with --initial"
         )
     noise = Noise(
-        *(header.seed, header.noise, header.pool, header.rank, header.interval), header.flipout
+        *(header.seed, header.noise, header.pool, header.rank, header.interval),
+        header.flipout,
+        header.muon,
     )
     tensors = dict(initial.tensors)
     trained = [name for name in tensors if not (header.frozen and name.endswith(header.frozen))]
@@ -264,6 +280,8 @@ def _descent(header: Header, manifest: Manifest) -> Descent:
         return HessianDescent(header.hessian_smoothing, shapes, {})
     if header.cone_angle:
         return ConeDescent(header.cone_angle, header.cone_decay, shapes, {})
+    if header.muon:
+        return MuonDescent()
     if header.scaling:
         return ScaledDescent(header.scaling, header.scaled, 0, manifest)
     return descent_of(header.optimizer, header.window)

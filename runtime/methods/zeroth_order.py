@@ -371,6 +371,7 @@ class ZerothOrder:
             interval=noise.interval,
             flipout=noise.flipout,
             frozen=self.frozen,
+            muon=self.descent.muon,
             hessian_smoothing=self.descent.smoothing,
             scaling=self.descent.scaling[0],
             scaled=self.descent.scaling[1],

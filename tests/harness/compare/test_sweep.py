@@ -132,7 +132,7 @@ def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:
     )  # fmt: skip
     assert {method: passes_of_step(given, method) for method in METHODS} == {
         "mebp": 6, "mezo": 4, "fzoo": 18, "kzoo": 16, "one-point": 2, "meazo": 4, "lozo": 4,
-        "hizoo": 6, "conmezo": 4, "grzo": 4, "zo-act": 4,
+        "hizoo": 6, "conmezo": 4, "grzo": 4, "zo-act": 4, "zo-muon": 10,
     }  # fmt: skip
     for method in METHODS:
         steps = step_limit(given, method)

@@ -28,6 +28,7 @@ from runtime.methods.cone import ConeDescent
 from runtime.methods.descent import descent_of
 from runtime.methods.hessian import HessianDescent
 from runtime.methods.layer_scales import ScaledDescent
+from runtime.methods.muon import msign
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row, Start
 from runtime.methods.registry import method as implementation
@@ -51,6 +52,7 @@ ORACLES: dict[str, type[Monolithic]] = {
     "conmezo": estimators.MonolithicConMeZO,
     "grzo": estimators.MonolithicGRZO,
     "zo-act": estimators.MonolithicZOAct,
+    "zo-muon": estimators.MonolithicZOMuon,
     "parameter-norm": estimators.MonolithicParameterNorm,
     "gradient-norm": estimators.MonolithicGradientNorm,
 }
@@ -64,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "hizoo": {"queries": 2, "hessian_smoothing": 1e-3},
     "conmezo": {"queries": 2, "cone_angle": 1.2, "cone_decay": 0.9},
     "zo-act": {"queries": 2},
+    "zo-muon": {"queries": 2, "muon_rank": 3, "muon_interval": 2},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
     "parameter-norm": {
@@ -89,6 +92,7 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "conmezo": (1e-3, 20),
     "grzo": (1e-5, 20),
     "zo-act": (1e-3, 20),
+    "zo-muon": (2e-2, 30),
     "parameter-norm": (1e-3, 20),
     "gradient-norm": (1e-3, 20),
 }
@@ -288,6 +292,8 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         (plain, {"hessian_smoothing": "1e-6"}), (plain, {"hessian_smoothing": -1e-6}),
         (plain, {"hessian_smoothing": 0.1, "trained": "full"}), (plain, {"scaling": "norm"}),
         (plain, {"frozen": "lora_b"}), (plain, {"frozen": "lora_a", "trained": "full"}),
+        (plain, {"muon": True}), (plain, {"muon": 1, "rank": 2, "interval": 3}),
+        (averaged, {"muon": True, "rank": 2, "interval": 3}),
         (plain, {"flipout": 1}), (plain, {"flipout": True, "pool": 3}),
         (plain, {"flipout": True, "trained": "full"}), (plain, {"scaling": "gradient-norm"}),
         (plain, {"scaled": "variance"}),
@@ -334,6 +340,8 @@ def test_a_log_of_unknown_or_odd_options_is_refused(
         ({"method": "mezo", "hessian_smoothing": 1e-6}, "hessian_smoothing is an option of hizoo"),
         ({"method": "hizoo", "hessian_smoothing": 0.0}, "must be above 0 and below 1"),
         ({"method": "hizoo", "hessian_smoothing": 1.0}, "must be above 0 and below 1"),
+        ({"method": "mezo", "muon_rank": 3}, "muon_rank is an option of zo-muon, not of mezo"),
+        ({"method": "lozo", "muon_interval": 3}, "muon_interval is an option of zo-muon"),
         ({"method": "hizoo", "zo_optimizer": "adam"}, "zo_optimizer is an option of mezo"),
         ({"method": "mebp", "queries": 2}, "queries is an option of mezo, fzoo"),
         ({"method": "mebp", "noise": "gaussian"}, "noise is an option of mezo, fzoo"),
@@ -417,6 +425,7 @@ def test_fzoo_divides_by_the_deviation_of_the_losses(
         ({"method": "hizoo", "queries": 2}, 5, 5, 4),
         ({"method": "hizoo", "queries": 99}, 199, 21, 4),
         ({"method": "conmezo", "queries": 2}, 4, 4, 5),
+        ({"method": "zo-muon", "queries": 2}, 3, 3, 6),
     ],
 )
 def test_demand_counts_points_and_what_an_update_takes(
@@ -463,6 +472,27 @@ def test_grzo_weighs_rows_by_their_differences_over_the_deviation(
         lone = {point: loss for point, loss in points.items() if point.query == 0}
         assert method.estimator.gradients(lone, 1e-3) == (0.0,)
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (40, 5), (6, 6)])
+def test_singular_values_become_about_one(rng: Rng, shape: tuple[int, int]) -> None:
+    left, right = (np.linalg.qr(rng.standard_normal((n, min(shape))))[0] for n in shape)
+    values = rng.uniform(0.05, 1, min(shape))
+    found = np.array(msign(mx.array((left * values @ right.T).astype(np.float32))), np.float64)
+    inside = left.T @ found @ right
+    assert inside == pytest.approx(np.diag(np.diag(inside)), abs=1e-3)
+    assert np.diag(inside).min() > 0.6 and np.diag(inside).max() < 1.3
+    assert not np.array(msign(mx.zeros(shape))).any()
+
+
+def test_directions_of_muon_stay_in_a_subspace(seed: int) -> None:
+    noise = Noise(seed, rank=3, interval=2, orthonormal=True)
+    drawn = [np.array(noise.draw(step, q, "a", (40, 9))) for step in (0, 1) for q in (0, 1)]
+    assert np.linalg.matrix_rank(np.hstack(drawn), tol=1e-4) == 3
+    later = np.array(noise.draw(2, 0, "a", (40, 9)))
+    assert np.linalg.matrix_rank(np.hstack([drawn[0], later]), tol=1e-4) == 6
+    p = np.array(noise.subspace(0, "a", (40, 2)), np.float64)
+    assert p.shape == (40, 2) and p.T @ p == pytest.approx(np.eye(2), abs=1e-6)
 
 
 def test_fzoo_needs_two_directions(seed: int) -> None:

@@ -22,11 +22,12 @@ CASES: dict[str, dict[str, Any]] = {
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
     "grzo": {"method": "grzo", "batch_size": 3, "learning_rate": 1e-6},
     "zo-act": {"method": "zo-act", "learning_rate": 1e-3},
+    "zo-muon": {"method": "zo-muon", "muon_rank": 3, "muon_interval": 2, "learning_rate": 1e-2},
     "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
 }
 
 
-SLOW = {"scaled"}  # longer forms of what the others cover
+SLOW = {"scaled", "zo-muon"}  # longer forms of what the others cover
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
 
 
