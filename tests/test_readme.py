@@ -11,16 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.pages import FENCE, PAGES, README, ROOT, lines_of, scripts
 from support.runs import here
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
 MOST_WORDS = 1200
 # flags that the pages describe and that are being added; remove them from here once they exist
 AWAITED: set[str] = set()
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -30,11 +27,6 @@ def section(page: Path, heading: str) -> str:
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.M | re.S)
     assert found is not None, heading
     return found[1]
-
-
-def scripts(text: str) -> list[str]:
-    """The fenced blocks of shell commands, comments and continued lines as they stand."""
-    return [body for language, body in FENCE.findall(text) if language == "sh"]
 
 
 @cache
@@ -53,11 +45,7 @@ def commands() -> tuple[str, ...]:
 def said(page: Path) -> list[str]:
     """Every `ondevice ...` of a page, in its code blocks and within its sentences."""
     text = page.read_text()
-    lines = [
-        line.partition(" #")[0].strip()
-        for script in scripts(text)
-        for line in script.replace("\\\n", " ").splitlines()
-    ]
+    lines = [line for script in scripts(text) for line in lines_of(script)]
     lines += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
     calls = [re.search(r"(?:^|\s)ondevice ([a-z]+\b.*)", line) for line in lines]
     return [call[1] for call in calls if call]

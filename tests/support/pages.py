@@ -1,0 +1,38 @@
+"""The README and the pages of docs: their fenced scripts, and the commands of ondevice in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def scripts(text: str) -> list[str]:
+    """The fenced blocks of shell commands, comments and continued lines as they stand."""
+    return [body for language, body in FENCE.findall(text) if language == "sh"]
+
+
+def lines_of(script: str) -> list[str]:
+    """The lines of a script without comments, continued ones joined."""
+    lines = [line.partition(" #")[0].strip() for line in script.replace("\\\n", " ").splitlines()]
+    return [re.sub(r" +", " ", line) for line in lines if line]
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of a page's scripts that run `ondevice`, from its name on."""
+    found = [re.search(r"(?:^|[\s(])(ondevice [a-z].*)", line) for line in _lines(page)]
+    return [re.sub(r'\)"$| \| source$', "", one[1]) for one in found if one]
+
+
+def words_of(command: str) -> list[str]:
+    """The words behind `ondevice`."""
+    return shlex.split(command)[1:]
+
+
+def _lines(page: Path) -> list[str]:
+    return [line for script in scripts(page.read_text()) for line in lines_of(script)]
