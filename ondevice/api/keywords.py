@@ -52,6 +52,8 @@ class ZerothOrderKeywords(TypedDict, total=False):
     seed_pool: int | None
     lozo_rank: int | None
     lozo_interval: int | None
+    muon_rank: int | None
+    muon_interval: int | None
     hessian_smoothing: float | None
     cone_angle: float | None
     cone_decay: float | None
@@ -156,6 +158,6 @@ class GenerateKeywords(TypedDict, total=False):
     top_p: float
     min_p: float
     seed: int
-    chat: bool
     budget: str
     device: str
+    chat: bool
