@@ -21,10 +21,14 @@ from harness.tasks.bfcl.prompt import ENDING
 from harness.tasks.bfcl.rows import read_rows
 from ondevice.errors import DataError, UsageError
 from ondevice.files import write_atomic
+from ondevice.units import format_bytes
 
 if TYPE_CHECKING:
+    from ondevice.bundle.manifest import Manifest
     from ondevice.config.evaluate import EvalConfig
+    from runtime.data.prompts import Prompt
     from runtime.data.text_encoder import TextEncoder
+    from runtime.methods.adapters import Adapters
     from runtime.run.generate import Generator
 
 RIGHT, WRONG, MALFORMED, UNJUDGED = "right", "wrong", "malformed", "unjudged"
@@ -102,13 +106,17 @@ def run(
     """Ask every question of the data and judge the answers; `config.answers` keeps them.
 
     Raises:
+        BudgetError: the budget is too small, or was passed.
         DataError: the package is missing, the data holds no questions of it, or one is too long.
         UsageError: there is no folder for the answers.
     """
     from runtime.data.rows import split_file
     from runtime.data.text_encoder import load_encoder
+    from runtime.run.budget import check_budget
     from runtime.run.generate import Generator
     from runtime.run.open import open_checked
+    from runtime.system.footprint import Meter
+    from runtime.system.heap import trim_heap
 
     answers = None if config.answers is None else Path(config.answers)
     if answers is not None and not answers.parent.is_dir():
@@ -117,16 +125,21 @@ def run(
     if file is None:
         raise DataError(f"{config.data} has no valid file with questions")
     asked = _asked(file, config.eval_rows)
-    bundle = open_checked(config.bundle, config.device, note)
-    longest = min(config.max_seq_length or bundle.manifest.buckets[-1], bundle.manifest.buckets[-1])
-    generator = Generator(bundle, load_encoder(bundle.path), longest)
-    adapters = generator.adapters(None if config.adapter is None else Path(config.adapter))
-    start, verdicts = time.perf_counter(), []
-    for question, prompt in asked:
-        answer, cut = _answer(generator, adapters, question.name, prompt, config.max_tokens)
-        verdict, why = judge(question, answer)
-        verdicts.append(Verdict(question.name, question.category, answer, verdict, why, cut))
-        progress(len(verdicts), len(asked))
+    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+        bundle = open_checked(config.bundle, config.device, note)
+        encoder = load_encoder(bundle.path)
+        prompts = [_prompt(encoder, question, text) for question, text in asked]
+        context = _context(config, bundle.manifest, asked, prompts)
+        generator = Generator(bundle, encoder, context, config.budget_bytes)
+        adapters = generator.adapters(None if config.adapter is None else Path(config.adapter))
+        plan = generator.session(adapters).plan
+        meter.aim(plan.predicted_peak_bytes)
+        start, verdicts = time.perf_counter(), []
+        for (question, _), prompt in zip(asked, prompts, strict=True):
+            verdicts.append(_answered(generator, adapters, question, prompt, config.max_tokens))
+            progress(len(verdicts), len(asked))
+            check_budget(meter, plan, f"answering ended at question {len(verdicts)}")
+        seconds = time.perf_counter() - start
     if answers is not None:
         lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in verdicts)
         write_atomic(answers, "".join(lines).encode())
@@ -135,7 +148,10 @@ def run(
         "bfcl_eval": package.version(),
         **summarize(verdicts),
         "max_tokens": config.max_tokens,
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
+        "budget_bytes": config.budget_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "peak_footprint_bytes": meter.peak_bytes,
     }
 
 
@@ -157,22 +173,58 @@ def _asked(file: Path, most: int) -> list[tuple[Question, str]]:
     return [(known[row.id], row.prompt) for row in rows]
 
 
-def _answer(
-    generator: Generator[TextEncoder], adapters: Any, name: str, text: str, max_tokens: int
-) -> tuple[str, bool]:
-    """The model's line after a prompt, and whether it was cut before its end."""
+def _prompt(encoder: TextEncoder, question: Question, text: str) -> Prompt:
     from runtime.data.prompts import text_prompt
 
-    prompt = replace(text_prompt(generator.encoder, text), ending=ENDING)
-    room = generator.longest - len(prompt.tokens)
-    if room < 1:
-        raise DataError(
-            f"the prompt of {name} has {len(prompt.tokens)} tokens, and prompt and answer may have "
-            f"{generator.longest} together; leave it out by prepare --max-seq-length, or export "
-            "with longer --seq-lens"
-        )
-    answer = generator.text(prompt, adapters, max_tokens)
-    return answer, len(generator.encoder.encode(answer)) >= min(room, max_tokens)
+    return replace(text_prompt(encoder, text), ending=ENDING)
+
+
+def _context(
+    config: EvalConfig,
+    manifest: Manifest,
+    asked: Sequence[tuple[Question, str]],
+    prompts: Sequence[Prompt],
+) -> int:
+    """The tokens of a prompt and its answer together, for which memory is planned.
+
+    Raises:
+        DataError: a prompt leaves no room for an answer, or has tokens that the model does not
+            embed.
+    """
+    from runtime.run.generate import longest_sequence
+
+    sizes = [len(prompt.tokens) for prompt in prompts]
+    most = longest_sequence(manifest) or max(sizes) + config.max_tokens
+    context = config.max_seq_length or min(most, max(sizes) + config.max_tokens)
+    for (question, _), prompt in zip(asked, prompts, strict=True):
+        if len(prompt.tokens) >= context:
+            raise DataError(
+                f"the prompt of {question.name} has {len(prompt.tokens)} tokens, and prompt and "
+                f"answer may have {context} together; leave it out by prepare --max-seq-length, "
+                "or ask with a longer --max-seq-length"
+            )
+        if max(prompt.tokens) >= manifest.vocab_size:
+            raise DataError(
+                f"the prompt of {question.name} has token {max(prompt.tokens)}, which the model "
+                "does not embed: the bundle's tokenizer is another model's"
+            )
+    return context
+
+
+def _answered(
+    generator: Generator[TextEncoder],
+    adapters: Adapters,
+    question: Question,
+    prompt: Prompt,
+    max_tokens: int,
+) -> Verdict:
+    """The verdict of the model's line after a prompt."""
+    from runtime.run.generate import Answer
+
+    told = Answer(len(prompt.tokens))
+    text = "".join(generator.pieces(prompt, adapters, max_tokens, answer=told))
+    verdict, why = judge(question, text)
+    return Verdict(question.name, question.category, text, verdict, why, told.stopped != "end")
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -191,5 +243,9 @@ def describe(report: dict[str, Any]) -> str:
     lines.append(
         f"greedy, at most {report['max_tokens']} tokens, {report['seconds']:.0f} s; judged by "
         f"bfcl-eval {report['bfcl_eval']}"
+    )
+    lines.append(
+        f"peak footprint {format_bytes(report['peak_footprint_bytes'])}, budget "
+        f"{format_bytes(report['budget_bytes'])}"
     )
     return "\n".join(lines)

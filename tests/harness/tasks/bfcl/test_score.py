@@ -123,6 +123,7 @@ def test_a_model_that_has_learnt_its_answers_gets_all_right(tmp_path: Path) -> N
 def test_questions_that_cannot_be_asked_are_refused(tmp_path: Path) -> None:
     bundle = text_bundle(tmp_path, "").path
     data, given = tmp_path / "valid.jsonl", ("eval", bundle, f"--data={tmp_path}", "--task=bfcl")
+    given += ("--max-seq-length=40",)
     for rows, code, said in (
         ([{"id": "simple_python_0", "prompt": "x" * 60}], 4, "simple_python_0 has 61 tokens"),
         ([{"id": "simple_python_9999", "prompt": "x"}], 4, "1 of 1 questions, such as 'simple_py"),
