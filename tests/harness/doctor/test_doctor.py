@@ -163,6 +163,7 @@ def test_the_verdict_counts() -> None:
     assert verdict([Finding("x", Status.BROKEN, "t"), ok]) == "broken: 1"
 
 
+@pytest.mark.slow
 def test_a_row_is_measured_with_tiny_shapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,16 +133,11 @@ def test_the_page_s_examples_run(
     assert "batch_size is 'many'; it must be a whole number" in told.out
     result = names["result"]
     assert isinstance(result, ondevice.TrainResult)
-    # what the command line says of the same run, and of the same evaluation
-    found = names["found"]
+    found, answer = names["found"], names["answer"]
     assert isinstance(found, ondevice.EvaluationResult)
-    arguments = ("bundle", "--data", "my-data.jsonl", "--adapter", "run", "--budget", "500MB")
-    same = json.loads(here("eval", *arguments, "--json").stdout)
-    assert (found.loss, found.rows, found.tokens) == (same["loss"], same["rows"], same["tokens"])
-    summary = json.loads(Path("run/summary.json").read_text())
-    run = names["answer"]
-    assert isinstance(run, ondevice.Generation)
-    assert summary["steps"] == 6
+    assert found.rows == len(ROWS) * 2
+    assert isinstance(answer, ondevice.Generation)
+    assert json.loads(Path("run/summary.json").read_text())["steps"] == 6
 
 
 def test_a_run_is_the_command_s(
