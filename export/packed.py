@@ -75,7 +75,7 @@ class PackedRows:
         """The values (R, C) that the rows stand for."""
         scales = self.scales.astype(np.float32)[..., None]
         codes = unpack_codes(self.words, packing.bits)
-        q = codes.reshape(len(codes), -1, packing.group_size).astype(np.float32)
+        q = codes.reshape(*self.scales.shape, packing.group_size).astype(np.float32)
         if self.biases is None:
             found = (q - 2.0 ** (packing.bits - 1)) * scales
         else:

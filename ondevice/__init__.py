@@ -1,7 +1,7 @@
 """Fine-tune language models with LoRA on the device that holds the data, inside a memory budget.
 
-`export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate` and `generate` do what the
-commands of the same names do, with the same options and defaults; errors are those of
+`export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate`, `generate` and `fuse` do what
+the commands of the same names do, with the same options and defaults; errors are those of
 `ondevice.errors`. Importing this package loads nothing heavy, no MLX and no NumPy: a name is loaded
 when it is first used.
 """
@@ -15,11 +15,13 @@ from ondevice.version import __version__
 
 if TYPE_CHECKING:
     from ondevice.api.bundles import export_bundle, open_bundle
+    from ondevice.api.fusing import fuse
     from ondevice.api.process import prepare
     from ondevice.api.results import (
         Evaluation,
         EvaluationResult,
         ExportResult,
+        FuseResult,
         Generation,
         MemoryPlan,
         Step,
@@ -34,6 +36,7 @@ __all__ = [
     "Evaluation",
     "EvaluationResult",
     "ExportResult",
+    "FuseResult",
     "Generation",
     "MemoryPlan",
     "Step",
@@ -41,6 +44,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "export_bundle",
+    "fuse",
     "generate",
     "open_bundle",
     "plan",
@@ -51,11 +55,13 @@ __all__ = [
 
 _MODULES = {
     "api.bundles": ("export_bundle", "open_bundle"),
+    "api.fusing": ("fuse",),
     "api.process": ("prepare",),
     "api.results": (
         "Evaluation",
         "EvaluationResult",
         "ExportResult",
+        "FuseResult",
         "Generation",
         "MemoryPlan",
         "Step",

@@ -27,11 +27,13 @@ RUNS = ("my-run", "another-run", "run", "RUN")
 BENCHES = "it takes minutes; tests/harness/bench runs every benchmark on tiny shapes"
 REAL = "it needs the real model; test_the_quick_start_learns runs the README's script"
 BFCL = "it needs the rows of bfcl-eval; tests/harness/tasks scores such rows"
+NO_NAME = "llama.cpp has no name for the tiny tokenizer; tests/export/fused writes such files"
 ELSEWHERE = {  # the beginning of a command: why it does not run here
     "ondevice bench": BENCHES,
     "ondevice doctor --bench": "tests/harness/doctor runs it on a tiny shape",
     "ondevice export gemma.gguf": REAL,
     "ondevice generate gemma --max-tokens 20": REAL,
+    "ondevice fuse bundle --adapter run -o model.gguf": NO_NAME,
     "ondevice train gemma --data home.jsonl": REAL,
     "ondevice train my-model --data calls": BFCL,
     "ondevice eval my-model --data calls": BFCL,

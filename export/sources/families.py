@@ -22,6 +22,19 @@ MODEL_TYPES = {
     "gemma3_text": "gemma3_text",
 }
 
+# family -> the class of transformers that loads it
+_CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+# what a configuration says of one checkpoint, and not of another with the same architecture
+_OF_THE_SOURCE = (
+    *("quantization", "quantization_config", "torch_dtype", "dtype", "_name_or_path"),
+    *("auto_map", "transformers_version", "rope_traditional"),
+)
+
 # the weight with which a norm scales by 1: Gemma multiplies by 1 + w
 NORM_NEUTRAL = {"qwen2": 1.0, "qwen3": 1.0, "llama": 1.0, "gemma3_text": 0.0}
 
@@ -105,6 +118,28 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
         config["head_dim"] = 128  # the default of the original configuration class
     _flatten_rope(config)
     return config
+
+
+def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """What config.json says of a normalised configuration, so that transformers reads it too.
+
+    Settings that the configuration leaves out are written as mlx-lm's model takes them: the
+    defaults of transformers are others in places. `dtype` is the type of the weights.
+    """
+    found = {key: value for key, value in config.items() if key not in _OF_THE_SOURCE}
+    arguments = importlib.import_module(f"mlx_lm.models.{family}").ModelArgs.from_dict(config)
+    for key, value in vars(arguments).items():
+        if key not in _OF_THE_SOURCE and isinstance(value, bool | int | float | str):
+            found.setdefault(key, value)
+    if family == "gemma3_text":
+        pattern = found["sliding_window_pattern"]
+        found["layer_types"] = [
+            "sliding_attention" if (index + 1) % pattern else "full_attention"
+            for index in range(found["num_hidden_layers"])
+        ]
+    # transformers reads the first name up to 4.55, and both after that
+    types = {"torch_dtype": dtype, "dtype": dtype}
+    return {"architectures": [_CLASSES[family]], **found, **types}
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:

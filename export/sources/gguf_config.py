@@ -14,7 +14,7 @@ from ondevice.errors import BundleError
 ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files hold instead of metadata
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
-_GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
+GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
 
 
 def read_config(file: GGUFFile, where: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _config(file: GGUFFile, arch: str, where: str) -> dict[str, Any]:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if gemma:
-        large = config["num_hidden_layers"] == _GEMMA_27B_LAYERS
+        large = config["num_hidden_layers"] == GEMMA_27B_LAYERS
         config |= {
             "sliding_window": get("attention.sliding_window"),
             "sliding_window_pattern": get("attention.sliding_window_pattern", 6),

@@ -25,12 +25,13 @@ from tokenizers import (
 from ondevice.errors import BundleError
 
 # tokenizer.ggml.token_type
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_SPACE = "▁"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NO_VOCABULARY = "no_vocab"  # tokenizer.ggml.model of files without one
+SPACE = "▁"
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """How a byte-level tokenizer splits text before merging; without a regex, by GPT-2's."""
 
     regex: str | None = None
@@ -43,12 +44,12 @@ class _Split:
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # tokenizer.ggml.pre -> split
-_SPLITS = {
-    "qwen2": _Split(_WORDS + r"\p{N}" + _REST, nfc=True),
-    "llama-bpe": _Split(_WORDS + r"\p{N}{1,3}" + _REST, ignore_merges=True, add_bos=True),
-    "smollm": _Split(digits=True),
-    "gpt-2": _Split(),
-    "default": _Split(),
+SPLITS = {
+    "qwen2": Split(_WORDS + r"\p{N}" + _REST, nfc=True),
+    "llama-bpe": Split(_WORDS + r"\p{N}{1,3}" + _REST, ignore_merges=True, add_bos=True),
+    "smollm": Split(digits=True),
+    "gpt-2": Split(),
+    "default": Split(),
 }
 
 
@@ -71,10 +72,10 @@ def convert_tokenizer(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
 
 def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
     model = metadata.get("tokenizer.ggml.model")
-    if model is None:
+    if model in (None, NO_VOCABULARY):
         return {}
     tokens = metadata.get("tokenizer.ggml.tokens") or []
-    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
+    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
     if not tokens or len(types) != len(tokens):
         raise BundleError(f"{where}: {len(tokens)} tokens with {len(types)} token types")
     if model == "llama":
@@ -87,19 +88,19 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         default_bos = True
     elif model == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
-        if pre not in _SPLITS:
+        if pre not in SPLITS:
             raise BundleError(
                 f"{where}: pre-tokenizer {pre!r} is not supported; "
-                f"supported are {', '.join(_SPLITS)}"
+                f"supported are {', '.join(SPLITS)}"
             )
-        tokenizer = _byte_level(tokens, metadata.get("tokenizer.ggml.merges"), _SPLITS[pre], where)
-        default_bos = _SPLITS[pre].add_bos
+        tokenizer = _byte_level(tokens, metadata.get("tokenizer.ggml.merges"), SPLITS[pre], where)
+        default_bos = SPLITS[pre].add_bos
     else:
         raise BundleError(
             f"{where}: vocabularies of model {model!r} are not supported; "
             "supported are llama (SentencePiece) and gpt2 (byte-level BPE)"
         )
-    special = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+    special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=special[type_])
@@ -160,8 +161,8 @@ def _sentencepiece(
     """BPE with byte fallback. Spaces become "▁"; `prefix` puts one before the text."""
     vocabulary = _vocabulary(tokens)
     merges = derive_merges(
-        [t for t, type_ in zip(tokens, types, strict=True) if type_ == _NORMAL],
-        [s for s, type_ in zip(scores, types, strict=True) if type_ == _NORMAL],
+        [t for t, type_ in zip(tokens, types, strict=True) if type_ == NORMAL],
+        [s for s, type_ in zip(scores, types, strict=True) if type_ == NORMAL],
     )
     has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     tokenizer = Tokenizer(
@@ -169,10 +170,10 @@ def _sentencepiece(
             vocab=vocabulary, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=has_bytes
         )
     )
-    replace = normalizers.Replace(" ", _SPACE)
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    replace = normalizers.Replace(" ", SPACE)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace])
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         tokenizer.normalizer = replace
@@ -198,7 +199,7 @@ def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[
 
 
 def _byte_level(
-    tokens: Sequence[str], stored: Sequence[str] | None, split: _Split, where: str
+    tokens: Sequence[str], stored: Sequence[str] | None, split: Split, where: str
 ) -> Tokenizer:
     """Byte-level BPE with the merges that the file stores."""
     if stored is None:

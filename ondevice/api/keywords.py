@@ -161,3 +161,20 @@ class GenerateKeywords(TypedDict, total=False):
     budget: str
     device: str
     chat: bool
+
+
+class FuseKeywords(DataKeywords, total=False):
+    """The options of `fuse`."""
+
+    adapter: str | Path | None
+    format: str
+    force: bool
+    dtype: str
+    bits: int | None
+    shard_size: str
+    quality: bool
+    data: str | Path | None
+    eval_rows: int
+    max_seq_length: int | None
+    budget: str
+    device: str

@@ -205,6 +205,23 @@ class ExportResult:
 
 
 @dataclass(frozen=True)
+class FuseResult:
+    """A model with an adapter in its weights, written elsewhere.
+
+    weights_bytes: of the files with the weights. adapted_matrices: those to which something was
+    added. quality: compares it with the bundle and the adapter, whose loss is `source_loss`; None
+    where it was not measured.
+    """
+
+    path: Path
+    weights_bytes: int
+    adapted_matrices: int
+    quality: Quality | None
+    peak_footprint_bytes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Generation:
     """A continued prompt.
 

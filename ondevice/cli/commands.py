@@ -143,6 +143,14 @@ COMMANDS = (
         "adapter",
     ),
     Command(
+        "fuse",
+        "add an adapter to the weights, for use without it",
+        "Writes a checkpoint that transformers and mlx-lm load, a GGUF file for llama.cpp, or a "
+        "bundle again. Without --adapter the bundle's own weights are converted.",
+        "fuse.FuseConfig",
+        "fuse",
+    ),
+    Command(
         "trust",
         "let a bundle's own graphs run on this machine",
         "Graphs from elsewhere do not run: they are traced again from the model's configuration. "

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.quality import Quality
 from ondevice.bundle.store import Bundle
 from ondevice.bundle.trusted import are_trusted
 from ondevice.operations.program import BlockType
@@ -299,6 +300,16 @@ def describe_task(result: dict[str, Any]) -> str:
         for one in result["labels"]
     ]
     return "\n".join([*lines, loss])
+
+
+def describe_fusing(quality: Quality, adapted: bool) -> str:
+    """What fusing has cost, in one sentence."""
+    before = "with the adapter" if adapted else "of the bundle"
+    return (
+        f"loss {quality.source_loss:.4f} {before}, {quality.loss:.4f} fused; KL divergence between "
+        f"them {max(0.0, quality.divergence):.2g} nats per token, on {quality.tokens} tokens of "
+        f"{printable(quality.text)}"
+    )
 
 
 def describe_summary(summary: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from runtime.engine.arrays import view
 from runtime.engine.model import Model, Positions
 from runtime.engine.values import Values
 from runtime.lowering.lower import LoweredBlock
+from runtime.methods.adapters import Adapters
 from runtime.run.open import Session
 from runtime.storage.row_values import RowValues
 
@@ -47,13 +48,19 @@ class RowPass:
     """One pass of rows through the blocks of a session's models.
 
     As many rows as the plan has batch lanes are in memory together, so that each tile of weights is
-    read once for all of them.
+    read once for all of them. Layers run with `adapters`, where there are any.
     """
 
     def __init__(
-        self, session: Session, rows: Sequence[TokenRow], scratch: Path, watch: Watch
+        self,
+        session: Session,
+        rows: Sequence[TokenRow],
+        scratch: Path,
+        watch: Watch,
+        adapters: Adapters | None = None,
     ) -> None:
         self.rows = rows
+        self.adapters = adapters
         self.watch = watch
         self.models = [session.model(len(row.tokens) - 1) for row in rows]
         self.groups = _groups(self.models, session.plan.lanes)
@@ -111,6 +118,7 @@ class RowPass:
         for group in self.groups if begin < stop else ():
             model = self.models[group[0]]
             lowered = model.lowered.blocks[index]
+            loras = {} if self.adapters is None else self.adapters.loras(lowered.block)
             lanes: list[Values] = [self.values.get(row) for row in group]
             model.executor.forward(
                 lowered.block,
@@ -118,7 +126,7 @@ class RowPass:
                 lowered.forward[begin:stop],
                 model.bucket,
                 lanes,
-                [{}] * len(group),
+                [loras] * len(group),
             )
             for row, values in zip(group, lanes, strict=True):
                 self.values.put(row, values)

@@ -50,6 +50,14 @@ TILES_HELD = 4  # float32 tiles that the second model's takes while it is dequan
 VISITED_BYTES = 100_000_000  # for a matrix's slice, its errors, and the products with them
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """One of two models that are compared."""
+
+    session: Session
+    adapters: Adapters | None = None
+
+
 @dataclass
 class ExportEngine:
     """Runs models under the meter's budget; scratch files go to `scratch`."""
@@ -133,19 +141,48 @@ class ExportEngine:
         A limited number of rows goes through the blocks at a time, which bounds the scratch files.
         """
         spare = self._head_bytes(model, rows)
-        sessions = (
-            self._session(source, RowWeights(source.manifest, reader), rows, spare),
-            self._session(model, None, rows, spare),
-        )
+        original = self._session(source, RowWeights(source.manifest, reader), rows, spare)
+        other = self._session(model, None, rows, spare)
+        return self._quality(_Compared(original), _Compared(other), rows, text)
+
+    def compare_fused(
+        self,
+        adapters: Adapters,
+        bundle: Bundle,
+        fused: Bundle,
+        reader: RowReader | None,
+        rows: Sequence[TokenRow],
+        text: str,
+    ) -> Quality:
+        """Compare a fused model's predictions with those of its bundle and adapters.
+
+        Args:
+            adapters: those of `bundle.manifest`, which may be none.
+            reader: gives the weights of `fused`, where they are not in the files of a bundle.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+            BundleError: the predictions of one of them are not finite.
+        """
+        spare = self._head_bytes(fused, rows)
+        weights = None if reader is None else RowWeights(fused.manifest, reader)
+        first = self._session(bundle, None, rows, spare)
+        second = self._session(fused, weights, rows, spare)
+        return self._quality(_Compared(first, adapters), _Compared(second), rows, text)
+
+    def _quality(
+        self, source: _Compared, model: _Compared, rows: Sequence[TokenRow], text: str
+    ) -> Quality:
+        """Compare two models, a limited number of rows at a time."""
         found: list[Divergence] = []
         for start in range(0, len(rows), COMPARED_ROWS):
             chosen = rows[start : start + COMPARED_ROWS]
-            found += self._compare_rows(sessions, chosen, start, len(rows))
+            found += self._compare_rows((source, model), chosen, start, len(rows))
         tokens = sum(len(one.loss) for one in found)
         if not all(np.isfinite(one.divergence).all() for one in found):
             raise BundleError(
-                "the predictions of the checkpoint or of the bundle are not finite: the weights "
-                "are damaged, or too large for the stored form; try --bits 32"
+                "the predictions of one of the two models are not finite: its weights are damaged, "
+                "or too large for the form in which they are stored"
             )
         return Quality(
             divergence=sum(float(one.divergence.sum()) for one in found) / tokens,
@@ -157,10 +194,12 @@ class ExportEngine:
         )
 
     def _compare_rows(
-        self, sessions: tuple[Session, Session], rows: Sequence[TokenRow], done: int, total: int
+        self, models: tuple[_Compared, _Compared], rows: Sequence[TokenRow], done: int, total: int
     ) -> list[Divergence]:
         """Compare two models on some of `total` rows, of which `done` went before."""
-        passes = [RowPass(one, rows, self.scratch, self._watch) for one in sessions]
+        passes = [
+            RowPass(one.session, rows, self.scratch, self._watch, one.adapters) for one in models
+        ]
         layers = range(1, len(passes[0].models[0].lowered.blocks) - 1)
         steps = 2 * len(layers)
         for number, one in enumerate(passes):
@@ -177,8 +216,8 @@ class ExportEngine:
                 [one.hidden(index, rows[index].scored) for index in chosen] for one in passes
             )
             targets = [Row(rows[i].tokens, rows[i].scored).targets for i in chosen]
-            models = (passes[0].models[start], passes[1].models[start])
-            found += compare_heads(*models, first, second, targets)
+            heads = (passes[0].models[start], passes[1].models[start])
+            found += compare_heads(*heads, first, second, targets)
             self._watch()
         return found
 

@@ -13,6 +13,7 @@ from typing import Any
 from ondevice.config.base import Config
 from ondevice.config.evaluate import EvalConfig
 from ondevice.config.export import ExportConfig
+from ondevice.config.fuse import FuseConfig
 from ondevice.config.generate import GenerateConfig
 from ondevice.config.lora import LoraOptions
 from ondevice.config.plan import PlanConfig
@@ -70,6 +71,7 @@ CLASSES = {
     "GenerateKeywords": Class(
         "The options of `generate`.", GenerateConfig, frozenset({"bundle", "prompt"})
     ),
+    "FuseKeywords": Class("The options of `fuse`.", FuseConfig, frozenset({"bundle", "output"})),
 }
 
 

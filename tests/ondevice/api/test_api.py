@@ -25,6 +25,7 @@ from ondevice.bundle.store import Bundle
 from ondevice.config.base import Config
 from ondevice.config.evaluate import EvalConfig
 from ondevice.config.export import ExportConfig
+from ondevice.config.fuse import FuseConfig
 from ondevice.config.generate import GenerateConfig
 from ondevice.config.plan import PlanConfig
 from ondevice.config.train import TrainConfig
@@ -45,6 +46,7 @@ ROWS = [
 
 FUNCTIONS = [  # with the command's configuration, and what the function leaves out
     (ondevice.export_bundle, ExportConfig, set()),
+    (ondevice.fuse, FuseConfig, set()),
     (ondevice.plan, PlanConfig, set()),
     (ondevice.train, TrainConfig, set()),
     (ondevice.evaluate, EvalConfig, {"source", "max_tokens", "answers"}),

@@ -1,0 +1,1 @@
+"""What becomes of a bundle and an adapter elsewhere: checkpoints, GGUF files, and bundles again."""

@@ -1,0 +1,78 @@
+"""Writes a model as a bundle: the same layouts and graphs, and an adapter in the weights.
+
+A matrix to which nothing is added keeps its integers. Others are dequantized, added to, and
+quantized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from export.cut.model import Cut
+from export.fused.checkpoint import check_space
+from export.fused.model import FusedCheckpoint
+from export.packed import Plain
+from export.recipe import stored_bytes, stored_forms
+from export.tensors import Tensors
+from ondevice.bundle.quality import Quality
+from ondevice.bundle.store import Bundle, BundleWriter
+from ondevice.config.export import ExportConfig
+from ondevice.engine import Progress
+from ondevice.files import read_file, reading_errors
+
+Measure = Callable[[Bundle], Quality | None]
+
+
+def write_bundle(
+    model: FusedCheckpoint,
+    output: Path,
+    bits: int | None,
+    force: bool,
+    measure: Measure,
+    progress: Progress,
+) -> Bundle:
+    """Write a bundle of the model, and return it.
+
+    Its graphs are those of the model's own bundle, so they may run wherever those may.
+
+    Args:
+        bits: of all matrices; None to store each as before.
+        force: whether a bundle that is there is replaced.
+        measure: what fusing has cost, given the unfinished bundle; the new manifest keeps it.
+
+    Raises:
+        BundleError: a value is not finite, or too large for how it is stored.
+        StorageError: the disk has too little space, and nothing is left behind.
+        UsageError: there is something at `output` already, or a matrix cannot have so many bits.
+    """
+    manifest = model.bundle.manifest
+    cut = Cut(dict(manifest.block_types), list(manifest.blocks))
+    stored, kept = model.stored()
+    if bits is not None:
+        asked = ExportConfig(source=str(model.bundle.path), output=str(output), bits=bits)
+        stored, kept = stored_forms(asked, model, cut)
+    with BundleWriter(output, force) as writer:
+        check_space(writer, stored_bytes(model, stored))
+        tensors = Tensors(model, writer, stored, kept, progress)
+        tensors.write(cut)
+        nbytes, digest = writer.finish_weights()
+        for name in (*(graph.file for graph in manifest.graphs.values()), *manifest.files):
+            path = model.bundle.path / name
+            with reading_errors(path):
+                writer.file(name, read_file(path))
+        floats = all(isinstance(one, Plain) for one in stored.values())
+        fused = msgspec.structs.replace(
+            manifest,
+            weights_nbytes=nbytes,
+            weights_sha256=digest,
+            matrices=tensors.matrices,
+            vectors=tensors.vectors,
+            provenance={**manifest.provenance, "fused": {"adapted": len(model.added)}},
+            trainable=manifest.trainable if floats else "lora",
+            quality=None,
+        )
+        quality = measure(Bundle(writer.folder, fused))
+        return writer.commit(msgspec.structs.replace(fused, quality=quality))

@@ -1,0 +1,125 @@
+"""Writes a model as a checkpoint folder that transformers and mlx-lm load.
+
+config.json            the configuration, in the spelling that both libraries read
+model.safetensors      the weights, or shards of them and model.safetensors.index.json
+tokenizer.json, ...    the bundle's tokenizer, with its chat template
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from export.fused.model import FusedCheckpoint
+from export.fused.slices import TYPES, Slices
+from export.packed import FloatType
+from export.sources.families import transformers_config
+from export.sources.shards import INDEX
+from ondevice.engine import Progress
+from ondevice.errors import StorageError
+from ondevice.files import fsync_path, storage_errors
+from ondevice.folder_writer import FolderWriter
+from ondevice.safetensors_header import safetensors_header
+from ondevice.units import format_bytes
+
+CONFIG = "config.json"  # by which a finished folder is recognised
+CODES: Mapping[FloatType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+
+
+def write_checkpoint(
+    model: FusedCheckpoint,
+    output: Path,
+    dtype: FloatType,
+    shard_bytes: int,
+    force: bool,
+    progress: Progress,
+) -> int:
+    """Write all files of a checkpoint, and return the bytes of its weights.
+
+    Args:
+        shard_bytes: the most bytes of tensors in a file, unless a single one is larger.
+        force: whether a checkpoint that is there is replaced.
+
+    Raises:
+        BundleError: a value is not finite in `dtype`.
+        StorageError: the disk has too little space, and nothing is left behind.
+        UsageError: there is something at `output` already.
+    """
+    item = np.dtype(TYPES[dtype]).itemsize
+    sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
+    tokenizer = model.tokenizer_files()
+    config = transformers_config(model.family, model.config, dtype)
+    with FolderWriter(output, force, CONFIG, "checkpoint") as writer:
+        check_space(writer, sum(sizes.values()) + sum(map(len, tokenizer.values())))
+        slices = Slices(sum(sizes.values()) // item, progress)
+        shards = _shards(sizes, shard_bytes)
+        files = _file_names(len(shards))
+        for name, tensors in zip(files, shards, strict=True):
+            _write_tensors(writer.folder / name, model, tensors, dtype, slices)
+        if len(shards) > 1:
+            where = {one: file for file, some in zip(files, shards, strict=True) for one in some}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+            _write(writer.folder / INDEX, json.dumps(index, indent=2).encode())
+        for name, data in tokenizer.items():
+            _write(writer.folder / name, data)
+        _write(writer.folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False).encode())
+        writer.finish()
+    return sum(sizes.values())
+
+
+def check_space(writer: FolderWriter, needed: int) -> None:
+    """Raise StorageError if the disk has too little space, before anything is written."""
+    free = shutil.disk_usage(writer.folder).free
+    if needed > free:
+        raise StorageError(
+            f"{writer.destination} needs about {format_bytes(needed, up=True)}, but only "
+            f"{format_bytes(free)} are free there; make room, or choose another --output or --dtype"
+        )
+
+
+def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """The tensors' names in order, in groups of at most `most` bytes, or of a single tensor."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _file_names(count: int) -> list[str]:
+    """The names of so many weight files, as transformers gives them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_tensors(
+    path: Path, model: FusedCheckpoint, names: Sequence[str], dtype: FloatType, slices: Slices
+) -> None:
+    """Write a safetensors file, a slice of a tensor at a time."""
+    tensors = {name: (CODES[dtype], model.shape(name)) for name in names}
+    with storage_errors(path), path.open("wb") as file:
+        file.write(safetensors_header(tensors, {"format": "pt"}))  # transformers asks for this word
+        for name in names:
+            parts = slices.bytes_of(name, model.shape(name), dtype, partial(model.rows, name))
+            for part in parts:
+                file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write(path: Path, data: bytes) -> None:
+    with storage_errors(path):
+        path.write_bytes(data)
+        fsync_path(path)

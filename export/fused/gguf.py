@@ -1,0 +1,130 @@
+"""Writes a model as a GGUF file that llama.cpp loads, as its converter would.
+
+Norms and biases are float32. Matrices have the type that is asked for. Gemma's norm weights get
+their 1 added, and the query and key rows of Llama their order in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+
+from export.fused.checkpoint import check_space
+from export.fused.gguf_metadata import add_metadata, rope_factors
+from export.fused.gguf_vocabulary import add_vocabulary
+from export.fused.model import FusedCheckpoint
+from export.fused.slices import TYPES, Slices
+from export.packed import F32, FloatType
+from export.sources.gguf_config import ROPE_FREQS
+from export.sources.gguf_names import architecture_of, model_rows, tensor_names
+from ondevice.engine import Progress
+from ondevice.errors import UsageError
+from ondevice.files import fsync_path, storage_errors
+from ondevice.folder_writer import FolderWriter
+
+FILE = "model.gguf"  # in a folder
+SUFFIX = ".gguf"
+_GGML = {
+    "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file, whose bytes are made while they are written."""
+
+    nbytes: int
+    parts: Iterator[bytes]
+
+    def tofile(self, file: IO[bytes]) -> None:
+        """Write it; GGUFWriter calls this as it would an array's."""
+        for part in self.parts:
+            file.write(part)
+
+
+def write_gguf(
+    model: FusedCheckpoint, output: Path, dtype: FloatType, force: bool, progress: Progress
+) -> Path:
+    """Write a GGUF file at `output`, or in the folder `output` unless it is named so.
+
+    Returns the file. `dtype` is the type of matrices.
+
+    Raises:
+        BundleError: a value is not finite in `dtype`.
+        StorageError: the disk has too little space, and nothing is left behind.
+        UsageError: there is something at `output` already, or a GGUF file cannot hold the model.
+    """
+    single = output.suffix == SUFFIX
+    noun = "GGUF file" if single else f"folder with a {FILE}"
+    with FolderWriter(output, force, "" if single else FILE, noun) as writer:
+        path = writer.folder / FILE
+        with storage_errors(path):
+            _write(model, path, dtype, writer, progress)
+            fsync_path(path)
+        writer.finish(path if single else None)
+    return output if single else output / FILE
+
+
+def _write(
+    model: FusedCheckpoint, path: Path, dtype: FloatType, place: FolderWriter, progress: Progress
+) -> None:
+    arch = architecture_of(model.family)
+    writer = GGUFWriter(path, arch)
+    writer.add_type("model")
+    writer.add_name(str(model.provenance["name"]))
+    writer.add_file_type(int(_GGML[dtype][1]))
+    vocabulary = model.bundle.manifest.vocab_size
+    add_metadata(writer, model.family, model.config, vocabulary)
+    add_vocabulary(writer, model.tokenizer_files(), vocabulary)
+    name_of = tensor_names(arch, int(model.config["num_hidden_layers"]))
+    slices = Slices(sum(math.prod(model.shape(name)) for name in model.names()), progress)
+    tensors: list[_Tensor] = []
+    factors = rope_factors(model.config)
+    if factors is not None:
+        writer.add_tensor_info(
+            ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
+        )
+        tensors.append(_Tensor(factors.nbytes, iter([factors.tobytes()])))
+    for name in model.names():
+        stored = name_of(name)
+        if stored is None:
+            raise UsageError(f"--format gguf: {arch} files have no tensor {name}; use --format hf")
+        shape = model.shape(name)
+        form: FloatType = dtype if len(shape) == 2 else "float32"
+        item = np.dtype(TYPES[form])
+        nbytes = math.prod(shape) * item.itemsize
+        writer.add_tensor_info(stored, shape, item, nbytes, _GGML[form][0])
+        parts = slices.bytes_of(name, shape, form, partial(_stored_rows, model, name))
+        tensors.append(_Tensor(nbytes, parts))
+    check_space(place, sum(one.nbytes for one in tensors))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for one in tensors:
+            writer.write_tensor_data(one)
+    finally:
+        writer.close()
+
+
+def _stored_rows(model: FusedCheckpoint, name: str, start: int, stop: int) -> F32:
+    """Rows start:stop of a tensor in the file."""
+    order = model_rows(model.family, model.config, name, model.shape(name)[0])
+    if order is None:
+        values = model.rows(name, start, stop)
+    else:  # rows are moved within their head
+        chosen = order[start:stop]
+        first, last = int(chosen.min()), int(chosen.max())
+        values = model.rows(name, first, last + 1)[chosen - first]
+    if model.family == "gemma3_text" and name.endswith("norm.weight"):
+        values = values + 1
+    return values

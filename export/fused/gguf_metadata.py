@@ -1,0 +1,85 @@
+"""What a GGUF file says of a model: the inverse of `export.sources.gguf_config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gguf import GGUFWriter, RopeScalingType
+
+from export.sources.gguf_config import GEMMA_27B_LAYERS, llama3_factors
+from export.sources.source import F32
+from ondevice.errors import UsageError
+
+_YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
+
+
+def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_size: int) -> None:
+    """Give a writer the architecture of a normalised configuration.
+
+    Raises:
+        UsageError: llama.cpp computes the model in another way; the message names the setting.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = head_dim_of(config)
+    writer.add_vocab_size(vocab_size)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(float(config["rope_theta"]))
+    _add_rope_scaling(writer, config)
+    if family == "gemma3_text":
+        scale = hidden // heads if config["num_hidden_layers"] == GEMMA_27B_LAYERS else head_dim
+        if config["query_pre_attn_scalar"] != scale:
+            raise _refusal("query_pre_attn_scalar", config["query_pre_attn_scalar"], str(scale))
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+        writer.add_rope_freq_base_swa(float(config["rope_local_base_freq"]))
+    elif "sliding_attention" in (config.get("layer_types") or ()):
+        raise _refusal("layer_types", "sliding_attention", "full_attention in every layer")
+
+
+def head_dim_of(config: dict[str, Any]) -> int:
+    """The numbers of a head's keys and values."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def rope_factors(config: dict[str, Any]) -> F32 | None:
+    """The table (head_dim / 2,) that Llama 3 files hold in place of metadata; None for others."""
+    scaling = config.get("rope_scaling") or {}
+    if _type_of(scaling) != "llama3":
+        return None
+    return llama3_factors(float(config["rope_theta"]), head_dim_of(config), scaling)
+
+
+def _add_rope_scaling(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    scaling = config.get("rope_scaling") or {}
+    kind = _type_of(scaling)
+    if kind in ("default", "llama3"):
+        return
+    if kind not in ("linear", "yarn"):
+        raise _refusal("rope_scaling", kind, "linear, yarn or llama3")
+    if more := sorted(set(scaling) - _YARN):
+        raise _refusal("rope_scaling", f"{kind} with {', '.join(more)}", "without these")
+    writer.add_rope_scaling_type(RopeScalingType(kind))
+    writer.add_rope_scaling_factor(float(scaling["factor"]))
+    if kind == "yarn":
+        length = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+        writer.add_rope_scaling_orig_ctx_len(length)
+
+
+def _type_of(scaling: dict[str, Any]) -> str:
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def _refusal(setting: str, value: object, possible: str) -> UsageError:
+    return UsageError(
+        f"--format gguf: the model has {setting} {value}, which llama.cpp cannot compute; it knows "
+        f"{possible}. Use --format hf"
+    )

@@ -1,0 +1,295 @@
+"""A tokenizer's files as the vocabulary of a GGUF file: the inverse of `sources.gguf_tokenizer`.
+
+Byte-level BPE keeps its merges. SentencePiece has scores in place of merges: a piece scores higher
+the earlier its merges come. Invariant: a token keeps its id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from gguf import GGUFWriter
+
+from export.sources.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    NO_VOCABULARY,
+    NORMAL,
+    SPACE,
+    SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Split,
+)
+from ondevice.errors import UsageError
+
+_BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
+_UNRANKED = -1000.0  # the score of what is never merged
+
+
+class _Model(msgspec.Struct):
+    """The part "model" of tokenizer.json."""
+
+    vocab: dict[str, int]
+    merges: list[tuple[str, str] | str]
+    type: str = "BPE"
+    byte_fallback: bool = False
+    ignore_merges: bool = False
+
+
+class _Added(msgspec.Struct):
+    """A token that is found before text is split."""
+
+    id: int
+    content: str
+    special: bool = False
+
+
+class _Tokenizer(msgspec.Struct):
+    """What is read of tokenizer.json."""
+
+    model: _Model
+    added_tokens: list[_Added] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
+
+
+class _Config(msgspec.Struct):
+    """What is read of tokenizer_config.json. Tokens are texts, or objects with one."""
+
+    chat_template: str | list[dict[str, str]] | None = None
+    bos_token: str | dict[str, Any] | None = None
+    eos_token: str | dict[str, Any] | None = None
+    unk_token: str | dict[str, Any] | None = None
+    pad_token: str | dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a GGUF file holds of a tokenizer.
+
+    `scores` are those of SentencePiece (model "llama"), `merges` those of byte-level BPE ("gpt2").
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    adds: dict[str, bool]
+    special: dict[str, int]
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    space_prefix: bool = False
+    chat_template: str | list[dict[str, str]] | None = field(default=None, repr=False)
+
+    def add_to(self, writer: GGUFWriter) -> None:
+        """Give it to a writer."""
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        if self.scores is not None:
+            writer.add_token_scores(self.scores)
+            writer.add_add_space_prefix(self.space_prefix)
+        if self.merges is not None:
+            writer.add_token_merges(self.merges)
+        for name, index in self.special.items():
+            getattr(writer, f"add_{name}_token_id")(index)
+        writer.add_add_bos_token(self.adds["bos"])
+        writer.add_add_eos_token(self.adds["eos"])
+        if self.chat_template is not None:
+            writer.add_chat_template(self.chat_template)
+
+
+def add_vocabulary(writer: GGUFWriter, files: dict[str, bytes], size: int) -> None:
+    """Give a writer the vocabulary of a tokenizer's files, padded to `size` tokens.
+
+    Without files the GGUF file says that it has none.
+
+    Raises:
+        UsageError: GGUF files cannot hold such a tokenizer; the message names the part.
+    """
+    if not files:
+        writer.add_tokenizer_model(NO_VOCABULARY)
+        return
+    read_vocabulary(files, size).add_to(writer)
+
+
+def read_vocabulary(files: dict[str, bytes], size: int) -> Vocabulary:
+    """The vocabulary in tokenizer.json and tokenizer_config.json, by file name. Raises as above."""
+    if "tokenizer.json" not in files:
+        raise _refusal(f"there is no tokenizer.json, but {', '.join(sorted(files))}")
+    try:
+        tokenizer = msgspec.json.decode(files["tokenizer.json"], type=_Tokenizer)
+        config = msgspec.json.decode(files.get("tokenizer_config.json", b"{}"), type=_Config)
+    except msgspec.DecodeError as problem:
+        raise _refusal(f"its files are of another form: {problem}") from None
+    if tokenizer.model.type != "BPE":
+        raise _refusal(f"its model is {tokenizer.model.type!r:.40}; BPE is supported")
+    ids = {**tokenizer.model.vocab, **{one.content: one.id for one in tokenizer.added_tokens}}
+    special = {name: index for name in _NAMED if (index := _id_of(config, name, ids)) is not None}
+    template: Any = config.chat_template
+    if "chat_template.jinja" in files:
+        template = files["chat_template.jinja"].decode()
+    tokens, types = _tokens(tokenizer, special.get("unk"), size)
+    shared = {
+        "tokens": tokens,
+        "types": types,
+        "adds": _adds(tokenizer.post_processor, special, ids),
+        "special": special,
+        "chat_template": template,
+    }
+    merges = [one if isinstance(one, tuple) else _pair(one) for one in tokenizer.model.merges]
+    if any(part.get("type") == "ByteLevel" for part in _parts(tokenizer.pre_tokenizer)):
+        texts = [f"{left} {right}" for left, right in merges]
+        return Vocabulary("gpt2", _pre(tokenizer), **shared, merges=texts)
+    prefix = _space_prefix(tokenizer)
+    scores = _scores(tokens, types, merges)
+    return Vocabulary("llama", "default", **shared, scores=scores, space_prefix=prefix)
+
+
+def _refusal(why: str) -> UsageError:
+    return UsageError(f"--format gguf: the tokenizer cannot be written: {why}; use --format hf")
+
+
+def _pair(line: str) -> tuple[str, str]:
+    left, _, right = line.partition(" ")
+    return left, right
+
+
+def _id_of(config: _Config, name: str, ids: dict[str, int]) -> int | None:
+    given = getattr(config, _NAMED[name])
+    text = given.get("content") if isinstance(given, dict) else given
+    return None if text is None else ids.get(text)
+
+
+def _tokens(tokenizer: _Tokenizer, unknown: int | None, size: int) -> tuple[list[str], list[int]]:
+    """Tokens by id and their types; what the model has beyond them is unused."""
+    tokens = [f"[PAD{index}]" for index in range(size)]
+    types = [UNUSED] * size
+
+    def put(text: str, index: int, kind: int) -> None:
+        if not 0 <= index < size:
+            raise _refusal(f"token {text!r:.40} is number {index}, and the model has {size}")
+        tokens[index], types[index] = text, kind
+
+    fallback = tokenizer.model.byte_fallback
+    for text, index in tokenizer.model.vocab.items():
+        put(text, index, BYTE if fallback and text in _BYTES else NORMAL)
+    for one in tokenizer.added_tokens:
+        put(one.content, one.id, CONTROL if one.special else USER_DEFINED)
+    if unknown is not None:
+        types[unknown] = UNKNOWN
+    return tokens, types
+
+
+def _adds(
+    processor: dict[str, Any] | None, special: dict[str, int], ids: dict[str, int]
+) -> dict[str, bool]:
+    """Whether each text gets the tokens of its beginning and end."""
+    found = {"bos": False, "eos": False}
+    for part in _parts(processor):
+        kind = part.get("type")
+        if kind == "TemplateProcessing":
+            template = part["single"]
+            texts = ["Sequence" in one for one in template]
+            before, after = template[: texts.index(True)], template[texts.index(True) + 1 :]
+            for end, some in (("bos", before), ("eos", after)):
+                tokens = [ids.get(one["SpecialToken"]["id"]) for one in some]
+                if tokens not in ([], [special.get(end)]):
+                    raise _refusal(f"it adds tokens to texts that are no {end} token")
+                found[end] = bool(tokens)
+        elif kind != "ByteLevel":
+            raise _refusal(f"its post-processor {kind!r:.40} is not supported")
+    return found
+
+
+def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or post-processor, one after another."""
+    if step is None:
+        return []
+    if step.get("type") != "Sequence":
+        return [step]
+    names = ("normalizers", "pretokenizers", "processors")
+    inner: list[dict[str, Any]] = next((step[name] for name in names if name in step), [])
+    return [part for one in inner for part in _parts(one)]
+
+
+def _pre(tokenizer: _Tokenizer) -> str:
+    """llama.cpp's name of how a byte-level tokenizer splits text."""
+    normalizers = [part.get("type") for part in _parts(tokenizer.normalizer)]
+    regex, digits, own_regex = None, False, True
+    for part in _parts(tokenizer.pre_tokenizer):
+        kind = part.get("type")
+        if kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
+            regex = part["pattern"].get("Regex")
+        elif kind == "Digits" and part.get("individual_digits"):
+            digits = True
+        elif kind == "ByteLevel" and not part.get("add_prefix_space"):
+            own_regex = part.get("use_regex", True)
+        else:
+            raise _refusal(f"its pre-tokenizer {kind!r:.40} is none that llama.cpp has a name for")
+    if normalizers not in ([], ["NFC"]) or own_regex != (regex is None):
+        raise _refusal(f"its normalizer {normalizers} is none that llama.cpp has a name for")
+    found = Split(regex, digits, bool(normalizers), tokenizer.model.ignore_merges)
+    for name, known in SPLITS.items():
+        if found == Split(known.regex, known.digits, known.nfc, known.ignore_merges):
+            return name
+    raise _refusal(f"it splits text by {regex!r:.60}, for which llama.cpp has no name")
+
+
+def _space_prefix(tokenizer: _Tokenizer) -> bool:
+    """Whether a SentencePiece tokenizer puts a space before the text."""
+    prefix, replaces = False, False
+    for part in _parts(tokenizer.normalizer):
+        if part.get("type") == "Prepend" and part.get("prepend") == SPACE:
+            prefix = True
+        elif part.get("type") == "Replace" and part.get("pattern") == {"String": " "}:
+            replaces = part.get("content") == SPACE
+        else:
+            raise _refusal(f"its normalizer {part.get('type')!r:.40} is not supported")
+    for part in _parts(tokenizer.pre_tokenizer):
+        if part.get("type") == "Metaspace" and part.get("replacement") == SPACE:
+            replaces, prefix = True, part.get("prepend_scheme") != "never"
+        elif part.get("type") != "Split" or part.get("pattern") != {"String": " "}:
+            raise _refusal(f"its pre-tokenizer {part.get('type')!r:.40} is not supported")
+    if not (replaces and tokenizer.model.byte_fallback):
+        raise _refusal("it is neither byte-level BPE nor SentencePiece with bytes for unknown text")
+    return prefix
+
+
+def _scores(tokens: list[str], types: list[int], merges: list[tuple[str, str]]) -> list[float]:
+    """The scores (V,) by which SentencePiece joins the pieces that these merges join, in order.
+
+    Raises:
+        UsageError: no scores do, because SentencePiece would join others, or in another order.
+    """
+    normal = {text: index for index, text in enumerate(tokens) if types[index] == NORMAL}
+    scores = [_UNRANKED if one != BYTE else 0.0 for one in types]
+    ways: dict[int, int] = {}  # of making a piece
+    last = -1
+    for left, right in merges:
+        piece = normal.get(left + right)
+        if piece is None or left not in normal or right not in normal:
+            continue  # of an added token, which is found before anything is joined
+        if piece != last and piece in ways:
+            raise _refusal(f"its merges to {tokens[piece]!r:.40} do not follow each other")
+        if piece != last:
+            scores[piece] = -float(len(ways))
+        ways[piece] = ways.get(piece, 0) + 1
+        last = piece
+    for text, index in normal.items():
+        possible = sum(text[:cut] in normal and text[cut:] in normal for cut in range(1, len(text)))
+        if possible != ways.get(index, 0):
+            raise _refusal(
+                f"{text!r:.40} can be joined in {possible} ways, of which its merges have "
+                f"{ways.get(index, 0)}"
+            )
+        if not possible:
+            scores[index] = -float(len(normal))
+    return scores

@@ -1,0 +1,158 @@
+"""A bundle's weights with what an adapter adds to them, as a checkpoint that is read by rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from export.packed import F32, FloatType, PackedRows, Packing, Plain, Stored
+from export.sources.source import Checkpoint
+from ondevice.bundle.store import TOKENIZER, Bundle
+from ondevice.errors import BundleError
+from ondevice.files import read_file, reading_errors
+from ondevice.operations.tensors import Extent, Matrix
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a matrix W (R, C): scale * (a b)^T, with a (C, r) and b (r, R)."""
+
+    a: F32
+    b: F32
+    scale: float
+
+    def rows(self, start: int, stop: int) -> F32:
+        """Rows start:stop of it, (stop - start, C)."""
+        part = np.float32(self.scale) * self.b[:, start:stop].T  # (stop - start, r)
+        found: F32 = np.matmul(part, self.a.T, dtype=np.float32)
+        return found
+
+
+class FusedCheckpoint(Checkpoint):
+    """The model that a bundle and an adapter are together.
+
+    Rows are dequantized and added to in float32 when they are read. Nothing of the weights stays in
+    memory between two reads. A matrix to which nothing is added can also be read as it is packed.
+
+    Args:
+        bundle: an open bundle, whose checksums have been checked.
+        added: what the adapter adds, by the names of the manifest's matrices.
+
+    Raises:
+        BundleError: the weights cannot be opened.
+        ValueError: something is added to a matrix that is not there, or has another shape.
+    """
+
+    def __init__(self, bundle: Bundle, added: Mapping[str, LowRank]) -> None:
+        manifest = bundle.manifest
+        shapes: dict[int, tuple[str, tuple[int, ...]]] = {
+            matrix.packed.offset: (f"{name}{_WEIGHT}", (matrix.rows, matrix.columns))
+            for name, matrix in manifest.matrices.items()
+        }
+        shapes |= {one.offset: (name, one.shape) for name, one in manifest.vectors.items()}
+        named = dict(shapes[offset] for offset in sorted(shapes))
+        for name, one in added.items():
+            expected = (one.b.shape[1], one.a.shape[0])
+            if named.get(f"{name}{_WEIGHT}") != expected or one.a.shape[1] != one.b.shape[0]:
+                raise ValueError(f"what is added to {name} has the shape {expected}")
+        source = str(manifest.provenance.get("name", bundle.path.name))
+        provenance = {**manifest.provenance, "name": source}
+        super().__init__(manifest.family, manifest.config, provenance, named)
+        self.bundle, self.added = bundle, added
+        with reading_errors(bundle.weights_path):
+            self._file = os.open(bundle.weights_path, os.O_RDONLY)
+
+    def __enter__(self) -> FusedCheckpoint:
+        return self
+
+    def rows(self, name: str, start: int, stop: int) -> F32:
+        self._check_rows(name, start, stop)
+        vector = self.bundle.manifest.vectors.get(name)
+        if vector is not None:
+            return self._read(vector, start, stop).astype(np.float32)
+        matrix = self._matrix(name)
+        if matrix.is_float:
+            found: F32 = self._read(matrix.packed, start, stop).astype(np.float32)
+        else:
+            found = self._packed(matrix, start, stop).values(_packing(matrix))
+        added = self.added.get(name.removesuffix(_WEIGHT))
+        if added is not None:
+            found += added.rows(start, stop)
+        return found
+
+    def prequantized(self, name: str) -> Packing | None:
+        base = name.removesuffix(_WEIGHT)
+        matrix = self.bundle.manifest.matrices.get(base)
+        if matrix is None or matrix.is_float or base in self.added:
+            return None
+        return _packing(matrix)
+
+    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
+        self._check_rows(name, start, stop)
+        if self.prequantized(name) is None:
+            return super().packed_rows(name, start, stop)
+        return self._packed(self._matrix(name), start, stop)
+
+    def stored(self) -> tuple[dict[str, Stored], frozenset[str]]:
+        """How the bundle stores each matrix, and those whose integers nothing is added to."""
+        found: dict[str, Stored] = {}
+        for name, matrix in self.bundle.manifest.matrices.items():
+            plain = Plain(cast(FloatType, matrix.packed.dtype))
+            found[name] = plain if matrix.is_float else _packing(matrix)
+        kept = {name for name in found if self.prequantized(f"{name}{_WEIGHT}") is not None}
+        return found, frozenset(kept)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for name in self.bundle.manifest.files:
+            path = self.bundle.path / name
+            with reading_errors(path):
+                found[name.removeprefix(f"{TOKENIZER}/")] = read_file(path)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        os.close(self._file)
+
+    def _matrix(self, name: str) -> Matrix:
+        return self.bundle.manifest.matrices[name.removesuffix(_WEIGHT)]
+
+    def _packed(self, matrix: Matrix, start: int, stop: int) -> PackedRows:
+        """Rows of a quantized matrix as they are stored."""
+        assert matrix.scales is not None, "a quantized matrix has scales"
+        biases = None if matrix.biases is None else self._read(matrix.biases, start, stop)
+        return PackedRows(
+            self._read(matrix.packed, start, stop), self._read(matrix.scales, start, stop), biases
+        )
+
+    def _read(self, extent: Extent, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows of a tensor in its stored type."""
+        row = extent.nbytes // extent.shape[0]
+        count, offset = (stop - start) * row, extent.offset + start * row
+        parts: list[bytes] = []
+        with reading_errors(self.bundle.weights_path):
+            while count and (part := os.pread(self._file, count, offset)):
+                parts.append(part)
+                count, offset = count - len(part), offset + len(part)
+        if count:
+            raise BundleError(f"{self.bundle.weights_path} became shorter while it was read")
+        bfloat = extent.dtype == "bfloat16"
+        dtype = np.dtype(ml_dtypes.bfloat16 if bfloat else extent.dtype)
+        return np.frombuffer(b"".join(parts), dtype).reshape(stop - start, *extent.shape[1:])
+
+
+def _packing(matrix: Matrix) -> Packing:
+    """The stored form of a quantized matrix; float32 holds scales of bfloat16 exactly."""
+    assert matrix.scales is not None and matrix.layout != "float"
+    scales: Literal["float16", "float32"] = (
+        "float16" if matrix.scales.dtype == "float16" else "float32"
+    )
+    return Packing(matrix.bits, matrix.group_size, matrix.layout, scales)

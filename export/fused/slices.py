@@ -1,0 +1,60 @@
+"""The values of a tensor in the type of a file, a slice of rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from export.packed import F32, FloatType
+from ondevice.engine import Progress
+from ondevice.errors import BundleError
+
+SLICE_VALUES = 1 << 20  # values of a tensor that are in memory at a time
+TYPES: Mapping[FloatType, npt.DTypeLike] = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+}
+Read = Callable[[int, int], F32]  # rows start:stop of a tensor
+
+
+class Slices:
+    """Reads tensors a slice at a time, rounds and checks them, and tells how far it is.
+
+    `values` is how many values there are in all tensors together.
+    """
+
+    def __init__(self, values: int, progress: Progress) -> None:
+        self._total, self._done, self._progress = values, 0, progress
+
+    def bytes_of(
+        self, name: str, shape: tuple[int, ...], dtype: FloatType, read: Read
+    ) -> Iterator[bytes]:
+        """The tensor's bytes, little-endian and row-major; `read` gives its rows.
+
+        Raises:
+            BundleError: a value is not finite, or too large for the type.
+        """
+        width = math.prod(shape[1:])
+        step = max(1, SLICE_VALUES // width)
+        for start in range(0, shape[0], step):
+            stop = min(shape[0], start + step)
+            values = read(start, stop)
+            with np.errstate(over="ignore"):
+                rounded = values.astype(TYPES[dtype], copy=False)
+            if not np.isfinite(rounded).all():
+                raise BundleError(_not_finite(name, values, dtype))
+            self._done += values.size
+            yield rounded.tobytes()
+            self._progress(name, self._done, self._total)
+
+
+def _not_finite(name: str, values: F32, dtype: FloatType) -> str:
+    if not np.isfinite(values).all():
+        return f"{name} holds values that are no finite numbers: the bundle or adapter is damaged"
+    most = float(np.abs(values).max())
+    return f"{name} holds {most:.4g}, too large for {dtype}; use --dtype bfloat16 or float32"

@@ -1,0 +1,242 @@
+"""Fusing from Python: an adapter becomes part of the weights, and what that costs is measured."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack, cast
+
+import msgspec
+
+from ondevice.api.keywords import FuseKeywords
+from ondevice.api.options import configured, taking
+from ondevice.api.process import Note, Said, prepare
+from ondevice.api.results import FuseResult
+from ondevice.bundle.store import Bundle
+from ondevice.config.fuse import FuseConfig
+from ondevice.errors import BudgetError, UsageError
+from ondevice.notes import warning
+
+if TYPE_CHECKING:
+    from export.fused.model import FusedCheckpoint, LowRank
+    from export.packed import FloatType
+    from ondevice.bundle.quality import Quality
+    from ondevice.engine import TokenRow
+    from ondevice.row_reader import RowReader
+    from runtime.methods.adapters import Adapters
+    from runtime.run.export_engine import ExportEngine
+
+Progress = Callable[[str, int, int], None]
+
+
+LOST_NATS = 0.05
+"""Nats per token, of loss or KL divergence, from which fusing counts as having lost much."""
+
+
+@taking(FuseConfig)
+def fuse(
+    bundle: str | Path | Bundle,
+    output: str | Path,
+    *,
+    on_progress: Progress | None = None,
+    on_note: Note | None = None,
+    **options: Unpack[FuseKeywords],
+) -> FuseResult:
+    """Add an adapter to the weights of its bundle, as `ondevice fuse` does.
+
+    on_progress(what, done, total) is called while it works, on_note(text) with lines for people.
+
+    Raises:
+        UsageError: an option is wrong, the output exists, or the format cannot hold the model.
+        BudgetError: the process has passed the budget.
+        BundleError, DataError: the bundle, the adapter or the data cannot be used.
+        StorageError: the disk has too little space, and nothing is left behind.
+    """
+    config = configured(FuseConfig, {"bundle": bundle, "output": output, **options})
+    prepare(keep_heap=False)
+    return fuse_as(config, on_progress or _silent, Said(on_note))
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
+    """Fuse under the configuration's budget, in a process that is set up for it."""
+    from export.fused.model import FusedCheckpoint
+    from runtime.methods.adapters import Adapters
+    from runtime.run.export_engine import ExportEngine
+    from runtime.run.lora import to_apply
+    from runtime.run.open import open_verified
+    from runtime.system.footprint import Meter
+    from runtime.system.heap import trim_heap
+
+    adapter = None if config.adapter is None else Path(config.adapter)
+    with (
+        Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        bundle = open_verified(config.bundle)
+        if Path(config.output).resolve() == bundle.path.resolve():
+            raise UsageError(f"{config.output} is the bundle itself; write to another directory")
+        adapted = to_apply(adapter, bundle)
+        adapters = Adapters.applied(adapted.manifest, adapter)
+        engine = ExportEngine(meter, config.budget_bytes, progress, said.note, Path(scratch))
+        cost = _Cost(config, engine, adapted, adapters, said.note)
+        cost.read_rows()
+
+        def written(what: str, done: int, total: int) -> None:
+            progress(what, done, total)
+            engine.check(f"while it wrote {what}")
+
+        with FusedCheckpoint(bundle, _added(adapters)) as model:
+            size = _FORMATS[config.format](config, model, cost, written)
+            count = len(model.added)
+    if cost.quality is not None and (lost := _lost(cost.quality)):
+        said.note(warning(lost))
+    return FuseResult(Path(config.output), size, count, cost.quality, meter.peak_bytes, said.notes)
+
+
+def _lost(quality: Quality) -> str:
+    """What to do where fusing has lost much; empty where it has not."""
+    lost = quality.loss - quality.source_loss
+    if max(lost, quality.divergence) < LOST_NATS:
+        return ""
+    return (
+        f"fusing has changed the model: its loss is {lost:+.3f} nats, and its predictions are "
+        f"{quality.divergence:.2g} nats per token (KL divergence) away. The weights are rounded "
+        "again after the adapter is added: keep the adapter beside the bundle, or fuse with more "
+        "bits (--bits 8), or into floats (--format hf)"
+    )
+
+
+def _added(adapters: Adapters) -> dict[str, LowRank]:
+    """What adapters add, by the names of matrices; the arrays are not copied."""
+    from export.fused.model import LowRank
+    from runtime.engine.arrays import view
+
+    names = [name.removesuffix(".lora_a") for name in adapters.tensors if name.endswith(".lora_a")]
+    return {
+        name: LowRank(
+            view(adapters.tensors[f"{name}.lora_a"]),
+            view(adapters.tensors[f"{name}.lora_b"]),
+            adapters.scale,
+        )
+        for name in names
+    }
+
+
+@dataclass
+class _Cost:
+    """Measures a fused model beside its bundle and adapter."""
+
+    config: FuseConfig
+    engine: ExportEngine
+    bundle: Bundle
+    adapters: Adapters
+    note: Note
+    quality: Quality | None = None
+    _rows: Sequence[TokenRow] = field(default_factory=tuple)
+    _text: str = ""
+
+    def read_rows(self) -> None:
+        """Read the rows to measure with, if any; what is wrong with data is said at once."""
+        from export.original import COMPARED_TOKENS, OWN_TEXT, TEXT
+        from runtime.data.reading import reading_of
+        from runtime.data.source import Source
+
+        config, manifest = self.config, self.bundle.manifest
+        if not config.quality:
+            return
+        if config.data is not None:
+            self._text = config.data
+            source = Source("fuse.tokens", config.data, "valid", reading_of(config))
+            length, count = config.max_seq_length, config.eval_rows
+            self._rows = self.engine.first_rows(self.bundle, source, length, count)
+        elif manifest.files:
+            self._text, length = OWN_TEXT, manifest.usual_bucket
+            self._rows = self.engine.rows(self.bundle, str(TEXT), length, COMPARED_TOKENS, None)
+        else:
+            self.note(
+                f"the loss is not measured: {self.bundle.path} has no tokenizer, so it reads no "
+                "text; --data random:0 measures it on random tokens"
+            )
+
+    def measure(self, fused: Callable[[Bundle], Bundle], reader: RowReader | None) -> None:
+        """Measure the model that `fused` makes of the runnable bundle; `reader` has its weights.
+
+        Where it cannot be run here, what was written is good all the same: the reason is said.
+        """
+        if not self._rows:
+            return
+        from runtime.run.traced_graphs import with_graphs
+
+        bundle = with_graphs(self.bundle, self.config.device, self.note)
+        other = fused(bundle)
+        plain = msgspec.structs.replace(bundle.manifest.lora, targets=())
+        try:
+            self.quality = self.engine.compare_fused(
+                self.adapters, bundle, other.with_lora(plain), reader, self._rows, self._text
+            )
+        except BudgetError as problem:
+            self.engine.check("while it measured the loss")
+            self.note(f"the loss was not measured: {problem}; --no-quality leaves it out")
+
+
+def _checkpoint(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:
+    from export.fused.checkpoint import write_checkpoint
+
+    output = Path(config.output)
+    size = write_checkpoint(
+        model, output, _float_type(config), config.shard_bytes, config.force, progress
+    )
+    _measure_written(cost, output)
+    return size
+
+
+def _float_type(config: FuseConfig) -> FloatType:
+    return cast("FloatType", config.dtype)
+
+
+def _measure_written(cost: _Cost, path: Path) -> None:
+    """Measure a checkpoint, as it is read back from its files."""
+    from export.sources.open import open_checkpoint
+    from ondevice.bundle.float_manifest import float_manifest
+
+    with open_checkpoint(str(path)) as checkpoint:
+        cost.measure(lambda one: replace(one, manifest=float_manifest(one.manifest)), checkpoint)
+
+
+def _gguf(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:
+    from export.fused.gguf import write_gguf
+
+    path = write_gguf(model, Path(config.output), _float_type(config), config.force, progress)
+    _measure_written(cost, path)
+    return path.stat().st_size
+
+
+def _bundle(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:
+    from export.fused.bundle import write_bundle
+
+    def measured(unfinished: Bundle) -> Quality | None:
+        manifest = unfinished.manifest
+        weights = {
+            name: getattr(manifest, name)
+            for name in ("weights_nbytes", "weights_sha256", "matrices", "vectors")
+        }
+
+        def fused(bundle: Bundle) -> Bundle:
+            running = msgspec.structs.replace(bundle.manifest, **weights)
+            return replace(bundle, path=unfinished.path, manifest=running)
+
+        cost.measure(fused, None)
+        return cost.quality
+
+    bundle = write_bundle(model, Path(config.output), config.bits, config.force, measured, progress)
+    return bundle.manifest.weights_nbytes
+
+
+_Write = Callable[[FuseConfig, "FusedCheckpoint", _Cost, Progress], int]
+_FORMATS: dict[str, _Write] = {"hf": _checkpoint, "gguf": _gguf, "bundle": _bundle}

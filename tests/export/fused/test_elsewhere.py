@@ -1,0 +1,72 @@
+"""Logits of transformers and of llama.cpp with the models that were fused for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.bundles import runnable, settings
+from support.fusing import fused_model, silent
+from support.logits import apart, engine_logits, mlx_lm_logits
+from support.models import FAMILIES, Rng, Tiny, adapters_of
+from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits
+
+from export.fused.checkpoint import write_checkpoint
+from export.fused.gguf import write_gguf
+from export.pack import export_bundle
+
+CLOSE = 1e-3  # of the largest logit; Gemma's constants are rounded otherwise elsewhere
+TOKENS = 40  # longer than the windows of the tiny Gemma
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_the_folder(tiny: Tiny, tmp_path: Path, rng: Rng, family: str) -> None:
+    interpreter(*TORCH)
+    bundle = tiny(family)
+    adapters = adapters_of(bundle, rng)
+    with fused_model(bundle, adapters) as model:
+        write_checkpoint(model, tmp_path / "hf", "float32", 1 << 40, False, silent)
+    tokens = rng.integers(0, bundle.manifest.vocab_size, TOKENS)
+    theirs = peft_logits(tmp_path / "hf", "-", tokens.tolist(), tmp_path)
+    print(family, error := apart(theirs, engine_logits(bundle, adapters, tokens)))
+    assert error < CLOSE
+    assert apart(theirs, engine_logits(bundle, None, tokens)) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_loads_the_file(tiny: Tiny, tmp_path: Path, rng: Rng, family: str) -> None:
+    interpreter(*LLAMA)
+    bundle = tiny(family)
+    adapters = adapters_of(bundle, rng)
+    with fused_model(bundle, adapters) as model:
+        path = write_gguf(model, tmp_path / "model.gguf", "float32", False, silent)
+    tokens = rng.integers(0, bundle.manifest.vocab_size, TOKENS)
+    theirs = llama_logits(path, "-", tokens.tolist(), tmp_path)
+    print(family, error := apart(theirs, engine_logits(bundle, adapters, tokens)))
+    assert error < CLOSE
+    assert apart(theirs, engine_logits(bundle, None, tokens)) > 0.01
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_real_model_elsewhere(real_gguf: Path, tmp_path: Path, rng: Rng) -> None:
+    """Gemma 3 270M: by mlx-lm, and by transformers and llama.cpp where they are installed."""
+    export_bundle(settings(real_gguf, tmp_path / "bundle", seq_lens=(64,), quality=False))
+    bundle = runnable(tmp_path / "bundle")
+    adapters = adapters_of(bundle, rng)
+    with fused_model(bundle, adapters) as model:
+        write_checkpoint(model, tmp_path / "hf", "float32", 1 << 30, False, silent)
+        path = write_gguf(model, tmp_path / "model.gguf", "float32", False, silent)
+    tokens = np.array([2, *rng.integers(300, 50000, TOKENS)])
+    ours = engine_logits(bundle, adapters, tokens)
+    assert apart(mlx_lm_logits(tmp_path / "hf", tokens), ours) < 1e-4
+    interpreter(*TORCH, *LLAMA)
+    for theirs in (
+        peft_logits(tmp_path / "hf", "-", tokens.tolist(), tmp_path),
+        llama_logits(path, "-", tokens.tolist(), tmp_path),
+    ):
+        print("Gemma 3 270M", error := apart(theirs, ours))
+        assert error < 0.01

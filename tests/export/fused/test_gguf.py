@@ -1,0 +1,201 @@
+"""Fused GGUF files: every tensor by a hand-written mapping, and logits of bundle and adapter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from support.bundles import runnable
+from support.bundles import settings as export_settings
+from support.files import listing
+from support.fusing import dense, fused_model, silent
+from support.logits import apart, engine_logits
+from support.models import FAMILIES, Rng, Tiny, adapters_of
+
+from export.fused.gguf import write_gguf
+from export.fused.gguf_metadata import add_metadata, rope_factors
+from export.pack import export_bundle
+from export.sources.gguf_config import read_config
+from export.sources.gguf_file import GGUFFile
+from ondevice.bundle.store import Bundle
+from ondevice.errors import UsageError
+from runtime.methods.adapters import Adapters
+
+SAME = 1e-5  # of the largest logit: the same weights in float32
+
+# what llama.cpp calls the parts of mlx-lm's names, written down by hand
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+}
+NORMS = {
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def their_name(name: str, gemma: bool) -> str:
+    base, _, end = name.rpartition(".")
+    if base in OUTSIDE:
+        return f"{OUTSIDE[base]}.{end}"
+    layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base).groups()
+    if gemma and part == "post_attention_layernorm":
+        return f"blk.{layer}.post_attention_norm.{end}"
+    return f"blk.{layer}.{(PARTS | NORMS)[part]}.{end}"
+
+
+def their_values(bundle: Bundle, name: str, values: np.ndarray) -> np.ndarray:
+    """Gemma's norms with their 1; Llama's query and key rows (half, j) of each head as (j, half)"""
+    manifest = bundle.manifest
+    if manifest.family == "gemma3_text" and "norm" in name:
+        return values + 1
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    part = name.split(".")[-2]
+    if manifest.family != "llama" or part not in heads:
+        return values
+    count = manifest.config[heads[part]]
+    size = len(values) // count
+    found = np.empty_like(values)
+    for head in range(count):
+        for half in range(2):
+            for j in range(size // 2):
+                row = head * size + half * (size // 2) + j
+                found[head * size + 2 * j + half] = values[row]
+    return found
+
+
+def write(bundle: Bundle, adapters: Adapters, output: Path, dtype: str = "float32") -> Path:
+    with fused_model(bundle, adapters) as model:
+        return write_gguf(model, output, dtype, False, silent)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_lies_where_llama_cpp_looks_for_it(
+    tiny: Tiny, tmp_path: Path, rng: Rng, family: str
+) -> None:
+    bundle = tiny(family)
+    adapters = adapters_of(bundle, rng)
+    path = write(bundle, adapters, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(path)
+    found = {one.name: one for one in reader.tensors}
+    with fused_model(bundle, adapters) as model:
+        names = {name: their_name(name, family == "gemma3") for name in model.names()}
+        assert set(found) == set(names.values())
+        for name, theirs in names.items():
+            values = (
+                model.rows(name, 0, model.shape(name)[0])
+                if name in bundle.manifest.vectors
+                else dense(bundle, adapters, name.removesuffix(".weight"))
+            )
+            expected = their_values(bundle, name, values)
+            assert found[theirs].tensor_type == gguf.GGMLQuantizationType.F32
+            assert list(found[theirs].shape) == list(reversed(values.shape))
+            np.testing.assert_allclose(
+                found[theirs].data, expected, rtol=0, atol=2e-6 * np.abs(expected).max()
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_read_again_it_has_the_logits_of_bundle_and_adapter(
+    tiny: Tiny, tmp_path: Path, rng: Rng, family: str
+) -> None:
+    bundle = tiny(family)
+    adapters = adapters_of(bundle, rng)
+    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
+    path = write(bundle, adapters, tmp_path / "folder")
+    assert listing(tmp_path) == ["folder", "folder/model.gguf"]
+    export_bundle(export_settings(path, tmp_path / "again", bits=32, seq_lens=(32,)))
+    again = runnable(tmp_path / "again")
+    config = again.manifest.config
+    assert {key: config.get(key) for key in bundle.manifest.config} == bundle.manifest.config | {
+        key: value for key, value in config.items() if key == "rope_scaling"
+    }
+    expected = engine_logits(bundle, adapters, tokens)
+    assert apart(engine_logits(again, None, tokens), expected) < SAME
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_only_matrices_are_rounded(
+    tiny: Tiny, tmp_path: Path, rng: Rng, dtype: str, bound: float
+) -> None:
+    bundle = tiny("gemma3")
+    path = write(bundle, adapters_of(bundle, rng), tmp_path / "model.gguf", dtype)
+    exact = write(bundle, adapters_of(bundle, rng), tmp_path / "exact.gguf")
+    rounded, full = GGUFFile(path), GGUFFile(exact)
+    short = {"float16": "F16", "bfloat16": "BF16"}[dtype]
+    for name, tensor in rounded.tensors.items():
+        assert tensor.type.name == (short if len(tensor.shape) == 2 else "F32"), name
+    name = "token_embd.weight"  # no adapter changes it
+    found, expected = (one.rows(name, slice(None)) for one in (rounded, full))
+    assert 0 < (np.abs(found - expected) / np.maximum(np.abs(expected), 1e-3)).max() <= bound
+
+
+def config_of(**more: object) -> dict[str, object]:
+    return {
+        "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2,
+        "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "rope_theta": 5e5, **more,
+    }  # fmt: skip
+
+
+def written_config(path: Path, arch: str, family: str, config: dict[str, object]) -> dict:
+    """A configuration as our reader finds it in a file of it, with an embedding alone."""
+    writer = gguf.GGUFWriter(path, arch)
+    add_metadata(writer, family, config, 8)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 128), np.float32))
+    if (factors := rope_factors(config)) is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_config(GGUFFile(path), "the file")
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+GEMMA = {
+    "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512,
+    "sliding_window_pattern": 6, "rope_local_base_freq": 1e4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, LINEAR])
+def test_scalings_of_positions_are_read_back(tmp_path: Path, scaling: object) -> None:
+    config = config_of(rope_scaling=scaling)
+    found = written_config(tmp_path / "model.gguf", "llama", "llama", config)
+    assert found["rope_scaling"] == (pytest.approx(scaling) if scaling == LLAMA3 else scaling)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ("llama", {"rope_scaling": YARN | {"beta_fast": 16}}, "yarn with beta_fast"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention"),
+        ("gemma3_text", {**GEMMA, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused_by_name(
+    tmp_path: Path, family: str, change: dict, said: str
+) -> None:
+    arch = "gemma3" if family == "gemma3_text" else family
+    with pytest.raises(UsageError, match=said):
+        written_config(tmp_path / "model.gguf", arch, family, config_of(**change))

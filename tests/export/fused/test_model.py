@@ -1,0 +1,63 @@
+"""A bundle with an adapter, by rows: the values of MLX's dequantization and a plain product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.fusing import added, dense, fused_model
+from support.models import FAMILIES, Rng, Tiny, adapters_of
+
+from export.fused.model import FusedCheckpoint, LowRank
+from ondevice.errors import BundleError
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"), [*((one, "mixed") for one in FAMILIES), ("qwen2", "bfloat16")]
+)
+def test_rows_are_the_weights_and_what_the_adapter_adds(
+    tiny: Tiny, rng: Rng, family: str, layouts: str
+) -> None:
+    bundle = tiny(family, layouts)
+    adapters = adapters_of(bundle, rng)
+    with fused_model(bundle, adapters) as model:
+        assert set(model.names()) == {
+            *(f"{name}.weight" for name in bundle.manifest.matrices),
+            *bundle.manifest.vectors,
+        }
+        for name in bundle.manifest.matrices:
+            rows, columns = model.shape(f"{name}.weight")
+            start, stop = sorted(map(int, rng.integers(0, rows + 1, 2)))
+            found = model.rows(f"{name}.weight", start, stop)
+            assert found.shape == (stop - start, columns) and found.dtype == np.float32
+            expected = dense(bundle, adapters, name)
+            np.testing.assert_allclose(
+                found, expected[start:stop], rtol=0, atol=2e-6 * np.abs(expected).max()
+            )
+
+
+def test_only_matrices_without_an_adapter_keep_their_integers(tiny: Tiny, rng: Rng) -> None:
+    bundle = tiny("qwen2")
+    adapters = adapters_of(bundle, rng)
+    part = dict(list(added(adapters).items())[:3])
+    with FusedCheckpoint(bundle, part) as model:
+        _, kept = model.stored()
+        assert kept == set(bundle.manifest.matrices) - set(part)
+        for name in kept:
+            packing = model.prequantized(f"{name}.weight")
+            assert packing is not None
+            packed = model.packed_rows(f"{name}.weight", 3, 9).values(packing)
+            np.testing.assert_array_equal(packed, model.rows(f"{name}.weight", 3, 9))
+        with pytest.raises(BundleError, match="not quantized"):
+            model.packed_rows(f"{next(iter(part))}.weight", 0, 1)
+
+
+def test_what_does_not_fit_is_refused(tiny: Tiny, rng: Rng) -> None:
+    bundle = tiny("qwen2")
+    name, one = next(iter(added(adapters_of(bundle, rng)).items()))
+    for wrong in (
+        {"model.nothing": one},
+        {name: LowRank(one.a[:-1], one.b, one.scale)},
+        {name: LowRank(one.a[:, :-1], one.b, one.scale)},
+    ):
+        with pytest.raises(ValueError, match="what is added"):
+            FusedCheckpoint(bundle, wrong)

@@ -1,0 +1,74 @@
+"""Fused models for tests: adapters as they are added or saved, and what a matrix becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from export.fused.model import FusedCheckpoint, LowRank
+from ondevice.bundle.store import Bundle
+from ondevice.config.fuse import FuseConfig
+from runtime.methods.adapters import Adapters
+
+
+def silent(*what: object) -> None:
+    """Shows nothing."""
+
+
+def added(adapters: Adapters) -> dict[str, LowRank]:
+    names = [name.removesuffix(".lora_a") for name in adapters.tensors if name.endswith("lora_a")]
+    return {
+        name: LowRank(
+            np.array(adapters.tensors[f"{name}.lora_a"]),
+            np.array(adapters.tensors[f"{name}.lora_b"]),
+            adapters.scale,
+        )
+        for name in names
+    }
+
+
+def fused_model(bundle: Bundle, adapters: Adapters) -> FusedCheckpoint:
+    return FusedCheckpoint(bundle, added(adapters))
+
+
+def saved(adapters: Adapters, folder: Path) -> Path:
+    folder.mkdir()
+    adapters.save(folder)
+    return folder
+
+
+def settings(bundle: Path, output: Path, **more: object) -> FuseConfig:
+    return FuseConfig(bundle=str(bundle), output=str(output), **more)
+
+
+def dense(bundle: Bundle, adapters: Adapters, name: str) -> np.ndarray:
+    """A matrix (R, C) with its adapter, by MLX's own dequantization and a product in float64."""
+    matrix = bundle.manifest.matrices[name]
+    data = bundle.weights_path.read_bytes()
+
+    def whole(extent: object) -> mx.array:
+        raw = data[extent.offset : extent.offset + extent.nbytes]
+        items = np.frombuffer(raw, {"bfloat16": np.uint16}.get(extent.dtype, extent.dtype))
+        found = mx.array(items.reshape(extent.shape))
+        return found.view(mx.bfloat16) if extent.dtype == "bfloat16" else found
+
+    if matrix.is_float:
+        base = whole(matrix.packed).astype(mx.float32)
+    else:
+        scales = whole(matrix.scales).astype(mx.float32)
+        half = 2.0 ** (matrix.bits - 1)
+        biases = -half * scales if matrix.biases is None else whole(matrix.biases)
+        base = mx.dequantize(
+            whole(matrix.packed),
+            scales,
+            biases.astype(mx.float32),
+            group_size=matrix.group_size,
+            bits=matrix.bits,
+        )
+    found = np.array(base, np.float64)
+    if f"{name}.lora_a" in adapters.tensors:
+        a, b = (np.array(adapters.tensors[f"{name}.lora_{one}"], np.float64) for one in "ab")
+        found += adapters.scale * (a @ b).T
+    return found
