@@ -113,13 +113,13 @@ def shrunk(command: str, place: Path) -> list[str]:
     words = [word.replace("random:gemma3-1b", "random:tiny-gemma3") for word in words]
     if "--resume" in words:
         return [*words, "--steps=3", "--budget=500MB"]
-    for flag in ("-o", "--output"):
-        if flag in words:
-            written = place / words[words.index(flag) + 1]
-            if written.is_symlink():
-                written.unlink()
-            elif written.is_dir() and words[0] != "export":
-                shutil.rmtree(written)
+    flags = [word for word in words if word in ("-o", "--output")]
+    name = words[words.index(flags[0]) + 1] if flags else "run" if words[0] == "train" else ""
+    written = place / name
+    if name and written.is_symlink():
+        written.unlink()
+    elif name and written.is_dir() and words[0] != "export":
+        shutil.rmtree(written)
     small = SMALLER.get(words[0], [])
     if "--equal" in words:  # by passes, not by steps
         small = [*(one for one in small if "steps=" not in one), "--max-forward-passes=27"]
