@@ -23,6 +23,7 @@ from ondevice.adapters.names import Coverage, coverage_of, inner_name
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import read_file, require_file
+from ondevice.lookalikes import HUB_ID
 from ondevice.lora import LoraSettings
 from ondevice.paths import text_path
 from runtime.storage.saves import SLOTS, check_adapter
@@ -57,10 +58,17 @@ class AdapterFiles:
         """Those of a run, an adapter folder, or a .safetensors file.
 
         Raises:
-            BundleError: a file is damaged or altered, or no safetensors file.
+            BundleError: there is nothing, or a file is altered, or no safetensors file.
             UsageError: the path is not valid UTF-8, or a run holds no adapter.
         """
         source = text_path(source)
+        if not source.exists():
+            name = str(source)
+            hub = f"; one of the hub is fetched by: hf download {name} --local-dir FOLDER"
+            raise BundleError(
+                f"{name}: there is no such run, adapter folder or .safetensors file"
+                f"{hub if HUB_ID.fullmatch(name) and not source.parent.exists() else ''}"
+            )
         if (source / SLOTS).exists():
             raise UsageError(
                 f"{source} has trained all parameters and holds no adapter; ondevice replay "

@@ -86,7 +86,9 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
         writer.add_value_length(config["head_dim"])
     if family == "gemma3_text":
         writer.add_sliding_window(config["sliding_window"])
-        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
+        writer.add_uint32(
+            "gemma3.attention.sliding_window_pattern", config["sliding_window_pattern"]
+        )
     more.get("change", lambda _: None)(writer)
     for name, array in arrays.items():
         mapped, changed = to_llama_cpp(name, array, config)

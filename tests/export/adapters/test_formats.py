@@ -221,7 +221,9 @@ def test_without_a_bundle_or_an_adapter_is_said(run: Path, tiny: Tiny, tmp_path:
     refused = here("adapter", alone, *other, "--bundle", tiny("qwen2").path)
     assert refused.returncode == 4 and "other weights" in refused.stderr
     refused = here("adapter", tmp_path / "nothing", *other)
-    assert refused.returncode == 2 and "no such run" in refused.stderr
+    assert refused.returncode == 4 and "no such run" in refused.stderr
+    refused = here("eval", tiny("gemma3").path, "--adapter", "some/one", "--data", "random:1")
+    assert refused.returncode == 4 and "hf download some/one" in refused.stderr
     refused = here("adapter", alone, "--to", "onnx", "-o", tmp_path / "other")
     assert refused.returncode == 2 and "peft, gguf or mlx" in refused.stderr
     assert not (tmp_path / "other").exists()

@@ -13,6 +13,10 @@ from transformers import AutoModelForCausalLM
 model_path, adapter, tokens, output = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 model.eval()
+embedding = model.get_input_embeddings()
+if hasattr(embedding, "embed_scale"):
+    # Gemma was trained with this factor in bfloat16, and mlx-lm rounds it so in every type
+    embedding.embed_scale = embedding.embed_scale.to(torch.bfloat16).float()
 if adapter != "-":
     model = PeftModel.from_pretrained(model, adapter)
     model.eval()
