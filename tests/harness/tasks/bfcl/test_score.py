@@ -97,7 +97,7 @@ def test_a_model_that_has_learnt_its_answers_gets_all_right(tmp_path: Path) -> N
     data.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     assert max(len(row.completion) for row in rows) < 40
     trained = here(
-        *("train", bundle, f"--data={data}", f"--output={tmp_path / 'run'}", "--steps=60"),
+        *("train", bundle, f"--data={data}", f"--output={tmp_path / 'run'}", "--steps=40"),
         *("--batch-size=3", "--learning-rate=1e-2", "--lr-schedule=linear"),
         *("--budget=400MB", "--save-every=0"),
     )
@@ -112,11 +112,11 @@ def test_a_model_that_has_learnt_its_answers_gets_all_right(tmp_path: Path) -> N
     assert [(one["id"], one["answer"], one["verdict"]) for one in said] == [
         (row.id, row.completion, "right") for row in rows
     ]
-    before = here(*given, "--json")
-    untrained = json.loads(before.stdout)
-    assert untrained["live"]["right"] == 0 and untrained["cut"] > 0
-    text = here(*given).stdout
+    before = tmp_path / "before.jsonl"
+    text = here(*given, f"--answers={before}").stdout
     assert "live_multiple" in text and "0 of 1" in text and "malformed" in text
+    said = [json.loads(line) for line in before.read_text().splitlines()]
+    assert all(one["verdict"] == "malformed" and one["cut"] for one in said[:2])
 
 
 @pytest.mark.usefixtures("installed")
