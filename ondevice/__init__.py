@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.version import __version__
 
 if TYPE_CHECKING:
+    from ondevice import errors
     from ondevice.api.bundles import export_bundle, open_bundle
     from ondevice.api.fusing import fuse
     from ondevice.api.process import prepare
@@ -42,6 +43,7 @@ __all__ = [
     "Step",
     "TrainResult",
     "__version__",
+    "errors",
     "evaluate",
     "export_bundle",
     "fuse",
@@ -76,6 +78,8 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Load what is public when it is first used."""
+    if name == "errors":
+        return import_module("ondevice.errors")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

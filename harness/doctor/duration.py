@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from export.sources.random import PRESETS
 from harness.bench.doctor import MODELS, TOKENS
 from harness.doctor.computing import PRODUCTS
 from harness.doctor.finding import Finding
+from ondevice.bundle.store import MANIFEST
 from ondevice.config.bench import BenchConfig
 from ondevice.units import format_seconds
 
-# A step of MeBP multiplies each weight four times with each token (forward, recomputed forward, and
-# twice backward), a step of MeZO twice. Under the smallest budget it takes about three times as
-# long as the products alone, and half the time of training goes into other things.
-PRODUCTS_OF_STEPS = (4 + 2) * 2
-SLOWER = 1 + 3
+# How often a weight is multiplied with a token in a step of MeBP and one of MeZO: layers forward,
+# recomputed and twice backward, and twice forward; the head forward and backward, and twice forward
+LAYERS, HEAD = 4 + 2, 2 + 2
+SLOWER = 1 + 2  # than the products alone, under a large budget and under the smallest
 EXPORT_WEIGHTS_PER_S = 5e6  # drawn, quantized and written, on one core
 START_S = 4.0  # of each process
 
@@ -25,30 +26,32 @@ def describe_duration(config: BenchConfig, found: Sequence[Finding]) -> str:
     speeds = next((one.facts["speeds"] for one in found if "speeds" in one.facts), None)
     rate = 1e9 * speeds[PRODUCTS] if speeds else 50e9
     names = config.model_names or MODELS
-    seconds = sum(
-        _seconds(_weights(name), length, rate, config.steps)
-        for name in names
+    known = [name for name in names if name in PRESETS]
+    new = [name for name in known if not (Path(config.bundles) / name / MANIFEST).exists()]
+    seconds = sum(sum(_weights(name)) / EXPORT_WEIGHTS_PER_S for name in new)
+    seconds += sum(
+        _seconds(name, length, rate, config.steps)
+        for name in known
         for length in config.lengths or (TOKENS,)
-        if name in PRESETS
     )
     return (
-        f"measuring {', '.join(names)} with random weights: about {format_seconds(seconds)}, most "
-        "of it for the bundles if they are not there yet; Ctrl-C keeps finished rows"
+        f"measuring {', '.join(names)} with random weights: about {format_seconds(seconds)}; "
+        "Ctrl-C keeps finished rows"
     )
 
 
-def _seconds(weights: int, tokens: int, rate: float, steps: int) -> float:
-    products = 2.0 * weights * tokens / rate
-    training = steps * PRODUCTS_OF_STEPS / 2 * products * SLOWER
-    return weights / EXPORT_WEIGHTS_PER_S + training + 4 * START_S
+def _seconds(name: str, tokens: int, rate: float, steps: int) -> float:
+    """The time of four trainings: two methods, under two budgets."""
+    layers, head = _weights(name)
+    products = 2.0 * tokens * (LAYERS * layers + HEAD * head)
+    return steps * SLOWER * products / rate + 4 * START_S
 
 
-def _weights(name: str) -> int:
-    """The weights of a preset, about: of its matrices."""
+def _weights(name: str) -> tuple[int, int]:
+    """The weights of a preset's layers, and of its head, about: of its matrices."""
     one = PRESETS[name]
     hidden, heads = one["hidden_size"], one["num_attention_heads"]
-    head = one.get("head_dim", hidden // heads)
-    attention = 2 * hidden * head * (heads + one["num_key_value_heads"])
+    size = one.get("head_dim", hidden // heads)
+    attention = 2 * hidden * size * (heads + one["num_key_value_heads"])
     layer = attention + 3 * hidden * one["intermediate_size"]
-    found: int = one["num_hidden_layers"] * layer + one["vocab_size"] * hidden
-    return found
+    return one["num_hidden_layers"] * layer, one["vocab_size"] * hidden

@@ -340,7 +340,10 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
         if value is MISSING:
             found.append(f"{one.name} is missing ({one.metadata['help']})")
         elif not _type_of(one).fits(value):
-            found.append(f"{one.name} is {_shortened(value)}; it must be {_type_of(one).words}")
+            meant = check.hint(str(value)) if check and _whole(value) else ""
+            found.append(
+                f"{one.name} is {_shortened(value)}; it must be {_type_of(one).words}{meant}"
+            )
         elif check and value is not None and not check.allows(value):
             meant = check.hint(value)
             found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}{meant}")

@@ -70,7 +70,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
         "import sys, ondevice\n"
         f"heavy = {HEAVY}\n"
         "print([name for name in heavy if name in sys.modules])\n"
-        "ondevice.errors if hasattr(ondevice, 'errors') else None\n"
+        "assert ondevice.errors.UsageError.exit_code == 2\n"
         "print(set(ondevice.__all__) <= set(dir(ondevice)))\n"
     )
     assert done.stdout.splitlines() == ["[]", "True"], done.stderr

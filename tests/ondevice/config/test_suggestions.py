@@ -59,6 +59,11 @@ def test_a_number_of_bytes_is_a_budget_as_it_was() -> None:
     assert config.budget_bytes == 300_000_000
 
 
+def test_a_number_in_a_file_or_a_call_is_asked_about_too() -> None:
+    with pytest.raises(UsageError, match=r"budget is 300; it must be text; did you mean 300MB\?"):
+        load(TrainConfig, None, {"bundle": "b", "data": "d", "budget": 300})
+
+
 def test_keys_of_files_and_calls_are_understood_too() -> None:
     given = {"bundle": "b", "data": "d", "iters": 3, "epochs": 2, "lora_r": 4, "zzz": 1}
     with pytest.raises(UsageError) as problem:
