@@ -169,7 +169,7 @@ COMMANDS = (
     ),
     Command(
         "doctor",
-        "look at this machine: what works, what is missing, how fast it is",
+        "what works on this machine, what is missing, how fast it is",
         "Each line is ok, a warning, missing (an optional part) or broken, with the way out.",
         "doctor.DoctorConfig",
         "doctor",

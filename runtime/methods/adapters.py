@@ -24,6 +24,7 @@ from ondevice.errors import BundleError, DivergedError
 from ondevice.files import fsync_path, storage_errors, write_atomic
 from ondevice.lora import LoraSettings
 from ondevice.operations.program import Block
+from ondevice.safetensors_header import safetensors_header
 from runtime.engine.values import Lora
 from runtime.methods.adapter_files import AdapterFiles
 from runtime.methods.noise import key_of
@@ -138,15 +139,9 @@ class Adapters:
 
     def _write(self, file: IO[bytes]) -> None:
         """Write a safetensors file tensor by tensor; the library would hold all in memory."""
-        header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-        end = 0
-        for name, shape in self.shapes(self.manifest).items():
-            start, end = end, end + math.prod(shape) * 4
-            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in self.shapes(self.manifest):
+        tensors = {name: ("F32", shape) for name, shape in self.shapes(self.manifest).items()}
+        file.write(safetensors_header(tensors, {"format": "mlx"}))
+        for name in tensors:
             file.write(np.array(self.tensors[name], copy=False).tobytes())
 
     @classmethod
