@@ -165,6 +165,6 @@ ADVICE = {  # flags with no counterpart: what to do instead
     "it out",
     "--push-to-hub": "nothing is sent anywhere; the run's folder can be uploaded",
     "--trust-remote-code": "code of models never runs; leave it out",
-    "--export-gguf": "an adapter stays in its run; leave it out",
+    "--export-gguf": "`ondevice fuse BUNDLE --adapter RUN --format gguf` writes a GGUF file",
     "--wandb": "give --report-to wandb",
 }

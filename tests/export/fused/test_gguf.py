@@ -143,6 +143,22 @@ def test_only_matrices_are_rounded(
     assert 0 < (np.abs(found - expected) / np.maximum(np.abs(expected), 1e-3)).max() <= bound
 
 
+def test_a_file_that_is_there_is_replaced_by_force_alone(
+    tiny: Tiny, tmp_path: Path, rng: Rng
+) -> None:
+    bundle = tiny("qwen2")
+    path = write(bundle, adapters_of(bundle, rng), tmp_path / "model.gguf")
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="exists"):
+        write(bundle, adapters_of(bundle, rng), path)
+    with fused_model(bundle, adapters_of(bundle, rng)) as model:
+        write_gguf(model, path, "float32", True, silent)
+        assert path.read_bytes() != before and listing(tmp_path) == ["model.gguf"]
+        (tmp_path / "folder.gguf").mkdir()
+        with pytest.raises(UsageError, match="not a GGUF file"):
+            write_gguf(model, tmp_path / "folder.gguf", "float32", True, silent)
+
+
 def config_of(**more: object) -> dict[str, object]:
     return {
         "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2,
