@@ -400,3 +400,30 @@ def newton_schulz(G: mx.array) -> mx.array:
         A = X @ X.T
         X = X * 3.4445 + (A * -4.7750 + (A @ A) * 2.0315) @ X
     return X.T if G.shape[0] > G.shape[1] else X
+
+
+class MonolithicLOZOM(MonolithicLOZO):
+    """LOZO-M (arXiv 2410.07698): N of the momentum, projected whenever V is drawn anew."""
+
+    beta = 0.9
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.N = {name: mx.zeros((a.shape[0], self.r)) for name, a in adapters.tensors.items()}
+        self.V: dict[str, mx.array] = {}
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        c = self.projected(model, rows, number, 0)
+        for name, theta in self.adapters.tensors.items():
+            m, n = theta.shape
+            k = number // self.nu
+            U = mx.random.normal((m, self.r), key=key_of(self.seed, "U", number, 0, name))
+            V = mx.random.normal((n, self.r), key=key_of(self.seed, "V", k, 0, name))
+            old = self.V.get(name, V)
+            if not mx.array_equal(old, V):
+                self.N[name] = self.N[name] @ (old.T @ V / n)
+            self.V[name] = V
+            self.N[name] = self.N[name] * self.beta + U * (c / self.r * (1 - self.beta))
+            update = self.N[name] @ V.T + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors, self.N)

@@ -45,8 +45,8 @@ class ZerothOrderOptions(Config):
     )
     zo_optimizer: str | None = choice(
         None,
-        "with mezo: follow each estimate (sgd, the default), or the averages over the latest ones, "
-        "whose directions are drawn again from the log (momentum, adam)",
+        "with mezo or zo-act: follow each estimate (sgd, the default), or the averages over the "
+        "latest ones, whose directions are drawn again from the log (momentum, adam)",
         "sgd",
         "momentum",
         "adam",
@@ -98,6 +98,13 @@ class ZerothOrderOptions(Config):
         None,
         f"with lozo: steps after which V is drawn anew (default: {USUAL_INTERVAL})",
         up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
+    lozo_momentum: float | None = option(
+        None,
+        "with lozo: follow a momentum of the estimates, of which each step keeps so much, such as "
+        "0.9 (LOZO-M; default: none)",
+        Check(lambda value: 0 < value < 1, "above 0 and below 1"),
         Group.ZEROTH_ORDER,
     )
     muon_rank: int | None = option(

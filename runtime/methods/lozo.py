@@ -8,7 +8,8 @@ every nu steps:
     theta <- theta - rate c U V^T / r
 
 With several directions, the update is the mean of all. r is `--lozo-rank` and nu `--lozo-interval`.
-A step's log holds c / r. The variant with momentum, LOZO-M, is not here.
+A step's log holds c / r. `--lozo-momentum` follows a momentum instead, the paper's LOZO-M: see
+`runtime.methods.factor_momentum`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from dataclasses import dataclass, replace
 
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
+from ondevice.errors import UsageError
+from runtime.methods.adapters import Adapters
 from runtime.methods.estimator import Losses
+from runtime.methods.factor_momentum import FactorDescent
 from runtime.methods.forward_only import demand_of, start_with
 from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth_order import ZerothOrder
 from runtime.planner.demand import Demand
+from runtime.storage.scratch import MappedTensors
 
 
 @dataclass
@@ -37,15 +42,45 @@ class OverRank(TwoPoint):
 
 
 def demand(config: StepConfig) -> Demand:
-    """See `demand_of`: two hidden states for each row and direction; for adapters only."""
-    return replace(demand_of(config, _estimator(config)), trains_weights=False)
+    """See `demand_of`: two hidden states for each row and direction; for adapters only.
+
+    With momentum its factors are on the disk; they take less than the adapters, which are counted.
+
+    Raises:
+        UsageError: several directions, each with factors of its own, would share a momentum.
+    """
+    found = replace(demand_of(config, _estimator(config)), trains_weights=False)
+    if config.lozo_momentum is None:
+        return found
+    if config.directions != 1:
+        raise UsageError(
+            f"--lozo-momentum is for one direction a step, not for --queries {config.directions}: "
+            "each has a V of its own; leave one of them out"
+        )
+    return replace(found, moments=1, scratch_copies=FactorDescent.scratch_copies)
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:
-    """The method at its beginning."""
+    """The method at its beginning.
+
+    Raises:
+        UsageError: the momentum's rank is larger than that of the adapters.
+    """
     rank, interval = config.lozo_rank_used, config.lozo_interval_used
     noise = Noise(config.seed, config.noise_kind, rank=rank, interval=interval)
-    return start_with(config, begin, _estimator(config), noise)
+    descent = None
+    if config.lozo_momentum is not None:
+        manifest = begin.adapters.manifest
+        if rank > manifest.lora.rank:
+            raise UsageError(
+                f"--lozo-rank {rank} with --lozo-momentum is more than the adapters' rank, "
+                f"{manifest.lora.rank}; give that or less"
+            )
+        shapes = Adapters.shapes(manifest)
+        factors = FactorDescent.factors_of(shapes, rank)
+        on_disk = MappedTensors(begin.scratch, "momentum", factors)
+        descent = FactorDescent(config.lozo_momentum, rank, shapes, on_disk)
+    return start_with(config, begin, _estimator(config), noise, descent)
 
 
 def _estimator(config: StepConfig) -> OverRank:

@@ -57,9 +57,7 @@ class Noise:
             psi = self.coordinates(step, query, tensor, shape)
             return self.subspace(step, tensor, shape) @ psi
         if self.rank:
-            rows, columns = shape
-            u = self._values((rows, self.rank), "U", step, query, tensor)
-            v = self._values((columns, self.rank), "V", step // self.interval, query, tensor)
+            u, v = self.factors(step, query, tensor, shape)
             return u @ v.T
         if self.flipout:
             rows, columns = shape
@@ -69,6 +67,19 @@ class Noise:
         if self.pool:
             return self._values(shape, "pool", self.member(step, query), tensor)
         return self._values(shape, "noise", step, query, tensor)
+
+    def factors(
+        self, step: int, query: int, tensor: str, shape: tuple[int, ...]
+    ) -> tuple[mx.array, mx.array]:
+        """U (M, rank) and V (N, rank) of a tensor (M, N), where directions have a rank."""
+        rows, columns = shape
+        u = self._values((rows, self.rank), "U", step, query, tensor)
+        v = self._values((columns, self.rank), "V", step // self.interval, query, tensor)
+        return u, v
+
+    def same_interval(self, one: int, other: int) -> bool:
+        """Whether two steps have the same V."""
+        return one // self.interval == other // self.interval
 
     def coordinates(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
         """Psi (k, N) of a tensor (M, N), where directions have a subspace."""

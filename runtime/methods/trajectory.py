@@ -39,6 +39,7 @@ from ondevice.lora import LoraSettings
 from runtime.methods.adapters import Adapters
 from runtime.methods.cone import ConeDescent
 from runtime.methods.descent import AVERAGING, OPTIMIZERS, Descent, Sgd, descent_of
+from runtime.methods.factor_momentum import FactorDescent
 from runtime.methods.hessian import HessianDescent
 from runtime.methods.layer_scales import ScaledDescent, is_scale
 from runtime.methods.muon import MuonDescent
@@ -58,6 +59,7 @@ OPTIONAL = (
         "flipout",
         "frozen",
         "muon",
+        "factor_decay",
     ),
 )
 
@@ -83,6 +85,7 @@ class Header:
     `runtime.methods.cone`, and `scaling` is no empty text where it is that of
     `runtime.methods.layer_scales`.
     With `muon` the descent is that of `runtime.methods.muon`, in a subspace of that rank.
+    With a `factor_decay` the descent is that of `runtime.methods.factor_momentum`.
     `frozen` ends the names of tensors that are not trained, where it is no empty text.
     `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.row_noise`,
     both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
@@ -111,6 +114,7 @@ class Header:
     flipout: bool = False
     frozen: str = ""
     muon: bool = False
+    factor_decay: float = 0.0
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -173,6 +177,11 @@ class Header:
             raise ValueError(f"of {self.trained} it does not train {self.frozen!r}")
         if type(self.muon) is not bool or (self.muon and not (rank and plain)):
             raise ValueError(f"it descends as Muon, {self.muon!r}, with rank {rank}")
+        decay = self.factor_decay
+        if type(decay) not in (int, float) or not 0 <= decay < 1:
+            raise ValueError(f"its momentum's decay is {decay!r}")
+        if decay and (not (rank and plain) or self.muon):
+            raise ValueError(f"it has a momentum of low rank with rank {rank}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -280,6 +289,8 @@ def _descent(header: Header, manifest: Manifest) -> Descent:
         return HessianDescent(header.hessian_smoothing, shapes, {})
     if header.cone_angle:
         return ConeDescent(header.cone_angle, header.cone_decay, shapes, {})
+    if header.factor_decay:
+        return FactorDescent(header.factor_decay, header.rank, shapes, {})
     if header.muon:
         return MuonDescent()
     if header.scaling:

@@ -372,6 +372,7 @@ class ZerothOrder:
             flipout=noise.flipout,
             frozen=self.frozen,
             muon=self.descent.muon,
+            factor_decay=self.descent.factor_decay,
             hessian_smoothing=self.descent.smoothing,
             scaling=self.descent.scaling[0],
             scaled=self.descent.scaling[1],

@@ -23,11 +23,19 @@ CASES: dict[str, dict[str, Any]] = {
     "grzo": {"method": "grzo", "batch_size": 3, "learning_rate": 1e-6},
     "zo-act": {"method": "zo-act", "learning_rate": 1e-3},
     "zo-muon": {"method": "zo-muon", "muon_rank": 3, "muon_interval": 2, "learning_rate": 1e-2},
+    "lozo-m": {"method": "lozo", "lozo_interval": 3, "lozo_momentum": 0.9},
+    "zo-act-adam": {"method": "zo-act", "zo_optimizer": "adam", "zo_window": 3},
     "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
 }
 
 
-SLOW = {"scaled", "zo-muon"}  # longer forms of what the others cover
+SLOW = {
+    "scaled",
+    "grzo",
+    "zo-muon",
+    "lozo-m",
+    "zo-act-adam",
+}  # longer forms of what the others cover
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
 
 

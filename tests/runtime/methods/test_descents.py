@@ -1,0 +1,221 @@
+"""What follows estimates of the gradient: averages, curvature, cones, scales, factors, Muon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.estimators import config_of, rows_of, started
+from support.models import adapters_of, model_of
+from support.plans import LINUX, demand_of
+
+from ondevice.bundle.store import Bundle
+from ondevice.errors import BundleError, DivergedError, UsageError
+from runtime.methods.adapters import Adapters
+from runtime.methods.cone import ConeDescent
+from runtime.methods.descent import descent_of
+from runtime.methods.hessian import HessianDescent
+from runtime.methods.layer_scales import ScaledDescent
+from runtime.methods.muon import msign
+from runtime.methods.noise import Noise
+from runtime.methods.registry import method as implementation
+from runtime.methods.scalar_update import Update
+from runtime.planner.plan import Planner, Request
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_a_window_of_all_estimates_is_the_optimizer(rng: Rng, seed: int, optimizer: str) -> None:
+    """Then the sums are the moments that Adam keeps, with its bias correction."""
+    noise, shape, steps = Noise(seed), (5, 7), 12
+    descent = descent_of(optimizer, steps)
+    value = start = mx.array(rng.standard_normal(shape).astype(np.float32))
+    theta, m, v = np.array(start, np.float64), np.zeros(shape), np.zeros(shape)
+    done = 0
+    for step in range(steps):
+        if step == 4:  # skipped
+            continue
+        done += 1
+        numbers, rate = tuple(map(float, rng.standard_normal(2))), float(rng.uniform(0.01, 0.1))
+        descent.remember(Update(step, rate, numbers, 0.1))
+        value = descent.apply(noise, "a", value)
+        z = [np.array(noise.draw(step, query, "a", shape), np.float64) for query in range(2)]
+        g = (numbers[0] * z[0] + numbers[1] * z[1]) / 2
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        m_hat, v_hat = m / (1 - 0.9**done), v / (1 - 0.999**done)
+        direction = m_hat / (np.sqrt(v_hat) + 1e-8) if optimizer == "adam" else m_hat
+        theta = theta - rate * (direction + 0.1 * theta)
+    assert np.array(value) == pytest.approx(theta, rel=1e-4, abs=1e-5)
+    assert not np.allclose(theta, np.array(start), atol=1e-2)
+
+
+def test_averages_keep_nothing_but_the_windows_numbers(seed: int) -> None:
+    descent = descent_of("adam", 3)
+    for step in (0, 1, 2, 5, 6):
+        descent.remember(Update(step, 0.1, (step / 2,), 0.0))
+    kept = [[2, [1.0]], [5, [2.5]], [6, [3.0]]]
+    assert descent.state() == {"window": kept}
+    for wrong in ([["2", [1.0]]], [[2, []]], [[2, [float("nan")]]], [2], None):
+        with pytest.raises((ValueError, TypeError)):
+            descent.restore({"window": wrong})
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (40, 5), (6, 6)])
+def test_singular_values_become_about_one(rng: Rng, shape: tuple[int, int]) -> None:
+    left, right = (np.linalg.qr(rng.standard_normal((n, min(shape))))[0] for n in shape)
+    values = rng.uniform(0.05, 1, min(shape))
+    found = np.array(msign(mx.array((left * values @ right.T).astype(np.float32))), np.float64)
+    inside = left.T @ found @ right
+    assert inside == pytest.approx(np.diag(np.diag(inside)), abs=1e-3)
+    assert np.diag(inside).min() > 0.6 and np.diag(inside).max() < 1.3
+    assert not np.array(msign(mx.zeros(shape))).any()
+
+
+def test_directions_of_muon_stay_in_a_subspace(seed: int) -> None:
+    noise = Noise(seed, rank=3, interval=2, orthonormal=True)
+    drawn = [np.array(noise.draw(step, q, "a", (40, 9))) for step in (0, 1) for q in (0, 1)]
+    assert np.linalg.matrix_rank(np.hstack(drawn), tol=1e-4) == 3
+    later = np.array(noise.draw(2, 0, "a", (40, 9)))
+    assert np.linalg.matrix_rank(np.hstack([drawn[0], later]), tol=1e-4) == 6
+    p = np.array(noise.subspace(0, "a", (40, 2)), np.float64)
+    assert p.shape == (40, 2) and p.T @ p == pytest.approx(np.eye(2), abs=1e-6)
+
+
+def test_a_momentum_of_factors_has_one_direction_of_the_adapters_rank(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="one direction a step, not for --queries 2"):
+        implementation("lozo").demand(config_of("lozo-m", seed, queries=2))
+    assert implementation("lozo").demand(config_of("lozo-m", seed)).moments == 1
+    bundle = tiny("qwen2")
+    rank = bundle.manifest.lora.rank + 1
+    config = config_of("lozo-m", seed, lozo_rank=rank)
+    with pytest.raises(UsageError, match=f"--lozo-rank {rank} with --lozo-momentum is more than"):
+        started(config, model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, 1, 4)
+
+
+def test_a_save_with_a_momentum_that_is_not_finite_is_refused(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    method = started(config_of("lozo-m", seed), model, adapters, tmp_path, 1, 4)
+    method.step(0, 1e-3, [rows_of(bundle, rng, 1)])
+    method.settle()
+    state = tmp_path / "state"
+    method.write(state)
+    method.read(state)
+    whole = state.read_bytes()
+    for damaged in (whole[:-4] + np.float32(np.nan).tobytes(), whole[:-4], whole + b"0000"):
+        state.write_bytes(damaged)
+        with pytest.raises(BundleError, match="is damaged"):
+            method.read(state)
+
+
+def test_a_plan_counts_the_hessian_on_the_disk(tiny: Tiny) -> None:
+    manifest = tiny("qwen2").manifest
+    adapters = sum(4 * a * b for a, b in Adapters.shapes(manifest).values())
+    state = 32 * manifest.hidden_size * 4  # the one at theta
+    mezo, hizoo = (
+        Planner(manifest, LINUX).plan(Request(32, 2), demand_of(method, 2), 10**9)
+        for method in ("mezo", "hizoo")
+    )
+    assert hizoo.scratch_disk_bytes - mezo.scratch_disk_bytes == adapters + 2 * state
+
+
+def test_all_parameters_have_no_scales(seed: int) -> None:
+    config = config_of("mezo", seed, trainable="full", zo_scaling="parameter-norm")
+    with pytest.raises(UsageError, match="--zo-scaling parameter-norm is not for --trainable full"):
+        implementation("mezo").demand(config)
+
+
+def test_a_layer_without_a_gradient_has_the_scale_1(tiny: Tiny) -> None:
+    descent = ScaledDescent("gradient-norm", "variance", 0, tiny("qwen2").manifest)
+    norms = [0.0] + [2.0] * (len(descent.layers) - 1)
+    assert descent.scale(norms)[:2] == (1.0, 2.0)
+    for wrong in ([0.0] * len(norms), norms, [math.inf] * len(norms), [1.0]):
+        with pytest.raises(ValueError, match="scale"):
+            descent.restore({"scales": wrong, "measured": 0})
+
+
+def test_all_parameters_have_no_hessian(seed: int) -> None:
+    with pytest.raises(UsageError, match="--trainable full is not for hizoo"):
+        implementation("hizoo").demand(config_of("hizoo", seed, trainable="full"))
+
+
+def test_a_save_without_a_hessian_is_refused(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    method = started(config_of("hizoo", seed), model, adapters, tmp_path, 1, 4)
+    state = tmp_path / "state"
+    method.write(state)
+    whole = bytearray(state.read_bytes())
+    begins = whole.index(b"\n") + 1
+    assert len(whole) - begins == 4 * adapters.size
+    for wrong in (0.0, -1.0, np.inf, np.nan):
+        at = begins + 4 * int(rng.integers(adapters.size))
+        state.write_bytes(whole[:at] + np.float32(wrong).tobytes() + whole[at + 4 :])
+        with pytest.raises(BundleError, match=r"is damaged: .*curvature"):
+            method.read(state)
+    state.write_bytes(whole[: begins - 1])
+    with pytest.raises(BundleError, match="is damaged"):
+        method.read(state)
+
+
+@pytest.mark.parametrize("h", [0.0, 1e30])
+def test_a_hessian_beyond_float32_ends_a_run(seed: int, h: float) -> None:
+    descent = HessianDescent(0.9, {"a": (3, 4)}, {})
+    with pytest.raises(DivergedError, match="lower --hessian-smoothing"):
+        for step in range(99):
+            descent.remember(Update(step, 0.1, (1.0,), 0.0, (h,)))
+            descent.apply(Noise(seed), "a", mx.zeros((3, 4)))
+
+
+def test_a_save_with_another_momentum_is_refused(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    method = started(config_of("conmezo", seed), model, adapters, tmp_path, 1, 4)
+    method.step(0, 1e-3, [rows_of(bundle, rng, 1)])
+    state = tmp_path / "state"
+    method.write(state)
+    method.read(state)
+    whole = state.read_bytes()
+    begins = whole.index(b"\n") + 1
+    assert len(whole) - begins == 4 * adapters.size
+    for wrong in (1e9, np.inf, np.nan):
+        at = begins + 4 * int(rng.integers(adapters.size))
+        state.write_bytes(whole[:at] + np.float32(wrong).tobytes() + whole[at + 4 :])
+        with pytest.raises(BundleError, match=r"is damaged: .*momentum"):
+            method.read(state)
+
+
+def test_directions_lie_at_the_cones_angle(seed: int) -> None:
+    """Their length is about that of the noise; at a right angle they are the noise."""
+    shapes = {"a": (300, 40), "b": (50, 80)}
+    noise, angle = Noise(seed), 1.0
+    narrow, wide = (ConeDescent(one, 0.9, shapes, {}) for one in (angle, math.pi / 2))
+    for descent in (narrow, wide):
+        descent.remember(Update(0, 0.1, (2.0,), 0.0))
+        for name, shape in shapes.items():
+            descent.apply(noise, name, mx.zeros(shape))
+    momentum = {name: noise.draw(0, 0, name, shape) for name, shape in shapes.items()}
+    fresh = {name: noise.draw(1, 0, name, shape) for name, shape in shapes.items()}
+    a, m = (
+        np.concatenate([np.array(part(name)).ravel() for name in shapes])
+        for part in (lambda name: narrow.direction(name, fresh[name]), momentum.__getitem__)
+    )
+    cosine = a @ m / np.linalg.norm(a) / np.linalg.norm(m)
+    assert cosine == pytest.approx(math.cos(angle), abs=0.03)
+    assert np.linalg.norm(a) == pytest.approx(math.sqrt(a.size), rel=0.05)
+    for name in shapes:
+        assert mx.allclose(wide.direction(name, fresh[name]), fresh[name], atol=1e-6)

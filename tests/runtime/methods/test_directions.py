@@ -1,0 +1,242 @@
+"""Directions and numbers of single methods; options and logs that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.estimators import config_of, copy_of, rows_of, started
+from support.models import adapters_of, model_of
+
+from ondevice.bundle.store import Bundle
+from ondevice.config.train import TrainConfig
+from ondevice.errors import BundleError, UsageError
+from runtime.methods.adapters import Adapters
+from runtime.methods.noise import Noise
+from runtime.methods.registry import method as implementation
+from runtime.methods.scalar_update import Update
+from runtime.methods.trajectory import Header, digest, read_log, rebuild
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+
+
+def test_a_pool_has_so_many_directions_that_k_numbers_are_the_adapters(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    """theta = theta_0 - sum of a_j z_j, whatever the number of steps."""
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    initial = copy_of(adapters)
+    method = started(config_of("kzoo", seed, seed_pool=3), model, adapters, tmp_path, 1, 8)
+    a = np.zeros(3)
+    for step in range(6):
+        result = method.step(step, 0.01, [rows_of(bundle, rng, 1)])
+        assert result.record is not None
+        for query, g in enumerate(result.record[1]):
+            a[method.noise.member(step, query)] += 0.01 * g / 4
+    method.settle()
+    assert np.count_nonzero(a) == 3
+    of = {
+        method.noise.member(step, query): (step, query) for step in range(6) for query in range(4)
+    }
+    for name, theta in initial.tensors.items():
+        z = [np.array(method.noise.draw(*of[j], name, theta.shape)) for j in range(3)]
+        expected = np.array(theta) - sum(a[j] * z[j] for j in range(3))
+        assert np.array(adapters.tensors[name]) == pytest.approx(expected, abs=1e-5), name
+
+
+def test_fzoo_divides_by_the_deviation_of_the_losses(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    """Whatever the losses' scale, the numbers are those of a standard deviation of one."""
+    bundle = tiny("llama")
+    method = started(config_of("fzoo", seed), model_of(bundle, 16), adapters_of(bundle, rng),
+                     tmp_path, 1, 4)  # fmt: skip
+    at_theta, *perturbed = method.estimator.points
+    drawn = rng.uniform(1, 9, len(perturbed))
+    found = []
+    for scale in (1.0, 1e-3):
+        losses = dict(zip(perturbed, map(float, 5 + drawn * scale), strict=True))
+        numbers = np.array(method.estimator.gradients({at_theta: 5.0, **losses}, 1e-3))
+        assert np.std(numbers, ddof=1) * 1e-3 == pytest.approx(1)
+        found.append(numbers)
+    assert found[0] == pytest.approx(found[1])
+    equal = dict.fromkeys(perturbed, 4.0)
+    assert method.estimator.gradients({at_theta: 5.0, **equal}, 1e-3) == (0.0,) * 4
+
+
+def test_fzoo_needs_two_directions(seed: int) -> None:
+    with pytest.raises(UsageError, match="--queries 1 is too few for fzoo"):
+        implementation("fzoo").demand(config_of("fzoo", seed, queries=1))
+
+
+def test_grzo_needs_two_rows(seed: int) -> None:
+    with pytest.raises(UsageError, match="--batch-size 1 is too small for grzo"):
+        implementation("grzo").demand(config_of("grzo", seed))
+    assert implementation("grzo").demand(config_of("grzo", seed, grad_accumulation=2)).lanes
+    with pytest.raises(UsageError, match="queries is an option of mezo"):
+        config_of("grzo", seed, queries=2)
+
+
+def test_directions_of_rows_share_their_noise_up_to_signs(seed: int) -> None:
+    noise, shape = Noise(seed, flipout=True), (200, 50)
+    z = [np.array(noise.draw(step, query, "a", shape)) for step, query in ((0, 0), (0, 1), (1, 0))]
+    assert np.array_equal(abs(z[0]), abs(z[1])) and not np.array_equal(abs(z[0]), abs(z[2]))
+    signs = np.sign(z[0]) * np.sign(z[1])
+    assert np.linalg.matrix_rank(signs) == 1
+    assert abs(np.corrcoef(z[0].ravel(), z[1].ravel())[0, 1]) < 0.1
+
+
+def test_grzo_weighs_rows_by_their_differences_over_the_deviation(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    """Whatever the losses' scale; a step of one row, or of equal differences, learns nothing."""
+    bundle = tiny("llama")
+    method = started(config_of("grzo", seed), model_of(bundle, 16), adapters_of(bundle, rng),
+                     tmp_path, 4, 4)  # fmt: skip
+    drawn = rng.uniform(1, 9, 8)
+    found = []
+    for scale in (1.0, 1e-3):
+        points = dict(zip(method.estimator.points, map(float, 5 + drawn * scale), strict=True))
+        found.append(np.array(method.estimator.gradients(points, 1e-3)))
+        assert np.std(found[-1]) * 2e-3 == pytest.approx(1, rel=1e-3)
+        lone = {point: loss for point, loss in points.items() if point.query == 0}
+        assert method.estimator.gradients(lone, 1e-3) == (0.0,)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"method": "fzoo", "zo_optimizer": "adam"},
+            "zo_optimizer is an option of mezo and zo-act",
+        ),
+        ({"method": "mebp", "zo_window": 3}, "zo_window is an option of mezo and zo-act, not"),
+        ({"method": "fzoo", "lozo_rank": 3}, "lozo_rank is an option of lozo, not of fzoo"),
+        ({"method": "kzoo", "lozo_interval": 3}, "lozo_interval is an option of lozo, not of"),
+        ({"method": "mezo", "seed_pool": 3}, "seed_pool is an option of kzoo, not of mezo"),
+        ({"method": "mezo", "hessian_smoothing": 1e-6}, "hessian_smoothing is an option of hizoo"),
+        ({"method": "hizoo", "hessian_smoothing": 0.0}, "must be above 0 and below 1"),
+        ({"method": "hizoo", "hessian_smoothing": 1.0}, "must be above 0 and below 1"),
+        ({"method": "mezo", "lozo_momentum": 0.9}, "lozo_momentum is an option of lozo, not of"),
+        ({"method": "lozo", "lozo_momentum": 1.0}, "must be above 0 and below 1"),
+        ({"method": "mezo", "muon_rank": 3}, "muon_rank is an option of zo-muon, not of mezo"),
+        ({"method": "lozo", "muon_interval": 3}, "muon_interval is an option of zo-muon"),
+        ({"method": "hizoo", "zo_optimizer": "adam"}, "zo_optimizer is an option of mezo and"),
+        ({"method": "mebp", "queries": 2}, "queries is an option of mezo, fzoo"),
+        ({"method": "mebp", "noise": "gaussian"}, "noise is an option of mezo, fzoo"),
+        ({"method": "mebp", "epsilon": 0.1}, "epsilon is an option of mezo, fzoo"),
+        ({"method": "conmezo", "cone_angle": 1.6}, "must be above 0 and at most pi/2"),
+        ({"method": "conmezo", "cone_decay": 1.0}, "must be from 0 to below 1"),
+        ({"method": "mezo", "cone_angle": 1.0}, "cone_angle is an option of conmezo"),
+        ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
+        ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),
+        ({"method": "fzoo", "zo_scaling": "parameter-norm"}, "zo_scaling is an option of mezo"),
+        ({"method": "mezo", "zo_scaled": "expectation"}, "zo_scaled needs zo_scaling"),
+        ({"method": "mezo", "zo_scaling_interval": 3}, "zo_scaling_interval needs zo_scaling"),
+        (
+            {"method": "mezo", "zo_scaling": "gradient-norm", "zo_optimizer": "momentum"},
+            "zo_scaling is for zo_optimizer sgd, not for momentum",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        TrainConfig(bundle="a bundle", data="random:0", **options)
+
+
+def test_a_log_of_unknown_or_odd_options_is_refused(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    log = tmp_path / "log"
+    plain, averaged = (
+        json.loads(
+            started(
+                config_of(case, seed),
+                model_of(bundle, 16),
+                adapters_of(bundle, rng),
+                tmp_path,
+                1,
+                4,
+            ).log_header()
+        )
+        for case in ("mezo", "adam")
+    )
+    more = {"optimizer", "window", "pool", "rank", "interval", "hessian_smoothing", "scaling"}
+    assert not more & set(plain)  # as in the logs of earlier versions
+    for header, lie in (
+        (plain, {"optimizer": "adagrad"}), (plain, {"optimizer": "adam"}), (plain, {"window": 3}),
+        (averaged, {"window": 0}), (averaged, {"window": 10**9}), (averaged, {"window": 2.0}),
+        (plain, {"pool": -1}), (plain, {"pool": "16"}), (plain, {"pool": 1 << 40}),
+        (plain, {"rank": 2}), (plain, {"interval": 2}), (plain, {"rank": -1, "interval": 2}),
+        (plain, {"rank": 2, "interval": 3, "pool": 4}), (plain, {"rank": 1 << 40, "interval": 2}),
+        (averaged, {"window": True}), (averaged, {"more": 1}),
+        (averaged, {"hessian_smoothing": 0.1}), (plain, {"hessian_smoothing": 1.0}),
+        (plain, {"hessian_smoothing": "1e-6"}), (plain, {"hessian_smoothing": -1e-6}),
+        (plain, {"hessian_smoothing": 0.1, "trained": "full"}), (plain, {"scaling": "norm"}),
+        (plain, {"frozen": "lora_b"}), (plain, {"frozen": "lora_a", "trained": "full"}),
+        (plain, {"factor_decay": 0.9}), (averaged, {"factor_decay": 0.9, "rank": 2, "interval": 3}),
+        (plain, {"factor_decay": 1.0, "rank": 2, "interval": 3}), (plain, {"factor_decay": "0.9"}),
+        (plain, {"muon": True}), (plain, {"muon": 1, "rank": 2, "interval": 3}),
+        (averaged, {"muon": True, "rank": 2, "interval": 3}),
+        (plain, {"flipout": 1}), (plain, {"flipout": True, "pool": 3}),
+        (plain, {"flipout": True, "trained": "full"}), (plain, {"scaling": "gradient-norm"}),
+        (plain, {"scaled": "variance"}),
+        (averaged, {"scaling": "gradient-norm", "scaled": "variance"}),
+    ):  # fmt: skip
+        log.write_text(json.dumps({**header, **lie}) + "\n")
+        with pytest.raises(BundleError, match="not a trajectory"):
+            read_log(log)
+    log.write_text(json.dumps(averaged) + "\n[0.1, [1.0, 2.0]]\n")
+    header_, updates = read_log(log)
+    assert (header_.optimizer, header_.window) == ("adam", 4)
+    assert updates == [Update(0, 0.1, (1.0, 2.0), 0.0)]
+    curved = {**plain, "hessian_smoothing": 0.1}
+    log.write_text(json.dumps(curved) + "\n[0.1, [1.0, 2.0], [3.0, -4.0]]\n[0.1, null]\n")
+    assert read_log(log)[1] == [Update(0, 0.1, (1.0, 2.0), 0.0, (3.0, -4.0)), None]
+    scaled = {**plain, "scaling": "parameter-norm", "scaled": "variance"}
+    log.write_text(json.dumps(scaled) + "\n[0.1, null]\n[0.1, [1.0], [3.0]]\n[0.1, [1.0]]\n")
+    assert [one and one.scales for one in read_log(log)[1]] == [None, (3.0,), ()]
+    initial = Adapters.initial(bundle.manifest, seed)
+    header_ = replace(read_log(log)[0], initial_sha256=digest(initial))
+    with pytest.raises(BundleError, match="1 scales for"):
+        rebuild(header_, read_log(log)[1], initial)
+    for header, line in (
+        (plain, "[0.1, [1.0], [2.0]]"), (plain, "[0.1, null, [2.0]]"), (curved, "[0.1, [1.0]]"),
+        (curved, "[0.1, [1.0], [2.0, 3.0]]"), (curved, "[0.1, [1.0], [1e999]]"),
+        (curved, "[0.1, [1.0], null]"), (curved, "[0.1, null, null]"),
+        (scaled, "[0.1, [1.0]]"), (scaled, "[0.1, [1.0], []]"), (scaled, "[0.1, [1.0], [0.0]]"),
+        (scaled, "[0.1, [1.0], [1e999]]"), (scaled, "[0.1, [1.0], ['a']]".replace("'", '"')),
+        (scaled, "[0.1, [1.0], [2.0], [2.0]]"), (scaled, "[0.1, null]\n[0.1, [1.0]]"),
+    ):  # fmt: skip
+        log.write_text(f"{json.dumps(header)}\n{line}\n")
+        with pytest.raises(BundleError, match="not a trajectory"):
+            read_log(log)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cone_angle": 1.6, "cone_decay": 0.9},
+        {"cone_angle": 1.0, "cone_decay": 1.0},
+        {"cone_angle": 0.0, "cone_decay": 0.9},
+        {"cone_angle": "1", "cone_decay": 0.9},
+        {"cone_angle": 1.0, "cone_decay": 0.9, "trained": "full"},
+        {"cone_angle": 1.0, "cone_decay": 0.9, "hessian_smoothing": 0.1},
+        {"hessian_smoothing": 1.0},
+    ],
+)
+def test_a_log_with_impossible_momentum_or_hessian_is_refused(wrong: dict[str, Any]) -> None:
+    good = Header(1, "gaussian", 0.0, "", "", cone_angle=1.0, cone_decay=0.9)
+    good.check()
+    with pytest.raises(ValueError, match=r"its cone|a cone|its smoothing"):
+        Header(**{"seed": 1, "noise": "gaussian", "weight_decay": 0.0, "weights_sha256": "",
+                  "initial_sha256": "", **wrong}).check()  # fmt: skip

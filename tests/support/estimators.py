@@ -1,0 +1,107 @@
+"""Zeroth-order methods as a run starts them, for tests: options of each, rows, and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.bundle.store import Bundle
+from ondevice.config.train import TrainConfig
+from runtime.engine.model import Model
+from runtime.methods.adapters import Adapters
+from runtime.methods.protocol import Row, Start
+from runtime.methods.registry import method as implementation
+from runtime.methods.zeroth_order import ZerothOrder
+from support.models import row_of
+
+Rng = np.random.Generator
+
+
+AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
+OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
+    "fzoo": {"queries": 4},
+    "kzoo": {"seed_pool": 16},
+    "one-point": {"queries": 2},
+    "meazo": {"queries": 2},
+    "lozo": {"lozo_rank": 2, "lozo_interval": 3},
+    "hizoo": {"queries": 2, "hessian_smoothing": 1e-3},
+    "conmezo": {"queries": 2, "cone_angle": 1.2, "cone_decay": 0.9},
+    "zo-act": {"queries": 2},
+    "lozo-m": {"method": "lozo", "lozo_rank": 2, "lozo_interval": 3, "lozo_momentum": 0.9},
+    "zo-muon": {"queries": 2, "muon_rank": 3, "muon_interval": 2},
+    "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
+    "adam": {**AVERAGED, "zo_optimizer": "adam"},
+    "parameter-norm": {
+        **{"method": "mezo", "queries": 2},
+        **{"zo_scaling": "parameter-norm", "zo_scaling_interval": 2},
+    },
+    "gradient-norm": {
+        **{"method": "mezo", "queries": 2},
+        **{"zo_scaling": "gradient-norm", "zo_scaled": "expectation"},
+    },
+}
+
+
+def config_of(case: str, seed: int, **more: Any) -> TrainConfig:
+    options = {"method": case, "seed": seed, **OPTIONS.get(case, {}), **more}
+    return TrainConfig(bundle="a bundle", data="random:0", **options)
+
+
+class RandomRows:
+    """Rows of a bundle's tokens, the same for the same seed."""
+
+    def __init__(self, bundle: Bundle, seed: int) -> None:
+        self.rows = rows_of(bundle, np.random.default_rng(seed), 5)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        return self.rows[index].tokens, self.rows[index].scored
+
+
+def started(
+    config: TrainConfig,
+    model: Model,
+    adapters: Adapters,
+    folder: Path,
+    rows: int,
+    lanes: int,
+    fresh: bool = True,
+) -> ZerothOrder:
+    """The method as a run starts it, but for the plan."""
+    manifest = model.bundle.manifest
+    config = TrainConfig(**{**vars(config), "batch_size": rows})
+    demand = implementation(config.method).demand(config)
+    plan: Any = SimpleNamespace(bucket=model.bucket, lanes=min(lanes, demand.lanes[0]))
+    begin = Start(
+        lambda length: model,
+        plan,
+        adapters,
+        folder,
+        len(manifest.blocks),
+        manifest.hidden_size,
+        rows=RandomRows(model.bundle, config.seed),
+        fresh=fresh,
+    )
+    found = implementation(config.method).start(config, begin)
+    assert isinstance(found, ZerothOrder)
+    return found
+
+
+def copy_of(adapters: Adapters) -> Adapters:
+    return Adapters(adapters.manifest, dict(adapters.tensors))
+
+
+def rows_of(bundle: Bundle, rng: Rng, count: int) -> list[Row]:
+    return [row_of(bundle, rng, int(rng.integers(3, 16))) for _ in range(count)]
+
+
+def same(a: Adapters, b: Adapters) -> None:
+    for name, expected in a.tensors.items():
+        assert mx.array_equal(b.tensors[name], expected), name
