@@ -110,6 +110,14 @@ COMMANDS = (
         "generate",
     ),
     Command(
+        "chat",
+        "hold a conversation, with or without an adapter",
+        "Reads a line, answers it by the model's chat template, and reads the next. /exit or the "
+        "end of the input ends it, /reset forgets it, and Ctrl-C interrupts an answer.",
+        "generate.ChatConfig",
+        "chat",
+    ),
+    Command(
         "compare",
         "compare training methods: quality against time and memory",
         "Tries learning rates, trains with each method, and writes tables, plots and an HTML page. "

@@ -57,19 +57,24 @@ def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
     return Prompt(tokens, encoder.end_tokens, ending)
 
 
-def confined_prompt(bundle_dir: Path, said: object) -> Prompt:
+def confined_prompt(bundle_dir: Path, said: object, pieces: Path | None = None) -> Prompt:
     """As `text_prompt` for a text, else as `chat_prompt`, in a process of its own under limits.
+
+    That process also writes the table of `runtime.data.pieces` to the file `pieces`, if the
+    tokenizer allows it.
 
     Raises:
         DataError, UsageError: as `chat_prompt`.
     """
     given = msgspec.json.encode(said).decode()
+    options: dict[str, Any] = {} if pieces is None else {"pieces": pieces}
     written = run_module(
         "runtime.data.prompts",
         "writing the prompt",
         limits=Limits.of_data(len(given)),
         given=given,
         bundle=bundle_dir,
+        **options,
     )
     return msgspec.json.decode(written, type=Prompt)
 
@@ -78,13 +83,17 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit code of `ondevice.errors`."""
     parser = argparse.ArgumentParser(prog="python -m runtime.data.prompts", description=__doc__)
     parser.add_argument("--bundle", type=Path, required=True, help="bundle with the tokenizer")
+    parser.add_argument("--pieces", type=Path, help="file for the text of each token")
     limits_argument(parser)
     given: Any = parser.parse_args(argv)
+    from runtime.data.pieces import write_pieces
     from runtime.data.text_encoder import load_encoder
 
     def work() -> None:
         said, encoder = from_json(sys.stdin.buffer.read()), load_encoder(given.bundle)
         prompt = text_prompt(encoder, said) if isinstance(said, str) else chat_prompt(encoder, said)
+        if given.pieces is not None:
+            write_pieces(encoder, given.pieces)
         sys.stdout.write(msgspec.json.encode(prompt).decode())
 
     return confined(given.limits, work)

@@ -20,7 +20,8 @@ class TextEncoder:
 
     `encode_places` also gives the range of characters that each token stands for.
     `decode` leaves `special` tokens out, `show` writes them. `ends` are the tokens that end
-    generation, according to the checkpoint. `chat` reads the chat template, which only
+    generation, according to the checkpoint. `size` is how many tokens there are, and `name_of`
+    gives each one's name in the vocabulary. `chat` reads the chat template, which only
     conversations need; `has_template` says whether there is one.
     """
 
@@ -32,6 +33,8 @@ class TextEncoder:
     eos: int | None
     ends: frozenset[int]
     special: frozenset[int]
+    size: int
+    name_of: Callable[[int], str]
     chat: Callable[[], ChatTemplate]
     has_template: bool
 
@@ -91,6 +94,8 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         eos=special("eos_token"),
         ends=ends,
         special=frozenset(number for number, token in added.items() if token.special),
+        size=tokenizer.get_vocab_size(),
+        name_of=lambda token: str(tokenizer.id_to_token(token)),
         chat=cache(partial(ChatTemplate, folder)),
         has_template=has_template(folder),
     )

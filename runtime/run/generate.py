@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +15,10 @@ from ondevice.bundle.store import Bundle
 from ondevice.config.generate import GenerateConfig, GenerationConfig
 from ondevice.errors import UsageError
 from ondevice.notes import warning
+from runtime.data.pieces import read_pieces
 from runtime.data.prompts import Prompt, confined_prompt
 from runtime.methods.adapters import Adapters
+from runtime.planner.plan import Plan
 from runtime.run.budget import check_budget, plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
@@ -181,6 +185,64 @@ class Generator(Generic[E]):
         return "".join(self.pieces(prompt, adapters, max_tokens))
 
 
+class Prompts:
+    """Prompts for a bundle, each written in a process of its own; use it as a context manager.
+
+    encoder: turns tokens into text, once there has been a prompt.
+    """
+
+    def __init__(self, bundle: Bundle, note: Note) -> None:
+        self.bundle, self._note = bundle, note
+        self._encoder: Decodes | None = None
+        self._folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> Prompts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    @property
+    def encoder(self) -> Decodes:
+        assert self._encoder is not None
+        return self._encoder
+
+    def write(self, said: object) -> Prompt:
+        """The prompt for a text or a conversation.
+
+        Raises:
+            DataError: the bundle has no tokenizer, or no chat template where one is wanted, or one
+                that takes more than it may.
+            UsageError: the prompt is not valid Unicode, is empty, or is not of the model's tokens.
+        """
+        try:
+            json.dumps(said, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"the prompt {said!r:.80} is not valid UTF-8") from None
+        table = Path(self._folder.name) / "pieces" if self._encoder is None else None
+        prompt = confined_prompt(self.bundle.path, said, table)
+        if not prompt.tokens:
+            raise UsageError("the prompt has no tokens")
+        if max(prompt.tokens) >= self.bundle.manifest.vocab_size:
+            raise UsageError(
+                f"the prompt has token {max(prompt.tokens)}, which the model does not embed"
+            )
+        if table is not None:
+            self._encoder = self._read(table)
+        return prompt
+
+    def _read(self, table: Path) -> Decodes:
+        if table.exists():
+            return read_pieces(table)
+        from runtime.data.text_encoder import load_encoder
+
+        self._note(
+            "tokens of this tokenizer stand for other text in other places: all of it stays in "
+            "memory"
+        )
+        return load_encoder(self.bundle.path)
+
+
 class Generating:
     """The continuation of one prompt under a budget: an iterator over its text, and its facts."""
 
@@ -203,31 +265,46 @@ class Generating:
         with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
             adapter = None if config.adapter is None else Path(config.adapter)
             bundle = to_apply(adapter, open_checked(config.bundle, config.device, note))
-            prompt = checked_prompt(bundle, config.said, config.prompt)
+            with Prompts(bundle, note) as prompts:
+                prompt = prompts.write(config.said)
             limit = longest_sequence(bundle.manifest)
             context = len(prompt.tokens) + config.max_tokens
             if limit is not None:
                 context = _within(limit, len(prompt.tokens), config.max_tokens, note)
-            from runtime.data.text_encoder import load_encoder
-
-            encoder = load_encoder(bundle.path)
-            generator = Generator(bundle, encoder, context, config.budget_bytes)
-            adapters = generator.adapters(adapter)
-            plan = generator.session(adapters).plan
-            if plan.warning:
-                note(warning(plan.warning))
-            meter.aim(plan.predicted_peak_bytes)
+            generator = Generator(bundle, prompts.encoder, context, config.budget_bytes)
+            adapters, plan = planned(generator, adapter, meter, note)
             self.answer.prompt_tokens = len(prompt.tokens)
             for piece in generator.pieces(
                 prompt, adapters, config.max_tokens, sampling_of(config), self.answer
             ):
                 yield piece
                 check_budget(meter, plan, f"generation ended at token {len(self.answer.tokens)}")
-            self._measured = {
-                "budget_bytes": config.budget_bytes,
-                "predicted_peak_bytes": plan.predicted_peak_bytes,
-                "peak_footprint_bytes": meter.peak_bytes,
-            }
+            self._measured = memory_of(plan, meter)
+
+
+def planned(
+    generator: Generator[Decodes], adapter: Path | None, meter: Meter, note: Note
+) -> tuple[Adapters, Plan]:
+    """The adapter that a command names, and the plan, under whose budget the meter is from now on.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    adapters = generator.adapters(adapter)
+    plan = generator.session(adapters).plan
+    if plan.warning:
+        note(warning(plan.warning))
+    meter.aim(plan.predicted_peak_bytes)
+    return adapters, plan
+
+
+def memory_of(plan: Plan, meter: Meter) -> dict[str, int]:
+    """The budget and the peaks, as JSON has them."""
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "peak_footprint_bytes": meter.peak_bytes,
+    }
 
 
 def facts_of(answer: Answer) -> dict[str, Any]:
@@ -250,28 +327,6 @@ def longest_sequence(manifest: Manifest) -> int | None:
     """The most tokens for which a model was made; None where its configuration does not say."""
     found = manifest.config.get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None
-
-
-def checked_prompt(bundle: Bundle, said: object, shown: str) -> Prompt:
-    """The prompt for a text or a conversation, written in a process of its own.
-
-    Raises:
-        DataError: the bundle has no tokenizer, or no chat template where one is wanted, or one that
-            takes more than it may.
-        UsageError: the prompt is not valid Unicode, is empty, or is not of the model's tokens.
-    """
-    try:
-        shown.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"the prompt {shown!r:.80} is not valid UTF-8") from None
-    prompt = confined_prompt(bundle.path, said)
-    if not prompt.tokens:
-        raise UsageError("the prompt has no tokens")
-    if max(prompt.tokens) >= bundle.manifest.vocab_size:
-        raise UsageError(
-            f"the prompt has token {max(prompt.tokens)}, which the model does not embed"
-        )
-    return prompt
 
 
 def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:
@@ -299,7 +354,7 @@ def generate(config: GenerateConfig, note: Note = silent) -> Generating:
 
     Raises, while it is read:
         BudgetError: the budget is too small, or was passed.
-        DataError, UsageError: as `checked_prompt`; or the prompt is longer than what the model was
+        DataError, UsageError: as `Prompts.write`; or the prompt is longer than what the model was
             made for.
     """
     return Generating(config, note)

@@ -72,7 +72,7 @@ def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
 def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates are rendered in this process, where a test can change what they say."""
 
-    def prompt(folder: Path, messages: object) -> Prompt:
+    def prompt(folder: Path, messages: object, pieces: Path | None) -> Prompt:
         return chat_prompt(runtime.data.text_encoder.load_encoder(folder), messages)
 
     monkeypatch.setattr("runtime.run.generate.confined_prompt", prompt)

@@ -1,0 +1,90 @@
+"""Handles `ondevice chat`: reads a line, answers it, and reads the next."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.config.generate import ChatConfig
+from ondevice.errors import InterruptedRunError, UsageError
+
+if TYPE_CHECKING:
+    from runtime.run.chat import Chat, Turn
+
+EXIT, RESET = "/exit", "/reset"
+GREETING = f"{EXIT} ends the conversation, {RESET} forgets it, Ctrl-C interrupts an answer"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command."""
+    config = configuration(ChatConfig, arguments)
+    set_up()
+    from runtime.run.chat import Chat
+
+    terminal = sys.stdin.isatty()
+    if terminal:
+        note(GREETING)
+    with Chat(config, note) as chat:
+        last = None
+        while (line := _line(terminal)) is not None and line != EXIT:
+            if line == RESET:
+                chat.reset()
+            elif line:
+                last = _answered(chat, line, arguments.json) or last
+        if last is not None and not arguments.json:
+            from ondevice.cli.describe import describe_generation
+
+            note(f"the last answer: {describe_generation(last.facts)}")
+
+
+def _line(terminal: bool) -> str | None:
+    """What the user types next, without white space around it; None at the end."""
+    if not terminal:
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    import readline  # noqa: F401 - gives `input` its editing of lines
+
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return None
+
+
+def _answered(chat: Chat, text: str, as_json: bool) -> Turn | None:
+    """Print the model's answer to a message; None if the message was refused."""
+    from runtime.run.signals import catching_signals
+
+    pieces = []
+    with catching_signals() as stop:
+        try:
+            turn = chat.say(text)
+        except UsageError as problem:
+            note(f"ondevice: {problem}")
+            return None
+        for piece in turn:
+            pieces.append(piece)
+            if not as_json:
+                print(piece, end="", flush=True)
+            if stop.signal is not None:
+                break
+    if as_json:
+        print(json.dumps({"prompt": text, "text": "".join(pieces), **turn.facts}), flush=True)
+    else:
+        print(flush=True)
+    if stop.signal not in (None, signal.SIGINT):
+        raise InterruptedRunError(f"{signal.Signals(stop.signal).name}: the conversation ended")
+    if stop.signal is not None:
+        note("(interrupted)")
+    elif turn.answer.stopped != "end":
+        note(f"(cut after {len(turn.answer.tokens)} tokens: {_why(turn)})")
+    return turn
+
+
+def _why(turn: Turn) -> str:
+    return {"max_tokens": "--max-tokens", "context": "the context is full: --context"}[
+        turn.answer.stopped
+    ]

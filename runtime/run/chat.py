@@ -1,0 +1,133 @@
+"""A conversation with a model: turns by the bundle's chat template, with one key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ondevice.config.generate import ChatConfig
+from ondevice.errors import UsageError
+from runtime.run.budget import check_budget
+from runtime.run.generate import (
+    Answer,
+    Decodes,
+    Generator,
+    Prompts,
+    facts_of,
+    longest_sequence,
+    memory_of,
+    planned,
+    sampling_of,
+)
+from runtime.run.lora import to_apply
+from runtime.run.open import open_checked
+from runtime.run.traced_graphs import Note, silent
+from runtime.system.footprint import Meter
+from runtime.system.heap import trim_heap
+
+
+class Chat:
+    """What was said so far, and the model that answers; use it as a context manager.
+
+    The cache is kept between turns: of a new prompt only what goes beyond the tokens before is
+    read. messages: the conversation, with the system's message first if there is one.
+    """
+
+    def __init__(self, config: ChatConfig, note: Note = silent) -> None:
+        self.config, self._note = config, note
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+        self._meter = Meter(budget_bytes=config.budget_bytes, relieve=trim_heap)
+        self._adapter = None if config.adapter is None else Path(config.adapter)
+        self._generator: Generator[Decodes] | None = None
+
+    def __enter__(self) -> Chat:
+        self._meter.__enter__()
+        bundle = open_checked(self.config.bundle, self.config.device, self._note)
+        self._prompts = Prompts(to_apply(self._adapter, bundle), self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._prompts.__exit__()
+        self._meter.__exit__(kind, error, trace)
+
+    def reset(self) -> None:
+        """Forget the conversation, but for the system's message."""
+        system = self.config.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str) -> Turn:
+        """What the model answers to a user's message.
+
+        Raises:
+            UsageError: the template refuses the message, or the conversation has become longer
+                than its context; it is then as it was before.
+        """
+        prompt = self._prompts.write([*self.messages, {"role": "user", "content": text}])
+        if self._generator is None:
+            self._open()
+        assert self._generator is not None
+        if len(prompt.tokens) >= (most := self._generator.longest):
+            raise UsageError(
+                f"the conversation has {len(prompt.tokens)} tokens, and its context {most}: begin "
+                "again (/reset), or give a larger --context, where the model was made for one"
+            )
+        answer = Answer(len(prompt.tokens))
+        pieces = self._generator.pieces(
+            prompt, self._adapters, self.config.max_tokens, sampling_of(self.config), answer
+        )
+        self.messages.append({"role": "user", "content": text})
+        return Turn(self, pieces, answer)
+
+    def _open(self) -> None:
+        """Open the model, once there has been a prompt: before that, the tokenizer took memory."""
+        bundle = self._prompts.bundle
+        limit = longest_sequence(bundle.manifest)
+        context = min(self.config.context, limit or self.config.context)
+        self._generator = Generator(
+            bundle, self._prompts.encoder, context, self.config.budget_bytes
+        )
+        self._adapters, self.plan = planned(self._generator, self._adapter, self._meter, self._note)
+
+    def check(self, state: str) -> None:
+        """Raise BudgetError if the footprint has passed the budget."""
+        check_budget(self._meter, self.plan, state)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The budget and the peaks, as JSON has them."""
+        return memory_of(self.plan, self._meter)
+
+
+class Turn:
+    """The model's answer to a message: an iterator over its text.
+
+    The answer joins the conversation as far as it was read when the iteration ends, even early.
+    """
+
+    def __init__(self, chat: Chat, pieces: Iterator[str], answer: Answer) -> None:
+        self.answer = answer
+        self._chat, self._pieces = chat, pieces
+
+    def __iter__(self) -> Iterator[str]:
+        said: list[str] = []
+        try:
+            for piece in self._pieces:
+                said.append(piece)
+                yield piece
+                self._chat.check("the conversation ended")
+        finally:
+            text = "".join(said)
+            self._chat.messages.append({"role": "assistant", "content": text})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Counts, speeds and memory, as JSON has them."""
+        return {**facts_of(self.answer), **self._chat.memory}
