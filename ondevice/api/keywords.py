@@ -52,6 +52,7 @@ class ZerothOrderKeywords(TypedDict, total=False):
     seed_pool: int | None
     lozo_rank: int | None
     lozo_interval: int | None
+    lozo_momentum: float | None
     muon_rank: int | None
     muon_interval: int | None
     hessian_smoothing: float | None
