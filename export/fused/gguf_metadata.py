@@ -22,6 +22,8 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = head_dim_of(config)
     writer.add_vocab_size(vocab_size)
+    if not isinstance(config.get("max_position_embeddings"), int):
+        raise _refusal("max_position_embeddings", "none", "a number")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
@@ -80,6 +82,6 @@ def _type_of(scaling: dict[str, Any]) -> str:
 
 def _refusal(setting: str, value: object, possible: str) -> UsageError:
     return UsageError(
-        f"--format gguf: the model has {setting} {value}, which llama.cpp cannot compute; it knows "
-        f"{possible}. Use --format hf"
+        f"--format gguf: the model has {setting} {value}, which a GGUF file cannot say; llama.cpp "
+        f"knows {possible}. Use --format hf"
     )

@@ -122,6 +122,13 @@ def add_vocabulary(writer: GGUFWriter, files: dict[str, bytes], size: int) -> No
 
 def read_vocabulary(files: dict[str, bytes], size: int) -> Vocabulary:
     """The vocabulary in tokenizer.json and tokenizer_config.json, by file name. Raises as above."""
+    try:
+        return _read(files, size)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:  # parts of other forms
+        raise _refusal(f"its files are of another form: {problem!r:.80}") from None
+
+
+def _read(files: dict[str, bytes], size: int) -> Vocabulary:
     if "tokenizer.json" not in files:
         raise _refusal(f"there is no tokenizer.json, but {', '.join(sorted(files))}")
     try:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from export.packed import F32, FloatType, PackedRows, Packing, Plain, Stored
-from export.sources.source import Checkpoint
+from export.sources.families import MODEL_TYPES, completed_config, expected_shapes
+from export.sources.source import Checkpoint, check_tensors
 from ondevice.bundle.store import TOKENIZER, Bundle
 from ondevice.errors import BundleError
 from ondevice.files import read_file, reading_errors
@@ -47,7 +48,8 @@ class FusedCheckpoint(Checkpoint):
         added: what the adapter adds, by the names of the manifest's matrices.
 
     Raises:
-        BundleError: the weights cannot be opened.
+        BundleError: the weights cannot be opened, or the tensors are not those that the
+            configuration implies.
         ValueError: something is added to a matrix that is not there, or has another shape.
     """
 
@@ -65,7 +67,8 @@ class FusedCheckpoint(Checkpoint):
                 raise ValueError(f"what is added to {name} has the shape {expected}")
         source = str(manifest.provenance.get("name", bundle.path.name))
         provenance = {**manifest.provenance, "name": source}
-        super().__init__(manifest.family, manifest.config, provenance, named)
+        config = _checked_config(bundle, named)
+        super().__init__(manifest.family, config, provenance, named)
         self.bundle, self.added = bundle, added
         with reading_errors(bundle.weights_path):
             self._file = os.open(bundle.weights_path, os.O_RDONLY)
@@ -147,6 +150,19 @@ class FusedCheckpoint(Checkpoint):
         bfloat = extent.dtype == "bfloat16"
         dtype = np.dtype(ml_dtypes.bfloat16 if bfloat else extent.dtype)
         return np.frombuffer(b"".join(parts), dtype).reshape(stop - start, *extent.shape[1:])
+
+
+def _checked_config(bundle: Bundle, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The complete configuration of a bundle's model, whose tensors must have these shapes."""
+    manifest, where = bundle.manifest, str(bundle.path)
+    if manifest.family not in MODEL_TYPES.values():
+        raise BundleError(f"{where}: architecture {manifest.family!r:.40} is not supported")
+    if (said := manifest.config.get("num_hidden_layers")) != len(manifest.layers):
+        raise BundleError(
+            f"{where} has {len(manifest.layers)} layers, its configuration says {said!r:.40}"
+        )
+    check_tensors(where, expected_shapes(manifest.family, manifest.config, where), shapes)
+    return completed_config(manifest.family, manifest.config, where)
 
 
 def _packing(matrix: Matrix) -> Packing:

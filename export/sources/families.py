@@ -120,17 +120,32 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
     return config
 
 
+def completed_config(family: str, config: dict[str, Any], where: str = "config") -> dict[str, Any]:
+    """A normalised configuration with the settings that mlx-lm's model gives it by default.
+
+    Raises BundleError where the model class cannot be built from it.
+    """
+    build_model(family, config, where)
+    arguments = importlib.import_module(f"mlx_lm.models.{family}").ModelArgs.from_dict(config)
+    defaults = {
+        key: value
+        for key, value in vars(arguments).items()
+        if isinstance(value, bool | int | float | str)
+    }
+    return {**config, **{key: value for key, value in defaults.items() if key not in config}}
+
+
 def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """What config.json says of a normalised configuration, so that transformers reads it too.
 
     Settings that the configuration leaves out are written as mlx-lm's model takes them: the
     defaults of transformers are others in places. `dtype` is the type of the weights.
     """
-    found = {key: value for key, value in config.items() if key not in _OF_THE_SOURCE}
-    arguments = importlib.import_module(f"mlx_lm.models.{family}").ModelArgs.from_dict(config)
-    for key, value in vars(arguments).items():
-        if key not in _OF_THE_SOURCE and isinstance(value, bool | int | float | str):
-            found.setdefault(key, value)
+    found = {
+        key: value
+        for key, value in completed_config(family, config).items()
+        if key not in _OF_THE_SOURCE
+    }
     if family == "gemma3_text":
         pattern = found["sliding_window_pattern"]
         found["layer_types"] = [

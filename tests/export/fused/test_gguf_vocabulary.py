@@ -153,6 +153,8 @@ def test_what_gguf_files_cannot_hold_is_refused_by_name(rng: Rng) -> None:
     cases = [
         ({"vocab.txt": b""}, "there is no tokenizer.json, but vocab.txt"),
         ({"tokenizer.json": b"[]"}, "another form"),
+        (changed(pieces, "post_processor", {"type": "TemplateProcessing"}), "another form"),
+        (changed(pieces, "normalizer", {"type": "Sequence", "normalizers": [3]}), "another form"),
         (changed(pieces, "model.type", "Unigram"), "Unigram"),
         (changed(pieces, "normalizer", {"type": "Lowercase"}), "Lowercase"),
         (changed(pieces, "pre_tokenizer", {"type": "Whitespace"}), "Whitespace"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 from support.fusing import added, dense, fused_model
@@ -61,3 +64,27 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, rng: Rng) -> None:
     ):
         with pytest.raises(ValueError, match="what is added"):
             FusedCheckpoint(bundle, wrong)
+
+
+def test_a_configuration_of_another_model_is_refused(tiny: Tiny) -> None:
+    bundle = tiny("qwen2")
+    config = bundle.manifest.config
+    for change, said in (
+        ({"num_hidden_layers": 3}, "2 layers, its configuration says 3"),
+        ({"intermediate_size": 64}, "wrong shape"),
+        ({"num_attention_heads": "many"}, "cannot be built"),
+    ):
+        manifest = msgspec.structs.replace(bundle.manifest, config={**config, **change})
+        with pytest.raises(BundleError, match=said):
+            FusedCheckpoint(replace(bundle, manifest=manifest), {})
+    manifest = msgspec.structs.replace(bundle.manifest, family="../other")
+    with pytest.raises(BundleError, match="not supported"):
+        FusedCheckpoint(replace(bundle, manifest=manifest), {})
+
+
+def test_settings_that_a_configuration_leaves_out_are_those_of_mlx_lm(tiny: Tiny) -> None:
+    bundle = tiny("qwen2")
+    config = {key: one for key, one in bundle.manifest.config.items() if key != "rope_theta"}
+    manifest = msgspec.structs.replace(bundle.manifest, config=config)
+    with FusedCheckpoint(replace(bundle, manifest=manifest), {}) as model:
+        assert model.config["rope_theta"] == 1e6

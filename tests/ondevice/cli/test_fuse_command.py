@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -20,10 +21,12 @@ from support.models import Rng, Tiny, adapters_of
 from support.runs import here, struck
 from support.text_bundle import text_bundle
 
+import ondevice
 from export.pack import export_bundle
 from export.sources.families import expected_shapes
 from ondevice.bundle.store import Bundle, open_bundle
 from runtime.storage.saves import SLOTS
+from runtime.system.backend import prepare
 
 TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been and more will be
 RESULT = {"hf": "out", "gguf": "out.gguf", "bundle": "out"}
@@ -85,6 +88,30 @@ def test_text_of_the_package_is_measured_where_there_is_a_tokenizer(
     tokens = rng.integers(0, reading.manifest.vocab_size, 30)
     expected = engine_logits(reading, adapters, tokens)
     assert apart(mlx_lm_logits(tmp_path / "out", tokens), expected) < 1e-5
+
+
+def test_the_function_does_what_the_command_does(tiny: Tiny, tmp_path: Path, rng: Rng) -> None:
+    bundle = tiny("qwen2")
+    adapter = saved(adapters_of(bundle, rng), tmp_path / "run")
+    given = {"data": "random:1", "max_seq_length": 30, "eval_rows": 1}
+    seen: list[str] = []
+    try:
+        found = ondevice.fuse(
+            *(bundle, tmp_path / "out"),
+            adapter=adapter,
+            on_progress=lambda *w: seen.append(w[0]),
+            **given,
+        )
+    finally:
+        prepare()  # fusing has the heap kept otherwise
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    done = here("fuse", bundle.path, "--adapter", adapter, "-o", tmp_path / "by", "--json", *flags)
+    facts = json.loads(done.stdout)
+    assert found.quality is not None and msgspec.to_builtins(found.quality) == facts["quality"]
+    assert found.path == tmp_path / "out" and found.weights_bytes == facts["weights_bytes"]
+    assert f"{TENSOR}.weight" in seen and found.notes == ()
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "by")]
+    assert written[0] == written[1]
 
 
 def test_without_a_tokenizer_or_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
