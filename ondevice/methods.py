@@ -96,6 +96,6 @@ SEARCHES: dict[str, Search] = {
     "conmezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "grzo": Search({"learning_rate": (3e-6, 1e-5, 3e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "zo-act": Search({"learning_rate": (3e-7, 1e-6, 3e-6), "epsilon": (1e-3,)}, 100, 100_000),
-    "zo-muon": Search({"learning_rate": (1e-3, 3e-3, 1e-2), "epsilon": (1e-3,)}, 100, 100_000),
+    "zo-muon": Search({"learning_rate": (3e-3, 1e-2, 3e-2), "epsilon": (1e-3,)}, 100, 100_000),
     "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }
