@@ -8,8 +8,10 @@ replaced by small ones. What cannot run here stands in ELSEWHERE, with the reaso
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,7 @@ SMALLER = {  # what is added to a command, where later flags win
     "plan": ["--budget=500MB", "--max-seq-length=32"],
     "eval": ["--budget=500MB", "--max-seq-length=32"],
     "generate": ["--max-tokens=4"],
+    "chat": ["--max-tokens=4", "--context=64"],
     "report": ["--samples=1"],
     "compare": [
         *("--budget=500MB", "--steps=2", "--eval-every=1", "--sweep-steps=1", "--eval-rows=1"),
@@ -104,6 +107,7 @@ def place(stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in RUNS:
         shutil.copytree(stock / "run", tmp_path / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("lamp on:\n"))  # what `ondevice chat` is told
     return tmp_path
 
 
