@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.pages import FENCE, PAGES, README, ROOT, lines_of, scripts
+from support.pages import FENCE, PAGES, README, ROOT, lines_of, scripts, section
 from support.runs import here
 
 MOST_WORDS = 1200
@@ -19,14 +19,6 @@ MOST_WORDS = 1200
 AWAITED: set[str] = set()
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-
-
-def section(page: Path, heading: str) -> str:
-    """What lies between a heading and the next one of any level."""
-    text = page.read_text()
-    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.M | re.S)
-    assert found is not None, heading
-    return found[1]
 
 
 @cache

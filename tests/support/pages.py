@@ -12,6 +12,14 @@ PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.g
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
+def section(page: Path, heading: str) -> str:
+    """What lies between a heading and the next one of any level."""
+    text = page.read_text()
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.M | re.S)
+    assert found is not None, heading
+    return found[1]
+
+
 def scripts(text: str) -> list[str]:
     """The fenced blocks of shell commands, comments and continued lines as they stand."""
     return [body for language, body in FENCE.findall(text) if language == "sh"]

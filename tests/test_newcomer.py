@@ -1,0 +1,145 @@
+"""The README's way from a user's data to other programs, on a tiny model.
+
+The commands are those of the README, in its order. Only sizes are added to them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.logits import engine_logits, mlx_lm_logits
+from support.models import relative
+from support.pages import README, lines_of, scripts, section, words_of
+from support.peers import TORCH, interpreter, peft_logits
+from support.runs import ondevice
+from support.shared import Shared
+from support.text_bundle import text_checkpoint
+
+from ondevice.bundle.store import Bundle
+from runtime.methods.adapters import Adapters
+from runtime.run.lora import to_apply
+from runtime.run.open import open_checked
+
+TEMPLATE = """\
+{% for tool in tools or [] %}tool {{ tool.function.name }}
+{% endfor %}
+{% for m in messages %}
+{{ m.role }}: {{ m.content or '' }}
+{% for call in m.tool_calls or [] %}call {{ call.function.name }}{% endfor %}
+{{ eos_token if m.role == 'assistant' }}
+{% endfor %}
+{{ 'assistant: ' if add_generation_prompt }}"""
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+LAMP = {"type": "function", "function": {"name": "lamp", "arguments": {"set": "on"}}}
+
+
+def conversation(number: int) -> dict[str, object]:
+    """Two turns with a tool call between them; every other one has a list of tools."""
+    question, answer = f"lamp {number}?", "on" if number % 2 else "off"
+    return {
+        "tools": [CLOCK] if number % 4 > 1 else [],
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "tool_calls": [LAMP]},
+            {"role": "tool", "name": "lamp", "content": "ok"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "and?"},
+            {"role": "assistant", "content": "no"},
+        ],
+    }
+
+
+BAD = ('{"messages": 5}', "no JSON")
+SMALL = {
+    "export": ("--seq-lens", "128", "--calibration-tokens", "512"),
+    "train": ("--steps", "150", "--learning-rate", "5e-3"),
+    "chat": ("--max-tokens", "16"),
+    "fuse": ("--dtype", "float32"),
+}
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def way(shared: Shared) -> Path:
+    """A folder in which every command of the README's script has ended well."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        text_checkpoint(path / "my-model", TEMPLATE)
+        rows = [json.dumps(conversation(number)) for number in range(24)]
+        (path / "chats.jsonl").write_text("\n".join([*rows, *BAD]) + "\n")
+        (script,) = scripts(section(README, "From your data to use"))
+        said = {}
+        for line in lines_of(script):
+            words = words_of(line)
+            small = () if "--resume" in words else SMALL.get(words[0], ())
+            given = "lamp 3?\n/exit\n" if words[0] == "chat" else ""
+            done = ondevice(*words, *small, cwd=path, input=given)
+            assert done.returncode == 0, (line, done.stderr)
+            said[" ".join(words[:2])] = [done.stdout, done.stderr]
+        (path / "said.json").write_text(json.dumps(said))
+
+    return shared("a newcomer's way", make)
+
+
+def test_what_was_read_and_written(way: Path) -> None:
+    said = json.loads((way / "said.json").read_text())
+    shown = said["data chats.jsonl"][0]
+    assert "26 rows read" in shown and "2 skipped" in shown
+    assert "chats.jsonl, line 25" in shown and "chats.jsonl, line 26" in shown
+    assert said["chat bundle"][0].strip() == "call lamp", said["chat bundle"]
+    summary = json.loads((way / "run" / "summary.json").read_text())
+    parts = summary["data"].values()  # the held-out part is read by itself
+    assert summary["steps"] == 150 and sum(part["skipped"] for part in parts) == len(BAD)
+    assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
+    assert (way / "report.html").stat().st_size > 1000
+
+
+@pytest.fixture(scope="module")
+def bundle(way: Path) -> Bundle:
+    return open_checked(str(way / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def tokens(bundle: Bundle) -> list[int]:
+    return list(map(int, np.arange(TOKENS) * 7 % bundle.manifest.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def ours(way: Path, bundle: Bundle, tokens: list[int]) -> np.ndarray:
+    """Logits (T, V) of the bundle with the run's adapter."""
+    adapted = to_apply(way / "run", bundle)
+    adapters = Adapters.applied(adapted.manifest, way / "run")
+    return engine_logits(adapted, adapters, np.array(tokens))
+
+
+def plain_checkpoint(way: Path) -> Path:
+    """The bundle's own values as a checkpoint, to which an adapter written for others is added."""
+    out = way / "plain"
+    if not out.exists():
+        done = ondevice("fuse", way / "bundle", "-o", out, "--dtype", "float32")
+        assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_fused_model_has_the_same_logits(
+    way: Path, ours: np.ndarray, tokens: list[int]
+) -> None:
+    fused = mlx_lm_logits(way / "my-fused-model", np.array(tokens))
+    plain = mlx_lm_logits(plain_checkpoint(way), np.array(tokens))
+    assert relative(fused, ours) <= 1e-4 < relative(plain, ours)
+
+
+@pytest.mark.slow
+def test_transformers_and_peft_have_the_same_logits(
+    way: Path, ours: np.ndarray, tokens: list[int]
+) -> None:
+    interpreter(*TORCH)
+    plain = plain_checkpoint(way)
+    theirs = peft_logits(plain, way / "my-adapter", tokens, way)
+    assert relative(theirs, ours) <= 1e-3
+    fused = peft_logits(way / "my-fused-model", "-", tokens, way)
+    assert relative(fused, ours) <= 1e-3 < relative(peft_logits(plain, "-", tokens, way), ours)
