@@ -21,6 +21,7 @@ from harness.bench.block_profiles import FIGURE2, TABLE3
 from harness.bench.budget_curve import CURVE
 from harness.bench.doctor import DOCTOR
 from harness.bench.footprint import FOOTPRINT
+from harness.bench.generation import GENERATION
 from harness.bench.machine import MACHINE
 from harness.bench.mebp_tables import TABLE2, TABLE4
 from harness.bench.packing import PACKING
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "profile": PROFILE,
     "packing": PACKING,
     "peers": PEERS,
+    "generation": GENERATION,
     "machine": MACHINE,
     "doctor": DOCTOR,
 }

@@ -420,11 +420,16 @@ def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(
         raise OnDeviceError("the bundle needs about 900 MB, 10 MB are free; make room")
 
     monkeypatch.setattr(benchmark, "bundle_of", full)
-    for name in BENCHMARKS:
+    for name in (one for one in BENCHMARKS if BENCHMARKS[one].models):
         report = run(bundles, tmp_path, name)
         (row,) = report["rows"]
         assert row["failed"] == "no bundle: the bundle needs about 900 MB, 10 MB are free"
         assert to_text(report).count(row["failed"]) == 2  # in its row, and below
+
+
+def test_generation_is_that_of_the_real_model_alone(bundles: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave out --models"):
+        run(bundles, tmp_path, "generation")
 
 
 def test_an_interrupted_benchmark_keeps_its_rows(
