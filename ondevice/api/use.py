@@ -91,6 +91,6 @@ def generate(
     pieces, generating = [], pieces_of(config, said.note)
     for piece in generating:
         pieces.append(piece)
-        if on_text is not None:
+        if on_text is not None and piece:
             on_text(piece)
     return Generation(prompt, "".join(pieces), **generating.facts, notes=said.notes)

@@ -110,6 +110,9 @@ FLAGS_ELSEWHERE: dict[str, tuple[str, ...]] = {  # the first that a command has 
     "--temp": ("--temperature",),
     "--max-new-tokens": ("--max-tokens",),
     "--n-predict": ("--max-tokens",),
+    "-n": ("--max-tokens",),
+    "-p": ("--prompt",),
+    "-c": ("--context", "--config"),
     "--system-prompt": ("--system",),
     "--memory": ("--budget",),
     "--max-memory": ("--budget",),
@@ -134,6 +137,10 @@ _DORA = (
     "one more tensor for each matrix; no operation of a bundle does this. Use LoRA, with --rslora "
     "where the rank is high"
 )
+_PENALTY = (
+    "tokens are drawn without penalties for repetition; --temperature, --top-k, --top-p and "
+    "--min-p say how evenly"
+)
 _STEPS = (
     "training is counted in steps, and an epoch has rows / (--batch-size x --grad-accumulation) of "
     "them; give --steps (`ondevice data` counts rows)"
@@ -144,7 +151,8 @@ ADVICE = {  # flags with no counterpart: what to do instead
     **dict.fromkeys(("--num-train-epochs", "--num-epochs", "--epochs"), _STEPS),
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",
     **dict.fromkeys(
-        ("--model", "--model-name-or-path", "--base-model", "--model-path", "--hf-path"), _BUNDLE
+        ("-m", "--model", "--model-name-or-path", "--base-model", "--model-path", "--hf-path"),
+        _BUNDLE,
     ),
     **dict.fromkeys(("--load-in-4bit", "--load-in-8bit", "--quantize", "--qlora"), _QUANTIZED),
     **dict.fromkeys(("--gradient-checkpointing", "--grad-checkpoint"), _MEMORY),
@@ -163,6 +171,12 @@ ADVICE = {  # flags with no counterpart: what to do instead
     "out",
     "--modules-to-save": "adapters alone are trained, or all parameters (--trainable full); leave "
     "it out",
+    "--prompt": "`ondevice generate BUNDLE --prompt TEXT` continues one, and `ondevice chat` reads "
+    "what you say line by line; leave it out",
+    **dict.fromkeys(
+        ("--repeat-penalty", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"),
+        _PENALTY,
+    ),
     "--push-to-hub": "nothing is sent anywhere; the run's folder can be uploaded",
     "--trust-remote-code": "code of models never runs; leave it out",
     "--export-gguf": "`ondevice fuse BUNDLE --adapter RUN --format gguf` writes a GGUF file",

@@ -11,7 +11,7 @@ from ondevice.units import parse_bytes
 
 _SHARE = Check(lambda value: 0 < value <= 1, "a number above 0, at most 1")
 _PART = Check(lambda value: 0 <= value <= 1, "a number from 0 to 1")
-_SEED = Check(lambda value: 0 <= value < 1 << 64, "from 0 to 2^64 - 1")
+_SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
 _WARM = Check(lambda value: 0 <= value < math.inf, "a number of 0 or more")
 
 
@@ -27,7 +27,10 @@ class GenerationConfig(Config):
     )
     max_tokens: int = option(64, "tokens to generate at most, for each answer", COUNT)
     system: str | None = option(
-        None, "what the system says before the conversation", aliases=("--system-prompt",)
+        None,
+        "instructions to the model, which the conversation begins with; `ondevice generate` takes "
+        "them with --chat",
+        aliases=("--system-prompt",),
     )
     temperature: float = option(
         0.0,
@@ -38,17 +41,17 @@ class GenerationConfig(Config):
         aliases=("--temp",),
     )
     top_k: int = option(
-        0, "draw from the K most likely tokens only; 0 for no limit", NOT_NEGATIVE, Group.SAMPLING
+        0, "draw from the N most likely tokens only; 0 for no limit", NOT_NEGATIVE, Group.SAMPLING
     )
     top_p: float = option(
         1.0,
-        "draw from the fewest tokens whose probabilities add up to P; 1 for no limit",
+        "draw from the fewest tokens whose probabilities add up to X; 1 for no limit",
         _SHARE,
         Group.SAMPLING,
     )
     min_p: float = option(
         0.0,
-        "draw from tokens that are at least P times as likely as the most likely; 0 for no limit",
+        "draw from tokens that are at least X times as likely as the most likely; 0 for no limit",
         _PART,
         Group.SAMPLING,
     )

@@ -11,6 +11,9 @@ from typing import ClassVar
 from ondevice.operations.base import Execution, Operation, Visit
 from ondevice.operations.values import F32
 
+CHOICE_TILE = 16_384  # tokens whose weights a random choice computes at once, in float64
+F64 = 8  # bytes
+
 
 class Logits(Operation, frozen=True):
     """h W^T (V,) for the last token's h (1, T, D), a tile of W at a time; never in a bundle."""
@@ -32,14 +35,20 @@ class Logits(Operation, frozen=True):
         return (self.matrix,)
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
-        """The hidden state and its halves, all logits, and a tile with its own."""
+        """The hidden state and its halves, all logits, and a tile with its own, or a choice."""
         matrix = execution.tables.matrices[self.matrix]
         values = execution.tile_rows[self.matrix] * matrix.columns
         _, multiplied = self.streamed(execution)
         tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
-        return visit.bytes_of(self.inputs[0]) * 2 + matrix.rows * F32 + tile
+        largest = max(tile, choosing_bytes(matrix.rows))  # of which one comes after the other
+        return visit.bytes_of(self.inputs[0]) * 2 + matrix.rows * F32 + largest
 
     def streamed(self, execution: Execution) -> tuple[int, int]:
         """Bytes of a tile's logits, and of the tile and its logits together."""
         matrix, rows = execution.tables.matrices[self.matrix], execution.tile_rows[self.matrix]
         return rows * F32, execution.tile_bytes(matrix, rows * matrix.columns) + rows * F32
+
+
+def choosing_bytes(vocab_size: int) -> int:
+    """Bytes that a random choice takes beside the logits: a copy, marks, and tiles in float64."""
+    return vocab_size * (F32 + 2) + 5 * min(vocab_size, CHOICE_TILE) * F64

@@ -75,9 +75,12 @@ class Chat:
             self._open()
         assert self._generator is not None
         if len(prompt.tokens) >= (most := self._generator.longest):
+            limit = longest_sequence(self._prompts.bundle.manifest)
+            more = "" if most == limit else ", or give a larger --context"
+            whose = "the model was made for" if most == limit else "its context holds"
             raise UsageError(
-                f"the conversation has {len(prompt.tokens)} tokens, and its context {most}: begin "
-                "again (/reset), or give a larger --context, where the model was made for one"
+                f"the conversation would have {len(prompt.tokens)} tokens, and {whose} {most}: "
+                f"begin again (/reset){more}"
             )
         answer = Answer(len(prompt.tokens))
         pieces = self._generator.pieces(

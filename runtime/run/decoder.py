@@ -47,14 +47,21 @@ class Decoder:
             raise ValueError(
                 f"{len(tokens)} tokens after {len(self.tokens)}, in a context of {self.context}"
             )
-        given = list(tokens)
-        together = CHUNK_TOKENS * self.session.plan.lanes
-        while len(given) > together:
-            self._pass(given[:together], wanted=False)
-            given = given[together:]
-        logits = self._pass(given, wanted=True)
+        *earlier, last = self.parts(tokens)
+        for part in earlier:
+            self.append(part)
+        logits = self._pass(last, wanted=True)
         assert logits is not None
         return logits
+
+    def parts(self, tokens: Sequence[int]) -> list[list[int]]:
+        """Tokens in order, divided into what passes through the blocks together."""
+        together = CHUNK_TOKENS * self.session.plan.lanes
+        return [list(tokens[at : at + together]) for at in range(0, len(tokens), together)]
+
+    def append(self, part: list[int]) -> None:
+        """Append one of several `parts`, whose logits nobody wants."""
+        self._pass(part, wanted=False)
 
     def rewind(self, tokens: Sequence[int]) -> int:
         """Keep only what the sequence has in common with the beginning of `tokens`.

@@ -124,10 +124,11 @@ class Generator(Generic[E]):
         max_tokens: int,
         sampling: Sampling,
         answer: Answer,
-    ) -> Iterator[int]:
+    ) -> Iterator[int | None]:
         """Yield the tokens that continue a prompt, up to an end; `answer` is filled meanwhile.
 
-        What the prompt has in common with the sequence before is not read again.
+        What the prompt has in common with the sequence before is not read again. While more than
+        passes at once is read, None is yielded after each pass, so that the caller can stop.
         """
         decoder = self._decoder_for(adapters)
         room = self.longest - len(prompt.tokens)
@@ -137,6 +138,10 @@ class Generator(Generic[E]):
         start = time.perf_counter()
         given = prompt.tokens[decoder.rewind(prompt.tokens) :]
         answer.read_tokens = len(given)
+        *earlier, given = decoder.parts(given)
+        for part in earlier:
+            decoder.append(part)
+            yield None
         for count in range(min(max_tokens, room)):
             logits = decoder.read(given)
             token = sampling.choose(logits, len(decoder.tokens))
@@ -161,11 +166,17 @@ class Generator(Generic[E]):
         sampling: Sampling = GREEDY,
         answer: Answer | None = None,
     ) -> Iterator[str]:
-        """Yield the continuation of a prompt as text, up to an end or `max_tokens`."""
+        """Yield the continuation of a prompt as text, up to an end or `max_tokens`.
+
+        Pieces are empty where there is nothing to show yet, so that the caller can stop.
+        """
         answer = answer or Answer(len(prompt.tokens))
         tokens, decode = list(prompt.tokens[-SHOWN_BEFORE:]), self.encoder.decode
         shown = decode(tokens)
         for token in self.tokens(prompt, adapters, max_tokens, sampling, answer):
+            if token is None:
+                yield ""
+                continue
             tokens.append(token)
             text = decode(tokens)
             end = text.find(prompt.ending, len(shown)) if prompt.ending else -1
@@ -177,6 +188,8 @@ class Generator(Generic[E]):
             if not text.endswith("\N{REPLACEMENT CHARACTER}") and not _begins(prompt.ending, text):
                 yield text[len(shown) :]
                 shown = text
+            else:
+                yield ""
         if rest := decode(tokens)[len(shown) :]:
             yield rest
 
@@ -218,7 +231,8 @@ class Prompts:
         try:
             json.dumps(said, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise UsageError(f"the prompt {said!r:.80} is not valid UTF-8") from None
+            last = said[-1]["content"] if isinstance(said, list) else said
+            raise UsageError(f"the prompt {last!r:.80} is not valid UTF-8") from None
         table = Path(self._folder.name) / "pieces" if self._encoder is None else None
         prompt = confined_prompt(self.bundle.path, said, table)
         if not prompt.tokens:

@@ -4,19 +4,26 @@ The limits are those of llama.cpp, in its order: the `top_k` most likely tokens;
 whose probabilities add up to `top_p`; of these such as are at least `min_p` times as likely as the
 most likely one. Probabilities for the limits are those of temperature 1; the temperature is applied
 to what is left, as in llama.cpp and mlx-lm.
+
+A vocabulary may have hundreds of thousands of tokens, so what is computed of each in float64 is
+computed a tile at a time: beside the logits it takes a copy of them and a bit more.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ondevice.errors import BundleError
+from ondevice.operations.logits import CHOICE_TILE as TILE
 
 Floats = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 FEW = 256  # of the most likely tokens, in which `top_p` is looked for first
 
 
@@ -49,40 +56,79 @@ class Sampling:
             )
         if not self.temperature:
             return best
-        kept = self.kept(logits)
-        weights = np.exp((logits[kept].astype(np.float64) - logits[best]) / self.temperature)
-        total = np.cumsum(weights)
+        kept, top = self.kept(logits), float(logits[best])
+        totals = np.cumsum([self._weights(logits, kept, tile, top).sum() for tile in _tiles(kept)])
         drawn = np.random.Generator(np.random.Philox(key=[self.seed, position])).random()
-        return int(
-            kept[min(int(np.searchsorted(total, drawn * total[-1], "right")), len(kept) - 1)]
-        )
+        index = _reaching(totals, drawn * totals[-1])
+        before = totals[index - 1] if index else 0.0
+        tile = slice(index * TILE, (index + 1) * TILE)
+        weights = np.cumsum(self._weights(logits, kept, tile, top))
+        return index * TILE + _reaching(weights, drawn * totals[-1] - before)
 
-    def kept(self, logits: Floats) -> Ids:
-        """The tokens that the limits leave, in the order of their ids."""
-        kept = np.arange(len(logits))
-        if 0 < self.top_k < len(logits):
-            kept = _most_likely(logits, self.top_k)
-        likely = np.exp(logits[kept].astype(np.float64) - logits.max())  # the most likely has 1
-        if self.top_p < 1:
-            chosen = _fewest(likely, self.top_p)
-            kept, likely = kept[chosen], likely[chosen]
-        return np.sort(kept[likely >= self.min_p])
+    def _weights(self, logits: Floats, kept: Mask, tile: slice, top: float) -> Doubles:
+        """How likely the tokens of a tile are; 1 for the most likely of all."""
+        with np.errstate(over="ignore"):  # by a temperature next to 0
+            return np.exp((logits[tile].astype(np.float64) - top) / self.temperature) * kept[tile]
+
+    def kept(self, logits: Floats) -> Mask:
+        """Which tokens the limits leave (V,)."""
+        count = min(self.top_k or len(logits), len(logits))
+        if count == len(logits) and self.top_p == 1:
+            kept = np.ones(len(logits), np.bool_)
+        else:
+            kept = _largest(logits, self._most_likely(logits, count))
+        if self.min_p:
+            kept &= logits >= np.float64(logits.max()) + math.log(self.min_p)
+        return kept
+
+    def _most_likely(self, logits: Floats, count: int) -> Floats:
+        """The logits that `top_p` leaves of the `count` largest ones, in no order."""
+        values = logits.copy()
+        values.partition(len(values) - count)
+        values = values[len(values) - count :]
+        if self.top_p == 1:
+            return values
+        top, few = float(logits.max()), FEW
+        wanted = self.top_p * sum(_likely(values[tile], top).sum() for tile in _tiles(values))
+        while True:
+            few = min(few, count)
+            values.partition(count - few)
+            values[count - few :].sort()
+            found = _fewest(values[count - few :], top, wanted)
+            if found is not None or few == count:
+                return values[count - (found or count) :]
+            few *= 8
 
 
-def _most_likely(values: npt.NDArray[np.floating], count: int) -> Ids:
-    """The places of the `count` largest values (N,), in no order."""
-    if count >= len(values):
-        return np.arange(len(values))
-    return np.argpartition(values, len(values) - count)[len(values) - count :]
+def _tiles(values: npt.NDArray[np.generic]) -> Iterator[slice]:
+    return (slice(start, start + TILE) for start in range(0, len(values), TILE))
 
 
-def _fewest(weights: npt.NDArray[np.float64], share: float) -> Ids:
-    """The places of the fewest weights (N,) that add up to this share of them; at least one."""
-    wanted, count = share * weights.sum(), FEW
-    while True:
-        places = _most_likely(weights, count)
-        places = places[np.argsort(-weights[places], kind="stable")]
-        total = np.cumsum(weights[places])
-        if total[-1] >= wanted or count >= len(weights):
-            return places[: int(np.searchsorted(total, wanted)) + 1]
-        count *= 8
+def _likely(logits: Floats, top: float) -> Doubles:
+    return np.exp(logits.astype(np.float64) - top)
+
+
+def _reaching(totals: Doubles, drawn: float) -> int:
+    """The first place where running totals exceed a number; else the last where they grow."""
+    place = int(np.searchsorted(totals, drawn, "right"))
+    return place if place < len(totals) else int(np.searchsorted(totals, totals[-1]))
+
+
+def _fewest(values: Floats, top: float, wanted: float) -> int | None:
+    """How many of the largest sorted logits add up to a likelihood; None if all do not."""
+    largest_first, total = values[::-1], 0.0
+    for tile in _tiles(values):
+        totals = total + np.cumsum(_likely(largest_first[tile], top))
+        if totals[-1] >= wanted:
+            return int(tile.start) + int(np.searchsorted(totals, wanted)) + 1
+        total = float(totals[-1])
+    return None
+
+
+def _largest(logits: Floats, values: Floats) -> Mask:
+    """Where the largest logits are, which are `values`; of equal ones the first are taken."""
+    lowest = values.min()
+    kept: Mask = logits > lowest
+    equal = len(values) - int(np.count_nonzero(kept))
+    kept[np.flatnonzero(logits == lowest)[:equal]] = True
+    return kept

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runtime.run.chat import Chat, Turn
 
 EXIT, RESET = "/exit", "/reset"
+AWAITED = "> "
 GREETING = f"{EXIT} ends the conversation, {RESET} forgets it, Ctrl-C interrupts an answer"
 
 
@@ -42,15 +43,22 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _line(terminal: bool) -> str | None:
-    """What the user types next, without white space around it; None at the end."""
+    """What the user types next, without white space around it; None at the end.
+
+    The sign that it is awaited goes to stdout only where that is a terminal too.
+    """
     if not terminal:
         line = sys.stdin.readline()
         return line.strip() if line else None
     import readline  # noqa: F401 - gives `input` its editing of lines
 
+    shown = sys.stdout.isatty()
+    if not shown:
+        print(AWAITED, end="", file=sys.stderr, flush=True)
     try:
-        return input("> ").strip()
+        return input(AWAITED if shown else "").strip()
     except EOFError:
+        note("")  # what follows begins on a line of its own
         return None
 
 

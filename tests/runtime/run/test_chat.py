@@ -135,4 +135,65 @@ def test_a_full_context_is_said_and_can_be_left(
     said = capsys.readouterr()
     first, last = (json.loads(line) for line in said.out.splitlines())
     assert first["text"] == last["text"]
-    assert "and its context 40: begin again (/reset)" in said.err
+    assert "tokens, and its context holds 40: begin again (/reset), or give a larger" in said.err
+
+
+def test_a_full_model_is_said(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(bundle, monkeypatch, ["z" * 1100], "--context", "5000") == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "and the model was made for 1024: begin again (/reset)\n" in said.err
+
+
+def test_ctrl_c_interrupts_the_reading_of_a_long_prompt(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, counts = Decoder.append, []
+
+    def append(self: Decoder, part: list[int]) -> None:
+        real(self, part)
+        if not counts:
+            signal.raise_signal(signal.SIGINT)
+        counts.append(len(part))
+
+    monkeypatch.setattr(Decoder, "append", append)
+    long = "the cat " * 100
+    conversation = Conversation(bundle)
+    conversation.text = f"u: {long.strip()}\na: \n"
+    wanted = conversation.answer("again")
+    assert chat(bundle, monkeypatch, [long, "again"], "--json") == 0
+    said = capsys.readouterr()
+    first, second = (json.loads(line) for line in said.out.splitlines())
+    assert first["generated_tokens"] == 0 and first["stopped"] == ""
+    assert second["text"] == wanted and "(interrupted)" in said.err
+    assert len(counts) > 1  # the rest was read for the second answer
+
+
+def test_what_is_no_text_is_refused_and_the_conversation_goes_on(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(bundle)
+    wanted = [conversation.answer(one) for one in ("hello", "again")]
+    assert chat(bundle, monkeypatch, ["hello", "a\udcff", "again"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == wanted
+    assert "the prompt 'a\\udcff' is not valid UTF-8" in said.err
+
+
+class Typed(io.StringIO):
+    """Lines from a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_sign_for_input_does_not_mix_with_output_to_a_file(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Typed("hello\n"))
+    assert main(["chat", str(bundle.path), "--max-tokens", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["prompt"] == "hello"
+    assert said.err.count("> ") == 2

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ondevice.errors import BundleError
-from runtime.run.sampling import Sampling
+from ondevice.operations.logits import choosing_bytes
+from runtime.run.sampling import TILE, Sampling
 
 Rng = np.random.Generator
 
@@ -28,14 +30,14 @@ def plain(logits: Any, top_k: int, top_p: float, min_p: float) -> set[int]:
     return {token for token, share in zip(kept, shares, strict=False) if share >= min_p * shares[0]}
 
 
-@pytest.mark.parametrize("size", [5, 700, 6000])
+@pytest.mark.parametrize("size", [5, 700, 40_000])
 def test_limits_are_those_of_the_reference(rng: Rng, size: int) -> None:
     for _ in range(12):
         logits = rng.normal(0, rng.uniform(0.1, 4), size).astype(np.float32)
         top_k = int(rng.choice([0, 1, 3, size, size + 1]))
         top_p, min_p = float(rng.choice([1, 0.5, 0.93])), float(rng.choice([0, 0.02, 0.4, 1]))
         found = Sampling(1.0, top_k, top_p, min_p).kept(logits)
-        assert list(found) == sorted(plain(logits, top_k, top_p, min_p))
+        assert list(np.flatnonzero(found)) == sorted(plain(logits, top_k, top_p, min_p))
 
 
 def test_tokens_are_drawn_as_often_as_their_weights_say(rng: Rng) -> None:
@@ -64,3 +66,37 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     for bad in (np.nan, np.inf):
         with pytest.raises(BundleError, match="not finite"):
             Sampling(1.0).choose(np.array([0, bad, 1], np.float32), 0)
+
+
+def test_temperatures_next_to_zero_and_without_end_say_nothing(
+    rng: Rng, recwarn: pytest.WarningsRecorder
+) -> None:
+    logits = rng.normal(0, 1, 50).astype(np.float32)
+    assert Sampling(5e-324).choose(logits, 3) == int(logits.argmax())
+    assert {Sampling(1e308).choose(logits, position) for position in range(600)} == set(range(50))
+    assert not recwarn.list
+
+
+def test_of_equal_logits_as_many_are_left_as_the_limit_says() -> None:
+    logits = np.array([2, 1, 2, 1, 1, 0], np.float32)
+    assert list(np.flatnonzero(Sampling(1.0, top_k=3).kept(logits))) == [0, 1, 2]
+    assert list(np.flatnonzero(Sampling(1.0, top_p=1e-9).kept(logits))) == [0]
+
+
+def test_tokens_of_every_tile_are_drawn(rng: Rng) -> None:
+    logits = np.full(3 * TILE + 5, -50, np.float32)
+    likely = [0, TILE - 1, TILE, 2 * TILE + 7, 3 * TILE + 4]
+    logits[likely] = 0
+    sampling = Sampling(1.0, seed=int(rng.integers(1 << 40)))
+    assert {sampling.choose(logits, position) for position in range(200)} == set(likely)
+
+
+@pytest.mark.parametrize("limits", [(0, 1.0, 0.0), (200_000, 0.999, 1e-4), (0, 0.9999, 0.0)])
+def test_a_choice_takes_no_more_than_its_plan(rng: Rng, limits: tuple[int, float, float]) -> None:
+    logits = rng.normal(0, 1, 262_144).astype(np.float32)
+    sampling = Sampling(1.0, *limits)
+    tracemalloc.start()
+    sampling.choose(logits, 0)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most <= choosing_bytes(len(logits))
