@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ondevice.files import fsync_path, storage_errors
 from ondevice.paths import partial_folder, text_path
 
 NEW, OLD = "new", "old"  # what is unfinished, and what it replaces
+_UNASKED = frozenset({".DS_Store"})  # what a file manager puts into any folder
 
 
 class FolderWriter:
@@ -31,10 +33,20 @@ class FolderWriter:
         marker: the file by which a finished one is recognised; "" where the destination is itself
             a file.
         noun: what it is, for messages.
+        belongs: whether what is at a path is part of one: the destination where it is a file, else
+            each entry of the folder. Something with other parts is never replaced.
     """
 
-    def __init__(self, destination: Path, force: bool, marker: str, noun: str) -> None:
+    def __init__(
+        self,
+        destination: Path,
+        force: bool,
+        marker: str,
+        noun: str,
+        belongs: Callable[[Path], bool],
+    ) -> None:
         self.destination = text_path(destination)
+        self._belongs = belongs
         self.force, self.marker, self.noun = force, marker, noun
         self.place = partial_folder(destination)
         self.folder = self.place / NEW
@@ -84,9 +96,22 @@ class FolderWriter:
         )
         if not whole:
             raise UsageError(f"{self.destination} is not a {self.noun}; it is not replaced")
+        if others := self._others():
+            some = ", ".join(others[:3])
+            raise UsageError(
+                f"{self.destination} holds other files than those of a {self.noun} ({some}); it is "
+                "not replaced: choose another --output"
+            )
+
+    def _others(self) -> list[str]:
+        """What a replaced folder holds that belongs to something else."""
+        if not self.marker:
+            return []
+        found = (path for path in self.destination.iterdir() if path.name not in _UNASKED)
+        return sorted(path.name for path in found if not self._belongs(path))
 
     def _is_ours(self, path: Path) -> bool:
-        return (path / self.marker).is_file()
+        return (path / self.marker).is_file() and (bool(self.marker) or self._belongs(path))
 
     def _is_empty_folder(self, path: Path) -> bool:
         return bool(self.marker) and path.is_dir() and not any(path.iterdir())

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.adapters.mlx_lm import CONFIG
 from ondevice.adapters.names import A, B
 from ondevice.bundle.manifest import Manifest
-from ondevice.errors import UsageError
 
 F32 = npt.NDArray[np.float32]
 _SEES = ("gemma3",)  # architectures with a vision tower, as their configurations name them
@@ -58,19 +55,3 @@ def base_model(provenance: Mapping[str, Any]) -> tuple[str, str | None]:
     """The name by which a bundle's source is known, and its revision if it came from the hub."""
     revision = provenance.get("revision")
     return str(provenance.get("name", "")), None if revision is None else str(revision)
-
-
-def check_replaced(folder: Path, written: tuple[str, ...]) -> None:
-    """Refuse to replace a folder that holds other files than those that will be written.
-
-    Raises:
-        UsageError: it does, as a run does, whose saves would be lost.
-    """
-    if not folder.is_dir():
-        return
-    others = sorted(path.name for path in folder.iterdir() if path.name not in written)
-    if others and (folder / CONFIG).exists():
-        raise UsageError(
-            f"{folder} holds other files than an adapter's ({', '.join(others[:3])}); it is not "
-            "replaced: choose another --output"
-        )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from export.adapters.adapter import F32, check_replaced
+from export.adapters.adapter import F32
 from ondevice.files import write_atomic
 from ondevice.folder_writer import FolderWriter
 
@@ -33,8 +33,9 @@ def write_folder(
         StorageError: it cannot be written.
     """
     (file, tensors, library), (name, content) = weights, config
-    check_replaced(output, (file, name))
-    with FolderWriter(output, force, marker=name, noun="adapter") as writer:
+    with FolderWriter(
+        output, force, name, "folder with an adapter", lambda path: path.name in (file, name)
+    ) as writer:
         whole = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
         write_atomic(writer.folder / file, save(whole, metadata={"format": library}))
         write_atomic(writer.folder / name, json.dumps(content, indent=2).encode() + b"\n")

@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 
 from export.adapters.adapter import Adapter, base_model
+from export.gguf_type import is_adapter
 from export.sources.gguf_names import ARCHITECTURES, architecture_of, model_rows, tensor_names
 from ondevice.adapters.names import A, B
 from ondevice.errors import UsageError
@@ -45,7 +46,7 @@ def write_gguf(adapter: Adapter, output: Path, force: bool, base: str | None) ->
     arch = architecture_of(manifest.family)
     name_of = tensor_names(arch, len(manifest.layers))
     name = base_model(manifest.provenance)[0] if base is None else base
-    with FolderWriter(output, force, marker="", noun="file") as writer:
+    with FolderWriter(output, force, "", "GGUF file of an adapter", is_adapter) as writer:
         path = writer.folder / f"adapter{SUFFIX}"
         with storage_errors(output):
             file = GGUFWriter(path, arch)

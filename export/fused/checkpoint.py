@@ -24,7 +24,7 @@ from export.sources.families import transformers_config
 from export.sources.hf import TOKENIZER_FILES
 from export.sources.shards import INDEX
 from ondevice.engine import Progress
-from ondevice.errors import StorageError, UsageError
+from ondevice.errors import StorageError
 from ondevice.files import fsync_path, storage_errors
 from ondevice.folder_writer import FolderWriter
 from ondevice.safetensors_header import safetensors_header
@@ -57,8 +57,7 @@ def write_checkpoint(
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
     tokenizer = model.tokenizer_files()
     config = transformers_config(model.family, model.config, dtype)
-    with FolderWriter(output, force, CONFIG, "checkpoint") as writer:
-        _check_replaced(output)
+    with FolderWriter(output, force, CONFIG, "checkpoint", _belongs) as writer:
         check_space(writer, sum(sizes.values()) + sum(map(len, tokenizer.values())))
         slices = Slices(sum(sizes.values()) // item, progress)
         shards = _shards(sizes, shard_bytes)
@@ -76,21 +75,9 @@ def write_checkpoint(
     return sum(sizes.values())
 
 
-def _check_replaced(folder: Path) -> None:
-    """Refuse to replace a folder that holds other files than those of a checkpoint."""
-    if not folder.is_dir():
-        return
-    known = {CONFIG, INDEX, *TOKENIZER_FILES}
-    others = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.name not in known and path.suffix != ".safetensors"
-    )
-    if others:
-        raise UsageError(
-            f"{folder} holds other files than a checkpoint's ({', '.join(others[:3])}); it is not "
-            "replaced: choose another --output"
-        )
+def _belongs(path: Path) -> bool:
+    """Whether a checkpoint has such a file."""
+    return path.name in {CONFIG, INDEX, *TOKENIZER_FILES} or path.suffix == ".safetensors"
 
 
 def check_space(writer: FolderWriter, needed: int) -> None:

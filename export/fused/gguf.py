@@ -21,6 +21,7 @@ from export.fused.gguf_metadata import add_metadata, rope_factors
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import TYPES, Slices
+from export.gguf_type import is_model
 from export.packed import F32, FloatType
 from export.sources.gguf_config import ROPE_FREQS
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
@@ -64,8 +65,9 @@ def write_gguf(
         UsageError: there is something at `output` already, or a GGUF file cannot hold the model.
     """
     single = output.suffix == SUFFIX
-    noun = "GGUF file" if single else f"folder with a {FILE}"
-    with FolderWriter(output, force, "" if single else FILE, noun) as writer:
+    noun = "GGUF file of a model" if single else f"folder with a {FILE}"
+    belongs = is_model if single else lambda path: path.name == FILE
+    with FolderWriter(output, force, "" if single else FILE, noun, belongs) as writer:
         path = writer.folder / FILE
         with storage_errors(path):
             _write(model, path, dtype, writer, progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ondevice.adapters.names import number
 from ondevice.lora import LoraSettings
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -40,6 +41,6 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
     rank = parameters["rank"]
     return {
         "rank": rank,
-        "alpha": float(parameters["scale"]) * rank,
+        "alpha": number(parameters["scale"], "scale") * rank,
         "dropout": parameters.get("dropout", 0.0),
     }

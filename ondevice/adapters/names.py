@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 A, B = "lora_a", "lora_b"
 Shape = tuple[int, ...]
@@ -46,6 +46,13 @@ def inner_name(name: str) -> str:
 def outer_name(name: str, outer: str) -> str:
     """The name inside a larger model, whose language model is at `outer`, a key of `_INSIDE`."""
     return outer + name.removeprefix(_INSIDE[outer])
+
+
+def number(value: object, name: str) -> float:
+    """A setting that must be a number. Raises TypeError; True and text that reads so are none."""
+    if type(value) not in (int, float):
+        raise TypeError(f"{name} is {value!r:.80}, not a number")
+    return float(cast(float, value))
 
 
 def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:

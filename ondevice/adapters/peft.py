@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ondevice.adapters.names import A, B, inner_name, outer_name
+from ondevice.adapters.names import A, B, inner_name, number, outer_name
 from ondevice.lora import LoraSettings
 
 WEIGHTS, CONFIG, PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
@@ -144,7 +144,7 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
             raise UnsupportedError(f"its {key} is {value!r:.80}{meaning}; this is not supported")
     return {
         "rank": config["r"],
-        "alpha": float(config["lora_alpha"]),
+        "alpha": number(config["lora_alpha"], "lora_alpha"),
         "dropout": config.get("lora_dropout") or 0.0,
         "rslora": config.get("use_rslora") or False,
     }

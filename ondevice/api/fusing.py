@@ -81,7 +81,7 @@ def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
         bundle = open_verified(config.bundle)
         if Path(config.output).resolve() == bundle.path.resolve():
             raise UsageError(f"{config.output} is the bundle itself; write to another directory")
-        adapted = to_apply(adapter, bundle)
+        adapted = to_apply(adapter, bundle, said.note)
         adapters = Adapters.applied(adapted.manifest, adapter)
         engine = ExportEngine(meter, config.budget_bytes, progress, said.note, Path(scratch))
         cost = _Cost(config, engine, adapted, adapters, said.note)

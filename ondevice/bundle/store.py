@@ -127,11 +127,16 @@ def _read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _belongs(path: Path) -> bool:
+    """Whether a bundle has such an entry."""
+    return path.name in (MANIFEST, WEIGHTS, TOKENIZER) or path.name.startswith(GRAPHS)
+
+
 class BundleWriter(FolderWriter):
     """Builds a bundle beside its destination and moves it there in one rename."""
 
     def __init__(self, destination: Path, force: bool = False) -> None:
-        super().__init__(destination, force, MANIFEST, "bundle")
+        super().__init__(destination, force, MANIFEST, "bundle", _belongs)
         self.offset = 0
         self._digest = hashlib.sha256()
 

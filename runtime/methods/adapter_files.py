@@ -19,7 +19,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ondevice.adapters import mlx_lm, peft
-from ondevice.adapters.names import Coverage, coverage_of, inner_name
+from ondevice.adapters.names import Coverage, coverage_of, inner_name, number
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import read_file, require_file
@@ -111,6 +111,8 @@ class AdapterFiles:
         scale = None
         try:
             config = from_json(read_file(self.config))
+            if not isinstance(config, dict):
+                raise ValueError("it holds no settings by name")
             if self.is_peft:
                 found = peft.stated_in(config)
             else:
@@ -119,15 +121,17 @@ class AdapterFiles:
                         f"{self.config}: its adapter is {kind!r:.80}; only lora is supported"
                     )
                 own, found = config.get("ondevice", {}), mlx_lm.stated_in(config)
-                scale = float(config["lora_parameters"]["scale"])
+                scale = number(config["lora_parameters"]["scale"], "scale")
             weights = own.get("weights_sha256")
             # where nothing else decides, the tensors say which modules are adapted
             fields = own.get("lora") or {**found, "targets": [], "layers": 1}
             lora = msgspec.convert(fields, LoraSettings)
         except peft.UnsupportedError as problem:
             raise BundleError(f"{self.config}: {problem}") from None
+        except KeyError as problem:
+            raise BundleError(f"{self.config} is damaged: it has no {problem}") from None
         except _DAMAGE as problem:
-            raise BundleError(f"{self.config} is damaged: {problem!r}") from None
+            raise BundleError(f"{self.config} is damaged: {problem}") from None
         if lora.problem:
             raise BundleError(f"{self.config}: {lora.problem}")
         if scale is not None and not math.isclose(scale, lora.scale):

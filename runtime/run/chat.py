@@ -46,7 +46,7 @@ class Chat:
     def __enter__(self) -> Chat:
         self._meter.__enter__()
         bundle = open_checked(self.config.bundle, self.config.device, self._note)
-        self._prompts = Prompts(to_apply(self._adapter, bundle), self._note)
+        self._prompts = Prompts(to_apply(self._adapter, bundle, self._note), self._note)
         return self
 
     def __exit__(

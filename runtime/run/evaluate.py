@@ -134,7 +134,9 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
     tally = None
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         adapter = None if config.adapter is None else Path(config.adapter)
-        bundle = to_apply(adapter, open_checked(config.bundle, config.device, events.note))
+        bundle = to_apply(
+            adapter, open_checked(config.bundle, config.device, events.note), events.note
+        )
         manifest = bundle.manifest
         source = Source("eval.tokens", config.data, "valid", reading_of(config))
         length = config.max_seq_length or source.length(bundle, scratch)

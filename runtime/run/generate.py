@@ -278,7 +278,7 @@ class Generating:
         config = self.config
         with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
             adapter = None if config.adapter is None else Path(config.adapter)
-            bundle = to_apply(adapter, open_checked(config.bundle, config.device, note))
+            bundle = to_apply(adapter, open_checked(config.bundle, config.device, note), note)
             with Prompts(bundle, note) as prompts:
                 prompt = prompts.write(config.said)
             limit = longest_sequence(bundle.manifest)

@@ -6,17 +6,20 @@ lowering, the adapters and what is saved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from ondevice.adapters.mlx_lm import CONFIG
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
 from ondevice.config.shared import StepConfig
 from ondevice.errors import UsageError
 from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
+from ondevice.notes import warning
 from runtime.methods.adapters import lora_of
 
 C = TypeVar("C", bound=StepConfig)
@@ -93,17 +96,30 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
     return bundle.with_lora(msgspec.structs.replace(manifest.lora, targets=()))
 
 
-def to_apply(adapter: Path | None, bundle: Bundle) -> Bundle:
+def to_apply(
+    adapter: Path | None, bundle: Bundle, note: Callable[[str], None] | None = None
+) -> Bundle:
     """The bundle with the settings of an adapter, or without any adapters.
 
-    An adapter whose folder holds no configuration has the bundle's default.
+    An adapter whose folder holds no configuration has the bundle's default, and `note` is told so.
 
     Raises:
         BundleError: the adapter's configuration is damaged.
     """
     if adapter is None:
         return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
-    return bundle.with_lora(lora_of(adapter) or bundle.manifest.lora)
+    lora = lora_of(adapter)
+    if lora is None:
+        lora = bundle.manifest.lora
+        if note is not None:
+            note(
+                warning(
+                    f"{adapter}: there is no {CONFIG} that says by how much the adapter is "
+                    f"multiplied; the bundle's default is taken, {lora.scale:g} (alpha "
+                    f"{lora.alpha:g}, rank {lora.rank})"
+                )
+            )
+    return bundle.with_lora(lora)
 
 
 def _with_given(config: StepConfig, lora: LoraSettings) -> LoraSettings:

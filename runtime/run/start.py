@@ -153,7 +153,10 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
-        why = instead(path, Kind.RUN) or f"it has no {CONFIG}"
+        why = instead(path, Kind.RUN) or (
+            f"it has no {CONFIG}, which is there from the first step on; start the training with "
+            f"--output {path}"
+        )
         raise UsageError(f"{path} holds no run to resume: {why}")
     with folder.locked():
         folder.prepare_to_resume()

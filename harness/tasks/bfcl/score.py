@@ -118,12 +118,10 @@ def run(
     from runtime.system.footprint import Meter
     from runtime.system.heap import trim_heap
 
-    answers = None if config.answers is None else Path(config.answers)
-    if answers is not None and not answers.parent.is_dir():
-        raise UsageError(f"--answers {answers}: there is no folder {answers.parent}; make it first")
     file = split_file(config.data, "valid")
     if file is None:
         raise DataError(f"{config.data} has no valid file with questions")
+    answers = None if config.answers is None else answers_file(Path(config.answers), file)
     asked = _asked(file, config.eval_rows)
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         bundle = open_checked(config.bundle, config.device, note)
@@ -153,6 +151,21 @@ def run(
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "peak_footprint_bytes": meter.peak_bytes,
     }
+
+
+def answers_file(answers: Path, questions: Path) -> Path:
+    """The file for answers, which must not be a folder, nor the file of the questions.
+
+    Raises:
+        UsageError: it is, or its folder is not there.
+    """
+    if not answers.parent.is_dir():
+        raise UsageError(f"--answers {answers}: there is no folder {answers.parent}; make it first")
+    if answers.is_dir():
+        raise UsageError(f"--answers {answers} is a folder; give a file, such as answers.jsonl")
+    if answers.exists() and answers.samefile(questions):
+        raise UsageError(f"--answers {answers} is the file of the questions; give another file")
+    return answers
 
 
 def _asked(file: Path, most: int) -> list[tuple[Question, str]]:

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     from runtime.run.lora import to_apply
 
     source = Path(config.run)
-    bundle = to_apply(source, open_bundle(config.bundle or bundle_of(source)))
+    bundle = to_apply(source, open_bundle(config.bundle or bundle_of(source)), note)
     found = Adapters.load(bundle.manifest, source)
     tensors = {name: np.array(value, copy=False) for name, value in found.tensors.items()}
     adapter = Adapter(bundle.manifest, tensors)

@@ -206,6 +206,12 @@ def test_what_is_there_is_replaced_only_by_force(run: Path, tmp_path: Path, form
     refused = here(*words[:-1], copy, "--force")
     assert refused.returncode == 2 and (copy / "config.toml").exists()
     assert len(list(copy.iterdir())) == 2
+    if form == "gguf":
+        mine = tmp_path / "mine.jsonl"
+        mine.write_text("mine")
+        refused = here(*words[:-1], mine, "--force")
+        assert refused.returncode == 2 and "not a GGUF file of an adapter" in refused.stderr
+        assert mine.read_text() == "mine"
 
 
 def test_without_a_bundle_or_an_adapter_is_said(run: Path, tiny: Tiny, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_there_is_replaced_by_force(
     assert listing(tmp_path / "hf") == ["config.json", "model.safetensors"]
     assert listing(tmp_path) == ["hf", "hf/config.json", "hf/model.safetensors"]
     (tmp_path / "hf" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"other files than a checkpoint's \(notes.txt\)"):
+    with pytest.raises(UsageError, match=r"than those of a checkpoint \(notes.txt\)"):
         write(bundle, adapters_of(bundle, rng), tmp_path / "hf", force=True)
     assert (tmp_path / "hf" / "notes.txt").read_text() == "mine"
     assert listing(tmp_path) == ["hf", *(f"hf/{name}" for name in listing(tmp_path / "hf"))]

@@ -157,6 +157,27 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(
         (tmp_path / "folder.gguf").mkdir()
         with pytest.raises(UsageError, match="not a GGUF file"):
             write_gguf(model, tmp_path / "folder.gguf", "float32", True, silent)
+        other = tmp_path / "other.gguf"
+        for mine in (b"mine", path.read_bytes().replace(b"general.type", b"general.kind")):
+            other.write_bytes(mine)
+            with pytest.raises(UsageError, match="not a GGUF file of a model"):
+                write_gguf(model, other, "float32", True, silent)
+            assert other.read_bytes() == mine
+
+
+def test_a_folder_with_other_files_is_not_replaced(tiny: Tiny, tmp_path: Path, rng: Rng) -> None:
+    bundle = tiny("qwen2")
+    models = tmp_path / "models"
+    with fused_model(bundle, adapters_of(bundle, rng)) as model:
+        write_gguf(model, models, "float32", False, silent)
+        (models / ".DS_Store").touch()
+        write_gguf(model, models, "float32", True, silent)
+        assert listing(models) == ["model.gguf"]
+        (models / "another.gguf").write_bytes(b"mine")
+        with pytest.raises(UsageError, match=r"holds other files .* \(another.gguf\)"):
+            write_gguf(model, models, "float32", True, silent)
+    assert listing(models) == ["another.gguf", "model.gguf"]
+    assert (models / "another.gguf").read_bytes() == b"mine"
 
 
 def config_of(**more: object) -> dict[str, object]:

@@ -61,7 +61,11 @@ def test_an_existing_destination_is_kept_unless_forced(origin: Bundle, tmp_path:
     with pytest.raises(UsageError, match="--force"):
         export_bundle(settings("random:tiny-llama", path))
     assert open_bundle(path).manifest == origin.manifest
+    with pytest.raises(UsageError, match=r"holds other files .* \(mine.txt\); it is not replaced"):
+        export_bundle(settings("random:tiny-llama", path, force=True))
+    assert open_bundle(path).manifest == origin.manifest
     assert (path / "mine.txt").read_text() == "kept"
+    (path / "mine.txt").unlink()
     export_bundle(settings("random:tiny-llama", path, force=True))
     assert open_bundle(path).manifest.family == "llama"
     assert [item.name for item in tmp_path.iterdir()] == ["bundle"]

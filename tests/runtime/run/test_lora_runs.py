@@ -250,6 +250,13 @@ def test_weights_without_their_configuration_are_the_default(
     given = {**SHAPE, "adapter": alone}
     done = ondevice(*train_arguments(bundle, tmp_path / "more", 1, **given), "--rslora")
     assert done.returncode == 0, done.stderr
+    alone = tmp_path / "default" / "adapters.safetensors"
+    done = ondevice(*train_arguments(bundle, tmp_path / "plain", 1))
+    assert done.returncode == 0, done.stderr
+    alone.parent.mkdir()
+    shutil.copy(tmp_path / "plain" / "adapters.safetensors", alone)
+    done = here("eval", bundle, "--adapter", alone, "--data", "random:1")
+    assert done.returncode == 0 and "the bundle's default is taken, 2 (alpha 16" in done.stderr
 
 
 def test_an_adapter_of_mlx_lm_brings_its_settings(bundle: Path, run: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from harness.tasks.bfcl import package, score
 from harness.tasks.bfcl.package import Question
 from harness.tasks.bfcl.prompt import completion_of
 from harness.tasks.bfcl.rows import CallRow, read_rows
-from harness.tasks.bfcl.score import Verdict, judge, summarize
-from ondevice.errors import DataError
+from harness.tasks.bfcl.score import Verdict, answers_file, judge, summarize
+from ondevice.errors import DataError, UsageError
 
 
 @pytest.fixture
@@ -117,6 +117,22 @@ def test_a_model_that_has_learnt_its_answers_gets_all_right(tmp_path: Path) -> N
     assert "live_multiple" in text and "0 of 1" in text and "malformed" in text
     said = [json.loads(line) for line in before.read_text().splitlines()]
     assert all(one["verdict"] == "malformed" and one["cut"] for one in said[:2])
+
+
+def test_answers_replace_no_questions(tmp_path: Path) -> None:
+    questions = tmp_path / "valid.jsonl"
+    questions.write_text("{}")
+    (tmp_path / "link.jsonl").symlink_to(questions)
+    for name, said in (
+        ("", "is a folder; give a file"),
+        ("valid.jsonl", "is the file of the questions"),
+        ("link.jsonl", "is the file of the questions"),
+        ("none/answers.jsonl", "there is no folder"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            answers_file(tmp_path / name, questions)
+    answers = tmp_path / "answers.jsonl"
+    assert answers_file(answers, questions) == answers
 
 
 @pytest.mark.usefixtures("installed")
