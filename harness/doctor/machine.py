@@ -161,7 +161,8 @@ def _cache() -> Finding:
     models = _count(folder / "graphs")
     taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     facts |= {"models": models, "bytes": taken}
-    text = f"{folder}: graphs of {models} bundles, {format_bytes(taken)}, {format_bytes(free)} free"
+    bundles = f"{models} bundle{'' if models == 1 else 's'}"
+    text = f"{folder}: graphs of {bundles}, {format_bytes(taken)}, {format_bytes(free)} free"
     if free < LITTLE_CACHE_BYTES:
         return Finding("cache folder", Status.WARNING, text, "make room, or " + way, facts)
     return Finding("cache folder", Status.OK, text, facts=facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Unpack
 
@@ -89,8 +90,9 @@ def generate(
 
     said = Said(on_note)
     pieces, generating = [], pieces_of(config, said.note)
-    for piece in generating:
-        pieces.append(piece)
-        if on_text is not None and piece:
-            on_text(piece)
+    with closing(generating):  # also where `on_text` raises
+        for piece in generating:
+            pieces.append(piece)
+            if on_text is not None and piece:
+                on_text(piece)
     return Generation(prompt, "".join(pieces), **generating.facts, notes=said.notes)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ondevice.documents import from_json
-from ondevice.errors import UsageError
+from ondevice.errors import DataError, UsageError
 from runtime.data.limits import Limits
 from runtime.data.process import confined, limits_argument, run_module
 
@@ -45,6 +45,12 @@ def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
         DataError: there is no template, or it takes too much.
         UsageError: the template refuses the messages.
     """
+    if not encoder.has_template:
+        raise DataError(
+            "the bundle has no chat template; export from a checkpoint that has one (instruction-"
+            "tuned models do), or continue text, which takes none: ondevice generate BUNDLE "
+            "--prompt TEXT"
+        )
     template = encoder.chat()
     try:
         tokens = encoder.encode(template.prompt(messages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Generator as Stream
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,8 +252,8 @@ class Prompts:
         from runtime.data.text_encoder import load_encoder
 
         self._note(
-            "tokens of this tokenizer stand for other text in other places: all of it stays in "
-            "memory"
+            "what a token of this tokenizer stands for depends on its neighbours: the whole "
+            "tokenizer stays in memory"
         )
         return load_encoder(self.bundle.path)
 
@@ -269,12 +270,16 @@ class Generating:
     def __iter__(self) -> Iterator[str]:
         return self._pieces
 
+    def close(self) -> None:
+        """End it where it is, and the measurement of memory with it."""
+        self._pieces.close()
+
     @property
     def facts(self) -> dict[str, Any]:
         """Speeds and memory, complete when the text has been read."""
         return {**facts_of(self.answer), **self._measured}
 
-    def _run(self, note: Note) -> Iterator[str]:
+    def _run(self, note: Note) -> Stream[str, None, None]:
         config = self.config
         with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
             adapter = None if config.adapter is None else Path(config.adapter)

@@ -8,6 +8,12 @@ import json
 from ondevice.cli.handlers.common import configuration, note, set_up
 from ondevice.config.generate import GenerateConfig
 
+ENDED = {
+    "end": "the model ended it",
+    "max_tokens": "cut by --max-tokens",
+    "context": "cut where the model's context is full",
+}
+
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
@@ -24,4 +30,5 @@ def run(arguments: argparse.Namespace) -> None:
     for piece in generating:
         print(piece, end="", flush=True)
     print(flush=True)
-    note(describe_generation(generating.facts))
+    facts = generating.facts
+    note(f"{describe_generation(facts)}; {ENDED[facts['stopped']]}")
