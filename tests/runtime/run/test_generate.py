@@ -203,5 +203,7 @@ def test_without_a_tokenizer_or_template_it_says_so(bundle: Bundle, tmp_path: Pa
     write_tokenizer(tmp_path / "m", {})
     plain = export_bundle(settings(tmp_path / "m", tmp_path / "p"))
     assert len(list(pieces(plain, "a", None, 1))) == 1
-    with pytest.raises(DataError, match=r"has no chat template.* ondevice generate BUNDLE --prompt"):
+    with pytest.raises(
+        DataError, match=r"has no chat template.* ondevice generate BUNDLE --prompt"
+    ):
         list(pieces(plain, "a", None, 1, chat=True))
