@@ -120,7 +120,7 @@ class Tensors:
                 if one.overflows:
                     raise BundleError(
                         f"{name}.weight holds values too large for {packing.scale_dtype} scales: "
-                        "the checkpoint is damaged, download or convert it again"
+                        f"{self.checkpoint.remedy}"
                     )
                 scales.append(one.rows.scales.astype(packing.scale_dtype).tobytes())
                 if one.rows.biases is not None:

@@ -78,7 +78,8 @@ def storage_errors(path: Path) -> Iterator[None]:
                 f"the disk is full: {problem.strerror} while writing {path} "
                 f"({free / 1e6:.0f} MB free); make room and start again"
             ) from problem
-        raise StorageError(f"cannot write {path}: {problem.strerror}") from problem
+        why = problem.strerror or f"{problem}; is the disk full?"  # NumPy's has only a text
+        raise StorageError(f"cannot write {path}: {why}") from problem
 
 
 @contextmanager

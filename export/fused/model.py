@@ -33,7 +33,8 @@ class LowRank:
     def rows(self, start: int, stop: int) -> F32:
         """Rows start:stop of it, (stop - start, C)."""
         part = np.float32(self.scale) * self.b[:, start:stop].T  # (stop - start, r)
-        found: F32 = np.matmul(part, self.a.T, dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # of damaged adapters, who uses it says
+            found: F32 = np.matmul(part, self.a.T, dtype=np.float32)
         return found
 
 
@@ -52,6 +53,8 @@ class FusedCheckpoint(Checkpoint):
             configuration implies.
         ValueError: something is added to a matrix that is not there, or has another shape.
     """
+
+    remedy = "the adapter is damaged, or has diverged; fuse an earlier save, or another adapter"
 
     def __init__(self, bundle: Bundle, added: Mapping[str, LowRank]) -> None:
         manifest = bundle.manifest
@@ -89,6 +92,10 @@ class FusedCheckpoint(Checkpoint):
         added = self.added.get(name.removesuffix(_WEIGHT))
         if added is not None:
             found += added.rows(start, stop)
+            if not np.isfinite(found).all():
+                raise BundleError(
+                    f"{name} is no longer finite with what the adapter adds: {self.remedy}"
+                )
         return found
 
     def prequantized(self, name: str) -> Packing | None:

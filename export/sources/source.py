@@ -28,7 +28,10 @@ class Checkpoint(ABC):
         family: the name of a module under mlx_lm.models.
         config: what its ModelArgs.from_dict takes, always with "tie_word_embeddings".
         provenance: where the weights are from, as JSON values.
+        remedy: what to do about weights that are too large to store.
     """
+
+    remedy = "the checkpoint is damaged, download or convert it again"
 
     def __init__(
         self,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from support.files import listing
 from support.fusing import added, dense, fused_model
 from support.models import FAMILIES, Rng, Tiny, adapters_of
 
+from export.fused.bundle import write_bundle
 from export.fused.model import FusedCheckpoint, LowRank
 from ondevice.errors import BundleError
 
@@ -64,6 +67,25 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, rng: Rng) -> None:
     ):
         with pytest.raises(ValueError, match="what is added"):
             FusedCheckpoint(bundle, wrong)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_adapter_that_has_diverged_is_named(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = tiny("qwen2")
+    name, one = next(iter(added(adapters_of(bundle, rng)).items()))
+
+    def grown(value: float) -> FusedCheckpoint:
+        a, b = np.full_like(one.a, value), np.full_like(one.b, value)
+        return FusedCheckpoint(bundle, {name: LowRank(a, b, 2.0)})
+
+    with grown(1e30) as model, pytest.raises(BundleError, match="adapter is damaged, or has div"):
+        model.rows(f"{name}.weight", 0, 4)
+    with (
+        grown(1e6) as model,
+        pytest.raises(BundleError, match="too large for float16 scales: the adapter is damaged"),
+    ):
+        write_bundle(model, tmp_path / "out", None, False, lambda _: None, lambda *_: None)
+    assert listing(tmp_path) == []
 
 
 def test_a_configuration_of_another_model_is_refused(tiny: Tiny) -> None:

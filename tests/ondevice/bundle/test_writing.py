@@ -19,7 +19,7 @@ from support.files import listing
 from export.pack import export_bundle
 from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
 from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.files import write_atomic
+from ondevice.files import storage_errors, write_atomic
 
 
 @pytest.mark.parametrize("problem", [ValueError, KeyboardInterrupt, SystemExit, BundleError])
@@ -86,6 +86,12 @@ def test_force_replaces_bundles_only(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
     (tmp_path / "empty").mkdir()
     export_bundle(settings("random:tiny-llama", tmp_path / "empty", force=True)).verify()
+
+
+def test_an_error_that_has_no_number_says_why(tmp_path: Path) -> None:
+    said = "8 requested and 0 written"
+    with pytest.raises(StorageError, match=f"{said}; is the disk full"), storage_errors(tmp_path):
+        raise OSError(said)  # as NumPy's
 
 
 def test_a_destination_below_a_file_is_a_storage_error(tmp_path: Path) -> None:
