@@ -8,6 +8,7 @@ passes these is an exception.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 GRACE_SECONDS = 2  # after which code that no exception reaches is ended with its process
+RESTORING = frozenset((__file__, contextlib.__file__, signal.__file__))  # what ends a `with` block
 
 
 class TooSlowError(Exception):
@@ -81,16 +83,18 @@ def bounded_memory(most_bytes: int) -> Iterator[None]:
 def bounded_seconds(most_s: int) -> Iterator[None]:
     """Let this process compute for at most so many seconds more (RLIMIT_CPU), to the second.
 
-    Beyond that, TooSlowError is raised at the next line of Python. Where none comes for
-    GRACE_SECONDS, SIGPROF ends a process that `confine` has limited. Only a main thread can be
-    interrupted; others are not bounded.
+    Beyond that, TooSlowError is raised at the next line of Python, and again in each further second
+    until the code ends, since a callback may have swallowed it. What restores the limit is not
+    interrupted. Where no line of Python comes for GRACE_SECONDS, SIGPROF ends a process that
+    `confine` has limited. Only a main thread can be interrupted; others are not bounded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise TooSlowError
+        if frame is None or frame.f_code.co_filename not in RESTORING:
+            raise TooSlowError
 
     usage = resource.getrusage(resource.RUSAGE_SELF)
     before = signal.signal(signal.SIGXCPU, interrupt)

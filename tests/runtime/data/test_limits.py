@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.token_rows import make_bundle
@@ -32,6 +34,18 @@ def test_code_that_computes_for_too_long_is_interrupted() -> None:
     with bounded_seconds(100):
         assert limits() != before
     assert limits() == before
+
+
+def test_what_restores_the_limit_is_not_interrupted() -> None:
+    """Else a signal at the end of one block would leave its limit to all that follow."""
+    with bounded_seconds(100):
+        interrupt = signal.getsignal(signal.SIGXCPU)
+        assert callable(interrupt)
+        for restores in (contextlib.contextmanager, bounded_seconds.__wrapped__, signal.signal):
+            interrupt(signal.SIGXCPU, SimpleNamespace(f_code=restores.__code__))
+        for _ in range(2):  # a callback may have swallowed the first
+            with pytest.raises(TooSlowError):
+                signal.raise_signal(signal.SIGXCPU)
 
 
 ENDLESS = """

@@ -102,8 +102,11 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
         apart = (tokens[keep % 90] + 1) % bundle.manifest.vocab_size
         other = [*tokens[:keep], apart, *tokens_of(bundle, rng, 29)]
         kept = decoder.rewind(other)
-        gone_round = family == "gemma3" and before - keep > 16  # the window's keys are lost
-        assert kept == (0 if gone_round else keep) == len(decoder.tokens)
+        lost = family == "gemma3" and before - keep > 16  # the window's keys have gone
+        # with a padded last chunk, up to 15 slots more have been written
+        unsure = family == "gemma3" and before - keep > 1
+        assert kept == len(decoder.tokens)
+        assert kept == 0 if lost else kept in ((0, keep) if unsure else (keep,))
         logits = decoder.read(other[kept:])
         assert agrees(logits, dense_logits(bundle, None, other)[-1])
         decoder.rewind([])
