@@ -92,6 +92,11 @@ class AdapterFiles:
         if is_peft and not config.exists():
             raise BundleError(f"{source}: there is no {config.name}, which says PEFT's lora_alpha")
         check_adapter(source)
+        if not source.exists() and not config.exists():
+            raise BundleError(
+                f"{source} cannot be read: it is not there. An adapter is a run that has saved, or "
+                f"a folder with {mlx_lm.WEIGHTS} or {peft.WEIGHTS}"
+            )
         return cls(source, config, is_peft)
 
     @property

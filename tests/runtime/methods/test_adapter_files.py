@@ -201,6 +201,9 @@ def test_files_that_are_not_whole_are_refused(
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(BundleError, match="is damaged"):
         lora_of(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BundleError, match="An adapter is a run that has saved"):
+        lora_of(tmp_path / "empty")
     full = tmp_path / "full"
     full.mkdir()
     (full / "weights.slots").touch()
