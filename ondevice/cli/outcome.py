@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import resource
@@ -32,6 +33,7 @@ def outcome_of(command: Callable[[], None]) -> int:
     What it has printed is written out, or the code says that it could not be.
     """
     _open_missing()
+    _take_all_text()
     arrived: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -121,6 +123,16 @@ def _open_missing() -> None:
     for number, name in enumerate(names):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
+
+
+def _take_all_text() -> None:
+    """Read and write what the encoding of the terminal or pipe does not have, as escapes.
+
+    What stdin cannot decode is refused where it is used.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 def _allow_descriptors() -> None:

@@ -229,7 +229,9 @@ def refuse(cls: type[Config], problems: list[str]) -> None:
     """Raise one UsageError that lists `problems`, if there are any."""
     if problems:
         command = cls.__name__.removesuffix("Config").lower()
-        raise UsageError("\n  ".join([f"cannot {command} with these settings:", *problems]))
+        raise UsageError(
+            "\n  ".join([f"ondevice {command} cannot run with these settings:", *problems])
+        )
 
 
 class FieldType(NamedTuple):
@@ -241,8 +243,12 @@ class FieldType(NamedTuple):
     from_text: Callable[[str], Any] = str
 
 
+def _too_long(value: Any) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
 def _whole(value: Any) -> bool:  # TOML's integers have 64 bits
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return isinstance(value, int) and not isinstance(value, bool) and not _too_long(value)
 
 
 def _number(value: Any) -> bool:
@@ -341,9 +347,10 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
             found.append(f"{one.name} is missing ({one.metadata['help']})")
         elif not _type_of(one).fits(value):
             meant = check.hint(str(value)) if check and _whole(value) else ""
-            found.append(
-                f"{one.name} is {_shortened(value)}; it must be {_type_of(one).words}{meant}"
-            )
+            wanted = _type_of(one).words
+            if _too_long(value):
+                wanted = f"{wanted} of at most 64 bits, with its sign"
+            found.append(f"{one.name} is {_shortened(value)}; it must be {wanted}{meant}")
         elif check and value is not None and not check.allows(value):
             meant = check.hint(value)
             found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}{meant}")

@@ -16,15 +16,20 @@ class DoctorConfig(Config):
     positional: ClassVar[str] = ""
 
     bench: bool = option(
-        False, "also train three shapes with random weights, and print a table row to send"
+        False,
+        "also train three model shapes with random weights, and print the row that this machine "
+        "adds to a table of speeds and footprints",
     )
     bundles: str = option(
         "bundles",
         "with --bench: directory of the bundles, which are exported when first needed",
         FILLED,
+        metavar="DIR",
     )
     models: str | None = option(
-        None, "with --bench: other shapes than the usual three, as a,b", MODEL_NAMES
+        None,
+        "with --bench: other shapes than the usual three, named as for `ondevice bench`",
+        MODEL_NAMES,
     )
     seq_lens: str | None = option(None, "with --bench: tokens per row (default: 256)", LENGTHS)
-    output: str = option("doctor.json", "with --bench: JSON file to write", FILLED)
+    output: str = option("doctor.json", "with --bench: JSON file to write", FILLED, metavar="FILE")

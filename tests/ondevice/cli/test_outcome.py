@@ -10,6 +10,7 @@ import resource
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,3 +256,20 @@ def test_a_command_without_an_output_still_works(origin: Bundle, closed: str) ->
     words = shlex.join([*COMMAND, "inspect", str(origin.path)])
     done = subprocess.run(["sh", "-c", f"{words} {closed}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_text_beyond_the_encoding_of_a_stream_ends_nothing() -> None:
+    code = (
+        "import sys\n"
+        "from ondevice.cli.outcome import outcome_of\n"
+        "sys.exit(outcome_of(lambda: print(sys.stdin.readline(), '\\u00e9 end')))"
+    )
+    for encoding in ("ascii", "utf-8"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            input="h\u00e9".encode("latin-1"),
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"},
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout.rstrip().endswith(b" end")

@@ -165,6 +165,10 @@ def test_tokens_are_drawn_by_the_seed(bundle: Bundle) -> None:
     assert said(1) == said(1) != said(2)
     greedy = "".join(generating(bundle, "the"))
     assert said(1, top_k=1) == said(2, min_p=1) == said(3, top_p=1e-9) == greedy != said(1)
+    with pytest.raises(
+        UsageError, match=r"seed is 1844.*; it must be a whole number of at most 64"
+    ):
+        generating(bundle, "the", seed=1 << 64)
     with pytest.raises(UsageError, match="--top-p without --temperature"):
         generating(bundle, "the", top_p=0.5)
 
