@@ -124,9 +124,9 @@ def test_the_quick_start_learns(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
-    before, after = lines[1], lines[-1]
-    assert "{" not in before
-    assert json.loads(after) == {"device": "bedroom fan", "set": "off"}
+    before = done.stdout.partition("mebp:")[0]
+    assert "Turn off" in before and "{" not in before
+    assert json.loads(lines[-1]) == {"device": "bedroom fan", "set": "off"}
     summary = json.loads((empty / "home" / "summary.json").read_text())
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
 
