@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import secrets
 import shutil
@@ -38,6 +39,12 @@ from ondevice.bundle.store import Bundle  # noqa: E402
 from ondevice.config.export import ExportConfig  # noqa: E402
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of garbage collections, which it makes slow."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
