@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.compare.lengths import passes_of_step
+from harness.compare.lengths import first_passes, passes_of_step
 from harness.compare.trials import grid, training_settings
 from ondevice.bundle.store import open_bundle
 from ondevice.config.compare import CompareConfig
@@ -24,9 +24,11 @@ def check_methods(config: CompareConfig) -> None:
         settings = training_settings(config, grid(config, method)[0])
         trained, own = to_train(TrainConfig(**settings), bundle)
         training(trained, own.manifest)
-        passes = passes_of_step(config, method)
+        before = first_passes(config, method)
+        passes = before + passes_of_step(config, method)
         if 0 < config.max_forward_passes < passes:
             raise UsageError(
                 f"max_forward_passes {config.max_forward_passes} < {passes}, those of one step of "
-                f"{method}; give more, or leave the method out"
+                f"{method}{' and those before it' if before else ''}; give more, or leave the "
+                "method out"
             )

@@ -21,6 +21,7 @@ from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, ope
 from harness.compare.lengths import (
     UNBOUNDED_STEPS,
     evaluated_every,
+    first_passes,
     passes_of_row,
     step_limit,
     sweep_steps,
@@ -130,7 +131,8 @@ class Comparison:
         run = self.folder / RUNS / method
         outcome, reason, summary = self._attempt(f"the run of {method}", settings, run)
         evaluated = (run / "evaluations.json").exists()
-        curve = read_curve(run, passes_of_row(method)) if evaluated else None
+        before = first_passes(self.config, method, run)
+        curve = read_curve(run, passes_of_row(method), before) if evaluated else None
         profile = self._profile(trial) if curve is not None else None
         return Finding(trial, tried, chosen, outcome, reason, curve, summary, profile)
 

@@ -19,6 +19,7 @@ from runtime.data.run_rows import absolute as absolute_data
 
 CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"
 FOLDERS = (SWEEP, RUNS, PROFILE)
+CHANGEABLE = ("methods",)  # settings on which no run depends: those of other methods stay
 
 
 def absolute(config: CompareConfig) -> CompareConfig:
@@ -33,7 +34,7 @@ def absolute(config: CompareConfig) -> CompareConfig:
 
 
 def open_folder(folder: Path, config: CompareConfig) -> None:
-    """Create the directory, or check that it holds this comparison.
+    """Create the directory, or check that it holds this comparison, maybe of other methods.
 
     Raises:
         UsageError: it holds a comparison with other settings, or other files.
@@ -43,13 +44,15 @@ def open_folder(folder: Path, config: CompareConfig) -> None:
         different = [
             f"{key} {value!r} (now {getattr(config, key)!r})"
             for key, value in known.items()
-            if value != getattr(config, key)
+            if value != getattr(config, key) and key not in CHANGEABLE
         ]
         if different:
             raise UsageError(
                 f"{folder} holds a comparison with other settings: {', '.join(different)}; give "
                 "those again to continue it, or choose another -o"
             )
+        if any(known[name] != getattr(config, name) for name in CHANGEABLE):
+            write_atomic(folder / CONFIG, to_toml(config).encode())
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is a file or holds other files; choose another -o")

@@ -2,15 +2,21 @@
 
 A forward pass is one row through all blocks. Where a method runs backward, the row is computed
 again, block by block, and the gradient of its activations costs about as many multiplications as a
-third pass; the frozen weights have none. So such a row counts as three.
+third pass; the frozen weights have none. So such a row counts as three. Passes that a method makes
+before its first step count too.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ondevice.config.compare import EVAL_EVERY, CompareConfig, by_method
 from ondevice.config.shared import StepConfig
 from ondevice.methods import OPTIONS_OF, SEARCHES, Search
+from runtime.data.rows import count_rows
+from runtime.data.run_rows import TOKENS
 from runtime.methods.registry import method as implementation
+from runtime.planner.demand import Demand
 
 UNBOUNDED_STEPS = 1_000_000  # where time ends a run
 EVALUATIONS = 20  # at most, of a run, unless --eval-every is given
@@ -28,18 +34,44 @@ def passes_of_row(method: str) -> int:
 
 def passes_of_step(config: CompareConfig, method: str) -> int:
     """The forward passes of one step."""
+    return _demand(config, method).hidden_states * passes_of_row(method)
+
+
+def first_passes(config: CompareConfig, method: str, run: Path | None = None) -> int:
+    """The forward passes before the first step, at most; without a run, of data with enough rows.
+
+    What a run's method has needed is known from its settings and the number of its rows, so runs
+    need not have written it down.
+    """
+    demand = _demand(config, method)
+    rows = demand.first_rows
+    if run is not None and rows and (tokens := run / TOKENS[0]).exists():
+        rows = min(rows, count_rows(tokens))
+    return rows * demand.first_passes
+
+
+def _demand(config: CompareConfig, method: str) -> Demand:
     queries = config.queries if method in OPTIONS_OF["queries"] else None
     step = StepConfig(bundle="any", method=method, batch_size=config.batch_size, queries=queries)
-    return implementation(method).demand(step).hidden_states * passes_of_row(method)
+    return implementation(method).demand(step)
 
 
 def step_limit(config: CompareConfig, method: str) -> int:
     """The most steps that `method` may take."""
+    return _step_limit(config, method, first_passes(config, method))
+
+
+def _step_limit(config: CompareConfig, method: str, before: int = 0) -> int:
+    """The most steps after so many forward passes.
+
+    Evaluations and sweeps are as long as without these, so that they come after round numbers.
+    """
     limits = []
     if config.steps is not None:
         limits.append(by_method(config.steps, int)[method])
     if config.max_forward_passes:
-        limits.append(max(1, config.max_forward_passes // passes_of_step(config, method)))
+        left = config.max_forward_passes - before
+        limits.append(max(1, left // passes_of_step(config, method)))
     if limits:
         return min(limits)
     if config.max_seconds:
@@ -52,7 +84,7 @@ def evaluated_every(config: CompareConfig, method: str) -> int:
     if config.eval_every is not None:
         return by_method(config.eval_every, int)[method]
     if config.max_forward_passes:
-        return -(-step_limit(config, method) // EVALUATIONS)
+        return -(-_step_limit(config, method) // EVALUATIONS)
     return EVAL_EVERY
 
 
@@ -66,7 +98,7 @@ def sweep_steps(config: CompareConfig, method: str, trials: int) -> list[int]:
     if config.sweep_steps is not None:
         first = by_method(config.sweep_steps, int).get(method, default)
     elif config.max_forward_passes:
-        first = max(1, step_limit(config, method) // (LAST_TRIAL << (rounds - 1)))
+        first = max(1, _step_limit(config, method) // (LAST_TRIAL << (rounds - 1)))
     else:
         first = default
     return [first << done for done in range(rounds)]

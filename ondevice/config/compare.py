@@ -29,6 +29,7 @@ from ondevice.config.shared import (
     TRAIN_DATA,
     BundleConfig,
     DataOptions,
+    pack_field,
     rounding_field,
     trainable_field,
     valid_split_field,
@@ -128,7 +129,8 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     target_loss: float = option(
         0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
     )
-    batch_size: int = option(1, "rows per step", up_to(MOST_ROWS))
+    pack: bool = pack_field()
+    batch_size: int = option(1, "rows per step; with --pack sequences of rows", up_to(MOST_ROWS))
     trainable: str | None = trainable_field()
     rounding: str | None = rounding_field()
     optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -131,6 +131,46 @@ def prepare_tokens(
     return out_file
 
 
+class _Head(NamedTuple):
+    """What the header of a token file says, and the size of the file."""
+
+    seq_length: int
+    rows: int
+    tokens: int
+    report_bytes: int
+    size_bytes: int
+
+
+def _read_head(path: Path) -> _Head:
+    """The header of a token file. Raises DataError if it is none, or of another version."""
+    try:
+        require_file(path)
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+            size_bytes = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"cannot read token file {path}: {error.strerror}") from error
+    _require(path, len(head) == HEADER.size, f"{size_bytes} bytes are less than a header")
+    magic, version, seq_length, rows, tokens, report_bytes = HEADER.unpack(head)
+    _require(path, magic == MAGIC, "it is not a token file")
+    _require(path, version == VERSION, f"its version is {version}, not {VERSION}")
+    _require(path, rows > 0, "it has no rows")
+    return _Head(seq_length, rows, tokens, report_bytes, size_bytes)
+
+
+def _require(path: Path, good: bool, complaint: str) -> None:
+    if not good:
+        raise DataError(
+            f"token file {path} is damaged or foreign: {complaint}; delete it and it is made anew "
+            "from the data"
+        )
+
+
+def count_rows(path: Path) -> int:
+    """How many rows a token file holds, without a look at them. Raises DataError."""
+    return _read_head(path).rows
+
+
 class TokenRows:
     """The rows of a token file, mapped; `vocab_size` is the model's number of tokens.
 
@@ -139,18 +179,9 @@ class TokenRows:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path = path
-        try:
-            require_file(path)
-            with path.open("rb") as file:
-                head = file.read(HEADER.size)
-                size_bytes = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise DataError(f"cannot read token file {path}: {error.strerror}") from error
-        self._require(len(head) == HEADER.size, f"{size_bytes} bytes are less than a header")
-        magic, version, self.seq_length, rows, tokens, report_bytes = HEADER.unpack(head)
-        self._require(magic == MAGIC, "it is not a token file")
-        self._require(version == VERSION, f"its version is {version}, not {VERSION}")
-        self._require(rows > 0, "it has no rows")
+        head = _read_head(path)
+        self.seq_length, rows, tokens = head.seq_length, head.rows, head.tokens
+        report_bytes, size_bytes = head.report_bytes, head.size_bytes
         tokens_at = HEADER.size + rows * INDEX.itemsize
         scored_at = tokens_at + tokens * TOKENS.itemsize
         report_at = scored_at + tokens
@@ -216,11 +247,7 @@ class TokenRows:
                 self._require(False, f"token {wrong} is outside the vocabulary of {vocab_size}")
 
     def _require(self, good: bool, complaint: str) -> None:
-        if not good:
-            raise DataError(
-                f"token file {self._path} is damaged or foreign: {complaint}; delete it and it is "
-                "made anew from the data"
-            )
+        _require(self._path, good, complaint)
 
 
 class RandomRows:

@@ -27,6 +27,7 @@ from runtime.methods.protocol import Sample
 from runtime.storage.activations import Activations
 
 ITERATIONS = 4  # AGZO takes "a few"
+PASSES = ITERATIONS + 1  # of each row through an adapted block: the last one has the basis
 
 Sums = dict[str, mx.array]  # x^T x Q (C, r) by the matrix's relative name
 

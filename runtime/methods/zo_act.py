@@ -20,7 +20,7 @@ import numpy as np
 from ondevice.config.shared import StepConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import UsageError
-from runtime.methods.activation_basis import set_bases
+from runtime.methods.activation_basis import PASSES, set_bases
 from runtime.methods.forward_only import demand_of, start_with
 from runtime.methods.mezo import TwoPoint
 from runtime.methods.protocol import NumberedRows, Row, Start
@@ -39,7 +39,9 @@ def demand(config: StepConfig) -> Demand:
             f"--adapter is not for {config.method}: it begins with new adapters, whose A is a "
             "basis of the inputs; leave it out, or give --method mezo"
         )
-    return replace(demand_of(config, TwoPoint(config.directions)), trains_weights=False)
+    found = demand_of(config, TwoPoint(config.directions))
+    first_rows = found.hidden_states  # their slots hold the rows of the basis
+    return replace(found, trains_weights=False, first_rows=first_rows, first_passes=PASSES)
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:

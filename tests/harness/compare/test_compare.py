@@ -161,6 +161,20 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
     assert "other settings" in str(refused.value) and "methods" not in str(refused.value)
 
 
+def test_a_folder_takes_more_methods_and_fewer(tmp_path: Path) -> None:
+    more, rates = "mezo,meazo", {"learning_rates": "1e-5"}
+    compare(settings(tmp_path, methods="mezo", **rates), id, first := Runs(by_rate))
+    both = compare(settings(tmp_path, methods=more, **rates), id, second := Runs(by_rate))
+    assert not set(first.made) & set(second.made) and list(both["methods"]) == ["mezo", "meazo"]
+    assert f'methods = "{more}"' in (tmp_path / "out" / "config.toml").read_text()
+    one = compare(settings(tmp_path, methods="meazo", **rates), id, third := Runs(by_rate))
+    assert list(one["methods"]) == ["meazo"] and third.made == []
+    assert (tmp_path / "out" / "runs" / "mezo" / "summary.json").exists()
+    with pytest.raises(UsageError, match="budget '300MB'"):
+        compare(settings(tmp_path, methods=more, budget="1GB", **rates), id, third)
+    assert 'methods = "meazo"' in (tmp_path / "out" / "config.toml").read_text()
+
+
 def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) -> None:
     def mebp_fails(method: str, rate: float) -> Any:
         return BudgetError("budget 300 MB < 400 MB") if method == "mebp" else 4.0
@@ -339,13 +353,13 @@ def test_a_budget_too_small_for_all_is_refused(bundle: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_of_adapters_reach_every_run(tmp_path: Path) -> None:
+def test_settings_of_adapters_and_packing_reach_every_run(tmp_path: Path) -> None:
     runs, seen = Runs(lambda method, rate: 2.0), list[dict[str, Any]]()
 
     def measure(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
-        seen.append({name: settings[name] for name in settings if "lora" in name})
+        seen.append({name: settings[name] for name in settings if "lora" in name or name == "pack"})
         return runs(settings, run)
 
-    lora = {"lora_rank": 4, "lora_layers": 2, "rslora": False}
+    lora = {"lora_rank": 4, "lora_layers": 2, "rslora": False, "pack": True}
     compare(settings(tmp_path, **lora), lambda text: None, measure)
     assert len(seen) >= 4 and all(one == lora for one in seen)

@@ -12,10 +12,17 @@ from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
 from support.curves import entry, evaluation
 from support.runs import here, ondevice
+from support.token_rows import after, write_rows
 
 from harness.compare.compare import compare
 from harness.compare.curve import read_curve
-from harness.compare.lengths import evaluated_every, passes_of_step, step_limit, sweep_steps
+from harness.compare.lengths import (
+    evaluated_every,
+    first_passes,
+    passes_of_step,
+    step_limit,
+    sweep_steps,
+)
 from harness.compare.report import to_text
 from harness.measure.training import measure_training
 from ondevice.errors import DivergedError, InterruptedRunError, UsageError
@@ -135,8 +142,9 @@ def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:
         "hizoo": 6, "conmezo": 4, "grzo": 4, "zo-act": 4, "zo-muon": 10,
     }  # fmt: skip
     for method in METHODS:
-        steps = step_limit(given, method)
-        assert steps * passes_of_step(given, method) == 7200
+        steps = 7200 // passes_of_step(given, method)
+        before = first_passes(given, method)
+        assert step_limit(given, method) == steps - -(-before // passes_of_step(given, method))
         assert evaluated_every(given, method) == -(-steps // 20)
         assert sweep_steps(given, method, 3) == [steps // 8, steps // 8 * 2]
         assert sweep_steps(given, method, 8)[-1] == steps // 16 * 4
@@ -145,6 +153,31 @@ def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:
     assert step_limit(queries, "mezo") == 10 and step_limit(queries, "mebp") == 33
     both = settings(tmp_path, steps="7", max_forward_passes=100)
     assert step_limit(both, "mezo") == 7
+
+
+def test_passes_before_the_first_step_count(tmp_path: Path) -> None:
+    """Of zo-act's two hidden states for each of 2 rows, each row has 4 iterations and a pass."""
+    given = settings(
+        tmp_path, methods="mezo,zo-act", steps=None, batch_size=2, learning_rates="1e-6",
+        equal="forward-passes", max_forward_passes=60, queries=2,
+    )  # fmt: skip
+    assert first_passes(given, "mezo") == 0
+    assert first_passes(given, "zo-act") == 8 * 5
+    assert step_limit(given, "mezo") == 7
+    assert step_limit(given, "zo-act") == 2
+    report = compare(given, id, Runs(by_rate))
+    points = report["methods"]["zo-act"]["curve"]["points"]
+    assert [point["forward_passes"] for point in points] == [40, 42]  # made up: one a step
+    assert report["methods"]["mezo"]["curve"]["points"][0]["forward_passes"] == 0
+
+
+def test_a_basis_of_few_rows_counts_those(tmp_path: Path) -> None:
+    """A run's folder is enough: its settings and rows say what its method took."""
+    given = settings(tmp_path, methods="zo-act", batch_size=2)
+    write_rows(tmp_path / "train.tokens", [after([1, 2, 3])] * 3)
+    assert first_passes(given, "zo-act", tmp_path) == 3 * 5  # not 4 rows
+    assert first_passes(given, "zo-act", tmp_path / "random") == 4 * 5
+    assert first_passes(given, "mezo", tmp_path) == 0
 
 
 def test_methods_are_judged_by_what_is_equal(tmp_path: Path) -> None:
@@ -188,6 +221,7 @@ def test_what_would_not_be_equal_is_refused(
         (["--methods=mezo,fzoo", "--steps=3", "--queries=1"], "--queries 1 is too few for fzoo"),
         (["--methods=mezo,mebp", "--steps=3", "--trainable=full"], "quantized"),
         (["--methods=mezo,fzoo", "--max-forward-passes=5"], "5 < 9, those of one step of fzoo"),
+        (["--methods=zo-act", "--max-forward-passes=9"], "9 < 12, those of one step of zo-act and"),
     ],
 )
 def test_what_a_later_method_cannot_do_is_said_before_the_first_runs(

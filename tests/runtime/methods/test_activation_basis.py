@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +16,9 @@ from support.models import adapters_of, model_of, row_of
 from harness.oracles.reference import dense_model
 from ondevice.bundle.store import Bundle
 from ondevice.errors import UsageError
-from runtime.methods.activation_basis import ITERATIONS, set_bases
+from ondevice.operations.program import Block
+from runtime.engine.model import Model
+from runtime.methods.activation_basis import ITERATIONS, PASSES, set_bases
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import PackedRows, Row, Sample
 from runtime.storage.activations import Activations
@@ -61,7 +65,16 @@ def test_bases_are_power_iterations_on_the_inputs(
     before = {name: np.array(a, np.float64) for name, a in adapters.tensors.items()}
     samples: list[Sample] = [rows[0], rows[1], rows[2]]
     slots = Activations(tmp_path, 1, 3, (1, 16, bundle.manifest.hidden_size))
-    set_bases(model_of(bundle, 16), adapters, samples, slots)
+    model, forward, passed = model_of(bundle, 16), Model.forward_lanes, list[str]()
+
+    def counted(model: Model, block: Block, *rest: Any) -> list[mx.array]:
+        passed.append(block.label)
+        return forward(model, block, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "forward_lanes", counted)
+        set_bases(model, adapters, samples, slots)
+    assert Counter(passed) == {block.label: 3 * PASSES for block in model.blocks[1:-1]}
     for path, x in inputs_of(bundle, rows).items():
         q = before[f"{path}.lora_a"]
         for _ in range(ITERATIONS):
