@@ -15,21 +15,39 @@ from support.models import model_of
 Tokens = np.ndarray
 
 
-def engine_logits(bundle: Bundle, adapters: Adapters | None, tokens: Tokens) -> np.ndarray:
-    """The logits (T, V) of the bundle with the adapters, for tokens (T,)."""
+def exact_factor(bundle: Bundle) -> float:
+    """What Gemma's embedding lacks because mlx-lm rounds its factor, √width, to bfloat16."""
+    if bundle.manifest.family != "gemma3_text":
+        return 1.0
+    factor = bundle.manifest.config["hidden_size"] ** 0.5
+    return float(factor / mx.array(factor, mx.bfloat16).item())
+
+
+def engine_logits(
+    bundle: Bundle, adapters: Adapters | None, tokens: Tokens, factor: float = 1.0
+) -> np.ndarray:
+    """The logits (T, V) of the bundle with the adapters, for tokens (T,).
+
+    The first layer's input is multiplied by `factor`.
+    """
     bucket = next(one for one in bundle.manifest.buckets if one >= len(tokens))
     model = model_of(bundle, bucket)
-    x = model.embed(tokens)
+    x = model.embed(tokens) * factor
     for block in bundle.manifest.layers:
         x = model.forward(block, x, {} if adapters is None else adapters.loras(block))
     h = model.hidden(x, np.arange(len(tokens)))
     return np.array(model.label_logits(h, np.arange(bundle.manifest.vocab_size), {}))
 
 
-def mlx_lm_logits(folder: Path, tokens: Tokens) -> np.ndarray:
-    """The logits (T, V) of a checkpoint folder as mlx-lm loads it."""
+def mlx_lm_logits(folder: Path, tokens: Tokens, factor: float = 1.0) -> np.ndarray:
+    """The logits (T, V) of a checkpoint folder as mlx-lm loads it, its embedding times `factor`."""
     model, _ = load_model(folder)
-    return np.array(model(mx.array(tokens)[None])[0].astype(mx.float32))
+    batch = mx.array(tokens)[None]
+    if factor == 1.0:
+        found = model(batch)
+    else:
+        found = model(batch, input_embeddings=model.model.embed_tokens(batch) * factor)
+    return np.array(found[0].astype(mx.float32))
 
 
 def apart(found: np.ndarray, expected: np.ndarray) -> float:

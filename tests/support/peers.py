@@ -40,10 +40,21 @@ def run_script(modules: Sequence[str], script: str, *words: object) -> str:
 
 
 def peft_logits(
-    model: Path, adapter: Path | str, tokens: Sequence[int], folder: Path
+    model: Path,
+    adapter: Path | str,
+    tokens: Sequence[int],
+    folder: Path,
+    dtype: str = "float32",
+    rounded: bool = True,
 ) -> np.ndarray:
-    """(T, V), of transformers with PEFT."""
-    run_script(TORCH, "peft_logits.py", model, adapter, _listed(tokens), folder / "peft.npy")
+    """(T, V), of transformers with PEFT, which computes in `dtype`.
+
+    `rounded`: whether Gemma's embedding has the factor in bfloat16, as in mlx-lm; else it is
+    transformers' own.
+    """
+    scale = "bfloat16" if rounded else "own"
+    out = folder / "peft.npy"
+    run_script(TORCH, "peft_logits.py", model, adapter, _listed(tokens), out, dtype, scale)
     return np.asarray(np.load(folder / "peft.npy"))
 
 

@@ -1,6 +1,8 @@
 """Writes the logits of transformers' model with an adapter that PEFT loads: an own interpreter's.
 
-python peft_logits.py MODEL ADAPTER TOKENS OUTPUT.npy   ADAPTER may be "-"
+python peft_logits.py MODEL ADAPTER TOKENS OUTPUT.npy DTYPE SCALE   ADAPTER may be "-"
+
+SCALE: "own", or "bfloat16" for Gemma's embedding with the factor rounded so.
 """
 
 import sys
@@ -10,13 +12,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model_path, adapter, tokens, output = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+model_path, adapter, tokens, output, dtype, scale = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
 model.eval()
 embedding = model.get_input_embeddings()
-if hasattr(embedding, "embed_scale"):
+if scale == "bfloat16" and hasattr(embedding, "embed_scale"):
     # Gemma was trained with this factor in bfloat16, and mlx-lm rounds it so in every type
-    embedding.embed_scale = embedding.embed_scale.to(torch.bfloat16).float()
+    embedding.embed_scale.fill_(embedding.embed_scale.to(torch.bfloat16).item())
 if adapter != "-":
     model = PeftModel.from_pretrained(model, adapter)
     model.eval()
