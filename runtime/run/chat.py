@@ -9,6 +9,7 @@ from typing import Any
 
 from ondevice.config.generate import ChatConfig
 from ondevice.errors import UsageError
+from ondevice.notes import warning
 from runtime.run.budget import check_budget
 from runtime.run.generate import (
     Answer,
@@ -46,6 +47,7 @@ class Chat:
     def __enter__(self) -> Chat:
         self._meter.__enter__()
         bundle = open_checked(self.config.bundle, self.config.device, self._note)
+        self._context = _within(longest_sequence(bundle.manifest), self.config.context, self._note)
         self._prompts = Prompts(to_apply(self._adapter, bundle, self._note), self._note)
         return self
 
@@ -91,11 +93,9 @@ class Chat:
 
     def _open(self) -> None:
         """Open the model, once there has been a prompt: before that, the tokenizer took memory."""
-        bundle = self._prompts.bundle
-        limit = longest_sequence(bundle.manifest)
-        context = min(self.config.context, limit or self.config.context)
         self._generator = Generator(
-            bundle, self._prompts.encoder, context, self.config.budget_bytes
+            *(self._prompts.bundle, self._prompts.encoder, self._context),
+            self.config.budget_bytes,
         )
         self._adapters, self.plan = planned(self._generator, self._adapter, self._meter, self._note)
 
@@ -107,6 +107,19 @@ class Chat:
     def memory(self) -> dict[str, int]:
         """The budget and the peaks, as JSON has them."""
         return memory_of(self.plan, self._meter)
+
+
+def _within(limit: int | None, context: int, note: Note) -> int:
+    """The tokens that a conversation may have: no more than the model was made for."""
+    if limit is None or context <= limit:
+        return context
+    note(
+        warning(
+            f"the conversation may have {limit} tokens, not {context} (--context): the model was "
+            f"made for sequences of at most {limit} (max_position_embeddings)"
+        )
+    )
+    return limit
 
 
 class Turn:

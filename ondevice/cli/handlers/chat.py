@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from runtime.run.chat import Chat, Turn
 
 EXIT, RESET = "/exit", "/reset"
+SIGN = "/"  # with which commands begin; written twice, a message begins with it
+COMMANDS = f"{EXIT} ends the conversation, {RESET} forgets it"
 AWAITED = "> "
-GREETING = f"{EXIT} ends the conversation, {RESET} forgets it, Ctrl-C interrupts an answer"
+GREETING = f"{COMMANDS}, Ctrl-C interrupts an answer"
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(ChatConfig, arguments)
     set_up()
+    from ondevice.cli.describe import counted, describe_generation
     from runtime.run.chat import Chat
 
     terminal = sys.stdin.isatty()
@@ -31,15 +34,33 @@ def run(arguments: argparse.Namespace) -> None:
         note(GREETING)
     with Chat(config, note) as chat:
         last = None
+        asked = answered = 0
         while (line := _line(terminal)) is not None and line != EXIT:
             if line == RESET:
                 chat.reset()
             elif line:
-                last = _answered(chat, line, arguments.json) or last
+                asked += 1
+                if turn := _turn(chat, line, arguments.json):
+                    last, answered = turn, answered + 1
         if last is not None and not arguments.json:
-            from ondevice.cli.describe import describe_generation
-
             note(f"the last answer: {describe_generation(last.facts)}")
+    if answered < asked and not terminal:  # at a terminal each was seen
+        raise UsageError(
+            f"{asked - answered} of {counted(asked, 'message')} got no answer, as was said for each"
+        )
+
+
+def _turn(chat: Chat, line: str, as_json: bool) -> Turn | None:
+    """Answer a line that is no known command; None if it was refused."""
+    if not line.startswith(SIGN):
+        return _answered(chat, line, as_json)
+    if line.startswith(SIGN * 2):
+        return _answered(chat, line.removeprefix(SIGN), as_json)
+    note(
+        f"ondevice: there is no command {line.split()[0]!r:.80}: {COMMANDS}; a message that begins "
+        f"with {SIGN} is written with {SIGN * 2}"
+    )
+    return None
 
 
 def _line(terminal: bool) -> str | None:

@@ -131,7 +131,7 @@ def test_a_full_context_is_said_and_can_be_left(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ["hello", "the cat sat on the mat and then " * 3, "/reset", "hello"]
-    assert chat(bundle, monkeypatch, lines, "--context", "40", "--json") == 0
+    assert chat(bundle, monkeypatch, lines, "--context", "40", "--json") == 2
     said = capsys.readouterr()
     first, last = (json.loads(line) for line in said.out.splitlines())
     assert first["text"] == last["text"]
@@ -141,9 +141,10 @@ def test_a_full_context_is_said_and_can_be_left(
 def test_a_full_model_is_said(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert chat(bundle, monkeypatch, ["z" * 1100], "--context", "5000") == 0
+    assert chat(bundle, monkeypatch, ["z" * 1100], "--context", "5000") == 2
     said = capsys.readouterr()
     assert said.out == ""
+    assert "the conversation may have 1024 tokens, not 5000 (--context): the model was" in said.err
     assert "and the model was made for 1024: begin again (/reset)\n" in said.err
 
 
@@ -176,10 +177,37 @@ def test_what_is_no_text_is_refused_and_the_conversation_goes_on(
 ) -> None:
     conversation = Conversation(bundle)
     wanted = [conversation.answer(one) for one in ("hello", "again")]
-    assert chat(bundle, monkeypatch, ["hello", "a\udcff", "again"]) == 0
+    assert chat(bundle, monkeypatch, ["hello", "a\udcff", "again"]) == 2
     said = capsys.readouterr()
     assert said.out.splitlines() == wanted
     assert "the prompt 'a\\udcff' is not valid UTF-8" in said.err
+    assert said.err.endswith("1 of 3 messages got no answer, as was said for each\n")
+
+
+def test_a_command_that_there_is_not_is_no_message(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(bundle)
+    wanted = [conversation.answer(one) for one in ("hello", "/reset again")]
+    lines = ["hello", "/Reset now", "//reset again"]
+    assert chat(bundle, monkeypatch, lines) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines() == wanted
+    assert (
+        "there is no command '/Reset': /exit ends the conversation, /reset forgets it" in said.err
+    )
+    assert "is written with //\n" in said.err and "not 4096 (--context)" in said.err
+    assert said.err.endswith("1 of 3 messages got no answer, as was said for each\n")
+
+
+def test_a_refused_line_at_a_terminal_is_no_failure(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Typed("/what\n"))
+    assert main(["chat", str(bundle.path), "--context", "64"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and "there is no command '/what'" in said.err
+    assert "--context" not in said.err
 
 
 class Typed(io.StringIO):
