@@ -41,6 +41,20 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def read_small(path: Path, most_bytes: int, what: str) -> bytes:
+    """The bytes of a file from elsewhere that is read whole, so it must not be large.
+
+    Raises:
+        BundleError: it has more than `most_bytes`; `what` is what it is taken for.
+        OSError: as `read_file`.
+    """
+    if (size := path.stat().st_size) > most_bytes:
+        raise BundleError(
+            f"{path} has {size:,} bytes: not {what}, which has {most_bytes:,} at most"
+        )
+    return read_file(path)
+
+
 def fsync_path(path: Path) -> None:
     """Flush a file, or a directory's entries, to the disk."""
     fd = os.open(path, os.O_RDONLY)

@@ -18,7 +18,7 @@ from pathlib import Path
 from ondevice.bundle.checks import check_manifest
 from ondevice.bundle.manifest import Manifest, manifest_bytes, read_manifest
 from ondevice.errors import BundleError
-from ondevice.files import fsync_path, read_file, reading_errors, sha256_file, storage_errors
+from ondevice.files import fsync_path, read_small, reading_errors, sha256_file, storage_errors
 from ondevice.folder_writer import OLD, FolderWriter
 from ondevice.lookalikes import Kind, instead
 from ondevice.lora import LoraSettings
@@ -118,11 +118,7 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{folder} is no bundle: {why}")
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
-    if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
-        raise BundleError(
-            f"{path} has {size:,} bytes: not a manifest, which has {MAX_MANIFEST_BYTES:,} at most"
-        )
-    manifest = read_manifest(read_file(path), str(path))
+    manifest = read_manifest(read_small(path, MAX_MANIFEST_BYTES, "a manifest"), str(path))
     check_manifest(manifest)
     return manifest
 

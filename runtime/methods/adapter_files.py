@@ -22,7 +22,7 @@ from ondevice.adapters import mlx_lm, peft
 from ondevice.adapters.names import Coverage, coverage_of, inner_name, number
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, UsageError
-from ondevice.files import read_file, require_file
+from ondevice.files import read_small, require_file
 from ondevice.lookalikes import HUB_ID
 from ondevice.lora import LoraSettings
 from ondevice.paths import text_path
@@ -30,6 +30,7 @@ from runtime.storage.saves import SLOTS, check_adapter
 
 F32 = npt.NDArray[np.float32]
 Shape = tuple[int, ...]
+MOST_CONFIG_BYTES = 1 << 20
 TYPES = ("F32", "F16", "BF16")  # of tensors, as safetensors names them
 
 _DAMAGE = (
@@ -115,7 +116,7 @@ class AdapterFiles:
         own: dict[str, Any] = {}
         scale = None
         try:
-            config = from_json(read_file(self.config))
+            config = _read_config(self.config)
             if not isinstance(config, dict):
                 raise ValueError("it holds no settings by name")
             if self.is_peft:
@@ -271,9 +272,14 @@ class AdapterTensors:
         return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def _read_config(path: Path) -> Any:
+    """What adapter_config.json holds. Raises BundleError if it is large, ValueError, OSError."""
+    return from_json(read_small(path, MOST_CONFIG_BYTES, "a configuration of an adapter"))
+
+
 def _is_peft(config: Path) -> bool:
     """Whether a configuration is PEFT's; what is wrong with it is said where it is read."""
     try:
-        return peft.KIND in from_json(read_file(config))
+        return peft.KIND in _read_config(config)
     except (OSError, ValueError, TypeError):
         return False

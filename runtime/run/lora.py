@@ -23,6 +23,7 @@ from ondevice.notes import warning
 from runtime.methods.adapters import lora_of
 
 C = TypeVar("C", bound=StepConfig)
+Note = Callable[[str], None]
 FLAGS = {
     "rank": "--lora-rank",
     "alpha": "--lora-alpha",
@@ -32,10 +33,11 @@ FLAGS = {
 }
 
 
-def to_train(config: C, bundle: Bundle) -> tuple[C, Bundle]:
+def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bundle]:
     """The configuration with all LoRA options filled in, and the bundle with these settings.
 
-    What is not given comes from the adapter to start from, else from the bundle's default.
+    What is not given comes from the adapter to start from, else from the bundle's default. Where
+    that is the scale of an adapter whose folder holds no configuration, `note` is told so.
 
     Raises:
         BundleError: the adapter's configuration is damaged.
@@ -51,6 +53,8 @@ def to_train(config: C, bundle: Bundle) -> tuple[C, Bundle]:
     lora = _checked(_with_given(config, adapter or manifest.lora), manifest)
     if adapter is not None:
         _check_adapter(config, manifest, adapter, lora)
+    elif config.adapter is not None and config.lora_alpha is None and note is not None:
+        note(_without_configuration(config.adapter, lora, "--lora-alpha gives another"))
     return _filled(config, lora), bundle.with_lora(lora)
 
 
@@ -97,7 +101,7 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
 
 
 def to_apply(
-    adapter: Path | None, bundle: Bundle, note: Callable[[str], None] | None = None
+    adapter: Path | None, bundle: Bundle, note: Note | None = None
 ) -> Bundle:
     """The bundle with the settings of an adapter, or without any adapters.
 
@@ -112,14 +116,17 @@ def to_apply(
     if lora is None:
         lora = bundle.manifest.lora
         if note is not None:
-            note(
-                warning(
-                    f"{adapter}: there is no {CONFIG} that says by how much the adapter is "
-                    f"multiplied; the bundle's default is taken, {lora.scale:g} (alpha "
-                    f"{lora.alpha:g}, rank {lora.rank})"
-                )
-            )
+            note(_without_configuration(str(adapter), lora))
     return bundle.with_lora(lora)
+
+
+def _without_configuration(adapter: str, lora: LoraSettings, way_out: str = "") -> str:
+    """Warns that the scale of an adapter is the bundle's default."""
+    return warning(
+        f"{adapter}: there is no {CONFIG} that says by how much the adapter is multiplied; the "
+        f"bundle's default is taken, {lora.scale:g} (alpha {lora.alpha:g}, rank {lora.rank})"
+        + (f"; {way_out}" if way_out else "")
+    )
 
 
 def _with_given(config: StepConfig, lora: LoraSettings) -> LoraSettings:

@@ -43,15 +43,19 @@ if TYPE_CHECKING:
     from runtime.methods.full_weights import FullWeights
 
 
-def plan_training(config: StepConfig, bundle: Bundle, machine: Machine | None = None) -> Plan:
+def plan_training(
+    config: StepConfig, bundle: Bundle, machine: Machine | None = None, note: Note | None = None
+) -> Plan:
     """The plan for this configuration of training, on a machine (default: this machine).
+
+    `note` receives lines for people.
 
     Raises:
         BudgetError: nothing fits.
         UsageError: rows are longer than the bundle has graphs for, the machine cannot be read, or
             the LoRA settings do not fit the model or the adapter to start from.
     """
-    return _plan(*to_train(config, bundle), machine)
+    return _plan(*to_train(config, bundle, note), machine)
 
 
 def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None) -> Plan:
@@ -66,9 +70,8 @@ def show_plan(config: PlanConfig, note: Note) -> Plan:
     """The plan that `ondevice plan` shows: as `plan_training`, for a bundle yet to be opened."""
     machine = machine_of(config.machine)
     with Meter():  # as in `train`: the plan counts what the process has loaded
-        found = plan_training(
-            config, with_graphs(open_bundle(config.bundle), config.device, note), machine
-        )
+        bundle = with_graphs(open_bundle(config.bundle), config.device, note)
+        found = plan_training(config, bundle, machine, note)
     if found.warning:
         note(warning(found.warning))
     return found
@@ -104,7 +107,7 @@ def _begin(
     config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, meter: Meter
 ) -> dict[str, Any]:
     """Plan and train a run in its empty folder."""
-    config, bundle = to_train(with_length(config, bundle, folder.path), bundle)
+    config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
     chosen = _plan(config, bundle, _this_machine(config, bundle))
     meter.aim(chosen.predicted_peak_bytes)
     fixed = _with_absolute_paths(config, folder)

@@ -19,6 +19,7 @@ from ondevice.adapters.names import coverage_of
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BundleError, OnDeviceError, UsageError
 from ondevice.lora import LoraSettings
+from runtime.methods.adapter_files import MOST_CONFIG_BYTES
 from runtime.methods.adapters import Adapters, lora_of
 
 Rng = np.random.Generator
@@ -178,6 +179,17 @@ def test_another_rank_is_told_with_both_and_the_way_out(
     said = str(refused.value)
     assert "have rank 3, and rank 8 is expected" in said and "--lora-rank 3" in said
     assert "there is no adapter_config.json" in said
+
+
+@pytest.mark.parametrize("form", ["mlx", "peft"])
+def test_a_configuration_that_is_far_too_large_is_not_read(
+    bundle: Bundle, theirs: Callable[[str], Path], form: str
+) -> None:
+    folder = theirs(form)
+    config = folder / "adapter_config.json"
+    config.write_bytes(config.read_bytes() + b" " * MOST_CONFIG_BYTES)
+    with pytest.raises(BundleError, match="not a configuration of an adapter, which has 1,048,576"):
+        read_again(bundle, folder)
 
 
 def test_files_that_are_not_whole_are_refused(

@@ -42,6 +42,23 @@ def test_a_run_from_another_tools_adapter_is_that_from_ours(
     assert adapter(runs["peft"]) == adapter(runs["ours"])
 
 
+def test_an_unknown_scale_is_said_before_training_with_the_default(
+    tiny: Tiny, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2", device="auto")
+    saved_adapter(bundle, rng, tmp_path / "ours")
+    mlx = written(bundle, tmp_path / "ours", "mlx", tmp_path / "mlx")
+    (mlx / "adapter_config.json").unlink()
+    for name, alpha in (("default", {}), ("given", {"lora_alpha": 7})):
+        options = {"adapter": mlx, **alpha}
+        done = here(*train_arguments(bundle.path, tmp_path / name, 1, **options))
+        assert done.returncode == 0, done.stderr
+        assert ("there is no adapter_config.json that says" in done.stderr) == (not alpha)
+        assert ("--lora-alpha gives another" in done.stderr) == (not alpha)
+    plan = here("plan", bundle.path, "--adapter", mlx)
+    assert plan.returncode == 0 and "; --lora-alpha gives another" in plan.stderr
+
+
 @pytest.mark.parametrize("option", [("lora_rank", 8), ("lora_layers", 2), ("lora_alpha", 7)])
 def test_other_settings_than_the_adapters_are_refused_with_both(
     tiny: Tiny, rng: np.random.Generator, tmp_path: Path, option: tuple[str, int]
