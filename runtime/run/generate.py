@@ -302,7 +302,7 @@ class Generating:
 
 
 def planned(
-    generator: Generator[Decodes], adapter: Path | None, meter: Meter, note: Note
+    generator: Generator[E], adapter: Path | None, meter: Meter, note: Note
 ) -> tuple[Adapters, Plan]:
     """The adapter that a command names, and the plan, under whose budget the meter is from now on.
 

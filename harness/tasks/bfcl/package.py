@@ -89,6 +89,15 @@ def questions(category: str) -> list[Question]:
     return found
 
 
+def load() -> None:
+    """Import the checker: what it takes is in memory from then on.
+
+    Raises:
+        DataError: the package is missing, or has no such checker.
+    """
+    _checker()
+
+
 def check(question: Question, calls: Calls) -> list[str]:
     """What the leaderboard's checker finds wrong with calls; nothing where they are right.
 
@@ -121,8 +130,14 @@ def _lines(file: Path) -> list[Any]:
 @cache
 def _checker() -> Callable[..., dict[str, Any]]:
     version()
-    with _registry():
-        found: Callable[..., dict[str, Any]] = import_module(_CHECKER).ast_checker
+    try:
+        with _registry():
+            found: Callable[..., dict[str, Any]] = import_module(_CHECKER).ast_checker
+    except (ImportError, AttributeError) as problem:
+        raise DataError(
+            f"the checker of bfcl-eval {version()} cannot be imported ({problem}); install a "
+            f"version that is known: {INSTALL}"
+        ) from None
     return found
 
 

@@ -77,6 +77,17 @@ def test_live_categories_are_weighted_by_their_questions() -> None:
     assert summarize(some("irrelevance", "right"))["live"] is None
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_checker_that_is_not_there_is_said_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "_CHECKER", "bfcl_eval.no_such_checker")
+    package._checker.cache_clear()
+    (tmp_path / "valid.jsonl").write_text('{"id": "simple_python_0", "prompt": "x"}')
+    done = here("eval", tmp_path, f"--data={tmp_path}", "--task=bfcl")
+    assert done.returncode == 4 and "the checker of bfcl-eval" in done.stderr
+
+
 def shortest(category: str, taken: int) -> list[Question]:
     found = sorted(package.questions(category), key=lambda one: len(completion_of(one)))
     return found[:taken]
