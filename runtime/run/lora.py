@@ -100,9 +100,7 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
     return bundle.with_lora(msgspec.structs.replace(manifest.lora, targets=()))
 
 
-def to_apply(
-    adapter: Path | None, bundle: Bundle, note: Note | None = None
-) -> Bundle:
+def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> Bundle:
     """The bundle with the settings of an adapter, or without any adapters.
 
     An adapter whose folder holds no configuration has the bundle's default, and `note` is told so.
