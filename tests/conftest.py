@@ -8,11 +8,15 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # two workers on two cores; processes inherit it
+# hundreds of processes are started, and none should compile the program again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ondevice-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -123,3 +127,13 @@ def real_gguf(shared: Shared) -> Path:
         package.assemble(str(path / "gemma.gguf"))
 
     return shared("real model", assemble) / "gemma.gguf"
+
+
+@pytest.fixture(scope="session")
+def real_bundle(shared: Shared, real_gguf: Path) -> Path:
+    """Its bundle for 32 and 64 tokens."""
+
+    def export(path: Path) -> None:
+        export_bundle(ExportConfig(source=str(real_gguf), output=str(path), seq_lens=(32, 64)))
+
+    return shared("real bundle", export)

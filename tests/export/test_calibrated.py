@@ -56,7 +56,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("preset", ["tiny-gemma3", "tiny-llama", "tiny-qwen2"])
+@pytest.mark.parametrize(
+    "preset", ["tiny-llama", "tiny-qwen2", pytest.param("tiny-gemma3", marks=pytest.mark.slow)]
+)
 def test_calibration_brings_predictions_nearer(tmp_path: Path, preset: str) -> None:
     """With tied embeddings and without, with biases and without."""
     data = {"calibrate": "random:3", "calibration_tokens": 1500, "layout": "symmetric"}
@@ -99,7 +101,10 @@ def test_quality_is_measured_on_rows_that_calibration_has_not_seen(
     assert exported("random:tiny-llama", tmp_path / "random").manifest.quality is None
 
 
-@pytest.mark.parametrize("size", ["+0%", "+20%", "+100%"])
+@pytest.mark.parametrize(
+    "size",
+    ["+20%", *(pytest.param(one, marks=pytest.mark.slow) for one in ("+0%", "+100%"))],
+)
 def test_bits_by_sensitivity_stay_in_their_size(tmp_path: Path, folder: Path, size: str) -> None:
     four = exported(folder, tmp_path / "four", bits=4, eight_bit="none").manifest
     auto = exported(folder, tmp_path / "auto", bits="auto", size=size).manifest

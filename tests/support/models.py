@@ -152,7 +152,7 @@ def model_of(
     bundle: Bundle,
     bucket: int,
     arithmetic: str = "unpacked",
-    tile_values: int = 3000,
+    tile_values: int = 7000,
     query_block: int = 7,
     chunk_rows: int = 100,
     most_tokens: int = WHOLE,

@@ -64,6 +64,7 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
 }
 NEW_ADAPTERS = {"zo-act"}  # with which it begins
 FEWEST_ROWS = {"grzo": 2}  # of a step
+TILES = {"tile_values": 20_000, "chunk_rows": 200}  # larger: both sides have the same
 STEADIER = {"one-point": {"queries": 8}}  # two directions are too noisy for few steps
 
 
@@ -73,7 +74,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
 ) -> None:
     """Also where a step is skipped, and where the state goes through a save."""
     bundle = tiny("qwen3")
-    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    model, adapters = model_of(bundle, 16, **TILES), adapters_of(bundle, rng)
     if case in NEW_ADAPTERS:
         adapters = Adapters.initial(bundle.manifest, seed)
     config = config_of(case, seed, weight_decay=float(rng.choice([0.0, 0.1])))
@@ -123,7 +124,7 @@ SLOW = {"parameter-norm", "gradient-norm", "lozo-m", "zo-muon"}  # whose sibling
 )
 def test_it_learns_a_row(tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: Path) -> None:
     bundle = tiny("qwen2")
-    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    model, adapters = model_of(bundle, 16, **TILES), adapters_of(bundle, rng)
     if case in NEW_ADAPTERS:
         adapters = Adapters.initial(bundle.manifest, seed)
     rate, steps = LEARNING[case]
@@ -182,7 +183,7 @@ def test_a_damaged_state_is_refused(
     config = config_of(case, seed)
     rows = FEWEST_ROWS.get(case, 1)
     adapters = Adapters.initial(bundle.manifest, seed)
-    method = started(config, model_of(bundle, 16), adapters, tmp_path, rows, 4)
+    method = started(config, model_of(bundle, 16, **TILES), adapters, tmp_path, rows, 4)
     state = tmp_path / "state"
     method.write(state)
     whole = state.read_bytes()

@@ -159,7 +159,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         method = ZerothOrder(
             session.model, adapters, scratch, noise, 1e-3, TwoPoint(queries), lanes=chosen.lanes
         )
-        for step in range(3):
+        for step in range(2):
             bucket = int(rng.choice([r for r in bundle.manifest.buckets if r <= chosen.bucket]))
             rows = [drawn_rows(bundle, rng, bucket, count) for _ in range(parts)]
             flat = [row for part in rows for row in part]

@@ -60,7 +60,7 @@ def mezo(
     )  # type: ignore[arg-type]
 
 
-@at_length("steps", 12, 50)
+@at_length("steps", 9, 50)
 @pytest.mark.parametrize(
     ("family", "layouts"), [("qwen2", ""), ("qwen3", "mixed"), ("gemma3", ""), ("llama", "mixed")]
 )

@@ -11,12 +11,9 @@ import pytest
 from support.bundles import runnable
 from support.lengths import at_length
 from support.plans import plan_of, task_of
-from support.shared import Shared
 
-from export.pack import export_bundle
 from harness.oracles import reference
 from ondevice.bundle.store import Bundle
-from ondevice.config.export import ExportConfig
 from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop
@@ -36,11 +33,8 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def gemma(shared: Shared, real_gguf: Path) -> Bundle:
-    def export(path: Path) -> None:
-        export_bundle(ExportConfig(source=str(real_gguf), output=str(path), seq_lens=(32, 64)))
-
-    return runnable(shared("real bundle", export))
+def gemma(real_bundle: Path) -> Bundle:
+    return runnable(real_bundle)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +64,7 @@ def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
     assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
 
 
+@pytest.mark.slow
 def test_gradients_are_autograds(
     gemma: Bundle, row: Row, rng: np.random.Generator, tmp_path: Path
 ) -> None:
