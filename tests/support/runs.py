@@ -15,14 +15,23 @@ from ondevice.signals import ENDING
 from runtime.run.folder import RunFolder
 from runtime.system.backend import prepare
 from runtime.system.heap import trim_heap
+from support.forks import forks
 
 COMMAND = [sys.executable, "-m", "ondevice"]
+MAIN = "import sys; from ondevice.cli.main import main; sys.exit(main())"
 
 
 def ondevice(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    """A command in a process of its own; with options of `subprocess.run`, in a fresh one."""
+    forked = None if options else _forked(MAIN, *arguments)
+    return forked or subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options
     )
+
+
+def _forked(code: str, *arguments: object) -> subprocess.CompletedProcess[str] | None:
+    source = forks()
+    return None if source is None else source.run(code, *arguments)
 
 
 def here(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -88,8 +97,9 @@ def struck(
     numbers = ",".join(
         str(int(one)) for one in (number if isinstance(number, tuple) else (number,))
     )
-    command = [sys.executable, "-c", STRUCK, numbers, moment, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    words = [numbers, moment, *map(str, arguments)]
+    command = [sys.executable, "-c", STRUCK, *words]
+    return _forked(STRUCK, *words) or subprocess.run(command, capture_output=True, text=True)
 
 
 def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:
