@@ -1,9 +1,9 @@
 """Fine-tune language models with LoRA on the device that holds the data, inside a memory budget.
 
-`export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate`, `generate` and `fuse` do what
-the commands of the same names do, with the same options and defaults; errors are those of
-`ondevice.errors`. Importing this package loads nothing heavy, no MLX and no NumPy: a name is loaded
-when it is first used.
+`export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate`, `compare_with_source`,
+`generate`, `chat`, `adapter` and `fuse` do what the command line does, with the same options and
+defaults; errors are those of `ondevice.errors`. Importing this package loads nothing heavy, no MLX
+and no NumPy: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from ondevice.version import __version__
 if TYPE_CHECKING:
     from ondevice import errors
     from ondevice.api.bundles import export_bundle, open_bundle
+    from ondevice.api.conversation import Conversation, chat
+    from ondevice.api.converting import adapter
     from ondevice.api.fusing import fuse
     from ondevice.api.process import prepare
     from ondevice.api.results import (
+        AdapterResult,
         Evaluation,
         EvaluationResult,
         ExportResult,
@@ -29,20 +32,27 @@ if TYPE_CHECKING:
         TrainResult,
     )
     from ondevice.api.training import plan, resume, train
-    from ondevice.api.use import evaluate, generate
+    from ondevice.api.use import compare_with_source, evaluate, generate
+    from ondevice.bundle.quality import Quality
     from ondevice.bundle.store import Bundle
 
 __all__ = [
+    "AdapterResult",
     "Bundle",
+    "Conversation",
     "Evaluation",
     "EvaluationResult",
     "ExportResult",
     "FuseResult",
     "Generation",
     "MemoryPlan",
+    "Quality",
     "Step",
     "TrainResult",
     "__version__",
+    "adapter",
+    "chat",
+    "compare_with_source",
     "errors",
     "evaluate",
     "export_bundle",
@@ -57,9 +67,12 @@ __all__ = [
 
 _MODULES = {
     "api.bundles": ("export_bundle", "open_bundle"),
+    "api.conversation": ("Conversation", "chat"),
+    "api.converting": ("adapter",),
     "api.fusing": ("fuse",),
     "api.process": ("prepare",),
     "api.results": (
+        "AdapterResult",
         "Evaluation",
         "EvaluationResult",
         "ExportResult",
@@ -70,7 +83,8 @@ _MODULES = {
         "TrainResult",
     ),
     "api.training": ("plan", "resume", "train"),
-    "api.use": ("evaluate", "generate"),
+    "api.use": ("compare_with_source", "evaluate", "generate"),
+    "bundle.quality": ("Quality",),
     "bundle.store": ("Bundle",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}

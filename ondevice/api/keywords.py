@@ -164,6 +164,36 @@ class GenerateKeywords(TypedDict, total=False):
     chat: bool
 
 
+class ChatKeywords(TypedDict, total=False):
+    """The options of `chat`."""
+
+    adapter: str | Path | None
+    max_tokens: int
+    system: str | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    budget: str
+    device: str
+    context: int
+
+
+class AdapterKeywords(TypedDict, total=False):
+    """The options of `adapter`."""
+
+    bundle: str | Path | None
+    base_model: str | None
+    force: bool
+
+
+class SourceKeywords(BundleKeywords, DataKeywords, total=False):
+    """The options of `compare_with_source`."""
+
+    eval_rows: int
+
+
 class FuseKeywords(DataKeywords, total=False):
     """The options of `fuse`."""
 

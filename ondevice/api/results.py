@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from ondevice.bundle.quality import Quality
     from ondevice.bundle.store import Bundle
+    from ondevice.lora import LoraSettings
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,24 @@ class FuseResult:
 
 
 @dataclass(frozen=True)
+class AdapterResult:
+    """An adapter, written as another tool reads it.
+
+    path: the folder, or for gguf the file. format: "peft", "gguf" or "mlx".
+    tensors: how many there are. base_model: what its configuration calls the model.
+    """
+
+    path: Path
+    format: str
+    tensors: int
+    base_model: str
+    lora: LoraSettings
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Generation:
-    """A continued prompt.
+    """A continued prompt, or a message with its answer.
 
     text: the continuation alone.
     stopped: why it is over: "end" (the model's), "max_tokens" or "context".

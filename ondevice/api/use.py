@@ -8,16 +8,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Unpack
 
-from ondevice.api.keywords import EvaluateKeywords, GenerateKeywords
+from ondevice.api.keywords import EvaluateKeywords, GenerateKeywords, SourceKeywords
 from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare
 from ondevice.api.results import EvaluationResult, Generation
+from ondevice.bundle.quality import Quality
 from ondevice.bundle.store import Bundle
 from ondevice.config.evaluate import EvalConfig
 from ondevice.config.generate import GenerateConfig
-from ondevice.errors import UsageError
+from ondevice.errors import BundleError, UsageError
 
 Progress = Callable[[str, int, int], None]
+_OF_A_BUNDLE = ("adapter", "task", "max_tokens", "answers", "adapter_dtype")  # not of a comparison
 _OF_THE_COMMAND = ("source", "max_tokens", "answers")  # options that only `ondevice eval` has
 
 
@@ -42,7 +44,7 @@ def evaluate(
     """
     config = configured(EvalConfig, {"bundle": bundle, "data": data, **options})
     if config.source is not None:
-        raise UsageError("source is an option of the command `ondevice eval` alone; leave it out")
+        raise UsageError("source is what compare_with_source(bundle, source, data) takes")
     if config.task == "bfcl":
         raise UsageError("task bfcl is for the command `ondevice eval` alone; take another task")
     prepare()
@@ -64,6 +66,64 @@ def evaluate(
         label_accuracy=found.get("label_accuracy"),
         labels=tuple(found.get("labels", ())),
     )
+
+
+@taking(EvalConfig, *_OF_A_BUNDLE)
+def compare_with_source(
+    bundle: str | Path | Bundle,
+    source: str | Path,
+    data: str | Path,
+    *,
+    on_progress: Progress | None = None,
+    on_note: Note | None = None,
+    **options: Unpack[SourceKeywords],
+) -> Quality:
+    """Measure how far a bundle's predictions are from those of the checkpoint it was exported from.
+
+    This is what `ondevice eval --source CHECKPOINT` does.
+    on_progress(what, done, total) counts blocks, on_note(text) receives lines for people.
+
+    Raises:
+        UsageError: an option is wrong, or the checkpoint is not that of the bundle.
+        BudgetError: the budget is too small, or was passed.
+        BundleError, DataError: the bundle, the checkpoint or the data cannot be used.
+    """
+    config = configured(EvalConfig, {"bundle": bundle, "source": source, "data": data, **options})
+    prepare()
+    return beside_source(config, on_progress or _silent, Said(on_note).note)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality:
+    """Compare a bundle with its checkpoint, in a process that is set up for it."""
+    from export.original import original_of
+    from export.sources.open import open_checkpoint
+    from runtime.data.reading import reading_of
+    from runtime.data.source import Source
+    from runtime.run.export_engine import ExportEngine
+    from runtime.run.open import open_checked
+    from runtime.system.footprint import Meter
+    from runtime.system.heap import trim_heap
+
+    assert config.source is not None
+    bundle = open_checked(config.bundle, config.device, note)
+    budget = config.budget_bytes
+    seed = bundle.manifest.provenance.get("seed", 0)  # of random:PRESET
+    if not isinstance(seed, int):
+        raise BundleError(f"{bundle.path}: its provenance has the seed {seed!r:.40}")
+    with (
+        open_checkpoint(config.source, seed=seed) as checkpoint,
+        Meter(budget_bytes=budget, relieve=trim_heap) as meter,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        engine = ExportEngine(meter, budget, progress, note, Path(scratch))
+        original = original_of(bundle, checkpoint)
+        held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
+        rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
+        return engine.compare(original, checkpoint, bundle, rows, config.data)
 
 
 @taking(GenerateConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator as Stream
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -132,7 +133,7 @@ class Turn:
         self.answer = answer
         self._chat, self._pieces = chat, pieces
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Stream[str, None, None]:
         said: list[str] = []
         try:
             for piece in self._pieces:

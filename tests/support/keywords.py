@@ -10,11 +10,12 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ondevice.config.adapter import AdapterConfig
 from ondevice.config.base import Config
 from ondevice.config.evaluate import EvalConfig
 from ondevice.config.export import ExportConfig
 from ondevice.config.fuse import FuseConfig
-from ondevice.config.generate import GenerateConfig
+from ondevice.config.generate import ChatConfig, GenerateConfig
 from ondevice.config.lora import LoraOptions
 from ondevice.config.plan import PlanConfig
 from ondevice.config.shared import BundleConfig, DataOptions, StepConfig
@@ -22,7 +23,7 @@ from ondevice.config.train import TrainConfig
 from ondevice.config.zeroth_order import ZerothOrderOptions
 
 PLACE = Path(__file__).parents[2] / "ondevice" / "api" / "keywords.py"
-PATHS = {"data", "output", "eval_data", "adapter", "machine", "calibrate", "source"}
+PATHS = {"data", "output", "eval_data", "adapter", "machine", "calibrate", "source", "bundle"}
 HEAD = '''\
 """The options of the API's functions as keywords with types, for editors and type checkers.
 
@@ -70,6 +71,15 @@ CLASSES = {
     ),
     "GenerateKeywords": Class(
         "The options of `generate`.", GenerateConfig, frozenset({"bundle", "prompt"})
+    ),
+    "ChatKeywords": Class("The options of `chat`.", ChatConfig, frozenset({"bundle"})),
+    "AdapterKeywords": Class(
+        "The options of `adapter`.", AdapterConfig, frozenset({"run", "to", "output"})
+    ),
+    "SourceKeywords": Class(
+        "The options of `compare_with_source`.",
+        EvalConfig,
+        frozenset({"data", "source", "adapter", "task", "max_tokens", "answers", "adapter_dtype"}),
     ),
     "FuseKeywords": Class("The options of `fuse`.", FuseConfig, frozenset({"bundle", "output"})),
 }

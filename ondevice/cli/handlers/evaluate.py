@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = configuration(EvalConfig, arguments)
     set_up()
     if config.source is not None:
-        _eval_beside_source(config, config.source, arguments.json)
+        _eval_beside_source(config, arguments.json)
         return
     if config.task == "bfcl":
         _eval_calls(config, arguments.json)
@@ -59,33 +59,12 @@ def _eval_calls(config: EvalConfig, as_json: bool) -> None:
     print(json.dumps(report) if as_json else describe(report))
 
 
-def _eval_beside_source(config: EvalConfig, source: str, as_json: bool) -> None:
+def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:
     """Compare the bundle's predictions with those of the checkpoint that it came from."""
-    from export.original import original_of
-    from export.sources.open import open_checkpoint
-    from runtime.data.reading import reading_of
-    from runtime.data.source import Source
-    from runtime.run.export_engine import ExportEngine
-    from runtime.run.open import open_checked
-    from runtime.system.footprint import Meter
-    from runtime.system.heap import trim_heap
+    from ondevice.api.use import beside_source
 
-    bundle = open_checked(config.bundle, config.device, note)
-    budget = config.budget_bytes
-    seed = bundle.manifest.provenance.get("seed", 0)  # of random:PRESET
-    if not isinstance(seed, int):
-        raise BundleError(f"{bundle.path}: its provenance has the seed {seed!r:.40}")
-    with (
-        open_checkpoint(source, seed=seed) as checkpoint,
-        Meter(budget_bytes=budget, relieve=trim_heap) as meter,
-        tempfile.TemporaryDirectory() as scratch,
-        task_bar("block") as progress,
-    ):
-        engine = ExportEngine(meter, budget, progress, note, Path(scratch))
-        original = original_of(bundle, checkpoint)
-        held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
-        rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
-        quality = engine.compare(original, checkpoint, bundle, rows, config.data)
+    with task_bar("block") as progress:
+        quality = beside_source(config, progress, note)
     if as_json:
         print(json.dumps(msgspec.to_builtins(quality)))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import subprocess
@@ -17,16 +18,18 @@ import pytest
 from support.bundles import Tiny
 from support.keywords import PLACE, written
 from support.runs import here
-from support.text_bundle import text_checkpoint
+from support.text_bundle import text_bundle, text_checkpoint
 
 import ondevice
 from ondevice.api.process import Said
 from ondevice.bundle.store import Bundle
+from ondevice.cli.main import main
+from ondevice.config.adapter import AdapterConfig
 from ondevice.config.base import Config
 from ondevice.config.evaluate import EvalConfig
 from ondevice.config.export import ExportConfig
 from ondevice.config.fuse import FuseConfig
-from ondevice.config.generate import GenerateConfig
+from ondevice.config.generate import ChatConfig, GenerateConfig
 from ondevice.config.plan import PlanConfig
 from ondevice.config.train import TrainConfig
 from ondevice.errors import BudgetError, BundleError, UsageError
@@ -51,6 +54,13 @@ FUNCTIONS = [  # with the command's configuration, and what the function leaves 
     (ondevice.train, TrainConfig, set()),
     (ondevice.evaluate, EvalConfig, {"source", "max_tokens", "answers"}),
     (ondevice.generate, GenerateConfig, set()),
+    (ondevice.chat, ChatConfig, set()),
+    (ondevice.adapter, AdapterConfig, set()),
+    (
+        ondevice.compare_with_source,
+        EvalConfig,
+        {"adapter", "task", "max_tokens", "answers", "adapter_dtype"},
+    ),
 ]
 
 
@@ -121,7 +131,7 @@ def test_the_page_s_examples_run(
 ) -> None:
     monkeypatch.chdir(place)
     examples = EXAMPLE.findall(PAGE.read_text())
-    assert len(examples) == 4
+    assert len(examples) == 6
     names: dict[str, object] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # random weights are a hurt base
@@ -138,6 +148,13 @@ def test_the_page_s_examples_run(
     found, answer = names["found"], names["answer"]
     assert isinstance(found, ondevice.EvaluationResult)
     assert found.rows == len(ROWS) * 2
+    first, second = names["first"], names["second"]
+    assert isinstance(first, ondevice.Generation) and isinstance(second, ondevice.Generation)
+    assert second.prompt_tokens > 0 and second.text in told.out and "4 messages" in told.out
+    written = names["written"]
+    assert isinstance(written, ondevice.AdapterResult)
+    assert written.lora.rank == 8 and (written.path / "adapter_model.safetensors").is_file()
+    assert "quantization has cost" in told.out and "nats per token" in told.out
     assert isinstance(answer, ondevice.Generation)
     assert json.loads(Path("run/summary.json").read_text())["steps"] == 6
 
@@ -186,7 +203,7 @@ def test_errors_are_the_command_s(tiny: Tiny, tmp_path: Path) -> None:
     path = tiny("qwen2").path
     with pytest.raises(UsageError, match="unknown key 'iters'"):
         ondevice.train(path, "random:0", iters=3)  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="source is an option of the command"):
+    with pytest.raises(UsageError, match="source is what compare_with_source"):
         ondevice.evaluate(path, "random:0", source="x")  # type: ignore[call-arg]
     with pytest.raises(BudgetError, match="smallest that fits"):
         ondevice.plan(path, budget="1MB", max_seq_length=16)
@@ -194,6 +211,39 @@ def test_errors_are_the_command_s(tiny: Tiny, tmp_path: Path) -> None:
         ondevice.open_bundle(tmp_path)
     with pytest.raises(UsageError, match="no run to resume"):
         ondevice.resume(tmp_path)
+
+
+def test_a_conversation_is_the_command_s(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = text_bundle(place / "chat", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    conversation = ondevice.chat(bundle, max_tokens=5, context=64, system="dog")
+    with pytest.raises(UsageError, match="is not open"):
+        conversation.say("hello")
+    pieces: list[str] = []
+
+    def stop(piece: str) -> None:
+        raise ValueError(piece)
+
+    with conversation:
+        answers = [conversation.say("hello", on_text=pieces.append), conversation.say("again")]
+        with pytest.raises(UsageError, match="begin again"):
+            conversation.say("z" * 100)
+        assert [one["role"] for one in conversation.messages] == [
+            *("system", "user", "assistant", "user", "assistant")
+        ]
+        with pytest.raises(ValueError):
+            conversation.say("c", on_text=stop)
+        assert conversation.messages[-1]["role"] == "assistant"
+        conversation.reset()
+        assert conversation.messages == ({"role": "system", "content": "dog"},)
+    assert "".join(pieces) == answers[0].text and capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
+    words = ["--max-tokens=5", "--context=64", "--system=dog", "--json"]
+    assert main(["chat", str(bundle.path), *words]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["text"] for one in told] == [one.text for one in answers]
+    assert [one["prompt_tokens"] for one in told] == [one.prompt_tokens for one in answers]
 
 
 def test_other_threads_are_refused(tiny: Tiny) -> None:
@@ -249,6 +299,10 @@ plan: ondevice.MemoryPlan = ondevice.plan(ondevice.open_bundle("b"), budget="1GB
 bits: float = ondevice.export_bundle("m", "b", seq_lens=(16,)).bundle.manifest.bits_per_weight
 loss: float | None = ondevice.evaluate("b", "d", adapter=result.run).loss
 text: str = ondevice.generate("b", "p").text
+with ondevice.chat("b", context=64) as conversation:
+    said: str = conversation.say("hello").text
+rank: int = ondevice.adapter("r", "peft", "p", bundle=Path("b")).lora.rank
+lost: float = ondevice.compare_with_source("b", "m", "d").divergence
 ondevice.train("b", "d", iters=3)
 ondevice.train("b", "d", steps="3")
 """

@@ -1,0 +1,104 @@
+"""Conversations with a model from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, Unpack
+
+from ondevice.api.keywords import ChatKeywords
+from ondevice.api.options import configured, taking
+from ondevice.api.process import Note, Said, prepare
+from ondevice.api.results import Generation
+from ondevice.bundle.store import Bundle
+from ondevice.config.generate import ChatConfig
+from ondevice.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.run.chat import Chat
+
+
+@taking(ChatConfig)
+def chat(
+    bundle: str | Path | Bundle, *, on_note: Note | None = None, **options: Unpack[ChatKeywords]
+) -> Conversation:
+    """A conversation with a model, with or without an adapter, as `ondevice chat` holds it.
+
+    It is a context manager: the model is in memory inside the `with` statement.
+    on_note(text) receives lines for people.
+
+    Raises:
+        UsageError: an option is wrong.
+    """
+    config = configured(ChatConfig, {"bundle": bundle, **options})
+    prepare()
+    return Conversation(config, on_note)
+
+
+class Conversation:
+    """What was said so far, and the model that answers, inside a `with` statement.
+
+    Entering it raises BundleError or DataError if the bundle or the adapter cannot be used.
+    """
+
+    def __init__(self, config: ChatConfig, on_note: Note | None) -> None:
+        self._config, self._said = config, Said(on_note)
+        self._chat: Chat | None = None
+
+    def __enter__(self) -> Self:
+        from runtime.run.chat import Chat
+
+        self._chat = Chat(self._config, self._said.note).__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        found, self._chat = self._open(), None
+        found.__exit__(kind, error, trace)
+
+    @property
+    def messages(self) -> tuple[Mapping[str, str], ...]:
+        """The conversation: the `role` and `content` of each message, the system's first.
+
+        Raises UsageError outside of the `with` statement.
+        """
+        return tuple(dict(one) for one in self._open().messages)
+
+    def say(self, text: str, *, on_text: Callable[[str], None] | None = None) -> Generation:
+        """The model's answer to a message, which both join the conversation.
+
+        on_text(piece) receives the answer as it grows. If it raises, the answer ends there, and
+        stays in the conversation as far as it came.
+
+        Raises:
+            BudgetError: the budget is too small, or was passed.
+            DataError: the bundle has no tokenizer or chat template.
+            UsageError: the template refuses the message, or the conversation has become longer
+                than its context: it is as it was before. Or this is outside of the `with`
+                statement.
+        """
+        before = len(self._said.notes)
+        turn, pieces = self._open().say(text), []
+        with closing(iter(turn)) as answer:
+            for piece in answer:
+                pieces.append(piece)
+                if on_text is not None and piece:
+                    on_text(piece)
+        return Generation(text, "".join(pieces), **turn.facts, notes=self._said.notes[before:])
+
+    def reset(self) -> None:
+        """Forget the conversation, but for the system's message."""
+        self._open().reset()
+
+    def _open(self) -> Chat:
+        if self._chat is None:
+            raise UsageError(
+                "the conversation is not open: with ondevice.chat(bundle) as conversation: ..."
+            )
+        return self._chat

@@ -1,0 +1,64 @@
+"""Adapters from Python, written as other tools read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+from ondevice.api.keywords import AdapterKeywords
+from ondevice.api.options import configured, taking
+from ondevice.api.process import Note, Said, prepare
+from ondevice.api.results import AdapterResult
+from ondevice.config.adapter import AdapterConfig
+
+
+@taking(AdapterConfig)
+def adapter(
+    run: str | Path,
+    to: str,
+    output: str | Path,
+    *,
+    on_note: Note | None = None,
+    **options: Unpack[AdapterKeywords],
+) -> AdapterResult:
+    """Write a trained adapter for PEFT, llama.cpp or mlx-lm, as `ondevice adapter` does.
+
+    on_note(text) receives lines for people.
+
+    Raises:
+        UsageError: an option is wrong, the output exists, or the format cannot hold the adapter.
+        BundleError: the bundle or the adapter cannot be used.
+        StorageError: it cannot be written.
+    """
+    config = configured(AdapterConfig, {"run": run, "to": to, "output": output, **options})
+    prepare()
+    return convert(config, Said(on_note))
+
+
+def convert(config: AdapterConfig, said: Said) -> AdapterResult:
+    """Write the adapter that a configuration names, in a process that is set up for it."""
+    import numpy as np
+
+    from export.adapters.adapter import Adapter, base_model
+    from export.adapters.write import write_adapter
+    from ondevice.bundle.store import open_bundle
+    from runtime.methods.adapters import Adapters
+    from runtime.run.adapter_bundle import bundle_of
+    from runtime.run.lora import to_apply
+
+    source = Path(config.run)
+    bundle = to_apply(source, open_bundle(config.bundle or bundle_of(source)), said.note)
+    found = Adapters.load(bundle.manifest, source)
+    tensors = {name: np.array(value, copy=False) for name, value in found.tensors.items()}
+    output = Path(config.output)
+    converted = Adapter(bundle.manifest, tensors)
+    write_adapter(converted, config.to, output, config.force, config.base_model)
+    name, revision = base_model(bundle.manifest.provenance)
+    if config.base_model is None and revision is None and config.to != "gguf":
+        said.note(
+            f"its configuration names the model {name!r}, as the bundle's source calls itself; "
+            "--base-model NAME writes the name or path from which the other tool loads it"
+        )
+    return AdapterResult(
+        output, config.to, len(tensors), config.base_model or name, bundle.manifest.lora, said.notes
+    )
