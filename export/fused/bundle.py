@@ -70,7 +70,7 @@ def write_bundle(
             weights_sha256=digest,
             matrices=tensors.matrices,
             vectors=tensors.vectors,
-            provenance={**manifest.provenance, "fused": {"adapted": len(model.added)}},
+            provenance={**manifest.provenance, "fused": model.provenance["fused"]},
             trainable=manifest.trainable if floats else "lora",
             quality=None,
         )

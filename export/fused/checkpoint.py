@@ -23,6 +23,7 @@ from export.packed import FloatType
 from export.sources.families import transformers_config
 from export.sources.hf import TOKENIZER_FILES
 from export.sources.shards import INDEX
+from ondevice.adapters.fused import IN_CONFIG
 from ondevice.engine import Progress
 from ondevice.errors import StorageError
 from ondevice.files import fsync_path, storage_errors
@@ -57,6 +58,8 @@ def write_checkpoint(
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
     tokenizer = model.tokenizer_files()
     config = transformers_config(model.family, model.config, dtype)
+    if model.held:
+        config[IN_CONFIG] = model.held
     with FolderWriter(output, force, CONFIG, "checkpoint", _belongs) as writer:
         check_space(writer, sum(sizes.values()) + sum(map(len, tokenizer.values())))
         slices = Slices(sum(sizes.values()) // item, progress)

@@ -25,6 +25,7 @@ from export.gguf_type import is_model
 from export.packed import F32, FloatType
 from export.sources.gguf_config import ROPE_FREQS
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
+from ondevice.adapters.fused import IN_GGUF
 from ondevice.engine import Progress
 from ondevice.errors import UsageError
 from ondevice.files import fsync_path, storage_errors
@@ -84,6 +85,8 @@ def _write(
     writer.add_type("model")
     writer.add_name(str(model.provenance["name"]))
     writer.add_file_type(int(_GGML[dtype][1]))
+    if model.held:
+        writer.add_array(IN_GGUF, model.held)
     vocabulary = model.bundle.manifest.vocab_size
     add_metadata(writer, model.family, model.config, vocabulary)
     add_vocabulary(writer, model.tokenizer_files(), vocabulary)

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from export.packed import F32, FloatType, PackedRows, Packing, Plain, Stored
 from export.sources.families import MODEL_TYPES, completed_config, expected_shapes
 from export.sources.source import Checkpoint, check_tensors
+from ondevice.adapters.fused import adapters_in, digest_of
 from ondevice.bundle.store import TOKENIZER, Bundle
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, UsageError
 from ondevice.files import read_file, reading_errors
 from ondevice.operations.tensors import Extent, Matrix
 
@@ -51,6 +52,7 @@ class FusedCheckpoint(Checkpoint):
     Raises:
         BundleError: the weights cannot be opened, or the tensors are not those that the
             configuration implies.
+        UsageError: the bundle holds this adapter already.
         ValueError: something is added to a matrix that is not there, or has another shape.
     """
 
@@ -69,10 +71,12 @@ class FusedCheckpoint(Checkpoint):
             if named.get(f"{name}{_WEIGHT}") != expected or one.a.shape[1] != one.b.shape[0]:
                 raise ValueError(f"what is added to {name} has the shape {expected}")
         source = str(manifest.provenance.get("name", bundle.path.name))
-        provenance = {**manifest.provenance, "name": source}
+        held = _held(bundle, added)
+        fused = {"adapted": len(added), "adapters": held}
+        provenance = {**manifest.provenance, "name": source, "fused": fused}
         config = _checked_config(bundle, named)
         super().__init__(manifest.family, config, provenance, named)
-        self.bundle, self.added = bundle, added
+        self.bundle, self.added, self.held = bundle, added, held
         with reading_errors(bundle.weights_path):
             self._file = os.open(bundle.weights_path, os.O_RDONLY)
 
@@ -157,6 +161,26 @@ class FusedCheckpoint(Checkpoint):
         bfloat = extent.dtype == "bfloat16"
         dtype = np.dtype(ml_dtypes.bfloat16 if bfloat else extent.dtype)
         return np.frombuffer(b"".join(parts), dtype).reshape(stop - start, *extent.shape[1:])
+
+
+def _held(bundle: Bundle, added: Mapping[str, LowRank]) -> list[str]:
+    """The digests of the adapters in a bundle's weights, with that of what is added to them."""
+    held = adapters_in(bundle.manifest.provenance, str(bundle.path))
+    if not added:
+        return held
+    tensors = {
+        f"{name}.{part}": np.ascontiguousarray(getattr(one, part), np.float32).tobytes()
+        for name, one in added.items()
+        for part in ("a", "b")
+    }
+    digest = digest_of(tensors.items(), next(iter(added.values())).scale)
+    if digest in held:
+        raise UsageError(
+            f"{bundle.path} holds this adapter in its weights already, and would get it a second "
+            "time; use the bundle without --adapter, or fuse the adapter into the bundle that it "
+            "was trained on"
+        )
+    return [*held, digest]
 
 
 def _checked_config(bundle: Bundle, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import F32, Checkpoint, check_tensors
+from ondevice.adapters.fused import IN_GGUF, checked
 from ondevice.errors import BundleError
 
 
@@ -59,6 +60,8 @@ class GGUFCheckpoint(Checkpoint):
             "files": [{"name": path.name, "bytes": self._file.bytes}],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
+        if held := checked(meta.get(IN_GGUF, []), str(path)):
+            provenance["fused"] = {"adapters": held}
         super().__init__(family, config, provenance, expected)
 
     def rows(self, name: str, start: int, stop: int) -> F32:

@@ -17,6 +17,7 @@ from export.sources.mlx_quantized import find_layouts, repacked, unpacked_shape
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile, StoredTensor
 from export.sources.shards import open_shards
 from export.sources.source import F32, Checkpoint, check_tensors
+from ondevice.adapters.fused import IN_CONFIG, checked
 from ondevice.errors import BundleError, UsageError
 from ondevice.lookalikes import Kind, instead, kind_of
 
@@ -64,6 +65,8 @@ class HFCheckpoint(Checkpoint):
             "files": [{"name": file.name, "bytes": file.bytes} for file in files],
             "types": sorted({self._tensors[name].dtype for name in expected}),
         }
+        if held := checked(config.pop(IN_CONFIG, []), where):
+            described["fused"] = {"adapters": held}
         super().__init__(family, config, described, expected)
 
     def rows(self, name: str, start: int, stop: int) -> F32:

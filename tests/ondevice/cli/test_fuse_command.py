@@ -114,6 +114,34 @@ def test_the_function_does_what_the_command_does(tiny: Tiny, tmp_path: Path, rng
     assert written[0] == written[1]
 
 
+@pytest.mark.parametrize("form", ["hf", "gguf", "bundle"])
+def test_an_adapter_is_not_fused_twice(tiny: Tiny, tmp_path: Path, rng: Rng, form: str) -> None:
+    """Whatever was written in between, and whichever tool's files hold the adapter."""
+    bundle = tiny("qwen2")
+    first, other = (adapters_of(bundle, rng) for _ in range(2))
+    for name, one in (("run", first), ("other", other)):
+        saved(one, tmp_path / name)
+    peft = ["--bundle", bundle.path, "--to", "peft", "-o", tmp_path / "peft"]
+    assert here("adapter", tmp_path / "run", *peft).returncode == 0
+    output = tmp_path / RESULT[form]
+    words = ["--adapter", tmp_path / "run", "-o", output, "--format", form, "--no-quality"]
+    assert here("fuse", bundle.path, *words).returncode == 0
+    again = output
+    if form != "bundle":
+        again = tmp_path / "again"
+        export_bundle(settings(output, again, quality=False))
+    assert "ondevice_fused" not in open_bundle(again).manifest.config
+    words = ["-o", tmp_path / "twice", "--no-quality"]
+    done = here("fuse", again, "--adapter", tmp_path / "peft", *words)
+    assert done.returncode == 2 and "holds this adapter in its weights already" in done.stderr
+    assert not (tmp_path / "twice").exists()
+    written = ["--to", "peft", "-o", tmp_path / "theirs", "--bundle", bundle.path]
+    assert here("adapter", tmp_path / "other", *written).returncode == 0
+    done = here("fuse", again, "--adapter", tmp_path / "theirs", *words)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "twice" / "config.json").read_text())["ondevice_fused"]) == 2
+
+
 def test_without_a_tokenizer_or_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("gemma3")
     done = here("fuse", bundle.path, "-o", tmp_path / "out", "--shard-size", "200KB")
