@@ -16,6 +16,7 @@ import msgspec
 from ondevice.errors import UsageError
 
 MOST_RANK, MOST_ALPHA = 4096, 1e6
+MOST_PREFIX = 1024  # rows that prefix tuning trains
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 ALL_LAYERS = -1
 
@@ -26,6 +27,9 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     `targets` are the names of linear layers, such as `q_proj`, or "all-linear". `layers` says how
     many transformer layers get adapters, counted from the last one, -1 for all of them. `dropout`
     is the probability with which training drops a value of an adapter's input.
+
+    With `prefix`, so many keys and values of every attention in these layers are trained instead
+    (prefix tuning), and no linear layer is adapted.
     """
 
     rank: int
@@ -34,6 +38,7 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     layers: int = ALL_LAYERS
     dropout: float = 0.0
     rslora: bool = False
+    prefix: int = 0
 
     @property
     def scale(self) -> float:
@@ -42,6 +47,9 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     def adapts(self, name: str) -> bool:
         """Whether a matrix gets an adapter, by the last part of its name."""
+        return not self.prefix and self._targets(name)
+
+    def _targets(self, name: str) -> bool:
         return self.targets == ALL_LINEAR or name.split(".")[-1] in self.targets
 
     def first_layer(self, count: int) -> int:
@@ -68,17 +76,30 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             return f"layers is {self.layers}, neither {ALL_LAYERS} nor 1 or more"
         if not 0 <= self.dropout < 1:
             return f"dropout is {self.dropout}, not from 0 to below 1"
+        if not 0 <= self.prefix <= MOST_PREFIX:
+            return f"prefix is {self.prefix}, not in 0..{MOST_PREFIX}"
+        if self.prefix and self != prefix_settings(self.prefix):
+            return "a prefix comes without other settings"
         return ""
 
     def to_json(self) -> dict[str, Any]:
-        """Every field; msgspec leaves out defaults, but not all values that equal them."""
+        """Every field but no prefix; msgspec leaves out defaults, but not all that equal them."""
         found = msgspec.structs.asdict(self)
+        if not self.prefix:
+            del found["prefix"]
         return found | {"targets": msgspec.to_builtins(self.targets)}
 
     def describe(self) -> str:
         """The settings in words."""
+        if self.prefix:
+            return f"a prefix of {self.prefix} keys and values in every layer"
         where = "all linear layers" if self.targets == ALL_LINEAR else ", ".join(self.targets)
         last = "" if self.layers == ALL_LAYERS else f" of the last {self.layers} layers"
         drop = f", dropout {self.dropout:g}" if self.dropout else ""
         alpha = f"alpha {self.alpha:g}{' (rsLoRA)' if self.rslora else ''}"
         return f"rank {self.rank}, {alpha}, on {where}{last}{drop}"
+
+
+def prefix_settings(rows: int) -> LoraSettings:
+    """The settings of prefix tuning: so many rows in every layer."""
+    return LoraSettings(1, 1.0, (), prefix=rows)

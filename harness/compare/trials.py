@@ -98,6 +98,7 @@ def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
         "columns",
         "valid_split",
         "trainable",
+        "prefix_length",
         "rounding",
     )
     for name in (*given, *(one.name for one in fields(LoraOptions))):

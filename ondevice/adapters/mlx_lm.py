@@ -10,6 +10,7 @@ from ondevice.lora import LoraSettings
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 KIND = "fine_tune_type"
+PREFIX = "prefix"  # ours: mlx-lm has no prefix tuning
 
 
 def config_of(lora: LoraSettings, layers: int, keys: Iterable[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What an adapter's tensors are called here, and which rank, layers and targets they have.
 
-Ours are mlx-lm's: `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out).
+Ours are mlx-lm's: `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out). Those of a prefix of
+m rows are `model.layers.N.ATTENTION.prefix_keys` (m, K D) and `.prefix_values` (m, K E).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple, cast
 
 A, B = "lora_a", "lora_b"
+KEYS, VALUES = "prefix_keys", "prefix_values"  # of an attention, both (m, ...)
 Shape = tuple[int, ...]
 
 # what stands before a language model's names inside a model that also sees -> what they are here
@@ -97,12 +99,23 @@ def _place(module: str) -> tuple[int, str]:
 
 
 def _rank(module: str, shapes: Mapping[str, Shape]) -> int:
+    if f"{module}.{KEYS}" in shapes:
+        return _prefix_rows(module, shapes)
     a, b = shapes.get(f"{module}.{A}"), shapes.get(f"{module}.{B}")
     if a is None or b is None:
         raise ValueError(f"{module} has only one of its two tensors")
     if len(a) != 2 or len(b) != 2 or a[1] != b[0]:
         raise ValueError(f"the two tensors of {module} do not fit each other: {a} and {b}")
     return a[1]
+
+
+def _prefix_rows(module: str, shapes: Mapping[str, Shape]) -> int:
+    keys, values = shapes[f"{module}.{KEYS}"], shapes.get(f"{module}.{VALUES}")
+    if values is None:
+        raise ValueError(f"{module} has only one of its two tensors")
+    if len(keys) != 2 or len(values) != 2 or keys[0] != values[0]:
+        raise ValueError(f"the two tensors of {module} do not fit each other: {keys} and {values}")
+    return keys[0]
 
 
 def _listed(paths: Collection[str]) -> str:

@@ -44,10 +44,11 @@ def convert(config: AdapterConfig, said: Said) -> AdapterResult:
     from ondevice.bundle.store import open_bundle
     from runtime.methods.adapters import Adapters
     from runtime.run.adapter_bundle import bundle_of
-    from runtime.run.lora import to_apply
+    from runtime.run.lora import refuse_prefix, to_apply
 
     source = Path(config.run)
     bundle = to_apply(source, open_bundle(config.bundle or bundle_of(source)), said.note)
+    refuse_prefix(bundle.manifest.lora, source, "other tools read LoRA adapters")
     found = Adapters.load(bundle.manifest, source)
     tensors = {name: np.array(value, copy=False) for name, value in found.tensors.items()}
     output = Path(config.output)

@@ -68,7 +68,7 @@ def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
     from export.fused.model import FusedCheckpoint
     from runtime.methods.adapters import Adapters
     from runtime.run.export_engine import ExportEngine
-    from runtime.run.lora import to_apply
+    from runtime.run.lora import refuse_prefix, to_apply
     from runtime.run.open import open_verified
     from runtime.system.footprint import Meter
     from runtime.system.heap import trim_heap
@@ -82,6 +82,8 @@ def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
         if Path(config.output).resolve() == bundle.path.resolve():
             raise UsageError(f"{config.output} is the bundle itself; write to another directory")
         adapted = to_apply(adapter, bundle, said.note)
+        if adapter is not None:
+            refuse_prefix(adapted.manifest.lora, adapter, "no weights can hold it")
         adapters = Adapters.applied(adapted.manifest, adapter)
         engine = ExportEngine(meter, config.budget_bytes, progress, said.note, Path(scratch))
         cost = _Cost(config, engine, adapted, adapters, said.note)

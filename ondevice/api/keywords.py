@@ -72,6 +72,7 @@ class StepKeywords(BundleKeywords, LoraKeywords, ZerothOrderKeywords, total=Fals
     adapter: str | Path | None
     lora_dropout: float | None
     trainable: str | None
+    prefix_length: int | None
     rounding: str | None
     plan: str
     prefetch: bool

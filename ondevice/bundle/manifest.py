@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ondevice.adapters.names import KEYS, VALUES, A, B
 from ondevice.bundle.quality import Quality
 from ondevice.documents import is_deeper
 from ondevice.errors import BundleError
@@ -91,11 +92,48 @@ class Manifest(Record, frozen=True):
         return 8 * sum(matrix.nbytes for matrix in self.matrices.values()) / values
 
     def adapted(self, block: Block) -> tuple[str, ...]:
-        """Relative names of the block's matrices that LoRA adapts, in program order."""
+        """Relative names of the block's matrices that LoRA adapts, in program order.
+
+        With a prefix, those of its attentions.
+        """
         layers = self.layers
         if block not in layers[self.lora.first_layer(len(layers)) :]:
             return ()
+        if self.lora.prefix:
+            operations = self.block_types[block.type].operations
+            return tuple(name for operation in operations for name in operation.prefixable)
         return tuple(name for name in self._adaptable(block) if self.lora.adapts(name))
+
+    def adapter_names(self, block: Block, name: str) -> tuple[str, str]:
+        """The full names of the two tensors that adapt what `adapted` names."""
+        first, second = (KEYS, VALUES) if self.lora.prefix else (A, B)
+        return f"{block.tensor(name)}.{first}", f"{block.tensor(name)}.{second}"
+
+    def adapter_shapes(self, block: Block) -> dict[str, tuple[int, int]]:
+        """The shape of every tensor that adapts a block, by full name, in program order."""
+        shapes = self._prefix_shapes(block) if self.lora.prefix else self._lora_shapes(block)
+        return {
+            full: shape
+            for name, pair in shapes.items()
+            for full, shape in zip(self.adapter_names(block, name), pair, strict=True)
+        }
+
+    def _lora_shapes(self, block: Block) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        rank, found = self.lora.rank, {}
+        for name in self.adapted(block):
+            matrix = self.matrices[block.tensor(name)]
+            found[name] = ((matrix.columns, rank), (rank, matrix.rows))
+        return found
+
+    def _prefix_shapes(self, block: Block) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        rows, found, of = self.lora.prefix, {}, self.block_types[block.type]
+        chosen = self.adapted(block)
+        for operation in of.operations:
+            for name in operation.prefixable:
+                if name in chosen:
+                    keys, values = operation.prefix_widths(of.values)
+                    found[name] = ((rows, keys), (rows, values))
+        return found
 
     @property
     def first_adapted(self) -> int:

@@ -30,6 +30,7 @@ from ondevice.config.shared import (
     BundleConfig,
     DataOptions,
     pack_field,
+    prefix_length_field,
     rounding_field,
     trainable_field,
     valid_split_field,
@@ -132,6 +133,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     pack: bool = pack_field()
     batch_size: int = option(1, "rows per step; with --pack sequences of rows", up_to(MOST_ROWS))
     trainable: str | None = trainable_field()
+    prefix_length: int | None = prefix_length_field()
     rounding: str | None = rounding_field()
     optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
     queries: int | None = option(

@@ -20,7 +20,7 @@ from ondevice.config.base import (
     required,
 )
 from ondevice.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
-from ondevice.config.shared import DEVICES, TRAINABLE, DataOptions
+from ondevice.config.shared import DEVICES, STORED, DataOptions
 from ondevice.lora import ALL_LINEAR, LoraSettings
 from ondevice.units import parse_bytes
 
@@ -138,7 +138,7 @@ class ExportConfig(DataOptions):
         "lora",
         "what `ondevice train` trains by default: adapters, or all parameters (full), which are "
         "then stored as floats",
-        *TRAINABLE,
+        *STORED,
     )
     storage: str = choice(
         "bfloat16",

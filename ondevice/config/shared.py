@@ -22,6 +22,7 @@ from ondevice.config.base import (
 )
 from ondevice.config.lora import LoraOptions, dropout_field
 from ondevice.config.zeroth_order import ZerothOrderOptions
+from ondevice.lora import MOST_PREFIX
 from ondevice.methods import METHODS, OPTIONS_OF, QUERIES
 from ondevice.units import parse_bytes
 
@@ -34,7 +35,9 @@ TRAIN_DATA = (
 )
 MOST_ROWS, MOST_BATCHES = 1024, 1 << 16  # of a step
 MOST_TOGETHER = 1 << 20  # the product of these and the queries: forward passes, and slots on disk
-TRAINABLE = ("lora", "full")
+STORED = ("lora", "full")  # what bundles are exported for
+TRAINABLE = (*STORED, "prefix")
+USUAL_PREFIX = 5  # rows of a prefix: those of MeZO's paper
 ROUNDINGS = ("nearest", "stochastic")
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
@@ -121,10 +124,22 @@ def trainable_field() -> Any:
     """What is trained, as an option."""
     return choice(
         None,
-        "what is trained: adapters (lora), or all parameters (full), for which the bundle stores "
-        "floats (default: what the bundle was exported for)",
+        "what is trained: adapters (lora); further keys and values of every attention (prefix); or "
+        "all parameters (full), for which the bundle stores floats (default: what the bundle was "
+        "exported for)",
         *TRAINABLE,
         group=Group.TRAINING,
+    )
+
+
+def prefix_length_field() -> Any:
+    """How many keys and values of every attention are trained, as an option."""
+    return option(
+        None,
+        "with --trainable prefix: how many keys and values of every attention are trained "
+        f"(default: {USUAL_PREFIX}, or as many as the adapter to start from has)",
+        up_to(MOST_PREFIX),
+        Group.TRAINING,
     )
 
 
@@ -252,6 +267,7 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     )
     lora_dropout: float | None = dropout_field()
     trainable: str | None = trainable_field()
+    prefix_length: int | None = prefix_length_field()
     rounding: str | None = rounding_field()
     plan: str = choice(
         "budget",
@@ -265,6 +281,11 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         True, "read the next block's weights while a block computes", group=Group.MEMORY
     )
     adapter_dtype: str = adapter_dtype_field()
+
+    @property
+    def trains_prefix(self) -> bool:
+        """Whether a prefix is trained, in place of LoRA adapters."""
+        return self.trainable == "prefix"
 
     @property
     def trains_all(self) -> bool:
@@ -295,7 +316,20 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
                 )
                 if self.was_given(name)
             ]
+        if self.trains_prefix and (given := [*self.given_lora, *self._given_dropout]):
+            problems.append(
+                f"trainable prefix has no LoRA adapters: leave {' and '.join(given)} out of LoRA's "
+                "options, or train lora"
+            )
+        if self.prefix_length is not None and self.trainable in ("lora", "full"):
+            problems.append(
+                f"prefix_length {self.prefix_length} has no effect with trainable {self.trainable}"
+            )
         refuse(type(self), [*problems, *self.zeroth_order_problems])
+
+    @property
+    def _given_dropout(self) -> list[str]:
+        return ["dropout"] if self.lora_dropout else []
 
     def was_given(self, name: str) -> bool:
         """Whether an option of this or a derived class has another value than its default."""

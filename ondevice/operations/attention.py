@@ -3,6 +3,9 @@
 Where a sequence holds several packed rows, attention does not cross from one to another. Positions
 go on from row to row: rotary position embeddings make scores depend on distances only, and windows
 count distances too.
+
+Prefix tuning gives it further keys and values, which every token sees, whatever its row, its
+position and the window.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 from collections.abc import Mapping
 
 from ondevice.operations.base import Execution, Operation, Tables, Visit, require
-from ondevice.operations.cached_attention import CachedAttention, slots_of
+from ondevice.operations.cached_attention import CachedAttention, prefix_bytes, prefix_of, slots_of
 from ondevice.operations.values import F32, Shape, T, shape_at
 
 STARTS = "@starts"  # the value that packed sequences have besides (no program can name it so)
@@ -37,6 +40,22 @@ class Attention(Operation, frozen=True):
     @property
     def results(self) -> tuple[str, ...]:
         return self.outputs
+
+    @property
+    def prefix(self) -> str:
+        """The name of its prefix, relative to the block."""
+        return prefix_of(self.outputs[0])
+
+    @property
+    def prefixable(self) -> tuple[str, ...]:
+        return (self.prefix,)
+
+    def prefix_widths(self, values: Mapping[str, Shape]) -> tuple[int, int]:
+        _, k, v = (values[name] for name in self.inputs)
+        return int(k[1]) * int(k[3]), int(v[1]) * int(v[3])
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        return self.outputs if self.learns(adapted) else ()
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -65,7 +84,8 @@ class Attention(Operation, frozen=True):
         queries, others = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
         part = queries * block // length
         held = mask + scores + part + others // 2
-        return held + max(scores, part) if visit.backward else held
+        held = held + max(scores, part) if visit.backward else held
+        return held + prefix_bytes(q, k, v, block, execution.prefix, visit.backward)
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of a factor that a BLAS packs: the queries of a group of heads."""

@@ -54,6 +54,7 @@ class Execution:
     chunk_rows: int
     query_block: int
     packed: bool
+    prefix: int = 0  # trained keys that every token of every layer sees besides
 
     def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes in memory while a tile of `values` values is dequantized.
@@ -180,6 +181,15 @@ class Operation(
         return ()
 
     @property
+    def prefixable(self) -> tuple[str, ...]:
+        """The attentions that may have a prefix of trained keys, relative to the block."""
+        return ()
+
+    def prefix_widths(self, values: Mapping[str, Shape]) -> tuple[int, int]:
+        """How many values a key and a value of its prefix have, over all heads."""
+        raise NotImplementedError(f"{self.label} has no prefix")
+
+    @property
     def tokenwise(self) -> bool:
         """Whether every token is treated alike, so that tiles of tokens can be run one by one."""
         return False
@@ -219,7 +229,7 @@ class Operation(
 
     def learns(self, adapted: frozenset[str]) -> bool:
         """Whether any of its matrices has an adapter, given the adapted names."""
-        return any(name in adapted for name in self.adaptable)
+        return any(name in adapted for name in (*self.adaptable, *self.prefixable))
 
     def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
         """The results that depend on an adapter of this operation."""

@@ -24,6 +24,27 @@ def slots_of(context: int, window: int | None) -> int:
     return seen + CHUNK_TOKENS - 1
 
 
+def prefix_of(output: str) -> str:
+    """What the prefix of an attention with this output is called, relative to the block."""
+    return output.removesuffix(".out")
+
+
+def prefix_bytes(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], queries: int, rows: int, back: bool
+) -> int:
+    """Bytes that a prefix of so many rows takes while so many queries attend to it.
+
+    These are the scores and probabilities, in the backward their gradients, what the prefix adds to
+    the output or to the gradient of the queries, and the prefix by heads, with its gradient.
+    """
+    if not rows:
+        return 0
+    scores = q[1] * queries * rows * (4 if back else 2)
+    added = q[1] * queries * max(q[3], v[3])
+    held = rows * (k[1] * k[3] + v[1] * v[3]) * (3 if back else 1)
+    return (scores + added + held) * F32
+
+
 class CachedAttention(Operation, frozen=True):
     """softmax(q k^T scale) v for new q (1, H, T, D), and k, v of new and of past tokens.
 
@@ -45,6 +66,11 @@ class CachedAttention(Operation, frozen=True):
         return self.outputs
 
     @property
+    def prefix(self) -> str:
+        """The name of its prefix, relative to the block."""
+        return prefix_of(self.outputs[0])
+
+    @property
     def cache(self) -> tuple[str, str]:
         """The names of the past keys and values."""
         return f"{self.outputs[0]}.keys", f"{self.outputs[0]}.values"
@@ -58,12 +84,13 @@ class CachedAttention(Operation, frozen=True):
 
     def working_bytes(self, visit: Visit, execution: Execution) -> int:
         """The scores of all slots, their mask and probabilities, the queries, and copied keys."""
-        q, k, v = (visit.values[name] for name in self.inputs)
+        q, k, v = (shape_at(visit.values[name], visit.tokens) for name in self.inputs)
         mask = visit.tokens * self.slots * F32
         scores = int(q[1]) * mask
-        queries = math.prod(shape_at(q, visit.tokens)) * F32
-        copied = max(math.prod(shape_at(one, self.slots)) for one in (k, v)) * F32
-        return mask + 2 * scores + queries + copied
+        queries = math.prod(q) * F32
+        copied = max(one[1] * one[3] for one in (k, v)) * self.slots * F32
+        prefix = prefix_bytes(q, k, v, visit.tokens, execution.prefix, back=False)
+        return mask + 2 * scores + queries + copied + prefix
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         q, k, _ = (shape_at(values[name], execution.bucket) for name in self.inputs)

@@ -34,6 +34,7 @@ class Watch:
 class Lora:
     """An adapter of one matrix: a (C, r), b (r, R), and the factor s of its output.
 
+    Of an attention it is a prefix: a (m, K D) has the keys of m rows, b (m, K E) their values.
     `dropout` is None except in training, and `watch` except where the inputs themselves are sought.
     """
 
@@ -85,7 +86,7 @@ def move_of(loras: Loras) -> Move | None:
     return loras.move if isinstance(loras, Moved) else None
 
 
-Gradients = dict[str, tuple[mx.array, mx.array]]  # (dA, dB) by the adapted matrix's relative name
+Gradients = dict[str, tuple[mx.array, mx.array]]  # (da, db) of each Lora, by its relative name
 Values = dict[str, mx.array]
 
 

@@ -172,6 +172,7 @@ def lower(
         sizes.chunk_rows or _chunk_rows(manifest, sizes.tile_values),
         sizes.query_block,
         packed or (context > 0 and bucket == 1),
+        manifest.lora.prefix,
     )
     return LoweredModel(tuple(blocks), execution, sizes.hold, first, context)
 

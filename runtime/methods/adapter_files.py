@@ -122,11 +122,14 @@ class AdapterFiles:
             if self.is_peft:
                 found = peft.stated_in(config)
             else:
-                if (kind := config.get(mlx_lm.KIND, "lora")) != "lora":
+                kind, own = config.get(mlx_lm.KIND, "lora"), config.get("ondevice", {})
+                if kind == mlx_lm.PREFIX:
+                    return self._prefix(own)
+                if kind != "lora":
                     raise BundleError(
                         f"{self.config}: its adapter is {kind!r:.80}; only lora is supported"
                     )
-                own, found = config.get("ondevice", {}), mlx_lm.stated_in(config)
+                found = mlx_lm.stated_in(config)
                 scale = number(config["lora_parameters"]["scale"], "scale")
             weights = own.get("weights_sha256")
             # where nothing else decides, the tensors say which modules are adapted
@@ -138,8 +141,8 @@ class AdapterFiles:
             raise BundleError(f"{self.config} is damaged: it has no {problem}") from None
         except _DAMAGE as problem:
             raise BundleError(f"{self.config} is damaged: {problem}") from None
-        if lora.problem:
-            raise BundleError(f"{self.config}: {lora.problem}")
+        if lora.problem or lora.prefix:
+            raise BundleError(f"{self.config}: {lora.problem or 'a LoRA adapter has no prefix'}")
         if scale is not None and not math.isclose(scale, lora.scale):
             raise BundleError(
                 f"{self.config}: its scale is {scale:g}, that of its settings {lora.scale:g}"
@@ -147,6 +150,13 @@ class AdapterFiles:
         if "lora" not in own:
             lora = self._completed(lora)
         return Stated(lora, weights)
+
+    def _prefix(self, own: dict[str, Any]) -> Stated:
+        """What the configuration of a prefix says, all of which is ours."""
+        lora = msgspec.convert(own["lora"], LoraSettings)
+        if lora.problem or not lora.prefix:
+            raise BundleError(f"{self.config}: {lora.problem or 'a prefix has no rows'}")
+        return Stated(lora, own.get("weights_sha256"))
 
     def _completed(self, lora: LoraSettings) -> LoraSettings:
         """The settings with the targets and layers that the tensors have."""

@@ -18,7 +18,7 @@ from typing import IO, Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.adapters.mlx_lm import CONFIG, WEIGHTS, config_of
+from ondevice.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
 from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError, DivergedError
 from ondevice.files import fsync_path, storage_errors, write_atomic
@@ -49,13 +49,7 @@ class Adapters:
     @staticmethod
     def shapes_of(manifest: Manifest, block: Block) -> dict[str, tuple[int, int]]:
         """The shapes of one block's tensors, in program order."""
-        rank = manifest.lora.rank
-        found: dict[str, tuple[int, int]] = {}
-        for name in manifest.adapted(block):
-            matrix = manifest.matrices[block.tensor(name)]
-            found[f"{block.tensor(name)}.lora_a"] = (matrix.columns, rank)
-            found[f"{block.tensor(name)}.lora_b"] = (rank, matrix.rows)
-        return found
+        return manifest.adapter_shapes(block)
 
     @classmethod
     def shapes(cls, manifest: Manifest) -> dict[str, tuple[int, int]]:
@@ -72,7 +66,10 @@ class Adapters:
 
     @classmethod
     def initial(cls, manifest: Manifest, seed: int, into: Tensors | None = None) -> Adapters:
-        """New adapters in `into`: A uniform in +-1/sqrt(in), keyed by (seed, name), and B zero."""
+        """New adapters in `into`: A uniform in +-1/sqrt(in), keyed by (seed, name), and B zero.
+
+        A prefix is zero, until `runtime.methods.first_prefix` fills it.
+        """
         tensors: Tensors = {} if into is None else into
         for name, shape in cls.shapes(manifest).items():
             if name.endswith("lora_a"):
@@ -91,14 +88,11 @@ class Adapters:
 
     def loras(self, block: Block) -> dict[str, Lora]:
         """The block's adapters by relative name."""
-        return {
-            name: Lora(
-                self._copy(f"{block.tensor(name)}.lora_a"),
-                self._copy(f"{block.tensor(name)}.lora_b"),
-                self.scale,
-            )
-            for name in self.manifest.adapted(block)
-        }
+        found = {}
+        for name in self.manifest.adapted(block):
+            first, second = self.manifest.adapter_names(block, name)
+            found[name] = Lora(self._copy(first), self._copy(second), self.scale)
+        return found
 
     def _copy(self, name: str) -> mx.array:
         value = self.tensors[name].astype(DTYPES[self.dtype])  # itself where it is float32
@@ -108,13 +102,13 @@ class Adapters:
     def config(self) -> dict[str, Any]:
         """The content of adapter_config.json."""
         lora, layers = self.manifest.lora, self.manifest.layers
+        own = {"ondevice": {"weights_sha256": self.manifest.weights_sha256, "lora": lora.to_json()}}
+        if lora.prefix:
+            return {KIND: PREFIX, **own}  # nothing else, so that mlx-lm refuses it
         keys = [name for block in layers for name in self.manifest.adapted(block)]
         return {
             **config_of(lora, len(layers) - lora.first_layer(len(layers)), keys),
-            "ondevice": {
-                "weights_sha256": self.manifest.weights_sha256,
-                "lora": lora.to_json(),
-            },
+            **own,
         }
 
     def check_finite(self) -> None:
@@ -163,7 +157,7 @@ class Adapters:
         _check_stated(manifest, files)
         expected = cls.shapes(manifest)
         tensors: Tensors = {} if into is None else into
-        with files.opened() as stored:
+        with files.opened() as stored:  # of a prefix too
             stored.check_fits(expected, files.hint)
             for name in expected:
                 tensors[name] = mx.array(stored.read(name))

@@ -39,8 +39,8 @@ class Clipping:
     def store(self, block: Block, gradients: Gradients) -> None:
         """Keep a block's gradients (dA, dB by relative name); those of further parts are added."""
         for name, pair in gradients.items():
-            for suffix, gradient in zip(("lora_a", "lora_b"), pair, strict=True):
-                full = f"{block.tensor(name)}.{suffix}"
+            names = self.adapters.manifest.adapter_names(block, name)
+            for full, gradient in zip(names, pair, strict=True):
                 value = gradient
                 if full in self._stored:
                     value = self._gradients[full] + gradient
@@ -65,10 +65,8 @@ class Clipping:
         for block in reversed(manifest.layers):
             scaled: Gradients = {}
             for name in manifest.adapted(block):
-                path = block.tensor(name)
-                da, db = (
-                    self._gradients[f"{path}.{suffix}"] * scale for suffix in ("lora_a", "lora_b")
-                )
+                first, second = manifest.adapter_names(block, name)
+                da, db = self._gradients[first] * scale, self._gradients[second] * scale
                 mx.eval(da, db)
                 scaled[name] = (da, db)
             optimizer.apply(block, scaled)

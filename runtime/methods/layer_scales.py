@@ -64,10 +64,9 @@ class ScaledDescent(Descent):
         self._interval = interval
         self.layers: tuple[Block, ...] = tuple(filter(manifest.adapted, manifest.blocks))
         self._index = {
-            f"{block.tensor(name)}.{suffix}": index
+            full: index
             for index, block in enumerate(self.layers)
-            for name in manifest.adapted(block)
-            for suffix in ("lora_a", "lora_b")
+            for full in manifest.adapter_shapes(block)
         }
         self._scales: tuple[float, ...] = ()  # of the next directions
         self._latest_scales: tuple[float, ...] = ()  # of the latest update

@@ -71,12 +71,14 @@ def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     descent = None
     if config.lozo_momentum is not None:
         manifest = begin.adapters.manifest
-        if rank > manifest.lora.rank:
-            raise UsageError(
-                f"--lozo-rank {rank} with --lozo-momentum is more than the adapters' rank, "
-                f"{manifest.lora.rank}; give that or less"
-            )
         shapes = Adapters.shapes(manifest)
+        least = min(min(shape) for shape in shapes.values())
+        if rank > least:
+            what = "the rows of the prefix" if manifest.lora.prefix else "the adapters' rank"
+            raise UsageError(
+                f"--lozo-rank {rank} with --lozo-momentum is more than {what}, {least}; give that "
+                "or less"
+            )
         factors = FactorDescent.factors_of(shapes, rank)
         on_disk = MappedTensors(begin.scratch, "momentum", factors)
         descent = FactorDescent(config.lozo_momentum, rank, shapes, on_disk)

@@ -103,9 +103,11 @@ class Optimizer:
     def apply(self, block: Block, gradients: Gradients) -> None:
         """Update the block's adapters with (dA, dB) by relative name."""
         found = {
-            f"{block.tensor(name)}.{suffix}": gradient
+            full: gradient
             for name, pair in gradients.items()
-            for suffix, gradient in zip(("lora_a", "lora_b"), pair, strict=True)
+            for full, gradient in zip(
+                self.adapters.manifest.adapter_names(block, name), pair, strict=True
+            )
         }
         for group in self._groups[block.name]:
             self._apply(group, found)

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.config.shared import ROUNDINGS, TRAINABLE
+from ondevice.config.shared import ROUNDINGS, STORED
 from ondevice.config.zeroth_order import (
     MOST_INTERVAL,
     MOST_POOL,
@@ -152,7 +152,7 @@ class Header:
             raise ValueError(f"its directions share their noise with {self.trained}")
         if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
             raise ValueError("its checksums are not text")
-        if self.trained not in TRAINABLE:
+        if self.trained not in STORED:
             raise ValueError(f"what it trains is {self.trained!r}")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"its rounding is {self.rounding!r}")

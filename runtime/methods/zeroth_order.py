@@ -212,9 +212,9 @@ class ZerothOrder:
 
     def _names(self, block: Block) -> list[str]:
         return [
-            f"{block.tensor(name)}.{suffix}"
+            full
             for name in self.adapters.manifest.adapted(block)
-            for suffix in ("lora_a", "lora_b")
+            for full in self.adapters.manifest.adapter_names(block, name)
         ]
 
     def _losses(

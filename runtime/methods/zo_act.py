@@ -32,12 +32,18 @@ def demand(config: StepConfig) -> Demand:
     """See `demand_of`: two hidden states for each row and direction; for new adapters only.
 
     Raises:
-        UsageError: trained adapters are given, whose A no basis could replace.
+        UsageError: trained adapters are given, whose A no basis could replace; or a prefix is to
+            be trained, which has no inputs.
     """
     if config.adapter is not None:
         raise UsageError(
             f"--adapter is not for {config.method}: it begins with new adapters, whose A is a "
             "basis of the inputs; leave it out, or give --method mezo"
+        )
+    if config.trainable == "prefix":
+        raise UsageError(
+            f"--trainable prefix is not for {config.method}, which trains coefficients of a basis "
+            "of matrices' inputs; give --method mezo, or --trainable lora"
         )
     found = demand_of(config, TwoPoint(config.directions))
     first_rows = found.hidden_states  # their slots hold the rows of the basis

@@ -6,6 +6,7 @@ operation needs while it runs (`ondevice.operations`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,12 +168,13 @@ class PeakModel:
 
     def _adapters(self, block: Block) -> dict[str, int]:
         """The float32 bytes of each of a block's adapters."""
-        rank = self.manifest.lora.rank
-        sizes = {}
-        for name in self.manifest.adapted(block):
-            matrix = self.manifest.matrices[block.tensor(name)]
-            sizes[name] = (matrix.rows + matrix.columns) * rank * F32
-        return sizes
+        shapes = self.manifest.adapter_shapes(block)
+        return {
+            name: sum(
+                math.prod(shapes[full]) * F32 for full in self.manifest.adapter_names(block, name)
+            )
+            for name in self.manifest.adapted(block)
+        }
 
     # Blocks.
 

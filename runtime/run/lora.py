@@ -16,9 +16,9 @@ import msgspec
 from ondevice.adapters.mlx_lm import CONFIG
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.store import Bundle
-from ondevice.config.shared import StepConfig
+from ondevice.config.shared import USUAL_PREFIX, StepConfig
 from ondevice.errors import UsageError
-from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
+from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings, prefix_settings
 from ondevice.notes import warning
 from runtime.methods.adapters import lora_of
 
@@ -44,12 +44,21 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
         UsageError: the model lacks a target or so many layers, or the adapter has other settings.
     """
     manifest = bundle.manifest
-    config = replace(config, trainable=config.trainable or manifest.trainable)
+    adapter = None
+    if config.adapter is not None and config.trainable != "full":
+        adapter = lora_of(Path(config.adapter))
+    config = replace(config, trainable=config.trainable or _trainable(config, adapter, manifest))
+    if config.trains_prefix:
+        return _with_prefix(config, bundle, adapter)
+    if adapter is not None and adapter.prefix:
+        raise UsageError(
+            f"--trainable {config.trainable}: the adapter in {config.adapter} is a prefix; give "
+            "--trainable prefix, or start with new adapters (without --adapter)"
+        )
     if config.trains_all:
         if config.rounding is None:
             config = replace(config, rounding=_rounding(manifest))
         return config, _without_adapters(config, bundle)
-    adapter = None if config.adapter is None else lora_of(Path(config.adapter))
     lora = _checked(_with_given(config, adapter or manifest.lora), manifest)
     if adapter is not None:
         _check_adapter(config, manifest, adapter, lora)
@@ -65,8 +74,42 @@ def to_resume(config: C, bundle: Bundle) -> tuple[C, Bundle]:
     """
     if config.trains_all:
         return config, _without_adapters(config, bundle)
+    if config.trains_prefix:
+        return _with_prefix(config, bundle, None)
     lora = _checked(_with_given(config, bundle.manifest.lora), bundle.manifest)
     return _filled(config, lora), bundle.with_lora(lora)
+
+
+def _trainable(config: StepConfig, adapter: LoraSettings | None, manifest: Manifest) -> str:
+    """What is trained where nobody has said so: an adapter to start from says it too."""
+    if adapter is not None and adapter.prefix:
+        return "prefix"
+    if config.prefix_length is not None:
+        raise UsageError(
+            f"--prefix-length {config.prefix_length} is an option of --trainable prefix; give both"
+        )
+    return manifest.trainable
+
+
+def _with_prefix(config: C, bundle: Bundle, adapter: LoraSettings | None) -> tuple[C, Bundle]:
+    """The configuration with the prefix's length, and the bundle with such a prefix.
+
+    Raises:
+        UsageError: the adapter to start from is none, or has another length.
+    """
+    rows = config.prefix_length
+    if adapter is not None and not adapter.prefix:
+        raise UsageError(
+            f"--trainable prefix: the adapter in {config.adapter} is a LoRA adapter; give "
+            "--trainable lora, or start with a new prefix (without --adapter)"
+        )
+    if adapter is not None and rows not in (None, adapter.prefix):
+        raise UsageError(
+            f"--prefix-length {rows}: the prefix in {config.adapter} has {adapter.prefix} rows; "
+            "leave it out, or start with a new prefix (without --adapter)"
+        )
+    rows = rows or (USUAL_PREFIX if adapter is None else adapter.prefix)
+    return replace(config, prefix_length=rows), bundle.with_lora(prefix_settings(rows))
 
 
 def _rounding(manifest: Manifest) -> str:
@@ -125,6 +168,19 @@ def _without_configuration(adapter: str, lora: LoraSettings, way_out: str = "") 
         f"bundle's default is taken, {lora.scale:g} (alpha {lora.alpha:g}, rank {lora.rank})"
         + (f"; {way_out}" if way_out else "")
     )
+
+
+def refuse_prefix(lora: LoraSettings, adapter: Path, why: str) -> None:
+    """Refuse an adapter that is a prefix, where only LoRA adapters can be used.
+
+    Raises:
+        UsageError: it is one; `why` is said.
+    """
+    if lora.prefix:
+        raise UsageError(
+            f"{adapter} is a prefix of keys and values, which stays beside its bundle: {why}. Use "
+            "it with ondevice eval, generate or chat --adapter, or train with --trainable lora"
+        )
 
 
 def _with_given(config: StepConfig, lora: LoraSettings) -> LoraSettings:

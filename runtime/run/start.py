@@ -332,6 +332,11 @@ def _first_adapters(config: TrainConfig, session: Session, folder: RunFolder) ->
     manifest, tensors = session.bundle.manifest, _scratch_tensors(session, folder)
     if config.adapter is None:
         adapters = Adapters.initial(manifest, config.seed, tensors)
+        if config.trains_prefix:
+            from runtime.methods.first_prefix import fill_prefix  # other runs need it not
+
+            fill_prefix(session.model, adapters, config.seed, session.plan.bucket)
+            folder.keep_initial(adapters)
     else:
         adapters = Adapters.load(manifest, Path(config.adapter), tensors)
     return adapters.in_dtype(config.adapter_dtype)

@@ -105,10 +105,10 @@ def mebp(
     found: dict[str, mx.array] = {}
 
     def update(block: Any, gradients: Any) -> None:
-        for name, (da, db) in gradients.items():
-            assert f"{block.tensor(name)}.lora_a" not in found
-            found[f"{block.tensor(name)}.lora_a"] = da
-            found[f"{block.tensor(name)}.lora_b"] = db
+        for name, pair in gradients.items():
+            names = manifest.adapter_names(block, name)
+            assert names[0] not in found
+            found.update(zip(names, pair, strict=True))
 
     tokens = sum(len(row.targets) for row in rows)
     backprop = Backprop(model, adapters, scratch, 1, kept, dropout)

@@ -22,8 +22,9 @@ import numpy.typing as npt
 from ondevice.operations.attention import STARTS, Attention
 from runtime.engine.arrays import Arrays
 from runtime.engine.kernels.base import Run, Tools
+from runtime.engine.kernels.prefix import Prefix, by_head, prefix_rows, transposed, watch_keys
 from runtime.engine.sums import row_sums
-from runtime.engine.values import Gradients, Loras, Values
+from runtime.engine.values import Gradients, Loras, Values, accumulate
 
 MASKED = -1e30  # added to a score, which vanishes in its rounding
 Starts = npt.NDArray[np.int32]
@@ -48,7 +49,7 @@ class QueryBlocks:
             yield start, stop, first, _mask(start, stop, first, window, starts)
 
     def _scores(self, q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
-        s = _multiply(q * scale, k.swapaxes(-1, -2))
+        s = by_head(q * scale, k.swapaxes(-1, -2))
         mx.eval(s)
         self.arrays.add_to(s, ..., mask)
         return s
@@ -61,12 +62,14 @@ class QueryBlocks:
         scale: float,
         window: int | None,
         starts: Starts | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Attend.
 
         Args:
             q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
             starts: where each token's row starts, in a sequence of packed rows.
+            prefix: further keys and values, which all queries see.
         Returns:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
@@ -79,9 +82,19 @@ class QueryBlocks:
             keys = k[0, :, None, first:stop]
             s = self._scores(grouped[:, :, start:stop], keys, scale, mask)
             top = arrays.row_max(s)
+            if prefix is not None:
+                further = prefix.scores(grouped[:, :, start:stop], scale)
+                top = mx.maximum(top, arrays.row_max(further))
+                mx.eval(top)
             p = arrays.exp_below(s, top)
             total = row_sums(p)
-            out = _multiply(p, v[0, :, None, first:stop]) / total
+            out = by_head(p, v[0, :, None, first:stop])
+            if prefix is not None:
+                weights = arrays.exp_below(further, top)
+                total, out = total + row_sums(weights), out + prefix.output(weights)
+                mx.eval(total, out)
+                del further, weights
+            out = out / total
             lse = top + mx.log(total)
             del s, p
             mx.eval(out, lse)
@@ -101,8 +114,12 @@ class QueryBlocks:
         scale: float,
         window: int | None,
         starts: Starts | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned."""
+        prefix: Prefix | None = None,
+    ) -> tuple[mx.array, ...]:
+        """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned.
+
+        Of a prefix, dK (K, m, D) and dV (K, m, E) follow.
+        """
         arrays = self.arrays
         _, heads, length, width = q.shape
         groups = k.shape[1]
@@ -112,6 +129,10 @@ class QueryBlocks:
         outputs = out.reshape(d_grouped.shape)
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
         mx.eval(dk, dv)
+        further: list[mx.array] = []
+        if prefix is not None:
+            further = [mx.zeros(part[:, 0].shape) for part in (prefix.keys, prefix.values)]
+            mx.eval(further)
         joined = _Joined(length, arrays)
         for start, stop, first, mask in self._blocks(length, window, starts):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
@@ -120,18 +141,26 @@ class QueryBlocks:
             inner = row_sums(d_rows * outputs[:, :, start:stop])
             mx.eval(inner)
             p = arrays.exp_below(self._scores(rows, keys, scale, mask), lse[:, :, start:stop])
-            arrays.add_to(dv, (slice(None), slice(first, stop)), _outer(p, d_rows))
-            dp = _multiply(d_rows, values.swapaxes(-1, -2))
+            arrays.add_to(dv, (slice(None), slice(first, stop)), transposed(p, d_rows))
+            dp = by_head(d_rows, values.swapaxes(-1, -2))
             mx.eval(dp)
             ds = arrays.weighed(dp, inner, p, scale)
             del p, dp
-            dq = _multiply(ds, keys)
-            arrays.add_to(dk, (slice(None), slice(first, stop)), _outer(ds, rows))
+            dq = by_head(ds, keys)
+            arrays.add_to(dk, (slice(None), slice(first, stop)), transposed(ds, rows))
             mx.eval(dq)
             del ds
+            if prefix is not None:
+                sums = lse[:, :, start:stop]
+                part, *found = prefix.backward(rows, sums, inner, d_rows, scale, arrays)
+                dq = dq + part
+                mx.eval(dq)
+                for whole, one in zip(further, found, strict=True):
+                    arrays.add_to(whole, ..., one)
+                del part, found
             joined.put(start, dq)
             del dq
-        return joined.whole.reshape(q.shape), dk[None], dv[None]
+        return joined.whole.reshape(q.shape), dk[None], dv[None], *further
 
 
 @dataclass
@@ -167,20 +196,6 @@ def _mask(start: int, stop: int, first: int, window: int | None, starts: Starts 
     return mx.array(masked * np.float32(MASKED))
 
 
-def _multiply(x: mx.array, y: mx.array) -> mx.array:
-    """x (K, R, t, n) times y (K, 1, n, m), one product per key head: (K, R, t, m)."""
-    groups, repeats, rows, inner = x.shape
-    flat = x.reshape(groups, repeats * rows, inner) @ y[:, 0]
-    return flat.reshape(groups, repeats, rows, -1)
-
-
-def _outer(x: mx.array, y: mx.array) -> mx.array:
-    """Sum over heads of a group and rows of x (K, R, t, n)^T y (K, R, t, m): (K, n, m)."""
-    groups, repeats, rows, _ = x.shape
-    left = x.reshape(groups, repeats * rows, -1)
-    return left.swapaxes(-1, -2) @ y.reshape(groups, repeats * rows, -1)
-
-
 @dataclass(frozen=True)
 class AttentionKernel:
     """The `Attention` operation: its output, the log-sum-exp of each row, and their backward."""
@@ -193,10 +208,12 @@ class AttentionKernel:
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Attention)
-        for values in lanes:
+        for values, own in zip(lanes, loras, strict=True):
             q, k, v = (values[name] for name in operation.inputs)
             scale, window = operation.scale, operation.window
-            out, sums = self.blocks.forward(q, k, v, scale, window, _starts(values))
+            watch_keys(own, operation.prefix, k, v)
+            prefix = Prefix.of(own.get(operation.prefix), k.shape[1])
+            out, sums = self.blocks.forward(q, k, v, scale, window, _starts(values), prefix)
             mx.eval(out, sums)
             values[operation.outputs[0]] = out
             for name in run.instruction.statistics:
@@ -206,7 +223,8 @@ class AttentionKernel:
         operation = run.operation(Attention)
         q, k, v = (values[name] for name in operation.inputs)
         (output,), (statistic,) = operation.outputs, operation.statistics
-        results = self.blocks.backward(
+        prefix = Prefix.of(loras.get(operation.prefix), k.shape[1])
+        dq, dk, dv, *further = self.blocks.backward(
             q,
             k,
             v,
@@ -216,8 +234,12 @@ class AttentionKernel:
             operation.scale,
             operation.window,
             _starts(values),
+            prefix,
         )
-        return dict(zip(operation.inputs, results, strict=True))
+        if further:
+            d_keys, d_values = map(prefix_rows, further)
+            accumulate(gradients, {operation.prefix: (d_keys, d_values)})
+        return dict(zip(operation.inputs, (dq, dk, dv), strict=True))
 
 
 def _starts(values: Values) -> Starts | None:

@@ -16,6 +16,7 @@ from ondevice.operations.cached_attention import CachedAttention
 from ondevice.operations.values import POSITION
 from runtime.engine.arrays import Arrays
 from runtime.engine.kernels.base import Run, Tools
+from runtime.engine.kernels.prefix import Prefix
 from runtime.engine.sums import row_sums
 from runtime.engine.values import Gradients, Loras, Values
 
@@ -48,10 +49,18 @@ class Ring:
         last = written - 1
         return last - (last - np.arange(min(self.slots, written))) % self.slots
 
-    def attend(self, q: mx.array, position: int, scale: float, window: int | None) -> mx.array:
+    def attend(
+        self,
+        q: mx.array,
+        position: int,
+        scale: float,
+        window: int | None,
+        prefix: Prefix | None = None,
+    ) -> mx.array:
         """out (1, H, T, E) of the queries q (1, H, T, D) of the tokens from `position` on.
 
-        Keys and values of these tokens must have been written, and no later ones.
+        They see a prefix besides, which is not in the ring. Keys and values of these tokens must
+        have been written, and no later ones.
         """
         _, heads, length, width = q.shape
         groups = self.keys.shape[1]
@@ -65,11 +74,19 @@ class Ring:
         if mask is not None:
             self.arrays.add_to(s, ..., mask)
         top = self.arrays.row_max(s)
+        if prefix is not None:
+            further = prefix.scores(q.reshape(groups, heads // groups, length, width), scale)
+            top = mx.maximum(top, self.arrays.row_max(further))
+            mx.eval(top)
         p = self.arrays.exp_below(s, top)
         del s
         total = row_sums(p)
         out = p.reshape(groups, -1, used) @ self.values[0, :, :used]
-        out = out.reshape(groups, heads // groups, length, -1) / total
+        out = out.reshape(groups, heads // groups, length, -1)
+        if prefix is not None:
+            weights = self.arrays.exp_below(further, top)
+            total, out = total + row_sums(weights), out + prefix.output(weights)
+        out = out / total
         mx.eval(out)
         return out.reshape(1, heads, length, -1)
 
@@ -97,13 +114,14 @@ class CachedAttentionKernel:
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(CachedAttention)
-        for values in lanes:
+        for values, own in zip(lanes, loras, strict=True):
             q, k, v = (values[name] for name in operation.inputs)
             keys, past = (values[name] for name in operation.cache)
             position = int(values[POSITION].item())  # type: ignore[arg-type]
             ring = Ring(keys, past, self.tools.arrays)
             ring.write(k, v, position)
-            out = ring.attend(q, position, operation.scale, operation.window)
+            prefix = Prefix.of(own.get(operation.prefix), k.shape[1])
+            out = ring.attend(q, position, operation.scale, operation.window, prefix)
             values[operation.outputs[0]] = out
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 from support.generation import dense_logits
 from support.layouts import LAYOUTS
 from support.models import FAMILIES, adapters_of
+from support.prefixes import prefix_of, with_prefix
 
+from harness.oracles.prefix import prefix_logits
 from ondevice.bundle.store import Bundle
 from ondevice.errors import BudgetError
 from ondevice.lora import LoraSettings
@@ -33,6 +35,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "generous": {},
     "half": {"lanes": 3, "materialized_layers": 1, "materialized_head": False},
 }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None:
+    bundle = with_prefix(tiny(family), int(rng.choice([1, 5, 20])))
+    adapters, tokens = prefix_of(bundle, rng), tokens_of(bundle, rng, 90)
+    expected = prefix_logits(bundle, adapters, tokens)
+    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    for end, logits in read_in_parts(decoder, tokens, rng).items():
+        assert agrees(logits, expected[end - 1]), end
 
 
 def plan_of(bundle: Bundle, kind: str = "generous") -> Plan:
