@@ -88,7 +88,7 @@ class Search:
 SEARCHES: dict[str, Search] = {
     "mebp": Search({"learning_rate": (1e-4, 3e-4, 1e-3)}, 20, 1_000),
     "mezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
-    "fzoo": Search({"learning_rate": (3e-7, 1e-6, 3e-6), "epsilon": (1e-3,)}, 100, 100_000),
+    "fzoo": Search({"learning_rate": (3e-6, 1e-5, 3e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "kzoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "one-point": Search({"learning_rate": (1e-7, 1e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),

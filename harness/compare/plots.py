@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,7 @@ from harness.report.figure import (
 )
 
 BUDGET_SHOWN = 4  # times the largest peak: a higher line would flatten all others
+LOSS_SHOWN = 1.2  # times the loss before training: a run that diverges would flatten all others
 Methods = Mapping[str, Mapping[str, Any]]
 
 
@@ -42,9 +44,12 @@ def _quality(
     """A quality against steps or forward passes, on a logarithmic axis, and against seconds."""
     counted = "forward_passes" if report["settings"]["equal"] == "forward-passes" else "step"
     figure, (by_step, by_second) = new_figure(1, 2, 3.9)
+    start = factor * report["baseline"][key]
+    above = LOSS_SHOWN * start if key == "loss" else math.inf
     for index, (name, one) in enumerate(methods.items()):
         points = one["curve"]["points"]
         values = [factor * point[key] for point in points]
+        highest = max(values)
         for axes, against in ((by_step, counted), (by_second, "seconds")):
             places = [point[against] for point in points]
             # a logarithmic axis cannot show step 0; the grey line shows its value
@@ -52,13 +57,14 @@ def _quality(
             axes.plot(
                 places[from_:],
                 values[from_:],
-                label=name,
+                label=name if highest <= above else f"{name}, up to {highest:.1f}",
                 linewidth=1.6,
                 markersize=4,
                 **style(index),
             )
     for axes in (by_step, by_second):
-        start = factor * report["baseline"][key]
+        if axes.get_ylim()[1] > above:
+            axes.set_ylim(0, above)
         axes.axhline(start, color=GREY, linewidth=1, linestyle=":", label="before training")
         target = report["settings"]["target_loss"]
         if key == "loss" and target:

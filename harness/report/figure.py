@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-MARKERS = ("o", "s", "^", "D")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v")  # no common factor, so that 35 lines have a look of their own
 GREY = "#666666"
 Picture = tuple[str, bytes]  # a caption and PNG bytes
 
