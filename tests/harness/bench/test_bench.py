@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.bench import bench as benches
-from harness.bench import benchmark, published, zo2_ablation
+from harness.bench import benchmark, packing, published, zo2_ablation
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.block_profiles import _shares, together
 from harness.bench.mebp_tables import TABLE2
@@ -31,6 +31,7 @@ from harness.measure.repeats import (
 from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.config.bench import BenchConfig
 from ondevice.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
+from ondevice.methods import USUAL
 
 MODEL = "tiny-qwen2"
 
@@ -394,11 +395,15 @@ def test_all_in_memory_needs_a_bundle_of_all_parameters(bundles: Path, tmp_path:
     assert done.returncode == 2 and "are in memory anyway" in done.stderr
 
 
-def test_packing(bundles: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", [("mebp",), pytest.param(USUAL, marks=pytest.mark.slow)])
+def test_packing(
+    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(packing, "USUAL", methods)
     report = run(bundles, tmp_path, "packing", seq_lens="128")
     found = report["rows"][0]["variants"]
-    assert len(found) == 2 * 3
-    for packed, batch, alone in (found[:3], found[3:]):
+    assert len(found) == len(methods) * 3
+    for packed, batch, alone in (found[at : at + 3] for at in range(0, len(found), 3)):
         assert [one["failed"] for one in (packed, batch, alone)] == [None] * 3
         assert batch["how"] == "3 rows a step" and alone["how"] == "1 row a step"
         first, second, third = (one["processes"][0] for one in (packed, batch, alone))
