@@ -63,7 +63,7 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "gradient-norm": (1e-3, 20),
 }
 NEW_ADAPTERS = {"zo-act"}  # with which it begins
-FEWEST_ROWS = {"grzo": 2}  # of a step
+ROWS_OF_STEP = {"grzo": 4}  # the deviation of two is near zero now and then, and the step huge
 TILES = {"tile_values": 20_000, "chunk_rows": 200}  # larger: both sides have the same
 STEADIER = {"one-point": {"queries": 8}}  # two directions are too noisy for few steps
 
@@ -128,7 +128,7 @@ def test_it_learns_a_row(tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: P
     if case in NEW_ADAPTERS:
         adapters = Adapters.initial(bundle.manifest, seed)
     rate, steps = LEARNING[case]
-    rows = rows_of(bundle, rng, 1) * FEWEST_ROWS.get(case, 1)
+    rows = rows_of(bundle, rng, 1) * ROWS_OF_STEP.get(case, 1)
     before = plain_loss(model, adapters, rows)
     config = config_of(case, seed, **STEADIER.get(case, {}))
     method = started(config, model, adapters, tmp_path, len(rows), 8)
@@ -181,7 +181,7 @@ def test_a_damaged_state_is_refused(
 ) -> None:
     bundle = tiny("qwen2")
     config = config_of(case, seed)
-    rows = FEWEST_ROWS.get(case, 1)
+    rows = ROWS_OF_STEP.get(case, 1)
     adapters = Adapters.initial(bundle.manifest, seed)
     method = started(config, model_of(bundle, 16, **TILES), adapters, tmp_path, rows, 4)
     state = tmp_path / "state"
