@@ -45,7 +45,7 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
     """
     manifest = bundle.manifest
     adapter = None
-    if config.adapter is not None and config.trainable != "full":
+    if config.adapter is not None and (config.trainable or manifest.trainable) != "full":
         adapter = lora_of(Path(config.adapter))
     config = replace(config, trainable=config.trainable or _trainable(config, adapter, manifest))
     if config.trains_prefix:
