@@ -116,30 +116,32 @@ def ours(way: Path, bundle: Bundle, tokens: list[int]) -> np.ndarray:
     return engine_logits(adapted, adapters, np.array(tokens))
 
 
-def plain_checkpoint(way: Path) -> Path:
+@pytest.fixture(scope="module")
+def plain(way: Path, shared: Shared) -> Path:
     """The bundle's own values as a checkpoint, to which an adapter written for others is added."""
-    out = way / "plain"
-    if not out.exists():
-        done = ondevice("fuse", way / "bundle", "-o", out, "--dtype", "float32")
+
+    def make(path: Path) -> None:
+        done = ondevice("fuse", way / "bundle", "-o", path, "--dtype", "float32")
         assert done.returncode == 0, done.stderr
-    return out
+
+    return shared("a newcomer's plain checkpoint", make)
 
 
 def test_the_fused_model_has_the_same_logits(
-    way: Path, ours: np.ndarray, tokens: list[int]
+    way: Path, plain: Path, ours: np.ndarray, tokens: list[int]
 ) -> None:
     fused = mlx_lm_logits(way / "my-fused-model", np.array(tokens))
-    plain = mlx_lm_logits(plain_checkpoint(way), np.array(tokens))
-    assert relative(fused, ours) <= 1e-4 < relative(plain, ours)
+    unadapted = mlx_lm_logits(plain, np.array(tokens))
+    assert relative(fused, ours) <= 1e-4 < relative(unadapted, ours)
 
 
 @pytest.mark.slow
 def test_transformers_and_peft_have_the_same_logits(
-    way: Path, ours: np.ndarray, tokens: list[int]
+    way: Path, plain: Path, ours: np.ndarray, tokens: list[int], tmp_path: Path
 ) -> None:
     interpreter(*TORCH)
-    plain = plain_checkpoint(way)
-    theirs = peft_logits(plain, way / "my-adapter", tokens, way)
+    theirs = peft_logits(plain, way / "my-adapter", tokens, tmp_path)
     assert relative(theirs, ours) <= 1e-3
-    fused = peft_logits(way / "my-fused-model", "-", tokens, way)
-    assert relative(fused, ours) <= 1e-3 < relative(peft_logits(plain, "-", tokens, way), ours)
+    fused = peft_logits(way / "my-fused-model", "-", tokens, tmp_path)
+    unadapted = peft_logits(plain, "-", tokens, tmp_path)
+    assert relative(fused, ours) <= 1e-3 < relative(unadapted, ours)

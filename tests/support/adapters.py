@@ -17,9 +17,11 @@ Rng = np.random.Generator
 SOME = {"rank": 3, "alpha": 5.0, "targets": ("q_proj", "k_proj", "down_proj"), "layers": 1}
 
 
-def saved_adapter(bundle: Bundle, rng: Rng, folder: Path, **lora: object) -> Adapters:
-    """Random adapters of these settings, in a folder as ours."""
-    adapters = adapters_of(with_lora(bundle, **lora), rng)
+def saved_adapter(
+    bundle: Bundle, rng: Rng, folder: Path, size: float = 0.05, **lora: object
+) -> Adapters:
+    """Random adapters of these settings, B of this size, in a folder as ours."""
+    adapters = adapters_of(with_lora(bundle, **lora), rng, size)
     folder.mkdir()
     adapters.save(folder)
     return adapters

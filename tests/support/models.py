@@ -37,12 +37,15 @@ CLOSE = 1e-5
 BATCH = (31, 20, 27)  # tokens of rows: at most 32 (a bucket), none fills it
 
 
-def adapters_of(bundle: Bundle, rng: Rng) -> Adapters:
-    """Adapters whose B is not zero, so that every gradient depends on every tensor."""
+def adapters_of(bundle: Bundle, rng: Rng, size: float = 0.05) -> Adapters:
+    """Adapters whose B is not zero, so that every gradient depends on every tensor.
+
+    size: the standard deviation of B.
+    """
     adapters = Adapters.initial(bundle.manifest, int(rng.integers(1 << 30)))
     for name, value in adapters.tensors.items():
         if name.endswith("lora_b"):
-            noise = rng.standard_normal(value.shape).astype(np.float32) * 0.05
+            noise = rng.standard_normal(value.shape).astype(np.float32) * size
             adapters.tensors[name] = mx.array(noise)
     return adapters
 
