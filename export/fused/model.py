@@ -14,9 +14,9 @@ import numpy.typing as npt
 from export.packed import F32, FloatType, PackedRows, Packing, Plain, Stored
 from export.sources.families import MODEL_TYPES, completed_config, expected_shapes
 from export.sources.source import Checkpoint, check_tensors
-from ondevice.adapters.fused import adapters_in, digest_of
+from ondevice.adapters.fused import adapters_in, digest_of, refuse_held
 from ondevice.bundle.store import TOKENIZER, Bundle
-from ondevice.errors import BundleError, UsageError
+from ondevice.errors import BundleError
 from ondevice.files import read_file, reading_errors
 from ondevice.operations.tensors import Extent, Matrix
 
@@ -174,12 +174,7 @@ def _held(bundle: Bundle, added: Mapping[str, LowRank]) -> list[str]:
         for part in ("a", "b")
     }
     digest = digest_of(tensors.items(), next(iter(added.values())).scale)
-    if digest in held:
-        raise UsageError(
-            f"{bundle.path} holds this adapter in its weights already, and would get it a second "
-            "time; use the bundle without --adapter, or fuse the adapter into the bundle that it "
-            "was trained on"
-        )
+    refuse_held(digest, held, str(bundle.path))
     return [*held, digest]
 
 

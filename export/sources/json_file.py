@@ -7,13 +7,18 @@ from typing import Any
 
 from ondevice.documents import from_json
 from ondevice.errors import BundleError
-from ondevice.files import read_file
+from ondevice.files import read_small
+
+_MOST_BYTES = 64 << 20  # far above any index of tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds. Raises BundleError if it is missing or holds no object."""
+    """The object that a file holds.
+
+    Raises BundleError if it is missing, holds no object, or has more than 64 MiB.
+    """
     try:
-        value = from_json(read_file(path))
+        value = from_json(read_small(path, _MOST_BYTES, "a description of a checkpoint"))
     except FileNotFoundError:
         raise BundleError(f"{path}: missing; a checkpoint folder needs it") from None
     except OSError as e:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, UsageError
 
 IN_CONFIG, IN_GGUF = "ondevice_fused", "ondevice.fused"  # keys of config.json and of GGUF metadata
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -23,6 +23,20 @@ def digest_of(parts: Iterable[tuple[str, bytes]], scale: float) -> str:
         found.update(f"\n{name} {len(data)}\n".encode())
         found.update(data)
     return found.hexdigest()
+
+
+def refuse_held(digest: str, held: Iterable[str], where: str) -> None:
+    """Refuse to add an adapter to a model whose weights hold it.
+
+    Raises:
+        UsageError: `digest` is one of those that the model at `where` holds.
+    """
+    if digest in held:
+        raise UsageError(
+            f"{where} holds this adapter in its weights already, and would get it a second "
+            "time; use the bundle without --adapter, or the adapter with the bundle that it was "
+            "trained on"
+        )
 
 
 def adapters_in(provenance: Mapping[str, Any], where: str) -> list[str]:

@@ -18,6 +18,7 @@ from typing import IO, Any
 import mlx.core as mx
 import numpy as np
 
+from ondevice.adapters.fused import adapters_in, digest_of, refuse_held
 from ondevice.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
 from ondevice.bundle.manifest import Manifest
 from ondevice.errors import BundleError, DivergedError
@@ -151,7 +152,8 @@ class Adapters:
 
         Raises:
             BundleError: they are damaged, of another bundle, or not what their run saved.
-            UsageError: the path is not valid UTF-8, or its run has trained all parameters.
+            UsageError: the path is not valid UTF-8, its run has trained all parameters, or the
+                bundle's weights hold these adapters already.
         """
         files = AdapterFiles.at(source)
         _check_stated(manifest, files)
@@ -161,7 +163,21 @@ class Adapters:
             stored.check_fits(expected, files.hint)
             for name in expected:
                 tensors[name] = mx.array(stored.read(name))
-        return cls(manifest, tensors)
+        found = cls(manifest, tensors)
+        found._refuse_fused()
+        return found
+
+    def _refuse_fused(self) -> None:
+        """Raise UsageError if the model's weights hold these adapters already."""
+        where = "the bundle"
+        held = adapters_in(self.manifest.provenance, where)
+        if not held or self.manifest.lora.prefix:
+            return
+        parts = (
+            (f"{name[: -len('lora_a')]}{name[-1]}", np.array(value, copy=False).tobytes())
+            for name, value in self.tensors.items()
+        )
+        refuse_held(digest_of(parts, self.scale), held, where)
 
 
 def lora_of(source: Path) -> LoraSettings | None:

@@ -302,6 +302,10 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(BundleError, match=r"config\.json: not JSON"):
         open_checkpoint(str(folder))
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(65 << 20)  # a sparse file
+    with pytest.raises(BundleError, match=r"config\.json has 68,157,440 bytes"):
+        open_checkpoint(str(folder))
     (folder / "config.json").unlink()
     with pytest.raises(BundleError, match=r"config\.json: missing"):
         open_checkpoint(str(folder))

@@ -135,6 +135,9 @@ def test_an_adapter_is_not_fused_twice(tiny: Tiny, tmp_path: Path, rng: Rng, for
     done = here("fuse", again, "--adapter", tmp_path / "peft", *words)
     assert done.returncode == 2 and "holds this adapter in its weights already" in done.stderr
     assert not (tmp_path / "twice").exists()
+    scored = ["--data", "random:1", "--adapter", tmp_path / "peft"]
+    done = here("eval", again, *scored)
+    assert done.returncode == 2 and "holds this adapter in its weights already" in done.stderr
     written = ["--to", "peft", "-o", tmp_path / "theirs", "--bundle", bundle.path]
     assert here("adapter", tmp_path / "other", *written).returncode == 0
     done = here("fuse", again, "--adapter", tmp_path / "theirs", *words)
