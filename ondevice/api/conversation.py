@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from ondevice.api.keywords import ChatKeywords
 from ondevice.api.options import configured, taking
-from ondevice.api.process import Note, Said, prepare
+from ondevice.api.process import Note, Said, prepare, refuse_threads
 from ondevice.api.results import Generation
 from ondevice.bundle.store import Bundle
 from ondevice.config.generate import ChatConfig
@@ -46,9 +46,14 @@ class Conversation:
     def __init__(self, config: ChatConfig, on_note: Note | None) -> None:
         self._config, self._said = config, Said(on_note)
         self._chat: Chat | None = None
+        self._answers = False  # while it answers, what it has read must not change
 
     def __enter__(self) -> Self:
         from runtime.run.chat import Chat
+
+        refuse_threads()
+        if self._chat is not None:
+            raise UsageError("the conversation is open already; ondevice.chat begins another")
 
         self._chat = Chat(self._config, self._said.note).__enter__()
         return self
@@ -81,20 +86,34 @@ class Conversation:
             DataError: the bundle has no tokenizer or chat template.
             UsageError: the template refuses the message, or the conversation has become longer
                 than its context: it is as it was before. Or this is outside of the `with`
-                statement.
+                statement or the main thread, or inside of on_text.
         """
+        refuse_threads()
         before = len(self._said.notes)
-        turn, pieces = self._open().say(text), []
-        with closing(iter(turn)) as answer:
-            for piece in answer:
-                pieces.append(piece)
-                if on_text is not None and piece:
-                    on_text(piece)
+        turn, pieces = self._idle().say(text), []
+        self._answers = True
+        try:
+            with closing(iter(turn)) as answer:
+                for piece in answer:
+                    pieces.append(piece)
+                    if on_text is not None and piece:
+                        on_text(piece)
+        finally:
+            self._answers = False
         return Generation(text, "".join(pieces), **turn.facts, notes=self._said.notes[before:])
 
     def reset(self) -> None:
-        """Forget the conversation, but for the system's message."""
-        self._open().reset()
+        """Forget the conversation, but for the system's message.
+
+        Raises UsageError outside of the `with` statement, and inside of on_text.
+        """
+        self._idle().reset()
+
+    def _idle(self) -> Chat:
+        found = self._open()
+        if self._answers:
+            raise UsageError("the conversation is answering: on_text can neither say nor reset")
+        return found
 
     def _open(self) -> Chat:
         if self._chat is None:

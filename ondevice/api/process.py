@@ -38,6 +38,15 @@ class Said:
         return tuple(self._notes)
 
 
+def refuse_threads() -> None:
+    """Raise UsageError outside of the main thread, where MLX's graphs could not run."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "ondevice computes in the main thread alone: MLX's graphs belong to the streams of the "
+            "thread that loads them, and signals to the main one; use a process of its own"
+        )
+
+
 def prepare(keep_heap: bool = True) -> str:
     """Set the process up for MLX; call it before `import mlx` where you import MLX yourself.
 
@@ -51,11 +60,7 @@ def prepare(keep_heap: bool = True) -> str:
     Warns:
         RuntimeWarning: there is no optimized BLAS, or MLX was imported before.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            "ondevice computes in the main thread alone: MLX's graphs belong to the streams of the "
-            "thread that loads them, and signals to the main one; use a process of its own"
-        )
+    refuse_threads()
     from runtime.system.backend import prepare as set_up
 
     found = set_up(keep_heap)

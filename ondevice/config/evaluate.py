@@ -76,6 +76,10 @@ class EvalConfig(BundleConfig, DataOptions):
             problems.append("--source compares the base model: leave out --adapter")
         if self.source is not None and self.task != "perplexity":
             problems.append(f"--source compares predictions: leave out --task {self.task}")
+        if self.source is not None and self.arithmetic != "auto":
+            problems.append("--source compares models in one arithmetic: leave out --arithmetic")
+        if self.adapter is None and self.adapter_dtype != "float32" and self.task != "bfcl":
+            problems.append("--adapter-dtype has no effect without --adapter: leave it out")
         unused = _OF_ROWS if self.task == "bfcl" else _OF_CALLS
         defaults = {one.name: one.default for one in fields(self)}
         problems += [

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -207,6 +208,10 @@ def test_errors_are_the_command_s(tiny: Tiny, tmp_path: Path) -> None:
         ondevice.evaluate(path, "random:0", source="x")  # type: ignore[call-arg]
     with pytest.raises(BudgetError, match="smallest that fits"):
         ondevice.plan(path, budget="1MB", max_seq_length=16)
+    with pytest.raises(UsageError, match="leave out --arithmetic"):
+        ondevice.compare_with_source(path, "x", "random:0", arithmetic="packed")
+    with pytest.raises(UsageError, match="--adapter-dtype has no effect without --adapter"):
+        ondevice.evaluate(path, "random:0", adapter_dtype="bfloat16")
     with pytest.raises(BundleError):
         ondevice.open_bundle(tmp_path)
     with pytest.raises(UsageError, match="no run to resume"):
@@ -235,6 +240,15 @@ def test_a_conversation_is_the_command_s(
         with pytest.raises(ValueError):
             conversation.say("c", on_text=stop)
         assert conversation.messages[-1]["role"] == "assistant"
+        for misuse in (conversation.reset, lambda: conversation.say("d")):
+            with pytest.raises(UsageError, match="is answering"):
+                conversation.say("c", on_text=lambda _, misuse=misuse: misuse())
+        with pytest.raises(UsageError, match="open already"):
+            conversation.__enter__()
+        said, elsewhere = conversation.messages, ThreadPoolExecutor(1)
+        with pytest.raises(UsageError, match="in the main thread alone"):
+            elsewhere.submit(conversation.say, "d").result()
+        assert conversation.messages == said and said[-1]["role"] == "assistant"
         conversation.reset()
         assert conversation.messages == ({"role": "system", "content": "dog"},)
     assert "".join(pieces) == answers[0].text and capsys.readouterr() == ("", "")
