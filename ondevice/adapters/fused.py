@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,9 +17,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def digest_of(parts: Iterable[tuple[str, bytes]], scale: float) -> str:
     """What names an adapter: the SHA-256 of its tensors, given by name as bytes, and its scale.
 
-    It is the same for the same values, whichever tool's files they come from.
+    It is the same for the same values, whichever tool's files they come from. The scale counts as a
+    float32: mlx-lm's files have it times the rank and divided again.
     """
-    found = hashlib.sha256(scale.hex().encode())
+    found = hashlib.sha256(struct.pack("<f", scale))
     for name, data in sorted(parts):
         found.update(f"\n{name} {len(data)}\n".encode())
         found.update(data)

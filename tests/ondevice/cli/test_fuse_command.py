@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from support.text_bundle import text_bundle
 import ondevice
 from export.pack import export_bundle
 from export.sources.families import expected_shapes
+from ondevice.adapters.fused import digest_of
 from ondevice.bundle.store import Bundle, open_bundle
 from runtime.storage.saves import SLOTS
 from runtime.system.backend import prepare
@@ -143,6 +145,14 @@ def test_an_adapter_is_not_fused_twice(tiny: Tiny, tmp_path: Path, rng: Rng, for
     done = here("fuse", again, "--adapter", tmp_path / "theirs", *words)
     assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "twice" / "config.json").read_text())["ondevice_fused"]) == 2
+
+
+def test_a_digest_outlives_the_way_through_mlx_lms_files(rng: Rng) -> None:
+    """They hold the scale times the rank, from which rsLoRA's comes back rounded otherwise."""
+    data = [("x.a", rng.bytes(8)), ("x.b", rng.bytes(8))]
+    scale = 13.0 / math.sqrt(3)
+    assert scale * 3 / 3 != scale
+    assert digest_of(data, scale * 3 / 3) == digest_of(data, scale) != digest_of(data, 7.5)
 
 
 def test_without_a_tokenizer_or_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
