@@ -7,7 +7,7 @@ m rows are `model.layers.N.ATTENTION.prefix_keys` (m, K D) and `.prefix_values` 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, cast
 
 A, B = "lora_a", "lora_b"
@@ -35,6 +35,11 @@ class Coverage(NamedTuple):
     def where(self) -> str:
         """The layers in words."""
         return f"layer {self.last}" if self.layers == 1 else f"layers {self.first} to {self.last}"
+
+
+def is_prefix(names: Iterable[str]) -> bool:
+    """Whether tensors with these names of ours are those of a prefix, and not of LoRA adapters."""
+    return any(name.endswith((f".{KEYS}", f".{VALUES}")) for name in names)
 
 
 def inner_name(name: str) -> str:

@@ -316,10 +316,10 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
                 )
                 if self.was_given(name)
             ]
-        if self.trains_prefix and (given := [*self.given_lora, *self._given_dropout]):
+        if self.trains_prefix and (given := self._lora_flags):
             problems.append(
-                f"trainable prefix has no LoRA adapters: leave {' and '.join(given)} out of LoRA's "
-                "options, or train lora"
+                f"trainable prefix has no LoRA adapters: leave out {' and '.join(given)}, or give "
+                "--trainable lora"
             )
         if self.prefix_length is not None and self.trainable in ("lora", "full"):
             problems.append(
@@ -328,8 +328,10 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         refuse(type(self), [*problems, *self.zeroth_order_problems])
 
     @property
-    def _given_dropout(self) -> list[str]:
-        return ["dropout"] if self.lora_dropout else []
+    def _lora_flags(self) -> list[str]:
+        """The options of LoRA that were given, as they are typed."""
+        found = ["--rslora" if name == "rslora" else f"--lora-{name}" for name in self.given_lora]
+        return [*found, "--lora-dropout"] if self.lora_dropout else found
 
     def was_given(self, name: str) -> bool:
         """Whether an option of this or a derived class has another value than its default."""

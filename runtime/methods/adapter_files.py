@@ -19,7 +19,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ondevice.adapters import mlx_lm, peft
-from ondevice.adapters.names import Coverage, coverage_of, inner_name, number
+from ondevice.adapters.names import Coverage, coverage_of, inner_name, is_prefix, number
 from ondevice.documents import from_json
 from ondevice.errors import BundleError, UsageError
 from ondevice.files import read_small, require_file
@@ -233,7 +233,21 @@ class AdapterTensors:
         """
         if self.shapes == expected:
             return
+        if (prefix := is_prefix(self.shapes)) != is_prefix(expected):
+            kinds = ("LoRA adapters", "a prefix of keys and values")
+            raise BundleError(
+                f"{self._path} does not fit: it holds {kinds[prefix]}, and {kinds[not prefix]} "
+                f"{'are' if prefix else 'is'} expected{hint}; to train with it, give --trainable "
+                f"{'prefix' if prefix else 'lora'}, and for other uses keep its {mlx_lm.CONFIG} "
+                "beside it"
+            )
         found, wanted = self.coverage, coverage_of(expected)
+        if prefix and found.rank != wanted.rank:
+            raise BundleError(
+                f"{self._path} does not fit: its prefix has {found.rank} rows, and {wanted.rank} "
+                f"are expected{hint}; to train with it, give --prefix-length {found.rank}, or "
+                "start with a new prefix (without --adapter)"
+            )
         if found.rank != wanted.rank:
             raise BundleError(
                 f"{self._path} does not fit: its adapters have rank {found.rank}, and rank "

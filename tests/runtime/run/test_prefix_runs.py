@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def test_a_prefix_is_trained_further_and_used(bundle: Path, tmp_path: Path) -> N
     ):
         refused = here(*train_arguments(bundle, tmp_path / "no", 1, adapter=run, **options))
         assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+    alone = tmp_path / "alone"  # without the file that describes it
+    alone.mkdir()
+    shutil.copy(run / "adapters.safetensors", alone)
+    for options, said in (
+        ({}, "it holds a prefix of keys and values, and LoRA adapters are expected"),
+        ({"trainable": "prefix"}, "has 2 rows, and 5 are expected"),
+    ):
+        refused = here(*train_arguments(bundle, tmp_path / "no", 1, adapter=alone, **options))
+        assert refused.returncode == 4 and said in refused.stderr, refused.stderr
     written = here("adapter", run, "--to=peft", "-o", tmp_path / "peft")
     fused = here("fuse", bundle, f"--adapter={run}", "-o", tmp_path / "fused")
     for refused in (written, fused):
@@ -97,7 +107,10 @@ def test_a_prefix_is_trained_further_and_used(bundle: Path, tmp_path: Path) -> N
         ({"prefix_length": 3}, "--prefix-length 3 is an option of --trainable prefix"),
         ({"trainable": "lora", "prefix_length": 3}, "no effect with trainable lora"),
         ({"trainable": "prefix", "prefix_length": 0}, "from 1 to 1024"),
-        ({"trainable": "prefix", "lora_rank": 3}, "trainable prefix has no LoRA adapters"),
+        (
+            {"trainable": "prefix", "lora_rank": 3},
+            "leave out --lora-rank, or give --trainable lora",
+        ),
         ({"trainable": "prefix", "lora_dropout": 0.1}, "trainable prefix has no LoRA adapters"),
         ({"trainable": "prefix", "method": "zo-act"}, "--trainable prefix is not for zo-act"),
         ({"trainable": "prefix", "rounding": "nearest"}, "no effect with trainable prefix"),
