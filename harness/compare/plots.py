@@ -20,6 +20,7 @@ from harness.report.figure import (
 )
 
 BUDGET_SHOWN = 4  # times the largest peak: a higher line would flatten all others
+MARKED = 8  # of a line's points, where each step has one
 LOSS_SHOWN = 1.2  # times the loss before training: a run that diverges would flatten all others
 Methods = Mapping[str, Mapping[str, Any]]
 
@@ -76,7 +77,7 @@ def _quality(
     by_step.set_xlabel("steps" if counted == "step" else "forward passes")
     by_second.set_xlabel("training time (s)")
     by_second.set_xlim(left=0)
-    by_second.legend(frameon=False)
+    by_second.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     words = label.partition(" (")[0].capitalize()
     return f"{words} against {by_step.get_xlabel()} and training time", png(figure)
 
@@ -92,7 +93,13 @@ def _footprint(report: Mapping[str, Any], methods: Methods) -> Picture:
         peak = one["curve"]["peak_bytes"] / 1e6
         top = max(top, peak)
         axes.plot(
-            seconds, megabytes, color=colour(index), linewidth=1, label=f"{name}, after each step"
+            seconds,
+            megabytes,
+            linewidth=1,
+            markersize=4,
+            markevery=max(1, len(seconds) // MARKED),
+            label=f"{name}, after each step",
+            **style(index),
         )
         axes.axhline(peak, color=colour(index), linewidth=1.2, linestyle=":", label=f"{name}, peak")
     budget = report["budget_bytes"] / 1e6
