@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,21 @@ def test_code_that_computes_for_too_long_is_interrupted() -> None:
     with bounded_seconds(100):
         assert limits() != before
     assert limits() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit has a clock of its own on Linux")
+def test_the_limit_counts_from_the_clock_that_it_is_held_against(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where that clock has counted seconds more than the exact one."""
+    while time.process_time() < 3:
+        pass
+    behind = SimpleNamespace(ru_utime=0.0, ru_stime=0.0)
+    monkeypatch.setattr(resource, "getrusage", lambda who: behind)
+    started = time.process_time()
+    with bounded_seconds(1):
+        while time.process_time() < started + 0.1:
+            pass
 
 
 def test_what_restores_the_limit_is_not_interrupted() -> None:
