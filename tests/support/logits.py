@@ -59,8 +59,8 @@ def apart(found: np.ndarray, expected: np.ndarray) -> float:
 def typical(found: np.ndarray, expected: np.ndarray) -> float:
     """The median over the tokens of (T, V) logits of their relative distance.
 
-    For programs that round more than float32 does: with random tokens, a few of them weigh such
-    roundings more than ten times as much as the others do.
+    For programs that round more than float32 does: of random tokens, a few weigh such roundings
+    several times as much as the others do, and would decide a mean.
     """
     distances = np.linalg.norm(found.astype(np.float64) - expected, axis=1)
     return float(np.median(distances / np.linalg.norm(expected, axis=1)))
