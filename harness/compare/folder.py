@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ondevice.config.base import load, to_toml
-from ondevice.config.compare import CompareConfig
+from ondevice.config.compare import BY_METHOD, CompareConfig
 from ondevice.errors import UsageError
 from ondevice.files import storage_errors, write_atomic
 from runtime.data.run_rows import absolute as absolute_data
 
 CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"
 FOLDERS = (SWEEP, RUNS, PROFILE)
-CHANGEABLE = ("methods",)  # settings on which no run depends: those of other methods stay
 
 
 def absolute(config: CompareConfig) -> CompareConfig:
@@ -36,23 +35,21 @@ def absolute(config: CompareConfig) -> CompareConfig:
 def open_folder(folder: Path, config: CompareConfig) -> None:
     """Create the directory, or check that it holds this comparison, maybe of other methods.
 
+    A directory may take further methods with settings of their own. Those of methods that it has
+    already must stay, and are kept for a method that is left out this time.
+
     Raises:
         UsageError: it holds a comparison with other settings, or other files.
     """
     if (folder / CONFIG).exists():
-        known = vars(replace(load(CompareConfig, folder / CONFIG, {}), output=config.output))
-        different = [
-            f"{key} {value!r} (now {getattr(config, key)!r})"
-            for key, value in known.items()
-            if value != getattr(config, key) and key not in CHANGEABLE
-        ]
-        if different:
+        known = replace(load(CompareConfig, folder / CONFIG, {}), output=config.output)
+        if different := _different(known, config):
             raise UsageError(
                 f"{folder} holds a comparison with other settings: {', '.join(different)}; give "
                 "those again to continue it, or choose another -o"
             )
-        if any(known[name] != getattr(config, name) for name in CHANGEABLE):
-            write_atomic(folder / CONFIG, to_toml(config).encode())
+        if (merged := config.with_others(known)) != known:
+            write_atomic(folder / CONFIG, to_toml(merged).encode())
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is a file or holds other files; choose another -o")
@@ -60,6 +57,21 @@ def open_folder(folder: Path, config: CompareConfig) -> None:
         for name in FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
     write_atomic(folder / CONFIG, to_toml(config).encode())
+
+
+def _different(known: CompareConfig, config: CompareConfig) -> list[str]:
+    """The settings that differ, in words; those of each method where the comparison has it."""
+    both = [method for method in config.method_names if method in known.method_names]
+    found = []
+    for name, value in vars(known).items():
+        now = getattr(config, name)
+        if name in BY_METHOD:
+            changed = any(known.value_of(name, one) != config.value_of(name, one) for one in both)
+        else:
+            changed = name != "methods" and value != now
+        if changed:
+            found.append(f"{name} {value!r} (now {now!r})")
+    return found
 
 
 def has_runs(folder: Path) -> bool:

@@ -98,10 +98,12 @@ def _footprint(report: Mapping[str, Any], methods: Methods) -> Picture:
             linewidth=1,
             markersize=4,
             markevery=max(1, len(seconds) // MARKED),
-            label=f"{name}, after each step",
+            label=name,
             **style(index),
         )
-        axes.axhline(peak, color=colour(index), linewidth=1.2, linestyle=":", label=f"{name}, peak")
+        axes.axhline(peak, color=colour(index), linewidth=1.2, linestyle=":")
+    axes.plot([], [], color=GREY, linewidth=1, label="after each step")
+    axes.plot([], [], color=GREY, linewidth=1.2, linestyle=":", label="peak")
     budget = report["budget_bytes"] / 1e6
     shown = not top or budget <= BUDGET_SHOWN * top
     if shown:

@@ -38,8 +38,7 @@ def draw_blocks(measured: Mapping[str, list[dict[str, Any]]], order: list[str]) 
                         linewidth=1.4,
                         **look,
                     )
-        every = max(1, -(-len(names) // 24))
-        places = [0, *range(1, len(names) - 1, every), len(names) - 1]
+        places = _ticks(len(names))
         axes.set_xticks(places, [names[place] for place in places])
         axes.set_ylim(bottom=0)
     memory.set_ylabel("most memory allocated (MB)")
@@ -47,3 +46,12 @@ def draw_blocks(measured: Mapping[str, list[dict[str, Any]]], order: list[str]) 
     time.set_xlabel("block (numbers are layers)")
     memory.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return "Memory and time of each block", png(figure)
+
+
+def _ticks(blocks: int) -> list[int]:
+    """The blocks with a label: embedding, head, and layers that leave room for these words."""
+    first, last = 0, blocks - 1
+    every = max(1, -(-blocks // 24))
+    room = 2 if blocks > 12 else 1
+    layers = range(1, last, every)
+    return [first, *(one for one in layers if room <= one <= last - room), last]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ T = TypeVar("T")
 EVAL_EVERY = 50
 _SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARCHES.items())
 SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
+COUNTED = ("steps", "eval_every", "sweep_steps")
+BY_METHOD = (*COUNTED, *SEARCHED.values())  # options that can differ between methods
 _NO_SEARCH = Search()
 
 
@@ -58,6 +60,11 @@ def by_method(text: str, read: Callable[[str], T]) -> dict[str, T]:
     if len(found) < len(pairs) or not set(found) <= set(METHODS):
         raise ValueError(f"{text!r} names a method twice, or none of {', '.join(METHODS)}")
     return found
+
+
+def _texts(text: str | None) -> dict[str, str]:
+    """The value of each method as it was typed; none where the option was not given."""
+    return by_method(text, str) if text else {}
 
 
 def _values(text: str) -> tuple[float, ...]:
@@ -213,6 +220,26 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     def method_names(self) -> tuple[str, ...]:
         """The methods to compare, in the order given."""
         return tuple(self.methods.split(","))
+
+    def value_of(self, name: str, method: str) -> object:
+        """What one of BY_METHOD comes to for a method; None where its default applies."""
+        if name in COUNTED:
+            text = getattr(self, name)
+            return by_method(text, int).get(method) if text else None
+        (option,) = (key for key, ours in SEARCHED.items() if ours == name)
+        return self.searched(method).get(option)
+
+    def with_others(self, other: CompareConfig) -> CompareConfig:
+        """These options, with the methods of another comparison added and what it gave them."""
+        added = [method for method in other.method_names if method not in self.method_names]
+        changes: dict[str, Any] = {"methods": ",".join([*self.method_names, *added])}
+        for name in BY_METHOD:
+            ours, theirs = (_texts(getattr(config, name)) for config in (self, other))
+            kept = {method: theirs[method] for method in added if method in theirs}
+            if any(ours.get(method) != text for method, text in kept.items()):
+                named = {method: ours[method] for method in self.method_names if method in ours}
+                changes[name] = ",".join(f"{key}={text}" for key, text in (named | kept).items())
+        return replace(self, **changes)
 
     def searched(self, method: str) -> dict[str, tuple[float, ...]]:
         """The values that the sweep of a method tries, by training option.

@@ -32,6 +32,7 @@ from harness.compare.trials import Trial, Tried, grid
 from harness.measure import command, process
 from harness.measure.training import measure_training
 from ondevice.config import base as config
+from ondevice.config.base import load
 from ondevice.config.compare import CompareConfig, by_method
 from ondevice.errors import (
     BudgetError,
@@ -172,7 +173,27 @@ def test_a_folder_takes_more_methods_and_fewer(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "runs" / "mezo" / "summary.json").exists()
     with pytest.raises(UsageError, match="budget '300MB'"):
         compare(settings(tmp_path, methods=more, budget="1GB", **rates), id, third)
-    assert 'methods = "meazo"' in (tmp_path / "out" / "config.toml").read_text()
+    assert 'methods = "meazo,mezo"' in (tmp_path / "out" / "config.toml").read_text()
+
+
+def test_a_method_joins_with_settings_of_its_own(tmp_path: Path) -> None:
+    def given(methods: str, steps: str, rates: str) -> CompareConfig:
+        return settings(tmp_path, methods=methods, steps=steps, learning_rates=rates)
+
+    compare(given("mezo", "mezo=40", "mezo=1e-5"), id, first := Runs(by_rate))
+    joined = given("meazo", "meazo=20", "meazo=1e-4:3e-4")
+    compare(joined, id, second := Runs(by_rate))
+    assert second.made and not set(first.made) & set(second.made)
+    stored = load(CompareConfig, tmp_path / "out" / "config.toml", {})
+    assert stored.methods == "meazo,mezo" and stored.steps == "meazo=20,mezo=40"
+    assert stored.learning_rates == "meazo=1e-4:3e-4,mezo=1e-5"
+    both = given("mezo,meazo", "meazo=20,mezo=40", "mezo=1e-5,meazo=1e-4:3e-4")
+    report = compare(both, id, third := Runs(by_rate))
+    assert list(report["methods"]) == ["mezo", "meazo"] and third.made == []
+    for steps, rates in (("30", "1e-5"), ("mezo=40", "mezo=1e-6"), ("mezo=50", "mezo=1e-5")):
+        with pytest.raises(UsageError, match=r"other settings: (steps|learning_rates) "):
+            compare(given("mezo", steps, rates), id, third)
+    assert third.made == []
 
 
 def test_a_method_that_does_not_fit_or_diverges_is_said_as_such(tmp_path: Path) -> None:
