@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
@@ -114,13 +114,22 @@ def required(text: str, metavar: str | None = None) -> Any:
 
 
 def choice(
-    default: str | int | None, text: str, *choices: str | int, group: Group = Group.MAIN
+    default: str | int | None,
+    text: str,
+    *choices: str | int,
+    group: Group = Group.MAIN,
+    hints: Mapping[str, str] = {},
 ) -> Any:
-    """A field that takes one of a few values."""
+    """A field that takes one of a few values; `hints` says more of values that it does not take."""
     *others, last = map(str, choices)
     wanted = f"{', '.join(others)} or {last}" if others else last
     metavar = f"{{{','.join([*others, last])}}}"
-    return option(default, text, Check(choices.__contains__, wanted), group, metavar=metavar)
+    check = Check(choices.__contains__, wanted, lambda value: _after(hints.get(str(value))))
+    return option(default, text, check, group, metavar=metavar)
+
+
+def _after(hint: str | None) -> str:
+    return "" if hint is None else f"; {hint}"
 
 
 def output_option(default: Any, text: str, metavar: str) -> Any:

@@ -139,6 +139,7 @@ class ExportConfig(DataOptions):
         "what `ondevice train` trains by default: adapters, or all parameters (full), which are "
         "then stored as floats",
         *STORED,
+        hints={"prefix": "a prefix needs no export of its own: give --trainable prefix to ondevice train"},
     )
     storage: str = choice(
         "bfloat16",

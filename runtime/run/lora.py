@@ -138,7 +138,7 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
     if given:
         raise UsageError(
             f"{', '.join(given)}: with --trainable full there are no adapters; leave it out, or "
-            "give --trainable lora"
+            "give --trainable lora, or prefix for an adapter that is one"
         )
     return bundle.with_lora(msgspec.structs.replace(manifest.lora, targets=()))
 
