@@ -1,4 +1,4 @@
-"""MeZO trained without one feature: a process of the benchmarks `zo2-ablation` and `zo2-full`.
+"""Training without one feature: a process of the benchmarks `zo2-ablation`, `zo2-full` and `bits`.
 
 `python -m harness.bench.ablation_process BUNDLE --without FEATURE`, where FEATURE is
 
@@ -8,6 +8,7 @@
     buffer-reuse     keeping freed memory in the process
     disk             weights on disk: all are in memory, as in MeZO's Algorithm 1
 
+or `nothing`. Features are left out of MeZO only; `--method` is for `--without nothing`.
 A bundle that was exported with `--trainable full` is trained in full, any other by adapters; `disk`
 is for the former. With `--cold` the pages of the weights' files are dropped from the system's cache
 before each step. Invariant: but for `disk`, which rounds differently, no feature changes what is
@@ -38,12 +39,14 @@ from harness.oracles.full import MemoryWeights, all_weights  # noqa: E402
 from ondevice.bundle.store import Bundle, open_bundle  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
+from ondevice.methods import METHODS  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
-from runtime.methods import mezo  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.full_weights import FullWeights  # noqa: E402
 from runtime.methods.protocol import Sample, Start, StepLoss  # noqa: E402
+from runtime.methods.registry import method  # noqa: E402
 from runtime.methods.row_noise import RowNoise  # noqa: E402
+from runtime.methods.zeroth_order import ZerothOrder  # noqa: E402
 from runtime.planner.plan import Plan  # noqa: E402
 from runtime.run.budget import check_budget  # noqa: E402
 from runtime.run.lora import to_train  # noqa: E402
@@ -55,6 +58,10 @@ from runtime.system.footprint import Meter  # noqa: E402
 from runtime.system.heap import trim_heap  # noqa: E402
 
 FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse", "disk")
+ONLY_MEZO: dict[str, dict[str, Any]] = {
+    "single-read": {"lanes": 1},
+    "deferred-update": {"defer": False},
+}
 RATE = 1e-7  # of all parameters; the default is for adapters
 LEFT_CACHED = 0.05  # the largest share of a dropped file that may stay cached
 
@@ -122,18 +129,17 @@ def _method(
     begin = Start(
         session.model, plan, adapters, scratch, len(manifest.blocks), manifest.hidden_size, weights
     )
-    method = dataclasses.replace(
-        mezo.start(config, begin),
-        lanes=1 if without == "single-read" else plan.lanes,
-        defer=without != "deferred-update",
-    )
+    running = method(config.method).start(config, begin)
+    if without in ONLY_MEZO:
+        assert isinstance(running, ZerothOrder)
+        running = dataclasses.replace(running, **ONLY_MEZO[without])
 
     def release() -> None:
         for block in manifest.blocks:
             session.weights.release(block)
 
     return (
-        lambda number, sample: method.step(number, config.learning_rate, [[sample]]).loss,
+        lambda number, sample: running.step(number, config.learning_rate, [[sample]]).loss,
         release,
     )
 
@@ -149,6 +155,7 @@ def _drop(path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print the figures as JSON, and errors as the command line does."""
     parser = process_parser("harness.bench.ablation_process", __doc__, length=256)
+    parser.add_argument("--method", choices=tuple(METHODS), default="mezo")
     parser.add_argument("--without", choices=("nothing", *FEATURES), default="nothing")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
@@ -157,9 +164,11 @@ def main(argv: list[str] | None = None) -> int:
     def measure(scratch: Path) -> dict[str, Any]:
         if given.steps < 2:
             raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
+        if given.without != "nothing" and given.method != "mezo":
+            raise UsageError(f"--without {given.without}: features are left out of mezo only")
         full = open_bundle(given.bundle).manifest.trainable == "full"
         rate = {"learning_rate": RATE} if full else {}
-        config = configured(given, method="mezo", steps=given.steps, **rate)
+        config = configured(given, method=given.method, steps=given.steps, **rate)
         return ablate(config, given.without, given.cold, scratch)
 
     return report(given.scratch, measure)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bench.benchmark import Bench, Benchmark, failures, remarks
+from harness.bench.bits import BITS
 from harness.bench.block_profiles import FIGURE2, TABLE3
 from harness.bench.budget_curve import CURVE
 from harness.bench.doctor import DOCTOR
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "footprint": FOOTPRINT,
     "prediction": PREDICTION,
     "curve": CURVE,
+    "bits": BITS,
     "profile": PROFILE,
     "packing": PACKING,
     "peers": PEERS,

@@ -139,7 +139,7 @@ class ExportConfig(DataOptions):
         "what `ondevice train` trains by default: adapters, or all parameters (full), which are "
         "then stored as floats",
         *STORED,
-        hints={"prefix": "a prefix needs no export of its own: give --trainable prefix to ondevice train"},
+        hints={"prefix": "a prefix needs no export of its own; ondevice train takes it"},
     )
     storage: str = choice(
         "bfloat16",
