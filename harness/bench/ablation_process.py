@@ -8,7 +8,7 @@
     buffer-reuse     keeping freed memory in the process
     disk             weights on disk: all are in memory, as in MeZO's Algorithm 1
 
-or `nothing`. Features are left out of MeZO only; `--method` is for `--without nothing`.
+or `nothing`. Methods that run backward have neither of `single-read` and `deferred-update`.
 A bundle that was exported with `--trainable full` is trained in full, any other by adapters; `disk`
 is for the former. With `--cold` the pages of the weights' files are dropped from the system's cache
 before each step. Invariant: but for `disk`, which rounds differently, no feature changes what is
@@ -58,7 +58,7 @@ from runtime.system.footprint import Meter  # noqa: E402
 from runtime.system.heap import trim_heap  # noqa: E402
 
 FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse", "disk")
-ONLY_MEZO: dict[str, dict[str, Any]] = {
+OF_FORWARD_ONLY: dict[str, dict[str, Any]] = {
     "single-read": {"lanes": 1},
     "deferred-update": {"defer": False},
 }
@@ -130,9 +130,10 @@ def _method(
         session.model, plan, adapters, scratch, len(manifest.blocks), manifest.hidden_size, weights
     )
     running = method(config.method).start(config, begin)
-    if without in ONLY_MEZO:
-        assert isinstance(running, ZerothOrder)
-        running = dataclasses.replace(running, **ONLY_MEZO[without])
+    if without in OF_FORWARD_ONLY:
+        if not isinstance(running, ZerothOrder):
+            raise UsageError(f"--without {without}: {config.method} has no such feature")
+        running = dataclasses.replace(running, **OF_FORWARD_ONLY[without])
 
     def release() -> None:
         for block in manifest.blocks:
@@ -164,8 +165,6 @@ def main(argv: list[str] | None = None) -> int:
     def measure(scratch: Path) -> dict[str, Any]:
         if given.steps < 2:
             raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
-        if given.without != "nothing" and given.method != "mezo":
-            raise UsageError(f"--without {given.without}: features are left out of mezo only")
         full = open_bundle(given.bundle).manifest.trainable == "full"
         rate = {"learning_rate": RATE} if full else {}
         config = configured(given, method=given.method, steps=given.steps, **rate)

@@ -51,10 +51,12 @@ def test_bits(tmp_path: Path) -> None:
     assert "Training from 4 and from 8 bits" in to_text(report)
 
 
-@pytest.mark.parametrize("feature", ["single-read", "prefetch"])
-def test_features_are_left_out_of_mezo_only(tmp_path: Path, feature: str) -> None:
+@pytest.mark.parametrize("feature", ["single-read", "deferred-update"])
+def test_backpropagation_has_no_features_of_forward_only_methods(
+    tmp_path: Path, feature: str
+) -> None:
     bundle = bundle_of(tmp_path, MODEL, (16,), print)
     words = ["--method=mebp", f"--without={feature}", f"--scratch={tmp_path}"]
     command = [sys.executable, "-m", "harness.bench.ablation_process", str(bundle), *words]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "left out of mezo only" in done.stderr
+    assert done.returncode == 2 and "mebp has no such feature" in done.stderr
