@@ -32,10 +32,8 @@ from runtime.system.backend import prepare
 prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 
-from harness.bench.in_memory import InMemoryMeZO  # noqa: E402
 from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
-from harness.oracles.full import MemoryWeights, all_weights  # noqa: E402
 from ondevice.bundle.store import Bundle, open_bundle  # noqa: E402
 from ondevice.config.train import TrainConfig  # noqa: E402
 from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
@@ -54,6 +52,7 @@ from runtime.run.open import open_checked, open_session  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.saves import SLOTS  # noqa: E402
+from runtime.storage.scratch import MappedTensors  # noqa: E402
 from runtime.system.footprint import Meter  # noqa: E402
 from runtime.system.heap import trim_heap  # noqa: E402
 
@@ -110,12 +109,16 @@ def _method(
     manifest = bundle.manifest
     prefetch = plan.prefetch and without != "prefetch"
     planned = replace(plan, prefetch=prefetch)
-    adapters = Adapters.initial(manifest, config.seed)
+    mapped = MappedTensors(scratch, "adapters", Adapters.shapes(manifest))  # as in a run
+    adapters = Adapters.initial(manifest, config.seed, mapped)
     weights: FullWeights | None = None
     if config.trains_all:
         from runtime.run.trained_weights import open_weights  # heavier than adapters need
 
         if without == "disk":
+            from harness.bench.in_memory import InMemoryMeZO  # the oracles take 40 MB
+            from harness.oracles.full import MemoryWeights, all_weights
+
             memory = MemoryWeights(bundle, all_weights(bundle))
             models = open_session(bundle, planned, memory).model
             noise = RowNoise(config.seed, config.noise_kind)

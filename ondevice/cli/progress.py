@@ -18,7 +18,10 @@ BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others co
 
 
 def _tqdm() -> Any:
-    """tqdm with a lock of threads alone: its own brings in multiprocessing, and half a megabyte."""
+    """tqdm, for a terminal only: elsewhere nothing is drawn, and its import would take 2 MB.
+
+    Its lock is of threads alone: its own brings in multiprocessing, and half a megabyte.
+    """
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
@@ -29,10 +32,13 @@ def _tqdm() -> Any:
 def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
     """Yields show(task, done, total): one bar at a time, a new one for each new task.
 
-    Tasks that count bytes are all shown as the bar "weights".
+    Tasks that count bytes are all shown as the bar "weights". Where there is no terminal, nothing
+    is shown.
     """
+    if not sys.stderr.isatty():
+        yield lambda task, done, total: None
+        return
     tqdm = _tqdm()
-
     bars: dict[str, Any] = {}
 
     @surviving_hangup()
@@ -49,7 +55,6 @@ def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
                 unit_scale=in_bytes,
                 leave=False,
                 dynamic_ncols=True,
-                disable=None,
             )
         bars[task].update(done - bars[task].n)
 
@@ -64,7 +69,10 @@ def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
 @surviving_hangup()
 def say(text: str) -> None:
     """Print a line on stderr, above the bars that are shown there."""
-    _tqdm().write(text, file=sys.stderr)
+    if sys.stderr.isatty():
+        _tqdm().write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr)
     sys.stderr.flush()
 
 
@@ -128,8 +136,7 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
 
     `entry` is the step's line of metrics.jsonl.
     """
-    tqdm = _tqdm()
-
+    tqdm = _tqdm() if sys.stderr.isatty() else None  # now, so that a plan counts its memory
     bars: list[Any] = []
     steps = Steps()
 
@@ -139,7 +146,7 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
         estimate = steps.estimate(entry, total)
         if estimate:
             say(estimate)
-        if not sys.stderr.isatty():
+        if tqdm is None:
             if line:
                 say(line)
             return

@@ -52,11 +52,10 @@ def test_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("feature", ["single-read", "deferred-update"])
-def test_backpropagation_has_no_features_of_forward_only_methods(
-    tmp_path: Path, feature: str
-) -> None:
+def test_features_that_a_method_does_not_have(tmp_path: Path, feature: str) -> None:
     bundle = bundle_of(tmp_path, MODEL, (16,), print)
-    words = ["--method=mebp", f"--without={feature}", f"--scratch={tmp_path}"]
+    words = ["--method=mebp", "--max-seq-length=16", f"--without={feature}"]
+    words += [f"--scratch={tmp_path}"]
     command = [sys.executable, "-m", "harness.bench.ablation_process", str(bundle), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "mebp has no such feature" in done.stderr

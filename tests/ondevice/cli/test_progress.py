@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+
+from support.bundles import Tiny
+from support.runs import train_arguments
 
 from ondevice.cli.progress import LINE_SECONDS, LINE_STEPS, Steps
 
@@ -59,3 +65,20 @@ def test_the_time_of_all_steps_is_said_once_after_the_first_few() -> None:
         steps.line(one, 63)
         said.append(steps.estimate(one, 63))
     assert said == ["", "", "a step takes about 2.00 s: about 2 min 00 s for the 60 steps left", ""]
+
+
+RUN = """
+import sys
+from ondevice.cli.main import main
+code = main(sys.argv[1:])
+unwanted = {"tqdm", "email", "importlib.metadata", "logging"} & set(sys.modules)
+print("LOADED", sorted(unwanted), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_without_a_terminal_nothing_is_loaded_to_draw_bars(tiny: Tiny, tmp_path: Path) -> None:
+    words = train_arguments(tiny("qwen2").path, tmp_path / "run", 2)
+    done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 2 of 2: loss" in done.stderr and "LOADED []" in done.stderr
