@@ -82,7 +82,12 @@ class BenchConfig(Config):
     steps: int = option(3, "steps of each process; the first is not timed", _TIMED)
     repeats: int = option(2, "fresh processes of each variant, which run in turn", COUNT)
     seed: int = option(0, "seed of the random rows", NOT_NEGATIVE)
-    python: str | None = option(None, "for peers: an interpreter that has torch and peft", FILLED)
+    python: str | None = option(
+        None,
+        "for peers: an interpreter that has torch and peft; for generation: one that has llama_cpp "
+        "and mlx-lm",
+        FILLED,
+    )
     peers: str | None = option(
         None, "for peers: the programs to run, as ours,torch-float32", MODEL_NAMES
     )

@@ -1,4 +1,4 @@
-"""The options of `ondevice replay`, which rebuilds what a MeZO run has trained from its log."""
+"""The options of `ondevice replay`, which rebuilds from its log what a run has trained."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ondevice.config.shared import adapter_field
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Config):
-    """The options of `ondevice replay`, which rebuilds what a MeZO run has trained from its log."""
+    """The options of `ondevice replay`, which rebuilds from its log what a run has trained."""
 
     positional: ClassVar[str] = "run"
 
-    run: str = required("directory of a run with --method mezo", "RUN")
+    run: str = required("directory of a run of a zeroth-order method, such as mezo", "RUN")
     output: str | None = output_option(
         None,
         "adapter directory to write, or with --trainable full the bundle (default: RUN/replayed)",
