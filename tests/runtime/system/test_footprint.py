@@ -104,7 +104,7 @@ def readings(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
 def test_what_is_free_is_given_back_near_the_budget_or_what_is_aimed_at(
     monkeypatch: pytest.MonkeyPatch, budget: int, aim: int | None
 ) -> None:
-    level = min(budget, aim or budget) - memory.NEAR_BYTES
+    level = min(budget, int(memory.AIM * (aim or budget))) - memory.NEAR_BYTES
     given_back: list[int] = []
     readings(monkeypatch, [level] * 40 + [level + 1] * 40)
     meter = Meter(budget_bytes=budget, relieve=lambda: given_back.append(meter.samples))
@@ -119,6 +119,15 @@ def test_what_is_free_is_given_back_near_the_budget_or_what_is_aimed_at(
     assert len(given_back) == pytest.approx(40 / memory.RELIEF_SAMPLES, abs=1)
     assert meter.reliefs == len(given_back)
     assert not meter.over_budget
+
+
+def test_a_large_peak_may_be_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings(monkeypatch, [910_000_000])
+    meter = Meter(budget_bytes=1_000_000_000, relieve=lambda: pytest.fail("it is as predicted"))
+    meter.aim(910_000_000)
+    for _ in range(40):
+        assert meter.now_bytes == 910_000_000
+    assert meter.reliefs == 0
 
 
 def test_without_a_budget_or_an_aim_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
