@@ -43,6 +43,7 @@ BUDGETS = ("min", "1.5xmin", "2.5xmin")
 FEATURES = (
     "flat_bytes",
     "share",
+    "share_of_backward",
     "share_of_logits",
     "share_of_kept",
 )
@@ -77,6 +78,7 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
     alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
     planned_for = msgspec.convert(summary["machine_value"], Machine)
+    backward = plan.gradient_bytes > 0
     kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
     fixed = plan.process_bytes + alive + int(kept) + plan.materialized_bytes
     return {
@@ -84,6 +86,7 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
         "features": {
             "flat_bytes": 1.0,
             "share": float(max(0, on_heap)),
+            "share_of_backward": float(max(0, on_heap)) if backward else 0.0,
             "share_of_logits": float(4 * plan.bucket * plan.chunk_rows),
             "share_of_kept": kept,
         },

@@ -36,7 +36,9 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     flat_bytes: a fixed part.
     share: a share of the bytes in use on the heap.
-    share_beside_mapped: replaces `share` if long values are mapped outside the heap.
+    share_of_backward: a further share of them if the method runs backward, whose values have more
+        sizes and live longer.
+    share_beside_mapped: replaces both if long values are mapped outside the heap.
     share_of_logits: a share of one chunk of logits.
     share_of_kept: a share of the activations that are kept for the backward pass.
 
@@ -45,11 +47,12 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     The defaults were fitted on Linux x86-64 with glibc 2.36.
     """
 
-    flat_bytes: Bytes = 1_110_000
-    share: Share = 0.057
+    flat_bytes: Bytes = 1_000_000
+    share: Share = 0.029
+    share_of_backward: Share = 0.117
     share_beside_mapped: Share = 0.03
-    share_of_logits: Share = 0.72
-    share_of_kept: Share = 0.052
+    share_of_logits: Share = 0.808
+    share_of_kept: Share = 0.05
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

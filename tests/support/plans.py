@@ -21,6 +21,7 @@ from runtime.system.machine import Blas, Heap, Machine
 HEAP = Heap(
     flat_bytes=1_000_000,
     share=0.1,
+    share_of_backward=0.05,
     share_beside_mapped=0.03,
     share_of_logits=0.4,
     share_of_kept=0.02,

@@ -22,6 +22,8 @@ def unused_bytes(heap: Heap, model: PeakModel, alive_bytes: int, index: int) -> 
     mapped = logits > MOST_HEAP_BLOCK_BYTES
     on_heap = max(0, alive_bytes - (max(tile, chunk) if mapped else tile))
     long_values = model.mapped_value >= LONG_VALUE_BYTES
-    share = heap.share_beside_mapped if long_values else heap.share
+    share = heap.share + (heap.share_of_backward if model.demand.backward else 0.0)
+    if long_values:
+        share = heap.share_beside_mapped
     largest = 0 if mapped else model.largest_logits_bytes
     return int(heap.flat_bytes + share * on_heap + heap.share_of_logits * largest)

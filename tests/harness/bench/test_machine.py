@@ -16,6 +16,7 @@ def test_a_fit_finds_values_that_predict_in_the_middle_of_the_target(rng: Rng) -
     true = {
         "flat_bytes": float(rng.integers(500_000, 2_000_000)),
         "share": float(rng.uniform(0.02, 0.2)),
+        "share_of_backward": float(rng.uniform(0.02, 0.2)),
         "share_of_logits": float(rng.uniform(0.1, 0.9)),
         "share_of_kept": float(rng.uniform(0.01, 0.1)),
     }

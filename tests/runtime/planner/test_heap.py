@@ -51,6 +51,8 @@ def test_slack_is_flat_and_a_share_of_what_is_alive(tiny: Tiny, method: str) -> 
     assert fifth == pytest.approx(2 * tenth, abs=2)
     both = slack(manifest, task, SIZES, flat_bytes=12_345, share=0.1)
     assert both == 12_345 + tenth
+    backward = slack(manifest, task, SIZES, share=0.1, share_of_backward=0.1)
+    assert backward == (fifth if method == "mebp" else tenth)
 
 
 def test_a_larger_tile_is_no_part_of_what_is_shared(tiny: Tiny) -> None:
