@@ -153,6 +153,8 @@ def _q6_k(blocks: Octets) -> _Groups:
 
     A value is d times an integer, its group's scale times -32..31. Each step that is tried makes
     one of the two groups exact, or both: a fraction of one's scale, or what divides both scales.
+    The smallest step that reaches all values is tried too, so that no other one is taken which is
+    worse than plain rounding.
     """
     halves = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32) >> _PAIRS
     high = (halves & np.uint8(3)).reshape(len(blocks), -1) << np.uint8(4)
@@ -173,7 +175,7 @@ def _whole_steps(values: F32, factors: F32) -> tuple[Octets, F32]:
     signs = np.where(high > -low, np.float32(-1), np.float32(1))  # -128 reaches further than 127
     values = values * signs[:, None]
     least = np.maximum(np.maximum(high, -low) / 128, np.minimum(high, -low) / 127)
-    tried = [np.gcd(*factors.T.astype(np.int32)).astype(np.float32)]
+    tried = [np.gcd(*factors.T.astype(np.int32)).astype(np.float32), least]
     with np.errstate(divide="ignore", invalid="ignore"):  # no fraction of this scale is a step
         tried += [factor / np.floor(factor / least) for factor in factors.T]
     best = np.full(len(values), np.inf, np.float32)

@@ -52,7 +52,8 @@ ROUNDED = {  # type -> how far a value may be from the library's
     "Q2_K": lambda packing, rows, values: peaks(values) * (0.5 / 127 + 2 * HALF_UNIT) + 1e-5,
     "Q4_K": lambda packing, rows, values: magnitudes(packing, rows) * 1.01 * HALF_UNIT + 16e-8,
     "Q5_K": lambda packing, rows, values: magnitudes(packing, rows) * 1.01 * HALF_UNIT + 32e-8,
-    "Q6_K": lambda packing, rows, values: peaks(values) * (0.625 / 127 + 2 * HALF_UNIT) + 1e-5,
+    # a step is less than twice the smallest one that reaches all values
+    "Q6_K": lambda packing, rows, values: peaks(values) * (1 / 127 + 2 * HALF_UNIT) + 1e-5,
 }
 
 
@@ -124,6 +125,19 @@ def test_q6_k_is_exact_where_one_step_fits_both_groups(factors: tuple[int, int],
     packing, rows = packed(blocks)
     error = np.abs(rows.values(packing) - blocks.values)
     assert (error <= np.abs(blocks.values) * HALF_UNIT + 128 * SMALLEST).all()
+
+
+def test_q6_k_is_never_worse_than_plain_rounding(rng: Rng) -> None:
+    blocks = random_blocks(rng, "Q6_K", 8 * ROWS, COLUMNS)
+    packing, rows = packed(blocks)
+    exact = blocks.values.astype(np.float64)
+    ours = ((rows.values(packing) - exact) ** 2).reshape(-1, 32).sum(axis=1)
+    groups = exact.reshape(-1, 32)
+    sides = np.sort(np.abs([groups.min(axis=1), groups.max(axis=1)]), axis=0)
+    step = np.maximum(np.maximum(sides[1] / 128, sides[0] / 127), 1e-12)[:, None]
+    plain = ((groups - np.rint(groups / step) * step) ** 2).sum(axis=1)
+    of_scales = 32 * (sides[1] * HALF_UNIT + 128 * SMALLEST) ** 2  # stored as float16
+    assert (np.sqrt(ours) <= np.sqrt(plain) + np.sqrt(of_scales)).all()
 
 
 def test_zero_blocks_remain_zero(blocks: Blocks) -> None:
