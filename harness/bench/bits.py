@@ -7,7 +7,6 @@ the file in the cache, and with its pages dropped before each step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -26,9 +25,9 @@ from harness.bench.benchmark import (
     seconds,
     times,
 )
+from harness.bench.zo2_ablation import ablated
 from harness.measure.bundles import bundle_of
-from harness.measure.command import flag, ondevice
-from harness.measure.repeats import Outcome, Process, figures, in_turn, peak_ratio, time_ratio
+from harness.measure.repeats import Outcome, figures, in_turn, peak_ratio, time_ratio
 from harness.report.table import Table
 from ondevice.methods import USUAL
 
@@ -44,7 +43,7 @@ def _rows(bench: Bench) -> Iterator[Row]:
             cases = list(product(bundles, (False, True)))
             runs = {
                 _name(variant, bits, cold): partial(
-                    _process, bench, bundles[bits], length, variant, cold
+                    ablated, bench, bundles[bits], length, variant, "nothing", cold
                 )
                 for bits, cold in cases
             }
@@ -65,23 +64,6 @@ def _size(bundle: Path) -> int:
 
 def _name(variant: Variant, bits: str, cold: bool) -> str:
     return f"{variant.name}, {bits} bits{', cold file' if cold else ''}"
-
-
-def _process(bench: Bench, bundle: Path, length: int, variant: Variant, cold: bool) -> Process:
-    settings = {
-        "method": variant.method,
-        "steps": bench.config.steps,
-        "seed": bench.config.seed,
-        "budget": bench.budget(bundle, length, variant),
-        "max_seq_length": length,
-        "scratch": bench.runs,
-    }
-    flags = [flag(name, value) for name, value in settings.items()]
-    if cold:
-        flags.append("--cold")
-    module = "harness.bench.ablation_process"
-    found: Process = json.loads(ondevice(str(bundle), *flags, module=module))
-    return found
 
 
 def _figures(

@@ -68,7 +68,7 @@ def _rows(variants: Variants, export: Mapping[str, str], bench: Bench) -> Iterat
         found: list[dict[str, Any]] = []
         for budget in bench.budgets:
             variant = Variant(method, "budget", budget)
-            run = partial(_process, bench, bundle, length, variant)
+            run = partial(ablated, bench, bundle, length, variant)
             outcomes = in_turn(
                 {
                     name: partial(run, without, cold)
@@ -83,10 +83,12 @@ def _rows(variants: Variants, export: Mapping[str, str], bench: Bench) -> Iterat
     return bench.rows(measured, export=export)
 
 
-def _process(
+def ablated(
     bench: Bench, bundle: Path, length: int, variant: Variant, without: str, cold: bool
 ) -> Process:
+    """A process of `harness.bench.ablation_process`: its JSON."""
     settings = {
+        "method": variant.method,
         "without": without,
         "steps": bench.config.steps,
         "seed": bench.config.seed,
