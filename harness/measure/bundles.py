@@ -72,7 +72,8 @@ def smallest_megabytes(bundle: Path, method: str, length: int) -> int:
 
 def _check(bundle: Bundle, model: str, settings: Mapping[str, str]) -> None:
     origin = bundle.manifest.provenance
-    known = {key: value for key, value in origin.get("settings", {}).items() if key not in _FREE}
+    found = origin.get("settings", {})
+    known = {key: str(value) for key, value in found.items() if key not in _FREE}  # as typed
     if (origin.get("kind"), origin.get("name")) != ("random", model) or known != settings:
         odd = f" with {', '.join(sorted(known))} set" if known else ""
         flags = "".join(f" {flag(name, value)}" for name, value in settings.items())

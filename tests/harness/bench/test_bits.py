@@ -51,6 +51,12 @@ def test_bits(tmp_path: Path) -> None:
     assert "Training from 4 and from 8 bits" in to_text(report)
 
 
+def test_a_bundle_of_other_bits_is_used_again(tmp_path: Path) -> None:
+    notes: list[str] = []
+    first, again = (bundle_of(tmp_path, MODEL, (16,), notes.append, {"bits": "8"}) for _ in "12")
+    assert first == again and len(notes) == 1
+
+
 @pytest.mark.parametrize("feature", ["single-read", "deferred-update"])
 def test_features_that_a_method_does_not_have(tmp_path: Path, feature: str) -> None:
     bundle = bundle_of(tmp_path, MODEL, (16,), print)
