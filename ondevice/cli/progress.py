@@ -18,7 +18,7 @@ BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others co
 
 
 def _tqdm() -> Any:
-    """tqdm, for a terminal only: elsewhere nothing is drawn, and its import would take 2 MB.
+    """tqdm, for a terminal only: elsewhere nothing is drawn, and its import takes more than 1 MB.
 
     Its lock is of threads alone: its own brings in multiprocessing, and half a megabyte.
     """

@@ -151,7 +151,7 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
 NEAR_BYTES = 1_500_000  # distance from the aim: about what is allocated between two samples
 RELIEF_SAMPLES = 6  # the fewest samples between two calls
 # times the predicted peak: a footprint below it is as predicted, and memory that is given back is
-# soon taken again, page by page, which took 5 to 10 % of a step where the peak was met exactly
+# soon taken again, page by page, which takes about 7 % of a step where the peak is met exactly
 AIM = 1.01
 
 
