@@ -11,8 +11,8 @@ Primitive = dict[str, Any]
 
 # primitives whose result is their first operand's memory
 VIEWS = {
-    "Broadcast", "ExpandDims", "Flatten", "Reshape", "Squeeze", "StopGradient", "Transpose",
-    "Unflatten",
+    "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "StopGradient",
+    "Transpose", "Unflatten",
 }  # fmt: skip
 # primitives whose result may take the memory of an operand
 IN_PLACE = {

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from ondevice.operations.base import Operation
 from ondevice.operations.program import Block, Program
 from ondevice.operations.values import gradient_of
+from runtime.engine.arrays import Arrays
 from runtime.engine.kernels.base import Kernel, Run, Tools
 from runtime.engine.kernels.table import KERNELS
 from runtime.engine.profile import Profile
@@ -26,12 +25,14 @@ class Executor:
     """Runs instructions with a kernel for each operation."""
 
     kernels: dict[type[Operation], Kernel]
+    arrays: Arrays
     profile: Profile
 
     @classmethod
     def of(cls, tools: Tools) -> Executor:
         """An executor with the kernels of the table."""
-        return cls({one: make(tools) for one, make in KERNELS.items()}, tools.profile)
+        kernels = {one: make(tools) for one, make in KERNELS.items()}
+        return cls(kernels, tools.arrays, tools.profile)
 
     def forward(
         self,
@@ -91,7 +92,6 @@ class Executor:
                 values[gradient_of(name)] = gradient
                 del gradient, before
             del found
-            for name in instruction.wanted:  # one by one, as in `ElementwiseKernel.forward`
-                mx.eval(values[gradient_of(name)])
+            self.arrays.evaluate([values[gradient_of(name)] for name in instruction.wanted])
         for name in instruction.frees:
             values.pop(name, None)

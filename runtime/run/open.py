@@ -99,7 +99,8 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     what the plan keeps dequantized before anything else is allocated.
     """
     use_device(bundle.manifest.device)
-    limit_memory(max(0, plan.active_bytes - plan.value_bytes), plan.cache_bytes)
+    live_bytes = max(0, plan.active_bytes - plan.value_bytes)
+    limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)

@@ -29,6 +29,7 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 # 320 float32 columns of the factor that holds the tokens
 PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
+NO_LIMIT = 1 << 60  # more bytes than any machine has
 
 
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
@@ -160,12 +161,15 @@ def use_device(device: str) -> None:
     mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
 
 
-def limit_memory(live_bytes: int, cache_bytes: int) -> None:
-    """Limit MLX's cache to `cache_bytes`, and its run-ahead to `live_bytes` above that."""
+def limit_memory(device: str, live_bytes: int, cache_bytes: int) -> None:
+    """Limit MLX's cache to `cache_bytes`, and on a GPU its run-ahead to `live_bytes` above that.
+
+    On a CPU `CpuArrays.evaluate` limits the run-ahead, and says why this must not.
+    """
     import mlx.core as mx
 
     mx.set_cache_limit(cache_bytes)
-    mx.set_memory_limit(live_bytes + cache_bytes)
+    mx.set_memory_limit(live_bytes + cache_bytes if device == "gpu" else NO_LIMIT)
 
 
 def describe() -> dict[str, Any]:

@@ -32,10 +32,7 @@ class ElementwiseKernel:
                 operation, run.program, "forward", arguments, run.instruction.wanted, run.tokens
             )
             del arguments
-            # MLX allocates for several operations ahead: together, the second result's arrays would
-            # be allocated while the first result's are not freed yet
-            for result in results.values():
-                mx.eval(result)
+            self.tools.arrays.evaluate([*results.values()])
             values.update(results)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from ondevice.operations.placed import Placed
 from ondevice.operations.values import POSITION, is_parameter
 from runtime.engine.kernels.base import Run, Tools
@@ -33,10 +31,10 @@ class PlacedKernel:
             del arguments
             made = dict(zip(operation.outputs, results, strict=True))
             del results
-            for name in run.instruction.wanted:  # one by one, as in `ElementwiseKernel.forward`
-                mx.eval(made[name])
-                values[name] = made[name]
+            wanted = {name: made[name] for name in run.instruction.wanted}
             del made
+            self.tools.arrays.evaluate([*wanted.values()])
+            values.update(wanted)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         raise AssertionError("what decodes is not trained")

@@ -309,6 +309,16 @@ def test_workspace_counts_what_is_alive_at_once() -> None:
     assert kept == 0  # two outputs, neither in the other's place
 
 
+def test_workspace_counts_that_a_slice_keeps_its_source() -> None:
+    """As in a rotary embedding, whose halves are slices of one array."""
+
+    def sliced(x: mx.array) -> list[mx.array]:
+        return [mx.exp(x)[:10] * mx.concatenate([mx.cos(x), mx.sin(x)]).sum()]
+
+    held = 400  # exp(x), while all else is computed
+    assert trace(sliced, [mx.zeros((100,))]).workspace_bytes == held + 400 + 400 + 800 + 4 - 40
+
+
 # --- what is refused --------------------------------------------------------------------------
 
 

@@ -10,7 +10,13 @@ from support.memory import touched
 
 from ondevice.errors import UsageError
 from runtime.system import backend
-from runtime.system.backend import ROUNDED_TO_BYTES, round_up, this_machine, use_device
+from runtime.system.backend import (
+    ROUNDED_TO_BYTES,
+    limit_memory,
+    round_up,
+    this_machine,
+    use_device,
+)
 from runtime.system.footprint import read_footprint
 
 HELD_BYTES = 50_000_000
@@ -63,3 +69,17 @@ def test_graphs_for_a_gpu_that_is_not_here_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(mx, "is_available", lambda device: False)
     with pytest.raises(UsageError, match="traced for a GPU, and MLX finds none here"):
         use_device("gpu")
+
+
+def test_only_a_gpu_has_a_memory_limit() -> None:
+    """On a CPU MLX would spin wherever a limit is reached."""
+    cache, memory = mx.set_cache_limit(0), mx.set_memory_limit(0)
+    try:
+        limit_memory("gpu", 3_000_000, 2_000_000)
+        assert mx.set_memory_limit(0) == 5_000_000
+        limit_memory("cpu", 3_000_000, 2_000_000)
+        assert mx.set_memory_limit(0) > 1 << 50
+        assert mx.set_cache_limit(0) == 2_000_000
+    finally:
+        mx.set_cache_limit(cache)
+        mx.set_memory_limit(memory)

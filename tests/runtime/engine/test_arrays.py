@@ -1,0 +1,46 @@
+"""Evaluating results one after another, with little allocated ahead."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from runtime.engine.arrays import CpuArrays, GpuArrays
+
+VALUES = 500_000
+Rng = np.random.Generator
+
+
+def sums(rng: Rng, count: int) -> list[mx.array]:
+    """Lazy sums over as many arrays, each of which MLX could allocate at once."""
+    x = mx.array(rng.standard_normal(VALUES).astype(np.float32))
+    mx.eval(x)
+    return [mx.tanh(x + index).sum() for index in range(count)]
+
+
+def test_little_is_allocated_ahead_on_a_cpu(rng: Rng) -> None:
+    results = sums(rng, 10)
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    CpuArrays().evaluate([mx.stack(results).sum()])
+    arrays = (mx.get_peak_memory() - before) / (VALUES * 4)
+    print(arrays)
+    assert arrays < 3  # the one that is computed, and the next; all ten otherwise
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 61])
+def test_an_evaluation_leaves_the_memory_limit_as_it_was(rng: Rng, limit: int) -> None:
+    before = mx.set_memory_limit(limit)
+    try:
+        for arrays in (CpuArrays(), GpuArrays()):
+            results = sums(rng, 3)
+            arrays.evaluate(results)
+            arrays.evaluate([])
+            assert all(np.isfinite(result.item()) for result in results)
+        assert mx.set_memory_limit(before) == limit
+    finally:
+        mx.set_memory_limit(before)
