@@ -39,11 +39,12 @@ from runtime.run.samples import Samples  # noqa: E402
 
 @dataclass(frozen=True)
 class DenseRun:
-    """The loss of every step, and the evaluations before and after."""
+    """The loss of every step, and the evaluations before, after, and after the run's own steps."""
 
     losses: list[float]
     before: dict[str, Any]
     after: dict[str, Any]
+    by_step: dict[int, dict[str, Any]]
 
 
 def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
     size = config.batch_size * config.grad_accumulation
     samples = Samples.of(config, manifest, rows)
     losses = []
+    by_step: dict[int, dict[str, Any]] = {}
     for step in tqdm(range(steps), desc="dense", disable=None):
         batch = [row for i in range(size) for row in samples.at(step * size + i).rows]
         loss, found = gradients(model, [(row.tokens, row.scored) for row in batch])
@@ -94,7 +96,10 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
         rule.update(model, tree_unflatten(list(found.items())))
         mx.eval(dict(tree_flatten(model.trainable_parameters())), rule.state)
         losses.append(loss)
-    return DenseRun(losses, before, evaluate_dense(model, held_out, config.eval_rows))
+        if config.eval_every and (step + 1) % config.eval_every == 0:
+            by_step[step + 1] = evaluate_dense(model, held_out, config.eval_rows)
+    after = by_step.get(steps) or evaluate_dense(model, held_out, config.eval_rows)
+    return DenseRun(losses, before, after, by_step)
 
 
 def differences(found: DenseRun, run: Path) -> dict[str, float]:
