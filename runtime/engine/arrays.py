@@ -18,6 +18,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from runtime.system.backend import bounded_run_ahead
+
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
 
@@ -118,19 +120,10 @@ class CpuArrays:
         return one, other
 
     def evaluate(self, results: Sequence[mx.array]) -> None:
-        # MLX allocates for up to ten operations before the first of them has run, unless its memory
-        # limit is reached. A limit in force all the time would cost up to a third of the
-        # processor's time: where it is reached while one operation runs, MLX waits by spinning.
         sizes = [result.nbytes for result in results]
-        bound = mx.get_active_memory() + sum(sizes) + max(sizes, default=0)
-        before = mx.set_memory_limit(bound)
-        try:
-            if before < bound:
-                mx.set_memory_limit(before)
+        with bounded_run_ahead(sum(sizes) + max(sizes, default=0)):
             for result in results:
                 mx.eval(result)
-        finally:
-            mx.set_memory_limit(before)
 
 
 class GpuArrays:
