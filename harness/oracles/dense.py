@@ -39,7 +39,7 @@ from runtime.run.samples import Samples  # noqa: E402
 
 @dataclass(frozen=True)
 class DenseRun:
-    """The loss of every step, and the evaluations before, after, and after the run's own steps."""
+    """The loss of every step, and the evaluations before, after, and where the run had some."""
 
     losses: list[float]
     before: dict[str, Any]

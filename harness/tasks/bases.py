@@ -5,9 +5,10 @@
 
 `train` takes the options of `ondevice train`, and writes the run of each bundle and seed to
 DIR/BUNDLE-SEED. Finished runs are kept and interrupted ones resumed, so the same command continues.
-`draw` writes a picture with the held-out losses of every DIR, and the figures beside it as JSON:
-medians over seeds, with their range. It also draws what `python -m harness.oracles.dense RUN` wrote
-for a run: the same steps on mlx-lm's own model in float32.
+`draw` writes a picture with the held-out losses of every DIR, the median over seeds with their
+range, and the loss of each seed beside it as JSON. It also draws what
+`python -m harness.oracles.dense RUN` wrote for a run: the same steps on mlx-lm's own model in
+float32.
 """
 
 from __future__ import annotations
@@ -35,10 +36,6 @@ def train(
     bundles: Sequence[Path], data: str, out: Path, seeds: Sequence[int], options: Sequence[str]
 ) -> None:
     """Train every bundle with every seed; the runs lie in `out`."""
-    if len({bundle.name for bundle in bundles}) < len(bundles):
-        raise UsageError(
-            "two of the bundles have one name, by which their runs would be told apart"
-        )
     for seed in seeds:
         for bundle in bundles:
             run = out / f"{bundle.name}-{seed}"
@@ -49,11 +46,17 @@ def train(
             else:
                 fixed = (f"--data={data}", f"--seed={seed}", f"--output={run}")
                 ondevice("train", str(bundle), *fixed, *options)
-            print(f"{run}: {evaluations(run / 'evaluations.json')}")
+            print(run)
 
 
 def evaluations(file: Path) -> Curve:
-    """The held-out losses by step in a run's evaluations.json; those before training at step 0."""
+    """The held-out losses by step in a run's evaluations.json; those before training at step 0.
+
+    Raises:
+        UsageError: the run was not evaluated.
+    """
+    if not file.exists():
+        raise UsageError(f"{file.parent} has no held-out loss: train with held-out data")
     found = json.loads(file.read_text())
     steps = {"before": 0, "after": found["after"]["step"]}
     return {steps[key] if key in steps else int(key): one["loss"] for key, one in found.items()}
@@ -115,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     training = commands.add_parser("train", help="train the same task from several bundles")
     training.add_argument("bundles", type=Path, nargs="+", metavar="BUNDLE")
     training.add_argument("--data", required=True, help="as of `ondevice train`")
-    training.add_argument("--seeds", default="0", help="separated by commas (default: 0)")
+    training.add_argument(
+        "--seeds", type=_seeds, default=[0], help="separated by commas (default: 0)"
+    )
     drawing = commands.add_parser("draw", help="draw the curves of folders that `train` wrote")
     drawing.add_argument("folders", type=Path, nargs="+", metavar="DIR")
     for one in (training, drawing):
@@ -124,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.command == "draw":
         if options:
             parser.error(f"unknown: {' '.join(options)}")
+        if len({folder.name for folder in arguments.folders}) < len(arguments.folders):
+            parser.error("two of the folders have one name, which is their heading")
         try:
             draw(arguments.folders, arguments.output)
         except OnDeviceError as problem:
@@ -132,11 +139,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     bundles: list[Path] = arguments.bundles
     if len({bundle.name for bundle in bundles}) < len(bundles):
         parser.error("two of the bundles have one name, by which their runs would be told apart")
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
     try:
-        train(bundles, arguments.data, arguments.output, seeds, options)
+        train(bundles, arguments.data, arguments.output, arguments.seeds, options)
     except OnDeviceError as problem:  # its process has printed it
         sys.exit(problem.exit_code)
+
+
+def _seeds(text: str) -> list[int]:
+    return [int(seed) for seed in text.split(",")]
 
 
 if __name__ == "__main__":

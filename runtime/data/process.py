@@ -41,7 +41,7 @@ def run_module(
         OnDeviceError: a UsageError, a StorageError or a `failure` with what its stderr says, if it
             ends with the exit code of one; a `failure` if it ends in another way.
     """
-    import subprocess  # 0.6 MB, which training on data that are ready does not need
+    import subprocess  # here, since training on data that are ready can do without its memory
 
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

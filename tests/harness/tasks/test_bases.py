@@ -18,9 +18,7 @@ OPTIONS = ("--steps=4", "--eval-every=2", "--eval-rows=3", "--learning-rate=1e-2
 
 
 def test_curves_of_bases_and_of_the_dense_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = text_bundle(tmp_path, "")
     plain, other = bundle.path, relaid(bundle, tmp_path / "other", LAYOUTS["mixed"]).path
@@ -67,5 +65,11 @@ def test_what_cannot_be_drawn_or_told_apart_is_refused(
     assert "no finished run" in refused("draw", str(tmp_path), "-o", str(tmp_path / "x.png"))
     assert not (tmp_path / "x.png").exists()
     assert "unknown: --steps=3" in refused("draw", str(tmp_path), "-o", "x.png", "--steps=3")
+    twice = ("draw", "a/films", "b/films", "-o", "x.png")
+    assert "one name" in refused(*twice)
+    assert "invalid" in refused("train", "a", "--data=x", "-o", "out", "--seeds=0,one")
+    (tmp_path / "films" / "model-0").mkdir(parents=True)
+    (tmp_path / "films" / "model-0" / "summary.json").touch()
+    assert "no held-out loss" in refused("draw", str(tmp_path / "films"), "-o", "x.png")
     same = ("train", "a/model", "b/model", "--data=random:0", "-o", str(tmp_path / "out"))
     assert "one name" in refused(*same)
