@@ -55,10 +55,11 @@ class Arrays(Protocol):
     ) -> tuple[mx.array, mx.array]:
         """Two independent results, computed in parallel if that is faster."""
 
-    def evaluate(self, results: Sequence[mx.array]) -> None:
-        """Evaluate results one after another.
+    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
+        """Evaluate results one after another, with at most `working_bytes` in use besides them.
 
         Together, a later result's arrays would be allocated before an earlier one's are freed.
+        MLX may take more where a single operation needs more.
         """
 
 
@@ -119,9 +120,9 @@ class CpuArrays:
         mx.eval(one, other)
         return one, other
 
-    def evaluate(self, results: Sequence[mx.array]) -> None:
+    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
         sizes = [result.nbytes for result in results]
-        with bounded_run_ahead(sum(sizes) + max(sizes, default=0)):
+        with bounded_run_ahead(sum(sizes) + max(working_bytes, *sizes, 0)):
             for result in results:
                 mx.eval(result)
 
@@ -158,7 +159,7 @@ class GpuArrays:
     ) -> tuple[mx.array, mx.array]:
         return first(), second()
 
-    def evaluate(self, results: Sequence[mx.array]) -> None:
+    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
         for result in results:
             mx.eval(result)
 

@@ -31,8 +31,6 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 NO_LIMIT = 1 << 60  # more bytes than any machine has
-_planned = [0]  # the limit that was last given to `limit_memory`
-
 
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
 NO_BLAS = (
@@ -166,20 +164,19 @@ def use_device(device: str) -> None:
 
 
 def limit_memory(device: str, live_bytes: int, cache_bytes: int) -> None:
-    """Limit MLX's cache to `cache_bytes`, and its run-ahead to `live_bytes` above that.
+    """Limit MLX's cache to `cache_bytes`, and on a GPU its run-ahead to `live_bytes` above that.
 
     On a CPU only `bounded_run_ahead` limits the run-ahead.
     """
     import mlx.core as mx
 
     mx.set_cache_limit(cache_bytes)
-    _planned[0] = live_bytes + cache_bytes
-    mx.set_memory_limit(_planned[0] if device == "gpu" else NO_LIMIT)
+    mx.set_memory_limit(live_bytes + cache_bytes if device == "gpu" else NO_LIMIT)
 
 
 @contextmanager
 def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
-    """Let MLX allocate ahead within the limit of `limit_memory`, or by `more_bytes` from now on.
+    """Let MLX allocate ahead until it holds `more_bytes` more than now.
 
     MLX allocates for up to ten operations before the first of them has run, unless its memory limit
     is reached. On a CPU such a limit may not hold all the time, since MLX waits by spinning where
@@ -187,7 +184,7 @@ def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
     """
     import mlx.core as mx
 
-    bound = max(_planned[0], mx.get_active_memory() + more_bytes)
+    bound = mx.get_active_memory() + more_bytes
     before = mx.set_memory_limit(bound)
     try:
         if before < bound:

@@ -32,7 +32,6 @@ class ElementwiseKernel:
                 operation, run.program, "forward", arguments, run.instruction.wanted, run.tokens
             )
             del arguments
-            self.tools.arrays.evaluate([*results.values()])
             values.update(results)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
@@ -59,7 +58,7 @@ class ElementwiseKernel:
         wanted: Sequence[str],
         tokens: int,
     ) -> Values:
-        """The results named `wanted` of "forward" or "vjp"; those of whole graphs are lazy.
+        """The results named `wanted` of "forward" or "vjp", evaluated.
 
         `tokens` is how many the arguments have: the bucket's, or those of a tile of them.
         """
@@ -70,7 +69,10 @@ class ElementwiseKernel:
         key = graph_key(operation.graph, direction, length)
         if length == tokens:
             results = dict(zip(made, self.tools.graphs.call(key, arguments), strict=True))
-            return {name: results[name] for name in wanted}
+            results = {name: results[name] for name in wanted}
+            working_bytes = self.tools.bundle.manifest.graphs[key].workspace_bytes
+            self.tools.arrays.evaluate([*results.values()], working_bytes)
+            return results
         given = dict(zip(names, arguments, strict=True))
         same = {} if forward else dict(zip(made, operation.vjp_same, strict=True))
         holder = {name: same.get(name) or name for name in wanted}

@@ -33,7 +33,8 @@ class PlacedKernel:
             del results
             wanted = {name: made[name] for name in run.instruction.wanted}
             del made
-            self.tools.arrays.evaluate([*wanted.values()])
+            working_bytes = self.tools.bundle.manifest.graphs[key].workspace_bytes
+            self.tools.arrays.evaluate([*wanted.values()], working_bytes)
             values.update(wanted)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
