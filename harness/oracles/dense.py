@@ -2,7 +2,8 @@
 
 `python -m harness.oracles.dense RUN --steps N` repeats a run's steps on mlx-lm's own model, with
 every weight dequantized and MLX's autograd over the whole graph, evaluates as the run did, and
-writes RUN/dense.json, with the differences to the run.
+writes RUN/dense.json, with the differences to the run. The trained adapters are written to
+RUN/dense, a folder for `--adapter`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,20 @@ from runtime.run.samples import Samples  # noqa: E402
 
 @dataclass(frozen=True)
 class DenseRun:
-    """The loss of every step, and the evaluations before, after, and where the run had some."""
+    """The loss of every step, and the evaluations before, after, and where the run had some.
+
+    `adapters` are those after the last step.
+    """
 
     losses: list[float]
     before: dict[str, Any]
     after: dict[str, Any]
     by_step: dict[int, dict[str, Any]]
+    adapters: Adapters
+
+    def to_json(self) -> dict[str, Any]:
+        """What was measured."""
+        return {name: value for name, value in vars(self).items() if name != "adapters"}
 
 
 def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> dict[str, Any]:
@@ -99,7 +108,8 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
         if config.eval_every and (step + 1) % config.eval_every == 0:
             by_step[step + 1] = evaluate_dense(model, held_out, config.eval_rows)
     after = by_step.get(steps) or evaluate_dense(model, held_out, config.eval_rows)
-    return DenseRun(losses, before, after, by_step)
+    trained = Adapters(manifest, dict(tree_flatten(model.trainable_parameters())))
+    return DenseRun(losses, before, after, by_step, trained)
 
 
 def differences(found: DenseRun, run: Path) -> dict[str, float]:
@@ -123,7 +133,12 @@ def main() -> None:
     config = load(TrainConfig, arguments.run / "config.toml", {})
     result = run_dense(config, arguments.run, arguments.steps or config.steps)
     compared = differences(result, arguments.run)
-    (arguments.run / "dense.json").write_text(json.dumps({**vars(result), **compared}, indent=1))
+    folder = arguments.run / "dense"
+    folder.mkdir(exist_ok=True)
+    result.adapters.save(folder)
+    (arguments.run / "dense.json").write_text(
+        json.dumps({**result.to_json(), **compared}, indent=1)
+    )
     print(json.dumps({"before": result.before, "after": result.after, **compared}))
 
 
