@@ -122,9 +122,9 @@ class CpuArrays:
 
     def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
         sizes = [result.nbytes for result in results]
-        # MLX compares before it allocates for an operation, so what it holds passes the bound by one
-        last = max(sizes, default=0)
-        with bounded_run_ahead(sum(sizes) + max(working_bytes - last, 0)):
+        # MLX passes the bound by one operation, since it compares before it allocates
+        one = max(sizes, default=0)
+        with bounded_run_ahead(sum(sizes) + max(working_bytes - one, 0)):
             for result in results:
                 mx.eval(result)
 
