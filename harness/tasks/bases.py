@@ -28,6 +28,7 @@ from ondevice.errors import OnDeviceError, UsageError
 from ondevice.files import write_atomic
 
 DENSE = "float32, dense"
+LOG_FROM = 20  # the axis is logarithmic if the largest loss is so many times the smallest
 Curve = dict[int, float]  # a held-out loss by step
 Curves = Mapping[str, Sequence[Curve]]  # one for each seed, by base
 
@@ -98,7 +99,10 @@ def draw(folders: Sequence[Path], target: Path) -> None:
             if len(runs) > 1:
                 low, high = [min(each) for each in values], [max(each) for each in values]
                 one.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
-        one.set_yscale("log")
+        losses = [loss for runs in found.values() for run in runs for loss in run.values()]
+        if max(losses) > LOG_FROM * min(losses):
+            one.set_yscale("log")
+            one.yaxis.set_major_formatter("{x:g}")
         one.set_title(task)
         one.set_xlabel("steps")
     axes[0].set_ylabel("held-out loss (nats per token)")
