@@ -185,7 +185,7 @@ MACHINE = Benchmark(
     _rows,
     _tables,
     (
-        "share_beside_mapped is not fitted: it applies to rows of 2,048 tokens and more",
+        "share_beside_mapped and share_of_large are not fitted: they apply to longer rows",
         "two steps reach the peak of all (--steps 2 --repeats 1)",
     ),
     budgets=BUDGETS,

@@ -13,6 +13,7 @@ MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest block that glibc allows on its h
 NEVER_TRIM_BYTES = (1 << 31) - 1
 MAPPED_BLOCK_BYTES = 256 << 10  # larger blocks are mapped if the heap is not kept
 LONG_VALUE_BYTES = 6_000_000  # larger values of all tokens are mapped
+LARGE_VALUE_BYTES = 2_000_000  # larger values do not fit the holes that tiles of tokens leave
 
 
 @cache

@@ -8,7 +8,7 @@ of `runtime.system.machine.Heap`, which `ondevice bench machine` fits.
 from __future__ import annotations
 
 from runtime.planner.peak import PeakModel
-from runtime.system.heap import LONG_VALUE_BYTES, MOST_HEAP_BLOCK_BYTES
+from runtime.system.heap import LARGE_VALUE_BYTES, LONG_VALUE_BYTES, MOST_HEAP_BLOCK_BYTES
 from runtime.system.machine import Heap
 
 
@@ -16,14 +16,16 @@ def unused_bytes(heap: Heap, model: PeakModel, alive_bytes: int, index: int) -> 
     """Unused bytes of the heap while block `index` runs with `alive_bytes` in use.
 
     The current tile of weights leaves no holes, and neither do logits that are too large for the
-    heap and therefore mapped. If long values are mapped as well, fewer holes are left.
+    heap and therefore mapped. If long values are mapped as well, fewer holes are left. Large values
+    that are not mapped leave a hole of their own size.
     """
     tile, logits, chunk = model.off_heap(index)
     mapped = logits > MOST_HEAP_BLOCK_BYTES
     on_heap = max(0, alive_bytes - (max(tile, chunk) if mapped else tile))
-    long_values = model.mapped_value >= LONG_VALUE_BYTES
-    share = heap.share + (heap.share_of_backward if model.demand.backward else 0.0)
-    if long_values:
+    share, hole = heap.share + (heap.share_of_backward if model.demand.backward else 0.0), 0.0
+    if model.mapped_value >= LONG_VALUE_BYTES:
         share = heap.share_beside_mapped
+    elif model.mapped_value >= LARGE_VALUE_BYTES:
+        hole = heap.share_of_large * model.mapped_value
     largest = 0 if mapped else model.largest_logits_bytes
-    return int(heap.flat_bytes + share * on_heap + heap.share_of_logits * largest)
+    return int(heap.flat_bytes + share * on_heap + hole + heap.share_of_logits * largest)

@@ -22,7 +22,7 @@ from runtime.planner.plan import LEVELS, Plan
 from runtime.system.machine import Heap, Machine
 
 Tiny = Callable[..., Bundle]
-NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 SIZES = Sizes(2048, 16, 0, most_tokens=64)
 
 
@@ -78,6 +78,11 @@ def test_values_that_are_mapped_leave_fewer_holes(
     assert untiled == before[1]  # nothing is mapped where an MLP's values are whole
     monkeypatch.setattr("runtime.planner.allocators.glibc.LONG_VALUE_BYTES", longest + 1)
     assert slack(manifest, task, SIZES, **values) == before[0]
+    monkeypatch.setattr("runtime.planner.allocators.glibc.LARGE_VALUE_BYTES", longest)
+    assert slack(manifest, task, SIZES, **values, share_of_large=0.5) == pytest.approx(
+        before[0] + longest / 2, abs=2
+    )
+    assert slack(manifest, task, whole, **values, share_of_large=0.5) == before[1]
 
 
 def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
