@@ -19,6 +19,7 @@ from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
 from ondevice.errors import UsageError
 
 _FREE = {"source", "output", "seq_lens", "device", "force"}  # settings that do not change weights
+PROCESSES_DIFFER_BYTES = 300_000  # a benchmark's process may take more than that of `ondevice plan`
 _MB = 1_000_000
 
 
@@ -64,10 +65,10 @@ def bundle_of(
 
 
 def smallest_megabytes(bundle: Path, method: str, length: int) -> int:
-    """The smallest budget under which our plan trains, in whole MB."""
+    """The smallest budget under which our plan trains in any process, in whole MB."""
     flags = [f"--method={method}", f"--max-seq-length={length}", "--budget=1000TB", "--json"]
     plan: dict[str, int] = json.loads(ondevice("plan", str(bundle), *flags))
-    return math.ceil(plan["minimum_bytes"] / _MB)
+    return math.ceil((plan["minimum_bytes"] + PROCESSES_DIFFER_BYTES) / _MB)
 
 
 def _check(bundle: Bundle, model: str, settings: Mapping[str, str]) -> None:
