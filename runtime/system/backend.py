@@ -31,6 +31,8 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 NO_LIMIT = 1 << 60  # more bytes than any machine has
+AHEAD = 0.01  # MLX may always run ahead by this share of what a plan has in use: waiting takes time
+_planned = [0]  # the bytes that `limit_memory` was last told
 
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
 NO_BLAS = (
@@ -171,12 +173,13 @@ def limit_memory(device: str, live_bytes: int, cache_bytes: int) -> None:
     import mlx.core as mx
 
     mx.set_cache_limit(cache_bytes)
-    mx.set_memory_limit(live_bytes + cache_bytes if device == "gpu" else NO_LIMIT)
+    _planned[0] = live_bytes + cache_bytes
+    mx.set_memory_limit(_planned[0] if device == "gpu" else NO_LIMIT)
 
 
 @contextmanager
 def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
-    """Let MLX allocate ahead until it holds `more_bytes` more than now.
+    """Let MLX allocate ahead until it holds `more_bytes` more than now, or a share of the plan.
 
     MLX allocates for up to ten operations before the first of them has run, unless its memory limit
     is reached. On a CPU such a limit may not hold all the time, since MLX waits by spinning where
@@ -184,7 +187,7 @@ def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
     """
     import mlx.core as mx
 
-    bound = mx.get_active_memory() + more_bytes
+    bound = mx.get_active_memory() + max(more_bytes, int(AHEAD * _planned[0]))
     before = mx.set_memory_limit(bound)
     try:
         if before < bound:

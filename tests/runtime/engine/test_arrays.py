@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.engine.arrays import CpuArrays, GpuArrays
+from runtime.system import backend
 
 VALUES = 500_000
 Rng = np.random.Generator
@@ -21,9 +22,12 @@ def sums(rng: Rng, count: int) -> list[mx.array]:
     return [mx.tanh(x + index).sum() for index in range(count)]
 
 
-@pytest.mark.parametrize("working", [0, 2, 5])
-def test_little_is_allocated_ahead_on_a_cpu(rng: Rng, working: int) -> None:
-    """The array that is computed, and the next, or as many as the work may take."""
+@pytest.mark.parametrize(("working", "share"), [(0, 0), (2, 0), (5, 0), (0, 5), (3, 5)])
+def test_little_is_allocated_ahead_on_a_cpu(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, working: int, share: int
+) -> None:
+    """The array that is computed, and the next, or as many as the work or the plan may take."""
+    monkeypatch.setattr(backend, "_planned", [int(share * VALUES * 4 / backend.AHEAD)])
     results = sums(rng, 10)
     gc.collect()
     before = mx.get_active_memory()
@@ -31,7 +35,7 @@ def test_little_is_allocated_ahead_on_a_cpu(rng: Rng, working: int) -> None:
     CpuArrays().evaluate([mx.stack(results).sum()], working * VALUES * 4)
     arrays = (mx.get_peak_memory() - before) / (VALUES * 4)
     print(arrays)
-    assert arrays < max(2, working) + 1.5  # all ten otherwise
+    assert max(1, share) <= arrays < max(2, working, share) + 1.5  # all ten otherwise
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 61])
