@@ -51,7 +51,7 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     flat_bytes: Bytes = 830_000
     share: Share = 0.039
-    share_of_backward: Share = 0.1
+    share_of_backward: Share = 0.085
     share_beside_mapped: Share = 0.03
     share_of_large: Share = 1.0
     share_of_logits: Share = 0.848
