@@ -42,6 +42,19 @@ def _replaced(name: str, old: bytes, new: bytes) -> Change:
     return changed
 
 
+def _overwritten(name: str, before: bytes, new: bytes) -> Change:
+    """What follows `before` is overwritten, whatever it is."""
+
+    def changed(folder: Path, rng: Rng) -> None:
+        data = (folder / name).read_bytes()
+        if before not in data:
+            raise ValueError(f"{name} holds no {before!r}")
+        start = data.index(before) + len(before)
+        (folder / name).write_bytes(data[:start] + new + data[start + len(new) :])
+
+    return changed
+
+
 # --- GGUF -------------------------------------------------------------------------------------
 
 
@@ -73,10 +86,8 @@ class GGUF(Kind):
         "alignment 0": _head(
             0, 1, struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, 0)
         ),
-        "countless layers": _replaced(
-            FILE,
-            b"block_count" + struct.pack("<II", 4, 2),
-            b"block_count" + struct.pack("<II", 4, 2**32 - 1),
+        "countless layers": _overwritten(
+            FILE, b"block_count" + struct.pack("<I", 4), struct.pack("<I", 2**32 - 1)
         ),
         "endless embedding": _replaced(
             FILE,
