@@ -32,6 +32,7 @@ from harness.report.table import Table
 from ondevice.bundle.store import open_bundle
 from ondevice.methods import USUAL
 from runtime.lowering.lower import lower
+from runtime.planner.allocators.glibc import hole_bytes
 from runtime.planner.plan import Plan
 from runtime.system.heap import LONG_VALUE_BYTES
 from runtime.system.machine import Heap, Machine
@@ -81,6 +82,7 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     backward = plan.gradient_bytes > 0
     kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
     fixed = plan.process_bytes + alive + int(kept) + plan.materialized_bytes
+    fixed += hole_bytes(planned_for.heap, plan.mapped_value_bytes)
     return {
         "extra_bytes": summary["peak_footprint_bytes"] - fixed,
         "features": {

@@ -31,7 +31,6 @@ class ElementwiseKernel:
             results = self.results(
                 operation, run.program, "forward", arguments, run.instruction.wanted, run.tokens
             )
-            del arguments
             values.update(results)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:

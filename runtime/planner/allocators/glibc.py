@@ -12,6 +12,12 @@ from runtime.system.heap import LARGE_VALUE_BYTES, LONG_VALUE_BYTES, MOST_HEAP_B
 from runtime.system.machine import Heap
 
 
+def hole_bytes(heap: Heap, value_bytes: int) -> int:
+    """The hole that values of `value_bytes` leave: they are large, but not mapped."""
+    large = LARGE_VALUE_BYTES <= value_bytes < LONG_VALUE_BYTES
+    return int(heap.share_of_large * value_bytes) if large else 0
+
+
 def unused_bytes(heap: Heap, model: PeakModel, alive_bytes: int, index: int) -> int:
     """Unused bytes of the heap while block `index` runs with `alive_bytes` in use.
 
@@ -22,10 +28,9 @@ def unused_bytes(heap: Heap, model: PeakModel, alive_bytes: int, index: int) -> 
     tile, logits, chunk = model.off_heap(index)
     mapped = logits > MOST_HEAP_BLOCK_BYTES
     on_heap = max(0, alive_bytes - (max(tile, chunk) if mapped else tile))
-    share, hole = heap.share + (heap.share_of_backward if model.demand.backward else 0.0), 0.0
+    share = heap.share + (heap.share_of_backward if model.demand.backward else 0.0)
     if model.mapped_value >= LONG_VALUE_BYTES:
         share = heap.share_beside_mapped
-    elif model.mapped_value >= LARGE_VALUE_BYTES:
-        hole = heap.share_of_large * model.mapped_value
     largest = 0 if mapped else model.largest_logits_bytes
-    return int(heap.flat_bytes + share * on_heap + hole + heap.share_of_logits * largest)
+    shares = share * on_heap + heap.share_of_logits * largest
+    return int(heap.flat_bytes + shares) + hole_bytes(heap, model.mapped_value)
