@@ -31,7 +31,9 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 NO_LIMIT = 1 << 60  # more bytes than any machine has
-AHEAD = 0.01  # MLX may always run ahead by this share of what a plan has in use: waiting takes time
+# MLX may always run ahead by this share of what a plan has in use, and by these bytes: waiting
+# takes time, as much as a small operation does
+AHEAD, LEAST_AHEAD_BYTES = 0.01, 100_000
 _planned = [0]  # the bytes that `limit_memory` was last told
 
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
@@ -179,7 +181,7 @@ def limit_memory(device: str, live_bytes: int, cache_bytes: int) -> None:
 
 @contextmanager
 def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
-    """Let MLX allocate ahead until it holds `more_bytes` more than now, or a share of the plan.
+    """Let MLX allocate until it holds `more_bytes` more than now, or what it always may.
 
     MLX allocates for up to ten operations before the first of them has run, unless its memory limit
     is reached. On a CPU such a limit may not hold all the time, since MLX waits by spinning where
@@ -187,7 +189,8 @@ def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
     """
     import mlx.core as mx
 
-    bound = mx.get_active_memory() + max(more_bytes, int(AHEAD * _planned[0]))
+    ahead = max(more_bytes, int(AHEAD * _planned[0]), LEAST_AHEAD_BYTES)
+    bound = mx.get_active_memory() + ahead
     before = mx.set_memory_limit(bound)
     try:
         if before < bound:
