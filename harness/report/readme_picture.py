@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = {
     "ours": "ondevice",
-    "paper": "MeBP, its paper's plan\n(our rendering)",
+    "paper": "MeBP as in its paper\n(our code)",
     "torch-bfloat16": "PyTorch + PEFT,\nbfloat16",
     "mlx-lm-blas": "mlx-lm, float32,\noptimized BLAS",
     "torch-float32": "PyTorch + PEFT,\nfloat32",

@@ -320,8 +320,8 @@ def describe_summary(summary: dict[str, Any]) -> str:
     if summary["steps"]:
         speed = (
             f"{summary['step_s_median']:.2f} s a step (median), "
-            f"{summary['tokens_per_s']:.0f} tokens/s over all "
-            f"({summary['scored_tokens_per_s']:.0f} scored)"
+            f"{summary['tokens_per_s']:.0f} tokens/s "
+            f"({summary['scored_tokens_per_s']:.0f} of them scored)"
         )
     lines = [
         f"{summary['method']}: {summary['steps']} steps, {speed}{loss}",
