@@ -31,8 +31,8 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 NO_LIMIT = 1 << 60  # more bytes than any machine has
-# MLX may always run ahead by this share of what a plan has in use, and by these bytes: waiting
-# takes time, as much as a small operation does
+# MLX may always run ahead by this share of what a plan has in use, or by these bytes if they are
+# more: waiting for memory takes time, and in small models more than the operations themselves
 AHEAD, LEAST_AHEAD_BYTES = 0.01, 100_000
 _planned = [0]  # the bytes that `limit_memory` was last told
 
