@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from export.cut.model import Cut
 from export.packed import Packing
+from export.passes.block_pass import RowPass, RowProducts
 from export.quantize.calibrate import Calibration
 from export.tensors import Tensors
-from ondevice.engine import BlockPass, Products
-from ondevice.operations.program import Block
+from runtime.arrays.stored import Block
 
 
-def write_calibrated(tensors: Tensors, cut: Cut, rows: BlockPass, calibration: Calibration) -> None:
+def write_calibrated(tensors: Tensors, cut: Cut, rows: RowPass, calibration: Calibration) -> None:
     """Write all tensors, in the order of the blocks.
 
     Tied embeddings are written with the head, whose inputs they are quantized for.
@@ -40,7 +40,7 @@ def write_calibrated(tensors: Tensors, cut: Cut, rows: BlockPass, calibration: C
 
 
 def _write_products(
-    tensors: Tensors, products: Products, calibration: Calibration, tied: bool = False
+    tensors: Tensors, products: RowProducts, calibration: Calibration, tied: bool = False
 ) -> None:
     """Write the matrices of a product, quantized for its inputs where they are quantized at all."""
     names = [name for name in products.names if tensors.is_quantized(name)]

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from export.calibrated import write_calibrated
+from export.config.export import ExportConfig
 from export.cut.model import Cut
 from export.packed import Packing, Stored
+from export.passes.block_pass import RowPass
+from export.passes.engine import ExportEngine
 from export.quantize.bits import Candidate, choose_bits
 from export.quantize.calibrate import Calibration
 from export.quantize.sensitivity import Sensitivities
 from export.sources.source import Checkpoint
 from export.tensors import Tensors
-from ondevice.bundle.float_manifest import float_manifest
-from ondevice.bundle.quality import Quality
-from ondevice.bundle.store import Bundle
-from ondevice.config.export import ExportConfig
-from ondevice.engine import BlockPass, Engine, TokenRow
-from ondevice.errors import BudgetError, DataError, UsageError
+from runtime.bundle.float_manifest import float_manifest
+from runtime.bundle.quality import Quality
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BudgetError, DataError, UsageError
+from runtime.methods.protocol import Row
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"
@@ -40,9 +42,9 @@ class Original:
 
     bundle: Bundle
     checkpoint: Checkpoint
-    engine: Engine | None
+    engine: ExportEngine | None
     config: ExportConfig
-    _rows: tuple[Sequence[TokenRow], Sequence[TokenRow]] | None = None
+    _rows: tuple[Sequence[Row], Sequence[Row]] | None = None
 
     def choose_bits(self, tensors: Tensors) -> dict[str, str]:
         """Give 8 bits to the matrices of `--bits auto` that lose most with 4.
@@ -108,9 +110,9 @@ class Original:
         self,
         tensors: Tensors,
         shapes: set[tuple[int, int]],
-        rows: Sequence[TokenRow],
+        rows: Sequence[Row],
         tokens: int,
-    ) -> tuple[Calibration, BlockPass]:
+    ) -> tuple[Calibration, RowPass]:
         """The calibration with the largest Gram matrices that fit the budget, and its pass.
 
         Raises:
@@ -128,7 +130,7 @@ class Original:
                     raise
             block = max(LEAST_BLOCK, block // 2 // LEAST_BLOCK * LEAST_BLOCK)
 
-    def _split(self) -> tuple[Sequence[TokenRow], Sequence[TokenRow]]:
+    def _split(self) -> tuple[Sequence[Row], Sequence[Row]]:
         """The rows to calibrate with, and those that are held out; of few rows none are."""
         if self._rows is None:
             assert self.engine is not None and self.config.calibrate is not None
@@ -144,7 +146,7 @@ class Original:
                 self._rows = others, held_out
         return self._rows
 
-    def _own_text(self) -> Sequence[TokenRow]:
+    def _own_text(self) -> Sequence[Row]:
         """Rows of the package's own text."""
         assert self.engine is not None
         return self.engine.rows(self.bundle, str(TEXT), self._row_tokens, COMPARED_TOKENS, None)
@@ -158,7 +160,7 @@ class Original:
         if self.engine is None or not self.config.quality or not self._is_text_model:
             return None
         try:
-            rows: Sequence[TokenRow] = []
+            rows: Sequence[Row] = []
             text = f"held-out rows of {self.config.calibrate}"
             if self.config.calibrate is not None:
                 _, rows = self._split()

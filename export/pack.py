@@ -17,29 +17,30 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
+from export.config.export import ExportConfig
 from export.cut.graphs import TracedFunction
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize
 from export.original import Original
 from export.packed import Packing, Stored
+from export.passes.engine import ExportEngine
 from export.recipe import linear_names, stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.tensors import Tensors
-from ondevice.bundle.float_manifest import float_tables
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
-from ondevice.bundle.trusted import trust_graphs
-from ondevice.config.export import ExportConfig
-from ondevice.engine import Engine, Progress
-from ondevice.errors import StorageError, UsageError
-from ondevice.files import fsync_path, sha256_file, storage_errors
-from ondevice.lora import LoraSettings
-from ondevice.operations.tensors import Graph
-from ondevice.operations.values import DECODED_TOKENS, graph_key
-from ondevice.version import __version__
+from runtime.adapters.lora import LoraSettings
+from runtime.arrays.stored import Graph
+from runtime.bundle.float_manifest import float_tables
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
+from runtime.bundle.trusted import trust_graphs
+from runtime.core.errors import StorageError, UsageError
+from runtime.core.files import fsync_path, sha256_file, storage_errors
+from runtime.core.notes import Progress
+from runtime.core.version import __version__
+from runtime.operations.values import DECODED_TOKENS, graph_key
 
-MakeEngine = Callable[[Path], Engine]
+MakeEngine = Callable[[Path], ExportEngine]
 
 
 def no_progress(what: str, done: int, total: int) -> None:

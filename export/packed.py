@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -99,3 +100,16 @@ def unpack_codes(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uin
     codes[:, 0::2] = octets & 15
     codes[:, 1::2] = octets >> 4
     return codes
+
+
+class MatrixRows(Protocol):
+    """The matrices to quantize, read by rows."""
+
+    def ranges(self, name: str) -> Iterator[tuple[int, int]]:
+        """The slices of rows in which to read a matrix."""
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(R, C) of a matrix."""
+
+    def source_rows(self, name: str, start: int, stop: int) -> F32:
+        """Rows (stop - start, C) of a matrix."""

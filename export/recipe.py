@@ -14,12 +14,12 @@ from typing import Literal, cast
 
 import numpy as np
 
+from export.config.export import EIGHT_BIT, ExportConfig
 from export.cut.model import Cut
 from export.packed import FloatType, Packing, Plain, Stored
 from export.sources.source import Checkpoint, slices
-from ondevice.config.base import flag
-from ondevice.config.export import EIGHT_BIT, ExportConfig
-from ondevice.errors import UsageError
+from runtime.config.base import flag
+from runtime.core.errors import UsageError
 
 
 @dataclass(frozen=True)

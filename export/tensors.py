@@ -13,10 +13,10 @@ from export.cut.model import Cut
 from export.packed import F32, PackedRows, Packing, Plain, Stored
 from export.quantize.search import Quantized, quantize_rows
 from export.sources.source import Checkpoint, slices
-from ondevice.bundle.store import BundleWriter
-from ondevice.engine import Progress
-from ondevice.errors import BundleError
-from ondevice.operations.tensors import Extent, Matrix
+from runtime.arrays.stored import Extent, Matrix
+from runtime.bundle.store import BundleWriter
+from runtime.core.errors import BundleError
+from runtime.core.notes import Progress
 
 
 class Tensors:

@@ -8,12 +8,12 @@ from pathlib import Path
 from export.cut.model import cut_model
 from export.pack import no_progress, set_device, write_graphs
 from export.sources.families import MODEL_TYPES
-from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import GRAPHS
-from ondevice.bundle.traced import RECORD, TracedGraphs, check_programs, traced_bytes
-from ondevice.errors import BundleError
-from ondevice.files import write_atomic
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import GRAPHS
+from runtime.bundle.traced import RECORD, TracedGraphs, check_programs, traced_bytes
+from runtime.core.errors import BundleError
+from runtime.core.files import write_atomic
 
 
 def trace_graphs(manifest: Manifest, device: str, folder: Path) -> None:

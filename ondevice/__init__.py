@@ -2,8 +2,8 @@
 
 `export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate`, `compare_with_source`,
 `generate`, `chat`, `adapter` and `fuse` do what the command line does, with the same options and
-defaults; errors are those of `ondevice.errors`. Importing this package loads nothing heavy, no MLX
-and no NumPy: a name is loaded when it is first used.
+defaults; errors are those of `runtime.core.errors`. Importing this package loads nothing heavy, no
+MLX and no NumPy: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ondevice.version import __version__
+from runtime.core.version import __version__
 
 if TYPE_CHECKING:
-    from ondevice import errors
     from ondevice.api.bundles import export_bundle, open_bundle
     from ondevice.api.conversation import Conversation, chat
     from ondevice.api.converting import adapter
@@ -33,8 +32,9 @@ if TYPE_CHECKING:
     )
     from ondevice.api.training import plan, resume, train
     from ondevice.api.use import compare_with_source, evaluate, generate
-    from ondevice.bundle.quality import Quality
-    from ondevice.bundle.store import Bundle
+    from runtime.bundle.quality import Quality
+    from runtime.bundle.store import Bundle
+    from runtime.core import errors
 
 __all__ = [
     "AdapterResult",
@@ -93,7 +93,7 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Load what is public when it is first used."""
     if name == "errors":
-        return import_module("ondevice.errors")
+        return import_module("runtime.core.errors")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

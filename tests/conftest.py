@@ -26,7 +26,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from runtime.system.backend import prepare  # noqa: E402
+from runtime.machine.backend import prepare  # noqa: E402
 
 prepare()  # before MLX is imported
 
@@ -38,9 +38,9 @@ from support.layouts import LAYOUTS, relaid  # noqa: E402
 from support.models import BUCKETS  # noqa: E402
 from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
+from export.config.export import ExportConfig  # noqa: E402
 from export.pack import export_bundle  # noqa: E402
-from ondevice.bundle.store import Bundle  # noqa: E402
-from ondevice.config.export import ExportConfig  # noqa: E402
+from runtime.bundle.store import Bundle  # noqa: E402
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 

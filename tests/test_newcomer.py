@@ -18,7 +18,7 @@ from support.runs import ondevice
 from support.shared import Shared
 from support.text_bundle import text_checkpoint
 
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 from runtime.run.lora import to_apply
 from runtime.run.open import open_checked

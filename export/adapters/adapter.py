@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.adapters.names import A, B
-from ondevice.bundle.manifest import Manifest
+from runtime.adapters.names import A, B
+from runtime.bundle.manifest import Manifest
 
 F32 = npt.NDArray[np.float32]
 _SEES = ("gemma3",)  # architectures with a vision tower, as their configurations name them

@@ -11,8 +11,8 @@ import numpy as np
 from safetensors.numpy import save
 
 from export.adapters.adapter import F32
-from ondevice.files import write_atomic
-from ondevice.folder_writer import FolderWriter
+from runtime.core.files import write_atomic
+from runtime.core.folder_writer import FolderWriter
 
 
 def write_folder(

@@ -15,10 +15,10 @@ from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 from export.adapters.adapter import Adapter, base_model
 from export.gguf_type import is_adapter
 from export.sources.gguf_names import ARCHITECTURES, architecture_of, model_rows, tensor_names
-from ondevice.adapters.names import A, B
-from ondevice.errors import UsageError
-from ondevice.files import fsync_path, storage_errors
-from ondevice.folder_writer import FolderWriter
+from runtime.adapters.names import A, B
+from runtime.core.errors import UsageError
+from runtime.core.files import fsync_path, storage_errors
+from runtime.core.folder_writer import FolderWriter
 
 SUFFIX = ".gguf"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from export.adapters.adapter import Adapter, base_model
 from export.adapters.folder import write_folder
-from ondevice.adapters import mlx_lm
-from ondevice.adapters.names import outer_name
+from runtime.adapters import mlx_lm
+from runtime.adapters.names import outer_name
 
 _INSIDE = "language_model."  # where mlx-lm has the language model of one that also sees
 

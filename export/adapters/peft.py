@@ -6,7 +6,7 @@ from pathlib import Path
 
 from export.adapters.adapter import Adapter, base_model
 from export.adapters.folder import write_folder
-from ondevice.adapters import peft
+from runtime.adapters import peft
 
 
 def write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -> None:

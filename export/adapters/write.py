@@ -9,7 +9,7 @@ from export.adapters.adapter import Adapter
 from export.adapters.gguf import write_gguf
 from export.adapters.mlx_lm import write_mlx
 from export.adapters.peft import write_peft
-from ondevice.paths import text_path
+from runtime.core.paths import text_path
 
 _WRITERS: dict[str, Callable[[Adapter, Path, bool, str | None], None]] = {
     "peft": write_peft,

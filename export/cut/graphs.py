@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from export.cut.properties import continues, gated_activation, treats_tokens_alike
 from export.cut.trace import Function, Trace, trace
-from ondevice.errors import BundleError
-from ondevice.operations.elementwise import Elementwise
-from ondevice.operations.values import F32, Shape, T, shape_at
+from runtime.core.errors import BundleError
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.values import F32, Shape, T, shape_at
 
 # a graph is tried for running by tiles of tokens where it allocates more than this many times the
 # hidden state

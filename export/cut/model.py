@@ -36,15 +36,16 @@ from export.cut.taps import (
 )
 from export.cut.trace import trace
 from export.sources.families import build_model
-from ondevice.errors import BundleError
-from ondevice.operations.attention import Attention
-from ondevice.operations.elementwise import Elementwise
-from ondevice.operations.embedding import Embedding
-from ondevice.operations.head import Head
-from ondevice.operations.linear import Linear, Product
-from ondevice.operations.program import Block, BlockType
-from ondevice.operations.table import Stored
-from ondevice.operations.values import Shape, T, shape_at
+from runtime.arrays.stored import Block
+from runtime.core.errors import BundleError
+from runtime.operations.attention import Attention
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.embedding import Embedding
+from runtime.operations.head import Head
+from runtime.operations.linear import Linear, Product
+from runtime.operations.program import BlockType
+from runtime.operations.table import Stored
+from runtime.operations.values import Shape, T, shape_at
 
 
 @dataclass

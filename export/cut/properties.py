@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from export.cut.trace import Function
-from ondevice.operations.elementwise import Activation
-from ondevice.operations.values import Shape, T, shape_at, token_axis
+from runtime.operations.elementwise import Activation
+from runtime.operations.values import Shape, T, shape_at, token_axis
 
 TRIAL_TOKENS = 8  # in each half of the sequence that the function is tried on
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # how close equal values are; GELU and its tanh form differ by 5e-4

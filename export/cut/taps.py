@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 SHORTEST_PROBE = 13
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import msgspec
 
+from export.config.export import ExportConfig
 from export.cut.model import Cut
 from export.fused.checkpoint import check_space
 from export.fused.model import FusedCheckpoint
 from export.packed import Plain
 from export.recipe import stored_bytes, stored_forms
 from export.tensors import Tensors
-from ondevice.bundle.quality import Quality
-from ondevice.bundle.store import Bundle, BundleWriter
-from ondevice.config.export import ExportConfig
-from ondevice.engine import Progress
-from ondevice.files import read_file, reading_errors
+from runtime.bundle.quality import Quality
+from runtime.bundle.store import Bundle, BundleWriter
+from runtime.core.files import read_file, reading_errors
+from runtime.core.notes import Progress
 
 Measure = Callable[[Bundle], Quality | None]
 

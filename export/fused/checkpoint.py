@@ -23,13 +23,13 @@ from export.packed import FloatType
 from export.sources.families import transformers_config
 from export.sources.hf import TOKENIZER_FILES
 from export.sources.shards import INDEX
-from ondevice.adapters.fused import IN_CONFIG
-from ondevice.engine import Progress
-from ondevice.errors import StorageError
-from ondevice.files import fsync_path, storage_errors
-from ondevice.folder_writer import FolderWriter
-from ondevice.safetensors_header import safetensors_header
-from ondevice.units import format_bytes
+from runtime.adapters.fused import IN_CONFIG
+from runtime.core.errors import StorageError
+from runtime.core.files import fsync_path, storage_errors
+from runtime.core.folder_writer import FolderWriter
+from runtime.core.notes import Progress
+from runtime.core.safetensors_header import safetensors_header
+from runtime.core.units import format_bytes
 
 CONFIG = "config.json"  # by which a finished folder is recognised
 CODES: Mapping[FloatType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}

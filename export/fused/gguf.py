@@ -25,11 +25,11 @@ from export.gguf_type import is_model
 from export.packed import F32, FloatType
 from export.sources.gguf_config import ROPE_FREQS
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
-from ondevice.adapters.fused import IN_GGUF
-from ondevice.engine import Progress
-from ondevice.errors import UsageError
-from ondevice.files import fsync_path, storage_errors
-from ondevice.folder_writer import FolderWriter
+from runtime.adapters.fused import IN_GGUF
+from runtime.core.errors import UsageError
+from runtime.core.files import fsync_path, storage_errors
+from runtime.core.folder_writer import FolderWriter
+from runtime.core.notes import Progress
 
 FILE = "model.gguf"  # in a folder
 SUFFIX = ".gguf"

@@ -24,7 +24,7 @@ from export.sources.gguf_tokenizer import (
     USER_DEFINED,
     Split,
 )
-from ondevice.errors import UsageError
+from runtime.core.errors import UsageError
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}

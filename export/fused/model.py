@@ -14,11 +14,11 @@ import numpy.typing as npt
 from export.packed import F32, FloatType, PackedRows, Packing, Plain, Stored
 from export.sources.families import MODEL_TYPES, completed_config, expected_shapes
 from export.sources.source import Checkpoint, check_tensors
-from ondevice.adapters.fused import adapters_in, digest_of, refuse_held
-from ondevice.bundle.store import TOKENIZER, Bundle
-from ondevice.errors import BundleError
-from ondevice.files import read_file, reading_errors
-from ondevice.operations.tensors import Extent, Matrix
+from runtime.adapters.fused import adapters_in, digest_of, refuse_held
+from runtime.arrays.stored import Extent, Matrix
+from runtime.bundle.store import TOKENIZER, Bundle
+from runtime.core.errors import BundleError
+from runtime.core.files import read_file, reading_errors
 
 _WEIGHT = ".weight"
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from export.packed import F32, FloatType
-from ondevice.engine import Progress
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
+from runtime.core.notes import Progress
 
 SLICE_VALUES = 1 << 20  # values of a tensor that are in memory at a time
 TYPES: Mapping[FloatType, npt.DTypeLike] = {

@@ -11,28 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from export.packed import F32, Packing
+from export.packed import MatrixRows, Packing
+from export.passes.block_pass import RowProducts
 from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
 from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessian
 from export.quantize.search import Quantized
 from export.sources.source import SLICE_VALUES
-from ondevice.engine import Products
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 
 DAMPING, DAMPING_OF_FEW = 0.01, 0.1
 FEW_TOKENS = 2048  # below which the damping of few tokens is used
-
-
-class Source(Protocol):
-    """The matrices to quantize."""
-
-    def ranges(self, name: str) -> Iterator[tuple[int, int]]:
-        """The slices of rows in which to read a matrix."""
-
-    def source_rows(self, name: str, start: int, stop: int) -> F32:
-        """Rows (stop - start, C) of a matrix."""
 
 
 @dataclass
@@ -47,7 +36,7 @@ class Calibration:
     block: int
     largest_damping: float = 0.0
 
-    def factor(self, products: Products, tied: bool = False) -> Factor:
+    def factor(self, products: RowProducts, tied: bool = False) -> Factor:
         """The factor of the Gram matrix of a product's inputs.
 
         Raises:
@@ -80,7 +69,7 @@ class Calibration:
         return gram_bytes(columns, block) + most
 
     def slices(
-        self, name: str, packing: Packing, factor: Factor, source: Source
+        self, name: str, packing: Packing, factor: Factor, source: MatrixRows
     ) -> Iterator[Quantized]:
         """A matrix, quantized slice by slice of rows."""
         for start, stop in source.ranges(name):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from export.packed import F32, PackedRows, Packing, pack_codes
 from export.quantize.gram import Gram
 from export.quantize.search import CHUNK_VALUES, Floats, Quantized, fit_rows
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 
 DAMPING_LIMIT = 1.0  # of the mean diagonal
 BLOCK = 128  # columns whose sums over the columns before them are one matrix product

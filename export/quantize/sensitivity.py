@@ -9,29 +9,15 @@ of W is never formed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32, Packing
+from export.packed import F32, MatrixRows, Packing
 from export.quantize.search import quantize_rows
-from ondevice.files import storage_errors
-
-
-class Source(Protocol):
-    """The matrices to quantize."""
-
-    def ranges(self, name: str) -> Iterator[tuple[int, int]]:
-        """The slices of rows in which to read a matrix."""
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """(R, C) of a matrix."""
-
-    def source_rows(self, name: str, start: int, stop: int) -> F32:
-        """Rows (stop - start, C) of a matrix."""
+from runtime.core.files import storage_errors
 
 
 class Sensitivities:
@@ -42,7 +28,7 @@ class Sensitivities:
     matrices are computed once, and wait in scratch files.
     """
 
-    def __init__(self, source: Source, packings: Mapping[str, Packing], scratch: Path) -> None:
+    def __init__(self, source: MatrixRows, packings: Mapping[str, Packing], scratch: Path) -> None:
         self.source, self.packings, self.scratch = source, packings, scratch
         self.squares: dict[str, float] = dict.fromkeys(packings, 0.0)
         self._errors: dict[str, npt.NDArray[np.float32]] = {}

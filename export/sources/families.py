@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 # Hugging Face model_type -> module under mlx_lm.models
 MODEL_TYPES = {

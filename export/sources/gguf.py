@@ -24,8 +24,8 @@ from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import F32, Checkpoint, check_tensors
-from ondevice.adapters.fused import IN_GGUF, checked
-from ondevice.errors import BundleError
+from runtime.adapters.fused import IN_GGUF, checked
+from runtime.core.errors import BundleError
 
 
 class GGUFCheckpoint(Checkpoint):

@@ -9,7 +9,7 @@ import numpy as np
 from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import ARCHITECTURES
 from export.sources.source import F32
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files hold instead of metadata
 

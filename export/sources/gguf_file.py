@@ -21,7 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from export.sources.source import F32
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {  # GGUF value type -> struct code

@@ -22,7 +22,7 @@ from tokenizers import (
     processors,
 )
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

@@ -17,9 +17,9 @@ from export.sources.mlx_quantized import find_layouts, repacked, unpacked_shape
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile, StoredTensor
 from export.sources.shards import open_shards
 from export.sources.source import F32, Checkpoint, check_tensors
-from ondevice.adapters.fused import IN_CONFIG, checked
-from ondevice.errors import BundleError, UsageError
-from ondevice.lookalikes import Kind, instead, kind_of
+from runtime.adapters.fused import IN_CONFIG, checked
+from runtime.core.errors import BundleError, UsageError
+from runtime.core.lookalikes import Kind, instead, kind_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ondevice.documents import from_json
-from ondevice.errors import BundleError
-from ondevice.files import read_small
+from runtime.core.documents import from_json
+from runtime.core.errors import BundleError
+from runtime.core.files import read_small
 
 _MOST_BYTES = 64 << 20  # far above any index of tensors
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from export.packed import Packing, pack_codes
 from export.sources.safetensors_file import FLOAT_TYPES, StoredTensor
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 _PART_TYPES = {"weight": ("U32",), "scales": FLOAT_TYPES, "biases": FLOAT_TYPES}
 _BITS = (2, 3, 4, 5, 6, 8)

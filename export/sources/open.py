@@ -9,9 +9,9 @@ from export.sources.hf import TOKENIZER_FILES, HFCheckpoint
 from export.sources.random import PRESETS, RandomCheckpoint
 from export.sources.shards import INDEX
 from export.sources.source import Checkpoint
-from ondevice.errors import UsageError
-from ondevice.lookalikes import HUB_ID
-from ondevice.paths import text_path
+from runtime.core.errors import UsageError
+from runtime.core.lookalikes import HUB_ID
+from runtime.core.paths import text_path
 
 _RANDOM = "random:"
 _HUB_FILES = ["config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES]

@@ -14,7 +14,7 @@ import numpy as np
 
 from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
 from export.sources.source import F32, Checkpoint
-from ondevice.errors import UsageError
+from runtime.core.errors import UsageError
 
 
 def _qwen(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 FLOAT_TYPES = ("F32", "F16", "BF16")  # safetensors' names
 _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.uint32}

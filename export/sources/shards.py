@@ -10,7 +10,7 @@ from pathlib import Path
 
 from export.sources.json_file import read_json
 from export.sources.safetensors_file import SafetensorsFile
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 INDEX = "model.safetensors.index.json"
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.packed import PackedRows, Packing
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 F32 = npt.NDArray[np.float32]
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 # whether the heap keeps freed memory has to be set before MLX is loaded
 prepare(keep_heap="buffer-reuse" not in sys.argv)
@@ -34,18 +34,20 @@ prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
-from ondevice.bundle.store import Bundle, open_bundle  # noqa: E402
-from ondevice.config.train import TrainConfig  # noqa: E402
-from ondevice.errors import OnDeviceError, UsageError  # noqa: E402
-from ondevice.methods import METHODS  # noqa: E402
+from runtime.bundle.store import Bundle, open_bundle  # noqa: E402
+from runtime.config.methods import METHODS  # noqa: E402
+from runtime.config.train import TrainConfig  # noqa: E402
+from runtime.core.errors import OnDeviceError, UsageError  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
+from runtime.machine.footprint import Meter  # noqa: E402
+from runtime.machine.heap import trim_heap  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.full_weights import FullWeights  # noqa: E402
+from runtime.methods.full.row_noise import RowNoise  # noqa: E402
+from runtime.methods.full.weights import FullWeights  # noqa: E402
 from runtime.methods.protocol import Sample, Start, StepLoss  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
-from runtime.methods.row_noise import RowNoise  # noqa: E402
-from runtime.methods.zeroth_order import ZerothOrder  # noqa: E402
-from runtime.planner.plan import Plan  # noqa: E402
+from runtime.methods.zeroth.zeroth_order import ZerothOrder  # noqa: E402
+from runtime.plan.plan import Plan  # noqa: E402
 from runtime.run.budget import check_budget  # noqa: E402
 from runtime.run.lora import to_train  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
@@ -53,8 +55,6 @@ from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.saves import SLOTS  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402
-from runtime.system.footprint import Meter  # noqa: E402
-from runtime.system.heap import trim_heap  # noqa: E402
 
 FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse", "disk")
 OF_FORWARD_ONLY: dict[str, dict[str, Any]] = {
@@ -117,7 +117,7 @@ def _method(
 
         if without == "disk":
             from harness.bench.in_memory import InMemoryMeZO  # the oracles take 40 MB
-            from harness.oracles.full import MemoryWeights, all_weights
+            from harness.peers.whole_model_full import MemoryWeights, all_weights
 
             memory = MemoryWeights(bundle, all_weights(bundle))
             models = open_session(bundle, planned, memory).model

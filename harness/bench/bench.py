@@ -30,14 +30,14 @@ from harness.bench.peers import PEERS
 from harness.bench.prediction import PREDICTION
 from harness.bench.step_profile import PROFILE
 from harness.bench.zo2_ablation import ZO2_ABLATION, ZO2_FULL
+from harness.config.bench import BenchConfig
 from harness.measure.bundles import check_models
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
 from harness.measure.repeats import Note
-from ondevice.config.bench import BenchConfig
-from ondevice.errors import InterruptedRunError, UsageError
-from ondevice.files import storage_errors, write_atomic
-from ondevice.units import format_bytes
+from runtime.core.errors import InterruptedRunError, UsageError
+from runtime.core.files import storage_errors, write_atomic
+from runtime.core.units import format_bytes
 
 BENCHMARKS: dict[str, Benchmark] = {
     "mebp-table2": TABLE2,

@@ -17,14 +17,14 @@ from types import MappingProxyType
 from typing import Any
 
 from harness.bench.published import Source
+from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of, smallest_megabytes
 from harness.measure.command import flag, ondevice
 from harness.measure.provenance import memory_bytes
 from harness.measure.repeats import Note, Outcome, Process, figures, in_turn, reason
 from harness.measure.training import measure_training
 from harness.report.table import Table
-from ondevice.config.bench import BenchConfig, times_smallest
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 Row = dict[str, Any]
 NOT_PUBLISHED = "not in the paper"

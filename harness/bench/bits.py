@@ -29,7 +29,7 @@ from harness.bench.zo2_ablation import ablated
 from harness.measure.bundles import bundle_of
 from harness.measure.repeats import Outcome, figures, in_turn, peak_ratio, time_ratio
 from harness.report.table import Table
-from ondevice.methods import USUAL
+from runtime.config.methods import USUAL
 
 FEW, MANY = "4", "8"
 

@@ -28,7 +28,7 @@ from harness.bench.benchmark import (
 from harness.measure.bundles import smallest_megabytes
 from harness.report.figure import log_scale, new_figure, png, style
 from harness.report.table import Table
-from ondevice.methods import USUAL
+from runtime.config.methods import USUAL
 
 POINTS = 8
 MOST_MB = 4000

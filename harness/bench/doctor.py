@@ -21,8 +21,8 @@ from harness.bench.benchmark import (
     seconds,
 )
 from harness.report.table import Table
-from ondevice.methods import USUAL
-from ondevice.units import format_bytes
+from runtime.config.methods import USUAL
+from runtime.core.units import format_bytes
 
 MODELS = ("gemma3-270m", "qwen2.5-0.5b", "gemma3-1b")
 TOKENS = 256

@@ -30,7 +30,7 @@ from harness.bench.published import MEBP_TABLE2, MESP, MESP_PEAK_MB, MODELS, STE
 from harness.bench.targets import PEAK_MB
 from harness.measure.repeats import Outcome, most
 from harness.report.table import Table
-from ondevice.methods import USUAL
+from runtime.config.methods import USUAL
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 

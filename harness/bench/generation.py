@@ -20,7 +20,7 @@ from harness.measure.other_load import other_load
 from harness.measure.repeats import Outcome, Process, in_turn, most, spread, turn_ratio
 from harness.peers.launch import cores, environment, run_peer
 from harness.report.table import Table
-from ondevice.errors import OnDeviceError, UsageError
+from runtime.core.errors import OnDeviceError, UsageError
 from runtime.data.prompts import confined_prompt
 
 PROMPT = (

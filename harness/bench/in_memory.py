@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from harness.oracles.full import MemoryWeights
-from harness.oracles.reference import plain_loss
+from harness.peers.whole_model import plain_loss
+from harness.peers.whole_model_full import MemoryWeights
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
+from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.protocol import Sample, StepLoss
-from runtime.methods.row_noise import RowNoise
 
 TILE_VALUES = 1 << 19  # of a matrix that are perturbed at once
 

@@ -1,8 +1,9 @@
 """`ondevice bench machine`: how this machine's heap behaves, and how fast it is.
 
 Short trainings that never give free memory back show how much the heap holds beyond the memory in
-use; a least-squares fit over them gives the values of `runtime.system.machine.Heap`. `ondevice plan
---machine` and `ondevice train --machine` read the JSON; everything also works without it.
+use; a least-squares fit over them gives the values of `runtime.machine.machine.Heap`. The commands
+`ondevice plan --machine` and `ondevice train --machine` read the JSON; everything also works
+without it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
 from harness.measure.command import ondevice
 from harness.measure.repeats import Outcome
 from harness.report.table import Table
-from ondevice.bundle.store import open_bundle
-from ondevice.methods import USUAL
-from runtime.lowering.lower import lower
-from runtime.planner.allocators.glibc import hole_bytes
-from runtime.planner.plan import Plan
-from runtime.system.heap import LONG_VALUE_BYTES
-from runtime.system.machine import Heap, Machine
+from runtime.bundle.store import open_bundle
+from runtime.config.methods import USUAL
+from runtime.machine.glibc import hole_bytes
+from runtime.machine.heap import LONG_VALUE_BYTES
+from runtime.machine.machine import Heap, Machine
+from runtime.plan.lower import lower
+from runtime.plan.plan import Plan
 
 MODELS = ("gemma3-270m", "qwen2.5-0.5b")
 LENGTHS = (64, 128, 256)

@@ -29,7 +29,7 @@ from harness.bench.short_rows import COUNT, LONGEST, SHORTEST
 from harness.measure.command import flag, ondevice
 from harness.measure.repeats import Outcome, Process, figures, in_turn, spread, turn_ratio
 from harness.report.table import Table
-from ondevice.methods import USUAL
+from runtime.config.methods import USUAL
 
 ROW_LENGTHS = (32, 64)  # sequence lengths for single rows
 PACKED = "packed"

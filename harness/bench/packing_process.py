@@ -14,15 +14,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 prepare()
 
 from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.bench.short_rows import LONGEST, ShortRows  # noqa: E402
-from ondevice.config.train import TrainConfig  # noqa: E402
-from ondevice.errors import UsageError  # noqa: E402
-from ondevice.methods import METHODS  # noqa: E402
+from runtime.config.methods import METHODS  # noqa: E402
+from runtime.config.train import TrainConfig  # noqa: E402
+from runtime.core.errors import UsageError  # noqa: E402
+from runtime.machine.footprint import Meter  # noqa: E402
+from runtime.machine.heap import trim_heap  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import Start  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
@@ -31,8 +33,6 @@ from runtime.run.open import open_checked, open_session  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402
-from runtime.system.footprint import Meter  # noqa: E402
-from runtime.system.heap import trim_heap  # noqa: E402
 
 WARM_STEPS = 2  # before the epoch that is timed
 

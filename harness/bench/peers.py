@@ -28,7 +28,7 @@ from harness.peers.launch import Setup, cores, inherited
 from harness.peers.programs import DEFAULT, METHOD, OURS, PROGRAMS
 from harness.peers.trainer import ALPHA, RANK
 from harness.report.table import Table
-from ondevice.errors import UsageError
+from runtime.core.errors import UsageError
 
 OPTION = "--python"
 BUSY_CORES = 0.1  # more than an idle system uses

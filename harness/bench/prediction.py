@@ -26,7 +26,7 @@ from harness.bench.published import MODELS
 from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
 from harness.measure.repeats import Outcome, most
 from harness.report.table import Table
-from ondevice.methods import USUAL
+from runtime.config.methods import USUAL
 
 OTHER_MODELS = ("gemma3-270m", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gemma3")
 # no constant of the planner was fitted to these models, nor to any model at these lengths

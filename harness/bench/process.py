@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ondevice.config.train import TrainConfig
-from ondevice.errors import OnDeviceError
+from runtime.config.train import TrainConfig
+from runtime.core.errors import OnDeviceError
 
 
 def process_parser(module: str, about: str | None, length: int) -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def report(scratch: Path, measure: Callable[[Path], dict[str, Any]]) -> int:
     """Print as JSON what `measure` finds, and errors as the command line does.
 
     `measure` is given a folder below `scratch` that is removed afterwards. Returns the exit code of
-    `ondevice.errors`.
+    `runtime.core.errors`.
     """
     try:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:

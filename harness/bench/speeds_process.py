@@ -8,15 +8,15 @@ import sys
 import time
 from collections.abc import Callable
 
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 prepare()
 
 import mlx.core as mx  # noqa: E402
 
-from runtime.engine.arrays import arrays_for  # noqa: E402
-from runtime.engine.dequantize import dequantize  # noqa: E402
-from runtime.storage.weight_source import QuantizedTile  # noqa: E402
+from runtime.arrays.arrays import arrays_for  # noqa: E402
+from runtime.arrays.dequantize import dequantize  # noqa: E402
+from runtime.arrays.weight_source import QuantizedTile  # noqa: E402
 
 ROUNDS = 7
 

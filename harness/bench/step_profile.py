@@ -28,7 +28,7 @@ from harness.bench.benchmark import (
 )
 from harness.measure.repeats import Outcome, Process, figures, in_turn, time_ratio
 from harness.report.table import Table
-from ondevice.methods import USUAL
+from runtime.config.methods import USUAL
 
 OWNERS = (  # in the order of the table; a profile may have others, which come after them
     "read",

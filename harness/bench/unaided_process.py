@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 prepare()
 
@@ -19,9 +19,10 @@ import mlx.core as mx  # noqa: E402
 import msgspec  # noqa: E402
 
 from harness.bench.process import configured, process_parser, report  # noqa: E402
-from ondevice.config.train import TrainConfig  # noqa: E402
-from ondevice.methods import METHODS  # noqa: E402
+from runtime.config.methods import METHODS  # noqa: E402
+from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
+from runtime.machine.footprint import Meter  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import Start  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
@@ -30,7 +31,6 @@ from runtime.run.open import open_checked, open_session  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402
-from runtime.system.footprint import Meter  # noqa: E402
 
 
 def train_unaided(config: TrainConfig, scratch: Path) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from harness.compare.lengths import first_passes, passes_of_step
 from harness.compare.trials import grid, training_settings
-from ondevice.bundle.store import open_bundle
-from ondevice.config.compare import CompareConfig
-from ondevice.config.train import TrainConfig
-from ondevice.errors import UsageError
+from harness.config.compare import CompareConfig
+from runtime.bundle.store import open_bundle
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
 from runtime.run.budget import training
 from runtime.run.lora import to_train
 

@@ -29,16 +29,16 @@ from harness.compare.lengths import (
 from harness.compare.report import write_report
 from harness.compare.result import result
 from harness.compare.trials import Trial, Tried, choose, grid, ranked, training_settings, without
+from harness.config.compare import CompareConfig
 from harness.measure.training import measure_training
-from ondevice.config.compare import CompareConfig
-from ondevice.errors import (
+from runtime.core.errors import (
     BudgetError,
     DivergedError,
     InterruptedRunError,
     OnDeviceError,
     UsageError,
 )
-from ondevice.files import write_atomic
+from runtime.core.files import write_atomic
 from runtime.data.hub import hub_dataset
 from runtime.data.rows import split_file
 

@@ -11,10 +11,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ondevice.config.base import load, to_toml
-from ondevice.config.compare import BY_METHOD, CompareConfig
-from ondevice.errors import UsageError
-from ondevice.files import storage_errors, write_atomic
+from harness.config.compare import BY_METHOD, CompareConfig
+from runtime.config.base import load, to_toml
+from runtime.core.errors import UsageError
+from runtime.core.files import storage_errors, write_atomic
 from runtime.data.run_rows import absolute as absolute_data
 
 CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"

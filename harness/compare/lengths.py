@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ondevice.config.compare import EVAL_EVERY, CompareConfig, by_method
-from ondevice.config.shared import StepConfig
-from ondevice.methods import OPTIONS_OF, SEARCHES, Search
+from harness.config.compare import EVAL_EVERY, CompareConfig, by_method
+from runtime.config.methods import OPTIONS_OF, SEARCHES, Search
+from runtime.config.shared import StepConfig
 from runtime.data.rows import count_rows
 from runtime.data.run_rows import TOKENS
 from runtime.methods.registry import method as implementation
-from runtime.planner.demand import Demand
+from runtime.plan.demand import Demand
 
 UNBOUNDED_STEPS = 1_000_000  # where time ends a run
 EVALUATIONS = 20  # at most, of a run, unless --eval-every is given

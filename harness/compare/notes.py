@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from harness.compare.finding import Finding
 from harness.compare.lengths import PASSES_WITH_BACKWARD, evaluated_every, passes_of_row
-from ondevice.config.compare import CompareConfig
+from harness.config.compare import CompareConfig
 
 FEW = 5  # evaluations, the one before training among them
 RISE = 0.1  # share of the loss's fall: a larger rise after the best loss gets a note

@@ -15,7 +15,7 @@ from harness.compare.tables import tables
 from harness.report.figure import Picture
 from harness.report.page import bullets, page, paragraph, picture
 from harness.report.table import Table
-from ondevice.files import write_atomic
+from runtime.core.files import write_atomic
 
 
 def write_report(report: Mapping[str, Any], place: Path) -> None:

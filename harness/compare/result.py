@@ -16,10 +16,10 @@ from harness.compare.lengths import sweep_steps
 from harness.compare.levels import levels
 from harness.compare.notes import notes
 from harness.compare.verdict import verdict
+from harness.config.compare import CompareConfig
 from harness.measure.provenance import provenance
 from harness.measure.training import PATHS
-from ondevice.config.compare import CompareConfig
-from runtime.system.backend import describe
+from runtime.machine.backend import describe
 
 
 def result(config: CompareConfig, found: Mapping[str, Finding]) -> dict[str, Any]:

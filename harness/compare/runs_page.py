@@ -16,11 +16,11 @@ from harness.compare.curve import Curve, Point, make_curve
 from harness.report.chart import Chart, Level, Line
 from harness.report.page import page, paragraph
 from harness.report.table import Table
-from ondevice.documents import from_json, from_toml
-from ondevice.errors import BundleError, UsageError
-from ondevice.files import read_file, write_atomic
-from ondevice.lookalikes import Kind, instead
-from ondevice.units import format_bytes, format_seconds
+from runtime.core.documents import from_json, from_toml
+from runtime.core.errors import BundleError, UsageError
+from runtime.core.files import read_file, write_atomic
+from runtime.core.lookalikes import Kind, instead
+from runtime.core.units import format_bytes, format_seconds
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.report.table import Table
-from ondevice.adapters.mlx_lm import WEIGHTS
-from ondevice.errors import BundleError
+from runtime.adapters.mlx_lm import WEIGHTS
+from runtime.core.errors import BundleError
 from runtime.data.prompts import Prompt
 from runtime.data.rows import Rows, TokenRows
 from runtime.data.run_rows import TOKENS

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from ondevice.config.compare import CompareConfig
-from ondevice.config.lora import LoraOptions
-from ondevice.methods import METHODS, OPTIONS_OF
+from harness.config.compare import CompareConfig
+from runtime.config.lora import LoraOptions
+from runtime.config.methods import METHODS, OPTIONS_OF
 
 
 @dataclass(frozen=True)

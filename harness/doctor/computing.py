@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.doctor.finding import Finding, Status
 from harness.measure.command import ondevice
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 PRODUCTS = "float32 products, GFLOP/s"
 SLOW_GFLOPS = 20.0  # the reference BLAS computes 4 on a core, an optimized one 50 and more

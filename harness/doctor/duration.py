@@ -7,11 +7,11 @@ from pathlib import Path
 
 from export.sources.random import PRESETS
 from harness.bench.doctor import MODELS, TOKENS
+from harness.config.bench import BenchConfig
 from harness.doctor.computing import PRODUCTS
 from harness.doctor.finding import Finding
-from ondevice.bundle.store import MANIFEST
-from ondevice.config.bench import BenchConfig
-from ondevice.units import format_seconds
+from runtime.bundle.store import MANIFEST
+from runtime.core.units import format_seconds
 
 # How often a weight is multiplied with a token in a step of MeBP and one of MeZO: layers forward,
 # recomputed and twice backward, and twice forward; the head forward and backward, and twice forward

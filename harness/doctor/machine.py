@@ -12,10 +12,10 @@ from pathlib import Path
 
 from harness.doctor.finding import Finding, Status
 from harness.measure.provenance import memory_bytes, provenance
-from ondevice.cache import cache_folder, is_mine
-from ondevice.errors import StorageError
-from ondevice.units import format_bytes
-from runtime.system.cgroup import memory_limit_bytes
+from runtime.core.cache import cache_folder, is_mine
+from runtime.core.errors import StorageError
+from runtime.core.units import format_bytes
+from runtime.machine.cgroup import memory_limit_bytes
 
 USUAL_BUDGET_BYTES = 1_000_000_000
 LITTLE_DISK_BYTES = 2_000_000_000

@@ -9,7 +9,7 @@ import json
 import sys
 
 from harness.bench.speeds_process import speeds
-from runtime.system.backend import blas_threads, mlx_version, prepare
+from runtime.machine.backend import blas_threads, mlx_version, prepare
 
 if __name__ == "__main__":
     import mlx.core as mx

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from harness.measure.process import run
-from ondevice.errors import (
+from runtime.core.errors import (
     BudgetError,
     BundleError,
     DivergedError,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 
 def drop(path: Path) -> None:

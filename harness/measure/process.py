@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 
-from ondevice.signals import surviving_hangup
+from runtime.core.signals import surviving_hangup
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_CHARS = 1 << 14  # of the end of a process's stderr

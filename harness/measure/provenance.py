@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure.process import ROOT
-from ondevice.version import __version__
-from runtime.system.backend import describe
+from runtime.core.version import __version__
+from runtime.machine.backend import describe
 
 
 def provenance() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ondevice.errors import InterruptedRunError, OnDeviceError
+from runtime.core.errors import InterruptedRunError, OnDeviceError
 
 Process = dict[str, Any]  # what a process measured: `step_s` (the timed steps), peaks, and more
 Spread = dict[str, float]  # median, low (the least) and high (the most)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure.command import flag, ondevice
-from ondevice.errors import UsageError
+from runtime.core.errors import UsageError
 from runtime.data.run_rows import absolute
 
 PATHS = ("bundle", "data", "eval_data")  # settings that are paths

@@ -1,6 +1,6 @@
 """What every peer's process that generates shares: its options, its measurements, its file.
 
-A peer is measured by the same meter as ours (`runtime.system.footprint`): the peak while it loads,
+A peer is measured by the same meter as ours (`runtime.machine.footprint`): the peak while it loads,
 and that while it generates. It writes one JSON file with its measurements, or the reason why there
 are none.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.peers.trainer import environment
-from runtime.system.footprint import Meter
+from runtime.machine.footprint import Meter
 
 Generate = Callable[[argparse.Namespace, list[int]], tuple[Iterator[int], dict[str, Any]]]
 

@@ -23,7 +23,7 @@ from harness.measure.process import run
 from harness.measure.repeats import Process
 from harness.peers.programs import METHOD, PROGRAMS, TORCH, Program
 from harness.peers.trainer import LEARNING_RATE, PREPARED, THREADS
-from ondevice.errors import InterruptedRunError, OnDeviceError
+from runtime.core.errors import InterruptedRunError, OnDeviceError
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _set(values: Mapping[str, str | None]) -> None:
 def _prepared() -> dict[str, Any]:
     """The BLAS and the environment of a process of ours, as such a process reports them."""
     script = (
-        "import json; from runtime.system.backend import prepare; "
+        "import json; from runtime.machine.backend import prepare; "
         "from harness.peers.trainer import environment; "
         "print(json.dumps({'blas': prepare().blas, 'environment': environment()}))"
     )

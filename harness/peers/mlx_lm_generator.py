@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.peers.generator import main
 from harness.peers.trainer import versions
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 GROUP_SIZE = 64
 
@@ -29,8 +29,8 @@ def generate(given: argparse.Namespace, prompt: list[int]) -> tuple[Iterator[int
     import mlx.nn as nn
     from mlx_lm.generate import generate_step
 
-    from harness.oracles.reference import dense_model
-    from ondevice.bundle.store import open_bundle
+    from harness.peers.whole_model import dense_model
+    from runtime.bundle.store import open_bundle
 
     mx.set_default_device(mx.cpu)
     model = dense_model(open_bundle(given.bundle))

@@ -19,7 +19,7 @@ from typing import Any
 from export.sources.families import build_model, normalise_config
 from export.sources.random import PRESETS
 from harness.peers.trainer import ALPHA, LEARNING_RATE, RANK, Steps, main, token_rows, versions
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 GROUP_SIZE = 64
 

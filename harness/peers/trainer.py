@@ -1,6 +1,6 @@
 """What every peer's process shares: its options, its measurements, and the file that it writes.
 
-A peer is measured by the same meter as ours (`runtime.system.footprint`): the peak while it loads,
+A peer is measured by the same meter as ours (`runtime.machine.footprint`): the peak while it loads,
 and the peak of each step. Invariant: unless it is killed, it writes one JSON file that holds either
 its measurements or the reason why there are none.
 """
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.system.footprint import Meter
+from runtime.machine.footprint import Meter
 
 RANK, ALPHA, LEARNING_RATE = 8, 16.0, 1e-4
-# variables that libraries read at their import; `runtime.system.backend.prepare` sets PREPARED
+# variables that libraries read at their import; `runtime.machine.backend.prepare` sets PREPARED
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 PREPARED = ("OPENBLAS_CORETYPE", "MLX_BFS_MAX_WIDTH")
 LIBRARIES = ("OMP_", "OPENBLAS_", "MKL_", "MLX_", "VECLIB_")

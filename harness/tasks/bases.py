@@ -7,7 +7,7 @@
 DIR/BUNDLE-SEED. Finished runs are kept and interrupted ones resumed, so the same command continues.
 `draw` writes a picture with the held-out losses of every DIR, the median over seeds with their
 range, and the loss of each seed beside it as JSON. It also draws what
-`python -m harness.oracles.dense RUN` wrote for a run: the same steps on mlx-lm's own model in
+`python -m tests.oracles.dense RUN` wrote for a run: the same steps on mlx-lm's own model in
 float32.
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from harness.measure.command import ondevice
 from harness.report.figure import new_figure, png, style
-from ondevice.errors import OnDeviceError, UsageError
-from ondevice.files import write_atomic
+from runtime.core.errors import OnDeviceError, UsageError
+from runtime.core.files import write_atomic
 
 DENSE = "float32, dense"
 LOG_FROM = 20  # the axis is logarithmic if the largest loss is so many times the smallest

@@ -17,8 +17,8 @@ from typing import Any
 from harness.measure.command import ondevice
 from harness.tasks.calls import generate
 from harness.tasks.examples import Example, write_jsonl
-from ondevice.errors import OnDeviceError
-from ondevice.units import format_bytes
+from runtime.core.errors import OnDeviceError
+from runtime.core.units import format_bytes
 
 BUDGET = "300MB"
 TRAIN_ROWS, TEST_ROWS = 1200, 200

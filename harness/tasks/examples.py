@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ondevice.files import write_atomic
+from runtime.core.files import write_atomic
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from harness.measure.command import ondevice
 from harness.tasks.examples import Example, write_jsonl
-from ondevice.errors import DataError, OnDeviceError
+from runtime.core.errors import DataError, OnDeviceError
 
 LABELS = {"1": " great", "0": " terrible"}
 

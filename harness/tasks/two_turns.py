@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.measure.command import ondevice
 from harness.measure.provenance import machine, provenance
-from ondevice.errors import OnDeviceError
-from ondevice.files import write_atomic
-from runtime.system.backend import prepare
+from runtime.core.errors import OnDeviceError
+from runtime.core.files import write_atomic
+from runtime.machine.backend import prepare
 
 if TYPE_CHECKING:
     from runtime.data.text_encoder import TextEncoder

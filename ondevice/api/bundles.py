@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from export.config.export import ExportConfig
 from ondevice.api.keywords import ExportKeywords
 from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare
 from ondevice.api.results import ExportResult
-from ondevice.bundle import store
-from ondevice.bundle.store import Bundle
-from ondevice.config.export import ExportConfig
-from ondevice.notes import warning
+from runtime.bundle import store
+from runtime.bundle.store import Bundle
+from runtime.core.notes import warning
 
 Progress = Callable[[str, int, int], None]
 
@@ -62,9 +62,9 @@ def export_bundle(
 def export(config: ExportConfig, progress: Progress, said: Said) -> ExportResult:
     """Export under the configuration's budget, in a process that is set up for it."""
     from export.pack import export_bundle as write_bundle
-    from runtime.run.export_engine import ExportEngine
-    from runtime.system.footprint import Meter
-    from runtime.system.heap import trim_heap
+    from export.passes.engine import ExportEngine
+    from runtime.machine.footprint import Meter
+    from runtime.machine.heap import trim_heap
 
     with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
         engine = partial(ExportEngine, meter, config.budget_bytes, progress, said.note)

@@ -12,9 +12,9 @@ from ondevice.api.keywords import ChatKeywords
 from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare, refuse_threads
 from ondevice.api.results import Generation
-from ondevice.bundle.store import Bundle
-from ondevice.config.generate import ChatConfig
-from ondevice.errors import UsageError
+from runtime.bundle.store import Bundle
+from runtime.config.generate import ChatConfig
+from runtime.core.errors import UsageError
 
 if TYPE_CHECKING:
     from runtime.run.chat import Chat

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Unpack
 
+from export.config.adapter import AdapterConfig
 from ondevice.api.keywords import AdapterKeywords
 from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare
 from ondevice.api.results import AdapterResult
-from ondevice.config.adapter import AdapterConfig
 
 
 @taking(AdapterConfig)
@@ -41,7 +41,7 @@ def convert(config: AdapterConfig, said: Said) -> AdapterResult:
 
     from export.adapters.adapter import Adapter, base_model
     from export.adapters.write import write_adapter
-    from ondevice.bundle.store import open_bundle
+    from runtime.bundle.store import open_bundle
     from runtime.methods.adapters import Adapters
     from runtime.run.adapter_bundle import bundle_of
     from runtime.run.lora import refuse_prefix, to_apply

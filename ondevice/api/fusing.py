@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Unpack, cast
 
 import msgspec
 
+from export.config.fuse import FuseConfig
 from ondevice.api.keywords import FuseKeywords
 from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare
 from ondevice.api.results import FuseResult
-from ondevice.bundle.store import Bundle
-from ondevice.config.fuse import FuseConfig
-from ondevice.errors import BudgetError, UsageError
-from ondevice.notes import warning
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BudgetError, UsageError
+from runtime.core.notes import warning
 
 if TYPE_CHECKING:
     from export.fused.model import FusedCheckpoint, LowRank
     from export.packed import FloatType
-    from ondevice.bundle.quality import Quality
-    from ondevice.engine import TokenRow
-    from ondevice.row_reader import RowReader
+    from export.passes.engine import ExportEngine
+    from runtime.arrays.weight_source import RowReader
+    from runtime.bundle.quality import Quality
     from runtime.methods.adapters import Adapters
-    from runtime.run.export_engine import ExportEngine
+    from runtime.methods.protocol import Row
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,12 +66,12 @@ def _silent(what: str, done: int, total: int) -> None:
 def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
     """Fuse under the configuration's budget, in a process that is set up for it."""
     from export.fused.model import FusedCheckpoint
+    from export.passes.engine import ExportEngine
+    from runtime.machine.footprint import Meter
+    from runtime.machine.heap import trim_heap
     from runtime.methods.adapters import Adapters
-    from runtime.run.export_engine import ExportEngine
     from runtime.run.lora import refuse_prefix, to_apply
     from runtime.run.open import open_verified
-    from runtime.system.footprint import Meter
-    from runtime.system.heap import trim_heap
 
     adapter = None if config.adapter is None else Path(config.adapter)
     with (
@@ -117,7 +117,7 @@ def _lost(quality: Quality) -> str:
 def _added(adapters: Adapters) -> dict[str, LowRank]:
     """What adapters add, by the names of matrices; the arrays are not copied."""
     from export.fused.model import LowRank
-    from runtime.engine.arrays import view
+    from runtime.arrays.arrays import view
 
     names = [name.removesuffix(".lora_a") for name in adapters.tensors if name.endswith(".lora_a")]
     return {
@@ -140,7 +140,7 @@ class _Cost:
     adapters: Adapters
     note: Note
     quality: Quality | None = None
-    _rows: Sequence[TokenRow] = field(default_factory=tuple)
+    _rows: Sequence[Row] = field(default_factory=tuple)
     _text: str = ""
 
     def read_rows(self) -> None:
@@ -205,7 +205,7 @@ def _float_type(config: FuseConfig) -> FloatType:
 def _measure_written(cost: _Cost, path: Path) -> None:
     """Measure a checkpoint, as it is read back from its files."""
     from export.sources.open import open_checkpoint
-    from ondevice.bundle.float_manifest import float_manifest
+    from runtime.bundle.float_manifest import float_manifest
 
     with open_checkpoint(str(path)) as checkpoint:
         cost.measure(lambda one: replace(one, manifest=float_manifest(one.manifest)), checkpoint)

@@ -1,6 +1,6 @@
 """The options of the API's functions as keywords with types, for editors and type checkers.
 
-They are the fields of the commands' configurations in `ondevice.config`, which has their defaults,
+They are the fields of the commands' configurations in `runtime.config`, which has their defaults,
 their checks and what they mean; fields that are paths may also be a `Path`. This file is written
 from them: python -m tests.support.keywords
 """

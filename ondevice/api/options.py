@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ondevice.bundle.store import Bundle
-from ondevice.config.base import Config, load
+from runtime.bundle.store import Bundle
+from runtime.config.base import Config, load
 
 C = TypeVar("C", bound=Config)
 P = ParamSpec("P")

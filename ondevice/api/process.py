@@ -6,8 +6,8 @@ import threading
 import warnings
 from collections.abc import Callable
 
-from ondevice.errors import UsageError
-from ondevice.notes import warned_of
+from runtime.core.errors import UsageError
+from runtime.core.notes import warned_of
 
 Note = Callable[[str], None]
 
@@ -61,7 +61,7 @@ def prepare(keep_heap: bool = True) -> str:
         RuntimeWarning: there is no optimized BLAS, or MLX was imported before.
     """
     refuse_threads()
-    from runtime.system.backend import prepare as set_up
+    from runtime.machine.backend import prepare as set_up
 
     found = set_up(keep_heap)
     if found.warning:

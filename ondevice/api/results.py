@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from ondevice.bundle.quality import Quality
-    from ondevice.bundle.store import Bundle
-    from ondevice.lora import LoraSettings
+    from runtime.adapters.lora import LoraSettings
+    from runtime.bundle.quality import Quality
+    from runtime.bundle.store import Bundle
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from ondevice.api.keywords import PlanKeywords, TrainKeywords
 from ondevice.api.options import configured, plain, taking
 from ondevice.api.process import Note, Said, prepare
 from ondevice.api.results import Evaluation, MemoryPlan, Step, TrainResult
-from ondevice.bundle.store import Bundle
-from ondevice.config.plan import PlanConfig
-from ondevice.config.train import TrainConfig
+from runtime.bundle.store import Bundle
+from runtime.config.plan import PlanConfig
+from runtime.config.train import TrainConfig
 
 if TYPE_CHECKING:
     from runtime.run.events import Events
@@ -119,7 +119,7 @@ def resume(
 
 
 def _result(run: Path, summary: dict[str, Any], said: Said) -> TrainResult:
-    from ondevice.adapters.mlx_lm import WEIGHTS
+    from runtime.adapters.mlx_lm import WEIGHTS
 
     file = run / WEIGHTS
     return TrainResult.of(run, file if file.exists() else None, summary, said.notes)

@@ -12,11 +12,11 @@ from ondevice.api.keywords import EvaluateKeywords, GenerateKeywords, SourceKeyw
 from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare
 from ondevice.api.results import EvaluationResult, Generation
-from ondevice.bundle.quality import Quality
-from ondevice.bundle.store import Bundle
-from ondevice.config.evaluate import EvalConfig
-from ondevice.config.generate import GenerateConfig
-from ondevice.errors import BundleError, UsageError
+from runtime.bundle.quality import Quality
+from runtime.bundle.store import Bundle
+from runtime.config.evaluate import EvalConfig
+from runtime.config.generate import GenerateConfig
+from runtime.core.errors import BundleError, UsageError
 
 Progress = Callable[[str, int, int], None]
 _OF_A_BUNDLE = ("adapter", "task", "max_tokens", "answers", "adapter_dtype")  # not of a comparison
@@ -100,13 +100,13 @@ def _silent(what: str, done: int, total: int) -> None:
 def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality:
     """Compare a bundle with its checkpoint, in a process that is set up for it."""
     from export.original import original_of
+    from export.passes.engine import ExportEngine
     from export.sources.open import open_checkpoint
     from runtime.data.reading import reading_of
     from runtime.data.source import Source
-    from runtime.run.export_engine import ExportEngine
+    from runtime.machine.footprint import Meter
+    from runtime.machine.heap import trim_heap
     from runtime.run.open import open_checked
-    from runtime.system.footprint import Meter
-    from runtime.system.heap import trim_heap
 
     assert config.source is not None
     bundle = open_checked(config.bundle, config.device, note)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
 
-from ondevice.config.base import Config
+from runtime.config.base import Config
 
 
 class CommandGroup(StrEnum):
@@ -24,7 +24,7 @@ class CommandGroup(StrEnum):
 class Command:
     """A command: its name, what it does in one line and in more, its options and its handler.
 
-    `settings` is the class of its options, below `ondevice.config`, and `handler` the module that
+    `settings` is the full name of the class of its options, and `handler` the module that
     does the work, in `ondevice.cli.handlers`. Both are imported when the command is typed, so that
     a training process does not load the others. `resumes` says whether `--resume RUN` may take the
     place of all options, and `group` where help shows the command.
@@ -41,8 +41,8 @@ class Command:
     @property
     def config(self) -> type[Config]:
         """The class of its options."""
-        module, _, name = self.settings.partition(".")
-        found: type[Config] = getattr(import_module(f"ondevice.config.{module}"), name)
+        module, _, name = self.settings.rpartition(".")
+        found: type[Config] = getattr(import_module(module), name)
         return found
 
     def run(self, arguments: argparse.Namespace) -> None:
@@ -56,7 +56,7 @@ COMMANDS = (
         "convert a checkpoint to a bundle: quantized weights and graphs",
         "Training, evaluation and generation start from the bundle. The checkpoint is not needed "
         "after that.",
-        "export.ExportConfig",
+        "export.config.export.ExportConfig",
         "export",
         group=CommandGroup.MODEL,
     ),
@@ -64,7 +64,7 @@ COMMANDS = (
         "inspect",
         "show a bundle's model, adapters, graphs and quantization errors",
         "",
-        "inspect.InspectConfig",
+        "runtime.config.inspect.InspectConfig",
         "inspect",
         group=CommandGroup.MODEL,
     ),
@@ -72,7 +72,7 @@ COMMANDS = (
         "plan",
         "show how training would use a memory budget, without training",
         "Give the options that you would give to `ondevice train`.",
-        "plan.PlanConfig",
+        "runtime.config.plan.PlanConfig",
         "plan",
         group=CommandGroup.TRAIN,
     ),
@@ -80,7 +80,7 @@ COMMANDS = (
         "data",
         "show the rows that training would read, and which tokens count",
         "Nothing is trained. Give the options that you would give to `ondevice train`.",
-        "data.DataConfig",
+        "runtime.config.data.DataConfig",
         "data",
         group=CommandGroup.TRAIN,
     ),
@@ -88,7 +88,7 @@ COMMANDS = (
         "train",
         "fine-tune a model under a memory budget, or resume a run",
         "The run directory is also an adapter of mlx-lm. Stopping with Ctrl-C saves the state.",
-        "train.TrainConfig",
+        "runtime.config.train.TrainConfig",
         "train",
         resumes=True,
         group=CommandGroup.TRAIN,
@@ -98,7 +98,7 @@ COMMANDS = (
         "measure loss, labels or function calls on held-out data",
         "With --task bfcl the model answers questions of the Berkeley Function Calling "
         "Leaderboard, whose own checker judges its calls.",
-        "evaluate.EvalConfig",
+        "runtime.config.evaluate.EvalConfig",
         "evaluate",
     ),
     Command(
@@ -106,7 +106,7 @@ COMMANDS = (
         "continue a prompt, with or without an adapter",
         "Takes the most likely token each time, or draws tokens at random (--temperature). The "
         "more memory the budget leaves, the faster it is.",
-        "generate.GenerateConfig",
+        "runtime.config.generate.GenerateConfig",
         "generate",
     ),
     Command(
@@ -114,7 +114,7 @@ COMMANDS = (
         "hold a conversation, with or without an adapter",
         "Reads a line, answers it by the model's chat template, and reads the next. /exit or the "
         "end of the input ends it, /reset forgets it, and Ctrl-C interrupts an answer.",
-        "generate.ChatConfig",
+        "runtime.config.generate.ChatConfig",
         "chat",
     ),
     Command(
@@ -122,7 +122,7 @@ COMMANDS = (
         "compare training methods: quality against time and memory",
         "Tries learning rates, trains with each method, and writes tables, plots and an HTML page. "
         "The same command goes on where it was interrupted.",
-        "compare.CompareConfig",
+        "harness.config.compare.CompareConfig",
         "compare",
         group=CommandGroup.COMPARE,
     ),
@@ -131,7 +131,7 @@ COMMANDS = (
         "show one or more runs as a page of HTML",
         "The page holds losses, footprints, times and settings, and needs no network. --samples "
         "adds what the model says before and after training.",
-        "report.ReportConfig",
+        "harness.config.report.ReportConfig",
         "report",
         group=CommandGroup.COMPARE,
     ),
@@ -139,7 +139,7 @@ COMMANDS = (
         "replay",
         "rebuild the adapter of a zeroth-order run from its log",
         "Checks that the result is the run's own adapter, bit for bit.",
-        "replay.ReplayConfig",
+        "runtime.config.replay.ReplayConfig",
         "replay",
         group=CommandGroup.TRAIN,
     ),
@@ -147,7 +147,7 @@ COMMANDS = (
         "adapter",
         "write a trained adapter for PEFT, llama.cpp or mlx-lm",
         "The bundle's model says which tensors there are, and how llama.cpp orders their rows.",
-        "adapter.AdapterConfig",
+        "export.config.adapter.AdapterConfig",
         "adapter",
     ),
     Command(
@@ -155,7 +155,7 @@ COMMANDS = (
         "add an adapter to the weights, for use without it",
         "Writes a checkpoint that transformers and mlx-lm load, a GGUF file for llama.cpp, or a "
         "bundle again. Without --adapter the bundle's own weights are converted.",
-        "fuse.FuseConfig",
+        "export.config.fuse.FuseConfig",
         "fuse",
     ),
     Command(
@@ -163,7 +163,7 @@ COMMANDS = (
         "let a bundle's own graphs run on this machine",
         "Graphs from elsewhere do not run: they are traced again from the model's configuration. "
         "This is for machines without mlx-lm, which does the tracing.",
-        "trust.TrustConfig",
+        "export.config.trust.TrustConfig",
         "trust",
         group=CommandGroup.MACHINE,
     ),
@@ -171,7 +171,7 @@ COMMANDS = (
         "bench",
         "run a benchmark on this machine; without a name, list them",
         "Every figure is measured in fresh processes.",
-        "bench.BenchConfig",
+        "harness.config.bench.BenchConfig",
         "bench",
         group=CommandGroup.COMPARE,
     ),
@@ -179,7 +179,7 @@ COMMANDS = (
         "doctor",
         "what works on this machine, what is missing, how fast it is",
         "Each line is ok, a warning, missing (an optional part) or broken, with the way out.",
-        "doctor.DoctorConfig",
+        "harness.config.doctor.DoctorConfig",
         "doctor",
         group=CommandGroup.MACHINE,
     ),
@@ -189,7 +189,7 @@ COMMANDS = (
         'For bash, put `eval "$(ondevice completion bash)"` into ~/.bashrc; for zsh the same with '
         "zsh into ~/.zshrc, after compinit; for fish `ondevice completion fish | source` into "
         "~/.config/fish/config.fish.",
-        "completion.CompletionConfig",
+        "ondevice.cli.completion_config.CompletionConfig",
         "completion",
         group=CommandGroup.MACHINE,
     ),

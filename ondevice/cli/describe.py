@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.quality import Quality
-from ondevice.bundle.store import Bundle
-from ondevice.bundle.trusted import are_trusted
-from ondevice.operations.program import BlockType
-from ondevice.operations.tensors import Matrix
-from ondevice.units import format_bytes
+from runtime.arrays.stored import Matrix
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.quality import Quality
+from runtime.bundle.store import Bundle
+from runtime.bundle.trusted import are_trusted
+from runtime.core.units import format_bytes
+from runtime.operations.program import BlockType
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
 MARKS = ("\u27e6", "\u27e7")  # around what is scored, where there are no colours

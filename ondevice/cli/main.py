@@ -8,7 +8,7 @@ from functools import partial
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.outcome import outcome_of
 from ondevice.cli.parser import long_flags, whole_parser
-from ondevice.errors import UsageError
+from runtime.core.errors import UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def _run(words: list[str]) -> None:
     _check_command(words[0])
     arguments, unknown = parser.parse_known_args(words)
     if unknown or "handler" not in arguments:  # options without a command have none
-        from ondevice.config.suggestions import not_known  # training need not hold its tables
+        from runtime.config.suggestions import not_known  # training need not hold its tables
 
         typed = getattr(arguments, "parser", parser)
         raise UsageError(not_known(unknown or words, long_flags(typed), typed.prog))
@@ -35,6 +35,6 @@ def _run(words: list[str]) -> None:
 def _check_command(word: str) -> None:
     names = [command.name for command in COMMANDS]
     if not word.startswith("-") and word not in names:
-        from ondevice.config.suggestions import no_command
+        from runtime.config.suggestions import no_command
 
         raise UsageError(no_command(word, names))

@@ -13,8 +13,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import TextIO
 
-from ondevice import signals
-from ondevice.errors import (
+from runtime.core import signals
+from runtime.core.errors import (
     BudgetError,
     InterruptedRunError,
     OnDeviceError,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ondevice.cli.commands import COMMANDS, Command, CommandGroup
-from ondevice.config.base import Group, add_arguments, usage
-from ondevice.errors import UsageError
-from ondevice.version import __version__
+from runtime.config.base import Group, add_arguments, usage
+from runtime.core.errors import UsageError
+from runtime.core.version import __version__
 
 ABOUT = "Fine-tune language models on this device, inside a memory budget."
 START = """\

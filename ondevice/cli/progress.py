@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ondevice.signals import surviving_hangup
-from ondevice.units import format_bytes, format_seconds
+from runtime.core.signals import surviving_hangup
+from runtime.core.units import format_bytes, format_seconds
 
 LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
 LINE_SECONDS = 60.0  # and earlier, once so many seconds of training have passed without one

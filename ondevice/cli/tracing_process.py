@@ -10,16 +10,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import read_manifest
-from ondevice.config.shared import DEVICES
-from ondevice.errors import BundleError
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.manifest import read_manifest
+from runtime.config.shared import DEVICES
+from runtime.core.errors import BundleError
 from runtime.data.process import confined, limits_argument
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; complaints go to stderr. Returns the exit code of `ondevice.errors`."""
+    """Run the command; complaints go to stderr. Returns the exit code of `runtime.core.errors`."""
     parser = argparse.ArgumentParser(
         prog="python -m ondevice.cli.tracing_process", description=__doc__
     )

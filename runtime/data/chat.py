@@ -20,8 +20,8 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer, models
 
-from ondevice.documents import from_json
-from ondevice.errors import DataError
+from runtime.core.documents import from_json
+from runtime.core.errors import DataError
 from runtime.data.answers import Span, answers
 from runtime.data.conversation import Messages, checked_messages, checked_tools
 from runtime.data.limits import TooSlowError, bounded_memory, bounded_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.documents import from_json
+from runtime.core.documents import from_json
 
 Messages = list[dict[str, Any]]
 

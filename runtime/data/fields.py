@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ondevice.documents import from_json
+from runtime.core.documents import from_json
 
 Record = dict[str, Any]
 

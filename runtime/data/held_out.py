@@ -11,7 +11,7 @@ import json
 from array import array
 from collections.abc import Iterable
 
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 
 
 def digest(row: object) -> int:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ondevice.config.shared import DATA_SUFFIXES
-from ondevice.errors import DataError, OnDeviceError
-from ondevice.files import storage_errors
+from runtime.config.shared import DATA_SUFFIXES
+from runtime.core.errors import DataError, OnDeviceError
+from runtime.core.files import storage_errors
 from runtime.data.process import run_module
 
 _ID = re.compile(
@@ -124,7 +124,7 @@ def write(files: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; complaints go to stderr. Returns the exit code of `ondevice.errors`."""
+    """Run the command; complaints go to stderr. Returns the exit code of `runtime.core.errors`."""
     parser = argparse.ArgumentParser(prog="python -m runtime.data.hub", description=__doc__)
     parser.add_argument("dataset", help="OWNER/NAME[:CONFIG[:SPLIT]]")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import Bundle, open_bundle
-from ondevice.config.data import DataConfig
-from ondevice.config.train import TrainConfig
-from ondevice.errors import DataError, UsageError
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle, open_bundle
+from runtime.config.data import DataConfig
+from runtime.config.train import TrainConfig
+from runtime.core.errors import DataError, UsageError
 from runtime.data.examples import Row
 from runtime.data.hub import located
 from runtime.data.limits import Limits
@@ -35,7 +35,7 @@ from runtime.data.rows import Lengths, split_file
 from runtime.data.source import length_holding, length_to_pack
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.data.tokenizing import TRAIN, VALID, Reader
-from runtime.planner.plan import choose_bucket
+from runtime.plan.plan import choose_bucket
 
 SPLITS = (TRAIN, VALID, "test")
 
@@ -139,7 +139,7 @@ def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code of `ondevice.errors`."""
+    """Run the command. Returns the exit code of `runtime.core.errors`."""
     parser = argparse.ArgumentParser(prog="python -m runtime.data.overview", description=__doc__)
     limits_argument(parser)
     given: Any = parser.parse_args(argv)

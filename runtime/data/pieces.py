@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.errors import DataError
-from ondevice.files import read_file, reading_errors, write_atomic
+from runtime.core.errors import DataError
+from runtime.core.files import read_file, reading_errors, write_atomic
 
 if TYPE_CHECKING:
     from runtime.data.text_encoder import TextEncoder

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ondevice.errors import DataError, OnDeviceError, StorageError, UsageError
+from runtime.core.errors import DataError, OnDeviceError, StorageError, UsageError
 from runtime.data.limits import Limits, confine
 
 # threads reserve address space, which is limited

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ondevice.documents import from_json
-from ondevice.errors import DataError, UsageError
+from runtime.core.documents import from_json
+from runtime.core.errors import DataError, UsageError
 from runtime.data.limits import Limits
 from runtime.data.process import confined, limits_argument, run_module
 
@@ -86,7 +86,7 @@ def confined_prompt(bundle_dir: Path, said: object, pieces: Path | None = None) 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code of `ondevice.errors`."""
+    """Run the command. Returns the exit code of `runtime.core.errors`."""
     parser = argparse.ArgumentParser(prog="python -m runtime.data.prompts", description=__doc__)
     parser.add_argument("--bundle", type=Path, required=True, help="bundle with the tokenizer")
     parser.add_argument("--pieces", type=Path, help="file for the text of each token")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ondevice.config.shared import DataOptions, columns_of, share_of
+from runtime.config.shared import DataOptions, columns_of, share_of
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ondevice.documents import from_json
-from ondevice.errors import DataError
+from runtime.core.documents import from_json
+from runtime.core.errors import DataError
 
 Records = Iterator[tuple[str, object]]
 """The place of each record in its file, and the record, or the ValueError that it was."""

@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.config.shared import DATA_FILE, DATA_SUFFIXES, HUB_DATA
-from ondevice.errors import DataError, UsageError
-from ondevice.files import require_file
-from ondevice.paths import text_path
+from runtime.config.shared import DATA_FILE, DATA_SUFFIXES, HUB_DATA
+from runtime.core.errors import DataError, UsageError
+from runtime.core.files import require_file
+from runtime.core.paths import text_path
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
 from runtime.data.reading import Reading

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ondevice.bundle.store import Bundle
-from ondevice.config.train import TrainConfig
-from ondevice.errors import DataError, UsageError
+from runtime.bundle.store import Bundle
+from runtime.config.train import TrainConfig
+from runtime.core.errors import DataError, UsageError
 from runtime.data.hub import forget, hub_dataset, located
 from runtime.data.reading import reading_of
 from runtime.data.report import DataReport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import Bundle
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
 from runtime.data.hub import located
 from runtime.data.reading import Reading
 from runtime.data.records import TEXT

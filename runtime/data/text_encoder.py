@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ondevice.documents import from_json
-from ondevice.errors import DataError
+from runtime.core.documents import from_json
+from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate, has_template
 
 

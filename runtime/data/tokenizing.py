@@ -25,8 +25,8 @@ from typing import Any
 
 import msgspec
 
-from ondevice.config.shared import DATA_FILE
-from ondevice.errors import DataError, StorageError
+from runtime.config.shared import DATA_FILE
+from runtime.core.errors import DataError, StorageError
 from runtime.data.examples import Row, row_of
 from runtime.data.fields import recognise
 from runtime.data.held_out import digest, held_out_below
@@ -260,7 +260,7 @@ def _nothing(report: DataReport) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; complaints go to stderr. Returns the exit code of `ondevice.errors`."""
+    """Run the command; complaints go to stderr. Returns the exit code of `runtime.core.errors`."""
     parser = argparse.ArgumentParser(prog="python -m runtime.data.tokenizing", description=__doc__)
     parser.add_argument("--bundle", type=Path, required=True, help="bundle with the tokenizer")
     parser.add_argument("--input", type=Path, required=True, help=DATA_FILE)

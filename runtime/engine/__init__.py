@@ -1,1 +1,1 @@
-"""Running lowered programs with MLX: executor, kernels, weights and graphs."""
+"""Running lowered programs with MLX: the executor, the model's blocks, and its graphs."""

@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.engine.arrays import quiet, view
+from runtime.arrays.arrays import quiet, view
+from runtime.arrays.tiles import Input
 from runtime.engine.model import Model
-from runtime.engine.tiles import Input
 
 HEAD_VALUES = 1 << 20  # logits of a row, and values of a tile, at a time
 F64 = npt.NDArray[np.float64]

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ondevice.operations.base import Operation
-from ondevice.operations.program import Block, Program
-from ondevice.operations.values import gradient_of
-from runtime.engine.arrays import Arrays
-from runtime.engine.kernels.base import Kernel, Run, Tools
-from runtime.engine.kernels.table import KERNELS
-from runtime.engine.profile import Profile
-from runtime.engine.values import Gradients, Loras, Values
-from runtime.lowering.schedule import Instruction
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.profile import Profile
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Gradients, Loras, Values
+from runtime.operations.base import Operation
+from runtime.operations.instruction import Instruction
+from runtime.operations.kernel import Kernel, Run, Tools
+from runtime.operations.kernel_table import KERNELS
+from runtime.operations.program import Program
+from runtime.operations.values import gradient_of
 
 
 @dataclass(frozen=True)

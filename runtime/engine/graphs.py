@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError
-from ondevice.files import private_copy, read_file, reading_errors
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError
+from runtime.core.files import private_copy, read_file, reading_errors
 
 
 class Graphs:
@@ -36,6 +36,10 @@ class Graphs:
         if found != graph.outputs or any(result.dtype != mx.float32 for result in results):
             raise BundleError(f"{graph.file} returns {found}, the manifest says {graph.outputs}")
         return results
+
+    def workspace_bytes(self, key: str) -> int:
+        """What a function takes beside its arguments and results while it runs."""
+        return self.bundle.manifest.graphs[key].workspace_bytes
 
     def _open(self, key: str) -> Callable[..., Any]:
         if key not in self._opened:

@@ -10,24 +10,23 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.store import Bundle
-from ondevice.operations.attention import STARTS
-from ondevice.operations.program import Block
-from ondevice.operations.tensors import Matrix
-from ondevice.operations.values import POSITION, gradient_of
-from runtime.engine.arrays import arrays_for
+from runtime.arrays.arrays import arrays_for
+from runtime.arrays.matrices import Matrices, Place
+from runtime.arrays.profile import Profile
+from runtime.arrays.stored import Block, Matrix
+from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.values import Gradients, Loras, Values, move_of
+from runtime.arrays.weight_source import WeightSource
+from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
-from runtime.engine.kernels.base import Observe, Tools
-from runtime.engine.kernels.embedding import TOKENS
-from runtime.engine.kernels.head import HeadKernel, HeadResult, Targets
-from runtime.engine.kernels.logits import LogitsKernel
-from runtime.engine.matrices import Matrices, Place
-from runtime.engine.profile import Profile
-from runtime.engine.tiles import ReadyTile
-from runtime.engine.values import Gradients, Loras, Values, move_of
-from runtime.lowering.lower import LoweredBlock, LoweredModel
-from runtime.storage.weight_source import WeightSource
+from runtime.operations.attention import STARTS
+from runtime.operations.embedding_kernel import TOKENS
+from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
+from runtime.operations.kernel import Observe, Tools
+from runtime.operations.logits_kernel import LogitsKernel
+from runtime.operations.values import POSITION, gradient_of
+from runtime.plan.lower import LoweredBlock, LoweredModel
 
 Positions = npt.NDArray[np.int64]
 """Places in a row, in increasing order."""
@@ -77,7 +76,7 @@ class Model:
     @cached_property
     def executor(self) -> Executor:
         tools = Tools(
-            self.bundle,
+            self.bundle.manifest.matrices,
             self.weights,
             self.matrices,
             self.graphs,

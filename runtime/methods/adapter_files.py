@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from ondevice.adapters import mlx_lm, peft
-from ondevice.adapters.names import Coverage, coverage_of, inner_name, is_prefix, number
-from ondevice.documents import from_json
-from ondevice.errors import BundleError, UsageError
-from ondevice.files import read_small, require_file
-from ondevice.lookalikes import HUB_ID
-from ondevice.lora import LoraSettings
-from ondevice.paths import text_path
+from runtime.adapters import mlx_lm, peft
+from runtime.adapters.lora import LoraSettings
+from runtime.adapters.names import Coverage, coverage_of, inner_name, is_prefix, number
+from runtime.core.documents import from_json
+from runtime.core.errors import BundleError, UsageError
+from runtime.core.files import read_small, require_file
+from runtime.core.lookalikes import HUB_ID
+from runtime.core.paths import text_path
 from runtime.storage.saves import SLOTS, check_adapter
 
 F32 = npt.NDArray[np.float32]

@@ -18,15 +18,15 @@ from typing import IO, Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.adapters.fused import adapters_in, digest_of, refuse_held
-from ondevice.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
-from ondevice.bundle.manifest import Manifest
-from ondevice.errors import BundleError, DivergedError
-from ondevice.files import fsync_path, storage_errors, write_atomic
-from ondevice.lora import LoraSettings
-from ondevice.operations.program import Block
-from ondevice.safetensors_header import safetensors_header
-from runtime.engine.values import Lora
+from runtime.adapters.fused import adapters_in, digest_of, refuse_held
+from runtime.adapters.lora import LoraSettings
+from runtime.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Lora
+from runtime.bundle.manifest import Manifest
+from runtime.core.errors import BundleError, DivergedError
+from runtime.core.files import fsync_path, storage_errors, write_atomic
+from runtime.core.safetensors_header import safetensors_header
 from runtime.methods.adapter_files import AdapterFiles
 from runtime.methods.noise import key_of
 

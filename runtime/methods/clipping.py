@@ -16,9 +16,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ondevice.errors import DivergedError
-from ondevice.operations.program import Block
-from runtime.engine.values import Gradients
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Gradients
+from runtime.core.errors import DivergedError
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import Optimizer
 from runtime.storage.scratch import MappedTensors

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ondevice.config.shared import StepConfig
-from ondevice.config.train import TrainConfig
-from ondevice.errors import UsageError
+from runtime.config.shared import StepConfig
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.cone import ConeDescent
-from runtime.methods.forward_only import demand_of, start_with
-from runtime.methods.mezo import TwoPoint
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth_order import ZerothOrder
-from runtime.planner.demand import Demand
+from runtime.methods.zeroth.forward_only import demand_of, start_with
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.plan.demand import Demand
 from runtime.storage.scratch import MappedTensors
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ondevice.operations.program import Block
-from runtime.engine.dropout import Dropout
-from runtime.engine.values import Loras
+from runtime.arrays.dropout import Dropout
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Loras
 from runtime.methods.noise import number_of
 
 

@@ -20,9 +20,9 @@ from typing import IO, Any
 import mlx.core as mx
 import numpy as np
 
-from runtime.methods.descent import Descent
 from runtime.methods.noise import Noise
-from runtime.methods.scalar_update import Update
+from runtime.methods.zeroth.descent import Descent
+from runtime.methods.zeroth.scalar_update import Update
 
 
 class FactorDescent(Descent):

@@ -12,9 +12,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from ondevice.errors import DivergedError, UsageError
-from ondevice.operations.program import Block
-from runtime.engine.values import Lora, Loras, Watch
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Lora, Loras, Watch
+from runtime.core.errors import DivergedError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import key_of
 from runtime.methods.protocol import Models

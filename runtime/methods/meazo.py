@@ -18,14 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ondevice.config.shared import StepConfig
-from ondevice.config.train import TrainConfig
-from runtime.methods.estimator import Losses
-from runtime.methods.forward_only import demand_of, start_with
-from runtime.methods.mezo import TwoPoint
+from runtime.config.shared import StepConfig
+from runtime.config.train import TrainConfig
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth_order import ZerothOrder
-from runtime.planner.demand import Demand
+from runtime.methods.zeroth.estimator import Losses
+from runtime.methods.zeroth.forward_only import demand_of, start_with
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.plan.demand import Demand
 
 BETA, ZETA = 0.999, 1e-8
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from runtime.methods.descent import Descent
 from runtime.methods.noise import Noise
-from runtime.methods.scalar_update import Update
+from runtime.methods.zeroth.descent import Descent
+from runtime.methods.zeroth.scalar_update import Update
 
 STEPS = 5
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)

@@ -17,11 +17,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.errors import DataError
-from runtime.engine.kernels.head import HeadResult
+from runtime.arrays.values import Loras
+from runtime.core.errors import DataError
 from runtime.engine.model import Model
-from runtime.engine.values import Loras
 from runtime.methods.protocol import NumberedRows, Sample
+from runtime.operations.head_kernel import HeadResult
 
 Ids = npt.NDArray[np.int64]
 MOST_LABELS = 256

@@ -17,10 +17,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.optimizers as optim
 
-from ondevice.errors import BundleError
-from ondevice.files import storage_errors
-from ondevice.operations.program import Block
-from runtime.engine.values import Gradients
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Gradients
+from runtime.core.errors import BundleError
+from runtime.core.files import storage_errors
 from runtime.methods.adapters import Adapters
 from runtime.storage.scratch import MappedTensors
 

@@ -1,7 +1,7 @@
 """The interface of training methods: how one step turns rows into an update of the adapters.
 
 A method sees the blocks of a model, the adapters, and the rows of a step; it never sees budgets or
-architectures. It declares what it needs (`runtime.planner.demand`) before anything is planned.
+architectures. It declares what it needs (`runtime.plan.demand`) before anything is planned.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.config.shared import StepConfig
-from ondevice.config.train import TrainConfig
-from ondevice.operations.program import Block
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Gradients
+from runtime.config.shared import StepConfig
+from runtime.config.train import TrainConfig
 from runtime.engine.model import Model, Offsets, Positions
-from runtime.engine.values import Gradients
 from runtime.methods.adapters import Adapters
-from runtime.planner.demand import Demand
-from runtime.planner.plan import Plan
+from runtime.plan.demand import Demand
+from runtime.plan.plan import Plan
 
 if TYPE_CHECKING:  # only runs that train all parameters load it
-    from runtime.methods.full_weights import FullWeights
+    from runtime.methods.full.weights import FullWeights
 
 
 @dataclass(frozen=True)

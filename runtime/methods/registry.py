@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from ondevice.methods import METHODS
+from runtime.config.methods import METHODS
 from runtime.methods.protocol import Implementation
 
 
 def method(name: str) -> Implementation:
-    """The module of a method that `ondevice.methods` lists."""
+    """The module of a method that `runtime.config.methods` lists."""
     return cast(Implementation, import_module(METHODS[name]))

@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ondevice.config.shared import StepConfig
-from ondevice.config.train import TrainConfig
-from runtime.methods.estimator import PLUS, THETA, Estimator, Losses, Point
-from runtime.methods.forward_only import demand_of, start_with
+from runtime.config.shared import StepConfig
+from runtime.config.train import TrainConfig
 from runtime.methods.muon import MuonDescent
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth_order import ZerothOrder
-from runtime.planner.demand import Demand
+from runtime.methods.zeroth.estimator import PLUS, THETA, Estimator, Losses, Point
+from runtime.methods.zeroth.forward_only import demand_of, start_with
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.plan.demand import Demand
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ondevice.config.base import load
-from ondevice.config.train import TrainConfig
-from ondevice.errors import UsageError
+from runtime.config.base import load
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
 from runtime.methods.adapter_files import AdapterFiles
 from runtime.run.folder import RunFolder
 from runtime.storage.saves import CONFIG, SAVES

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import Bundle
-from ondevice.config.shared import StepConfig
-from ondevice.errors import BudgetError, UsageError
-from ondevice.operations.values import CHUNK_TOKENS
-from ondevice.units import format_bytes
-from runtime.lowering.lower import lower
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.config.shared import StepConfig
+from runtime.core.errors import BudgetError, UsageError
+from runtime.core.units import format_bytes
+from runtime.machine.backend import this_machine
+from runtime.machine.footprint import Meter
+from runtime.machine.machine import Machine
 from runtime.methods.registry import method
-from runtime.planner.demand import Demand, lane_choices
-from runtime.planner.limit import check_limit
-from runtime.planner.plan import (
+from runtime.operations.values import CHUNK_TOKENS
+from runtime.plan.demand import Demand, lane_choices
+from runtime.plan.limit import check_limit
+from runtime.plan.lower import lower
+from runtime.plan.plan import (
     DECODING_LANES,
     EVALUATION_LANES,
     LEVELS,
@@ -24,9 +27,6 @@ from runtime.planner.plan import (
     Request,
     choose_bucket,
 )
-from runtime.system.backend import this_machine
-from runtime.system.footprint import Meter
-from runtime.system.machine import Machine
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
 """What an evaluation needs: the adapters of all blocks, and rows that travel together."""
@@ -134,9 +134,9 @@ def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
     """As `machine_for`, with the libraries that the configuration's method loads."""
     method(config.method)
     if config.trains_prefix:
-        from runtime.methods import first_prefix  # noqa: F401 - other runs need not load it
+        pass
     if config.trains_all:
-        from runtime.run import trained_weights  # other runs need not load it
+        from runtime.run import trained_weights
 
         trained_weights.load()
     return machine_for(bundle, config.arithmetic)

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ondevice.config.generate import ChatConfig
-from ondevice.errors import UsageError
-from ondevice.notes import warning
+from runtime.config.generate import ChatConfig
+from runtime.core.errors import UsageError
+from runtime.core.notes import warning
+from runtime.machine.footprint import Meter
+from runtime.machine.heap import trim_heap
 from runtime.run.budget import check_budget
 from runtime.run.generate import (
     Answer,
@@ -26,8 +28,6 @@ from runtime.run.generate import (
 from runtime.run.lora import to_apply
 from runtime.run.open import open_checked
 from runtime.run.traced_graphs import Note, silent
-from runtime.system.footprint import Meter
-from runtime.system.heap import trim_heap
 
 
 class Chat:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.operations.values import CHUNK_TOKENS
 from runtime.methods.adapters import Adapters
+from runtime.operations.values import CHUNK_TOKENS
 from runtime.run.open import Session
 
 Floats = npt.NDArray[np.float32]

@@ -12,23 +12,23 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from ondevice.config.evaluate import EvalConfig
-from ondevice.errors import InterruptedRunError
-from ondevice.notes import warning
+from runtime.config.evaluate import EvalConfig
+from runtime.core.errors import InterruptedRunError
+from runtime.core.notes import warning
 from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import Source
-from runtime.engine.kernels.head import HeadResult
 from runtime.engine.model import Model
+from runtime.machine.footprint import Meter
+from runtime.machine.heap import trim_heap
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row, StepLoss
+from runtime.operations.head_kernel import HeadResult
 from runtime.run.budget import check_budget, plan_evaluation
 from runtime.run.events import Events
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.signals import Stop
-from runtime.system.footprint import Meter
-from runtime.system.heap import trim_heap
 
 if TYPE_CHECKING:  # training does not count labels
     from runtime.run.label_tally import LabelTally

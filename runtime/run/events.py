@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.planner.plan import Plan
+from runtime.plan.plan import Plan
 
 
 @dataclass

@@ -26,11 +26,11 @@ from typing import Any
 
 import msgspec
 
-from ondevice.adapters.mlx_lm import CONFIG as ADAPTER_CONFIG
-from ondevice.adapters.mlx_lm import WEIGHTS
-from ondevice.documents import from_json
-from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.files import (
+from runtime.adapters.mlx_lm import CONFIG as ADAPTER_CONFIG
+from runtime.adapters.mlx_lm import WEIGHTS
+from runtime.core.documents import from_json
+from runtime.core.errors import BundleError, StorageError, UsageError
+from runtime.core.files import (
     fsync_path,
     read_file,
     reading_errors,
@@ -38,7 +38,7 @@ from ondevice.files import (
     storage_errors,
     write_atomic,
 )
-from ondevice.paths import text_path
+from runtime.core.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import Adapters

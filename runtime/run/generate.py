@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import Bundle
-from ondevice.config.generate import GenerateConfig, GenerationConfig
-from ondevice.errors import UsageError
-from ondevice.notes import warning
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.config.generate import GenerateConfig, GenerationConfig
+from runtime.core.errors import UsageError
+from runtime.core.notes import warning
 from runtime.data.pieces import read_pieces
 from runtime.data.prompts import Prompt, confined_prompt
+from runtime.machine.cgroup import memory_limit_bytes
+from runtime.machine.footprint import Meter
+from runtime.machine.heap import trim_heap
 from runtime.methods.adapters import Adapters
-from runtime.planner.plan import Plan
+from runtime.plan.plan import Plan
 from runtime.run.budget import check_budget, plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.sampling import Sampling
 from runtime.run.traced_graphs import Note, silent
-from runtime.system.cgroup import memory_limit_bytes
-from runtime.system.footprint import Meter
-from runtime.system.heap import trim_heap
 
 BUDGET_BYTES = 1_000_000_000  # where no budget is given
 SHOWN_BEFORE = 16  # tokens of a prompt with which its continuation is turned into text

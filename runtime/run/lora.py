@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ondevice.adapters.mlx_lm import CONFIG
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import Bundle
-from ondevice.config.shared import USUAL_PREFIX, StepConfig
-from ondevice.errors import UsageError
-from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings, prefix_settings
-from ondevice.notes import warning
+from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings, prefix_settings
+from runtime.adapters.mlx_lm import CONFIG
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.config.shared import USUAL_PREFIX, StepConfig
+from runtime.core.errors import UsageError
+from runtime.core.notes import warning
 from runtime.methods.adapters import lora_of
 
 C = TypeVar("C", bound=StepConfig)

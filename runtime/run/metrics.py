@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ondevice.bundle.store import Bundle, open_bundle
+from runtime.arrays.matrices import Place
+from runtime.arrays.profile import Profile
+from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.weight_source import WeightSource
+from runtime.bundle.store import Bundle, open_bundle
 from runtime.engine.graphs import Graphs
-from runtime.engine.matrices import Place
 from runtime.engine.model import Model
-from runtime.engine.profile import Profile
-from runtime.engine.tiles import ReadyTile
-from runtime.lowering.lower import LoweredModel, lower
-from runtime.planner.plan import Plan, choose_bucket
+from runtime.machine.backend import limit_memory, use_device
+from runtime.machine.heap import place_values, trim_heap
+from runtime.plan.lower import LoweredModel, lower
+from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import Note, silent, with_graphs
-from runtime.storage.weight_source import WeightSource
 from runtime.storage.weights import Weights
-from runtime.system.backend import limit_memory, use_device
-from runtime.system.heap import place_values, trim_heap
 
 
 @dataclass

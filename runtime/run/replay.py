@@ -8,24 +8,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.store import Bundle
-from ondevice.config.base import load
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.files import storage_errors
-from ondevice.lookalikes import Kind, instead
-from ondevice.paths import text_path
+from runtime.bundle.store import Bundle
+from runtime.config.base import load
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BundleError, StorageError, UsageError
+from runtime.core.files import storage_errors
+from runtime.core.lookalikes import Kind, instead
+from runtime.core.paths import text_path
+from runtime.machine.backend import use_device
 from runtime.methods.adapters import Adapters
-from runtime.methods.full_weights import FullWeights
-from runtime.methods.scalar_update import Update
-from runtime.methods.trajectory import Header, check_belongs, digest, read_log, rebuild
+from runtime.methods.full.weights import FullWeights
+from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.trajectory import Header, check_belongs, digest, read_log, rebuild
 from runtime.run.best import best_of
 from runtime.run.folder import INITIAL, SUMMARY, TRAJECTORY, RunFolder
 from runtime.run.open import open_verified
 from runtime.run.traced_graphs import choose_device
 from runtime.run.trained_weights import open_weights, write_trained
 from runtime.storage.saves import CONFIG, SLOTS
-from runtime.system.backend import use_device
 
 
 def replay(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.config.train import TrainConfig
+from runtime.bundle.manifest import Manifest
+from runtime.config.train import TrainConfig
 from runtime.data.packing import Packing, PackingReport, pack
 from runtime.data.rows import Rows
 from runtime.data.sample_order import SampleOrder
 from runtime.methods.protocol import PackedRows, Row, Sample
-from runtime.planner.plan import choose_bucket
+from runtime.plan.plan import choose_bucket
 
 
 @dataclass(frozen=True)

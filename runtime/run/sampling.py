@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.errors import BundleError
-from ondevice.operations.logits import CHOICE_TILE as TILE
+from runtime.core.errors import BundleError
+from runtime.operations.logits import CHOICE_TILE as TILE
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

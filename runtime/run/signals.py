@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ondevice.signals import handled
+from runtime.core.signals import handled
 
 
 @dataclass

@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ondevice.bundle.store import Bundle, open_bundle
-from ondevice.config.base import load, to_toml
-from ondevice.config.plan import PlanConfig
-from ondevice.config.shared import StepConfig
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BundleError, UsageError
-from ondevice.lookalikes import Kind, instead
-from ondevice.notes import warning
+from runtime.bundle.store import Bundle, open_bundle
+from runtime.config.base import load, to_toml
+from runtime.config.plan import PlanConfig
+from runtime.config.shared import StepConfig
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BundleError, UsageError
+from runtime.core.lookalikes import Kind, instead
+from runtime.core.notes import warning
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
+from runtime.machine.footprint import Meter
+from runtime.machine.heap import trim_heap
+from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start
 from runtime.methods.registry import method
 from runtime.methods.schedule import learning_rate
-from runtime.planner.plan import Plan
+from runtime.plan.plan import Plan
 from runtime.run.budget import kept_plan, make_plan, training, training_machine
 from runtime.run.events import Events
 from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
@@ -35,12 +38,9 @@ from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
 from runtime.storage.saves import CONFIG, State, another_run
 from runtime.storage.scratch import MappedTensors
-from runtime.system.footprint import Meter
-from runtime.system.heap import trim_heap
-from runtime.system.machine import Machine, read_machine
 
 if TYPE_CHECKING:
-    from runtime.methods.full_weights import FullWeights
+    from runtime.methods.full.weights import FullWeights
 
 
 def plan_training(

@@ -19,18 +19,18 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.manifest import VERSION, Manifest, manifest_bytes
-from ondevice.bundle.store import Bundle
-from ondevice.bundle.traced import RECORD, read_traced
-from ondevice.bundle.trusted import are_trusted
-from ondevice.cache import cache_folder, is_mine
-from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.files import storage_errors
-from ondevice.version import __version__
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.manifest import VERSION, Manifest, manifest_bytes
+from runtime.bundle.store import Bundle
+from runtime.bundle.traced import RECORD, read_traced
+from runtime.bundle.trusted import are_trusted
+from runtime.core.cache import cache_folder, is_mine
+from runtime.core.errors import BundleError, StorageError, UsageError
+from runtime.core.files import storage_errors
+from runtime.core.version import __version__
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
-from runtime.system.backend import mlx_version
+from runtime.machine.backend import mlx_version
 
 # by its name, because this process must not load model classes
 TRACING_PROCESS = "ondevice.cli.tracing_process"

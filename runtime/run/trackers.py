@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ondevice.config.train import TrainConfig
-from ondevice.errors import UsageError
-from ondevice.files import write_atomic
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
+from runtime.core.files import write_atomic
 from runtime.run.events import Events
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"

@@ -10,18 +10,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
-from ondevice.config.train import TrainConfig
-from ondevice.errors import DivergedError
-from ondevice.files import read_file, reading_errors
-from ondevice.operations.tensors import Extent
-from runtime.methods.full_weights import FullWeights, slot_layouts
-from runtime.methods.full_zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
-from runtime.methods.row_noise import DRAWS, RowNoise
-from runtime.methods.scalar_update import Update
-from runtime.methods.stored_floats import expand
-from runtime.methods.trajectory import Header, read_log
+from runtime.arrays.stored import Extent
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
+from runtime.config.train import TrainConfig
+from runtime.core.errors import DivergedError
+from runtime.core.files import read_file, reading_errors
+from runtime.methods.full.row_noise import DRAWS, RowNoise
+from runtime.methods.full.stored_floats import expand
+from runtime.methods.full.weights import FullWeights, slot_layouts
+from runtime.methods.full.zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
+from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.trajectory import Header, read_log
 from runtime.run.folder import TRAJECTORY
 from runtime.storage.read_ahead import ReadAhead
 from runtime.storage.saves import SLOTS

@@ -17,10 +17,12 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BudgetError, DivergedError, InterruptedRunError
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError
 from runtime.data.rows import Rows
 from runtime.data.run_rows import reports_of
+from runtime.machine.backend import describe
+from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
 from runtime.methods.schedule import learning_rate
@@ -33,8 +35,6 @@ from runtime.run.metrics import read_steps
 from runtime.run.open import Session
 from runtime.run.samples import Samples
 from runtime.run.signals import Stop, catching_signals
-from runtime.system.backend import describe
-from runtime.system.footprint import Meter
 
 SKIPS = 10  # steps in a row without a finite loss that end a run
 ENDS = {  # why a run is over, by what `Trainer.ended` says

@@ -10,8 +10,14 @@ from typing import Annotated
 
 import msgspec
 
-from ondevice.errors import BundleError, StorageError
-from ondevice.files import CHUNK_BYTES, reading_errors, require_file, storage_errors, write_atomic
+from runtime.core.errors import BundleError, StorageError
+from runtime.core.files import (
+    CHUNK_BYTES,
+    reading_errors,
+    require_file,
+    storage_errors,
+    write_atomic,
+)
 
 
 class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 BUFFER_BYTES = 1 << 20
 AHEAD_BYTES = 64 << 20

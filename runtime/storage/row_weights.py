@@ -6,11 +6,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.operations.program import Block
-from ondevice.operations.tensors import Matrix
-from ondevice.row_reader import RowReader
-from runtime.storage.weight_source import FloatTile, new_rows
+from runtime.arrays.stored import Block, Matrix
+from runtime.arrays.weight_source import FloatTile, RowReader, new_rows
+from runtime.bundle.manifest import Manifest
 
 SLICE_VALUES = 1 << 18  # the most that a reader is asked for at once, unless one row is longer
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from ondevice.errors import BundleError
-from ondevice.files import read_file, reading_errors, require_file, sha256_file, write_atomic
+from runtime.core.errors import BundleError
+from runtime.core.files import read_file, reading_errors, require_file, sha256_file, write_atomic
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Prefix
 

@@ -19,7 +19,7 @@ from typing import IO
 import mlx.core as mx
 import numpy as np
 
-from ondevice.files import storage_errors
+from runtime.core.files import storage_errors
 
 COPY_BYTES = 1 << 20
 

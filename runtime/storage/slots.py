@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.files import reading_errors, require_file, storage_errors
+from runtime.core.files import reading_errors, require_file, storage_errors
 from runtime.storage.write_back import Writer
 
 MAGIC = b"ondevice slot 1\n"

@@ -14,13 +14,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError
-from ondevice.files import reading_errors
-from ondevice.operations.program import Block
-from ondevice.operations.tensors import Extent, Matrix
+from runtime.arrays.stored import Block, Extent, Matrix
+from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError
+from runtime.core.files import reading_errors
 from runtime.storage.read_ahead import ReadAhead
-from runtime.storage.weight_source import FloatTile, QuantizedTile, Tile
 
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from ondevice.files import storage_errors
+from runtime.core.files import storage_errors
 
 QUEUED = 2  # pieces of work that wait to be done
 

@@ -12,14 +12,14 @@ from support.bundles import settings
 from support.checkpoints import weights_of, write_folder
 from support.token_rows import write_tokenizer
 
+from export.config.export import ExportConfig
 from export.pack import export_bundle
-from ondevice.bundle.store import Bundle
-from ondevice.config.export import ExportConfig
-from ondevice.errors import BudgetError, DataError, UsageError
+from export.passes.engine import ExportEngine
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BudgetError, DataError, UsageError
 from runtime.data.reading import Reading
 from runtime.data.source import Source
-from runtime.run.export_engine import ExportEngine
-from runtime.system.footprint import Meter
+from runtime.machine.footprint import Meter
 
 BUDGET = 1_000_000_000
 

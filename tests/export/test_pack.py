@@ -16,8 +16,8 @@ from export import pack
 from export.pack import export_bundle
 from export.sources import source
 from export.sources.families import expected_shapes
-from ondevice.bundle.store import WEIGHTS
-from ondevice.errors import BundleError, UsageError
+from runtime.bundle.store import WEIGHTS
+from runtime.core.errors import BundleError, UsageError
 
 # --- checkpoints and settings -----------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from support.bundles import put
 from support.files import listing
 
 from export.traced import trace_graphs
-from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.store import Bundle
-from ondevice.bundle.traced import RECORD, read_traced
-from ondevice.errors import BundleError
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.bundle.traced import RECORD, read_traced
+from runtime.core.errors import BundleError
 
 
 def test_the_graphs_are_those_of_the_export(origin: Bundle, tmp_path: Path) -> None:

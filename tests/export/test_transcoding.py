@@ -20,9 +20,9 @@ from export.packed import PackedRows, Packing
 from export.sources.families import expected_shapes
 from export.sources.gguf_file import GGUFFile
 from export.sources.open import open_checkpoint
-from ondevice.bundle.store import WEIGHTS, Bundle, open_bundle
-from ondevice.errors import BundleError, StorageError, UsageError
-from ondevice.operations.tensors import Extent
+from runtime.arrays.stored import Extent
+from runtime.bundle.store import WEIGHTS, Bundle, open_bundle
+from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.storage.weights import Weights
 
 # K types need rows of 256

@@ -19,7 +19,7 @@ import numpy as np
 
 from fuzz.child import FAILED, SECONDS, Ended, Tell, in_child
 from fuzz.kind import Kind
-from ondevice.files import write_atomic
+from runtime.core.files import write_atomic
 
 REFUSALS = (2, 3, 4, 5)
 DIVERGED = 1

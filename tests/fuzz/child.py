@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 SECONDS = 10  # of the CPU that a case may take
 WAITING_S = 60  # on the clock: a case takes tenths of a second, so it waits for what never comes

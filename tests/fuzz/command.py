@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 
 prepare()  # before MLX is imported
 
@@ -31,10 +31,8 @@ def _preload() -> None:
     import mlx_lm.models.qwen2  # noqa: F401
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-    import export.pack  # noqa: F401
     import runtime.data.tokenizing
     import runtime.run.evaluate
-    import runtime.run.export_engine
     import runtime.run.start  # noqa: F401
 
 

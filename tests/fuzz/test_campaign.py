@@ -13,7 +13,7 @@ from support.mutations import Rng
 
 from fuzz.campaign import Campaign, Case, Counts, cases_of
 from fuzz.kind import Change, Kind, Read
-from ondevice.errors import BundleError, DivergedError
+from runtime.core.errors import BundleError, DivergedError
 
 FILE = "file"
 

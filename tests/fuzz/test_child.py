@@ -15,7 +15,7 @@ SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
 from fuzz.child import in_child
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 def fine(tell):
     tell([1, "two"])

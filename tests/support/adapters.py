@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 from runtime.run.lora import to_apply
 from support.lora import with_lora

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
-from ondevice.config.export import ExportConfig
+from export.config.export import ExportConfig
+from runtime.bundle.store import MANIFEST, Bundle, open_bundle
 from runtime.run.traced_graphs import with_graphs
 
 Rng = np.random.Generator

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ondevice.config.compare import CompareConfig
-from ondevice.errors import DivergedError
+from harness.config.compare import CompareConfig
+from runtime.core.errors import DivergedError
 from support.curves import entry, evaluation
 
 Ends = Callable[[str, float], Any]  # of (method, learning rate): the last loss, or an error

@@ -10,13 +10,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.bundle.store import Bundle
-from ondevice.config.train import TrainConfig
+from runtime.bundle.store import Bundle
+from runtime.config.train import TrainConfig
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row, Start
 from runtime.methods.registry import method as implementation
-from runtime.methods.zeroth_order import ZerothOrder
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from support.models import row_of
 
 Rng = np.random.Generator

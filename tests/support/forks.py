@@ -112,7 +112,7 @@ def _run(code: str, words: list[str], folder: str, environment: dict[str, str]) 
 
 
 if __name__ == "__main__":
-    from runtime.system.backend import prepare
+    from runtime.machine.backend import prepare
 
     prepare()  # before MLX is imported
     import gc

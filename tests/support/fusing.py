@@ -7,9 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from export.config.fuse import FuseConfig
 from export.fused.model import FusedCheckpoint, LowRank
-from ondevice.bundle.store import Bundle
-from ondevice.config.fuse import FuseConfig
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 
 

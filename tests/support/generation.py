@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from ondevice.config.generate import GenerateConfig
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
+from runtime.config.generate import GenerateConfig
 from runtime.methods.adapters import Adapters
 from runtime.run.generate import Generating, generate
 

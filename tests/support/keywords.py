@@ -10,24 +10,24 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ondevice.config.adapter import AdapterConfig
-from ondevice.config.base import Config
-from ondevice.config.evaluate import EvalConfig
-from ondevice.config.export import ExportConfig
-from ondevice.config.fuse import FuseConfig
-from ondevice.config.generate import ChatConfig, GenerateConfig
-from ondevice.config.lora import LoraOptions
-from ondevice.config.plan import PlanConfig
-from ondevice.config.shared import BundleConfig, DataOptions, StepConfig
-from ondevice.config.train import TrainConfig
-from ondevice.config.zeroth_order import ZerothOrderOptions
+from export.config.adapter import AdapterConfig
+from export.config.export import ExportConfig
+from export.config.fuse import FuseConfig
+from runtime.config.base import Config
+from runtime.config.evaluate import EvalConfig
+from runtime.config.generate import ChatConfig, GenerateConfig
+from runtime.config.lora import LoraOptions
+from runtime.config.plan import PlanConfig
+from runtime.config.shared import BundleConfig, DataOptions, StepConfig
+from runtime.config.train import TrainConfig
+from runtime.config.zeroth_order import ZerothOrderOptions
 
 PLACE = Path(__file__).parents[2] / "ondevice" / "api" / "keywords.py"
 PATHS = {"data", "output", "eval_data", "adapter", "machine", "calibrate", "source", "bundle"}
 HEAD = '''\
 """The options of the API's functions as keywords with types, for editors and type checkers.
 
-They are the fields of the commands' configurations in `ondevice.config`, which has their defaults,
+They are the fields of the commands' configurations in `runtime.config`, which has their defaults,
 their checks and what they mean; fields that are paths may also be a `Path`. This file is written
 from them: python -m tests.support.keywords
 """

@@ -13,10 +13,10 @@ import numpy as np
 
 from export.packed import Packing
 from export.quantize.search import quantize_rows
-from harness.oracles import reference
-from ondevice.bundle.manifest import manifest_bytes
-from ondevice.bundle.store import MANIFEST, WEIGHTS, Bundle
-from ondevice.operations.tensors import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
+from harness.peers import whole_model as reference
+from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
+from runtime.bundle.manifest import manifest_bytes
+from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle
 from runtime.storage.weights import Weights
 from support.bundles import links, runnable
 from support.models import FAMILIES

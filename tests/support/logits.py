@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_model
 
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 from support.models import model_of
 

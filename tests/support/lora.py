@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ondevice.bundle.store import Bundle
-from ondevice.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
+from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
+from runtime.bundle.store import Bundle
 
 Rng = np.random.Generator
 

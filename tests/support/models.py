@@ -10,21 +10,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from ondevice.operations.base import WHOLE
-from ondevice.operations.program import Block
+from harness.peers import whole_model as reference
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Gradients
+from runtime.arrays.weight_source import WeightSource
+from runtime.bundle.store import Bundle
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model, Positions
-from runtime.engine.values import Gradients
-from runtime.lowering.lower import Sizes, lower
-from runtime.lowering.schedule import backward_schedule
 from runtime.methods.adapters import Adapters
+from runtime.methods.backprop import Backprop
 from runtime.methods.dropout import StepDropout
-from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import PackedRows, Row, Sample, StepLoss
+from runtime.operations.base import WHOLE
+from runtime.plan.lower import Sizes, lower
+from runtime.plan.schedule import backward_schedule
 from runtime.storage.activations import Activations
-from runtime.storage.weight_source import WeightSource
 from runtime.storage.weights import Weights
 
 Rng = np.random.Generator

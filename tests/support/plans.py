@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ondevice.bundle.manifest import Manifest
-from ondevice.config.shared import StepConfig
-from runtime.lowering.lower import Sizes
+from runtime.bundle.manifest import Manifest
+from runtime.config.shared import StepConfig
+from runtime.machine.backend import PANEL_BYTES, ROW_BYTES
+from runtime.machine.machine import Blas, Heap, Machine
 from runtime.methods.registry import method as implementation
-from runtime.planner.demand import Demand
-from runtime.planner.peak import PeakModel
-from runtime.planner.plan import Plan, Planner, Request
+from runtime.plan.demand import Demand
+from runtime.plan.lower import Sizes
+from runtime.plan.peak import PeakModel
+from runtime.plan.plan import Plan, Planner, Request
 from runtime.run.budget import EVALUATION
-from runtime.system.backend import PANEL_BYTES, ROW_BYTES
-from runtime.system.machine import Blas, Heap, Machine
 
 HEAP = Heap(
     flat_bytes=1_000_000,

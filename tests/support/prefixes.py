@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from ondevice.bundle.store import Bundle
-from ondevice.lora import prefix_settings
+from runtime.adapters.lora import prefix_settings
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 
 Rng = np.random.Generator

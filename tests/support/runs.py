@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from ondevice.cli.main import main
-from ondevice.signals import ENDING
+from runtime.core.signals import ENDING
+from runtime.machine.backend import prepare
+from runtime.machine.heap import trim_heap
 from runtime.run.folder import RunFolder
-from runtime.system.backend import prepare
-from runtime.system.heap import trim_heap
 from support.forks import forks
 
 COMMAND = [sys.executable, "-m", "ondevice"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from export.pack import export_bundle
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from support.bundles import settings
 from support.checkpoints import weights_of, write_folder
 from support.token_rows import VOCAB, write_tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.tasks.bfcl.package import LIVE, NON_LIVE
 from harness.tasks.bfcl.rows import CallRow, Wanted, prepare
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ondevice.documents import from_json
-from ondevice.errors import DataError
+from runtime.core.documents import from_json
+from runtime.core.errors import DataError
 
 INSTALL = "pip install --no-deps 'bfcl-eval>=2026.3.23,<2027'"
 NON_LIVE = ("simple_python", "multiple", "parallel", "parallel_multiple")

@@ -19,9 +19,9 @@ from harness.tasks.bfcl import package
 from harness.tasks.bfcl.calls import read
 from harness.tasks.bfcl.package import Question
 from harness.tasks.bfcl.prompt import completion_of, prompt_of
-from ondevice.documents import from_json
-from ondevice.errors import DataError
-from ondevice.files import write_atomic
+from runtime.core.documents import from_json
+from runtime.core.errors import DataError
+from runtime.core.files import write_atomic
 
 KEPT, TOO_LONG, NOT_RIGHT, NOT_DRAWN = "rows", "too_long", "not_right", "not_drawn"
 

@@ -19,13 +19,13 @@ from harness.tasks.bfcl.calls import read
 from harness.tasks.bfcl.package import LIVE, NON_LIVE, REFUSALS, RELEVANCE, Question
 from harness.tasks.bfcl.prompt import ENDING
 from harness.tasks.bfcl.rows import read_rows
-from ondevice.errors import DataError, UsageError
-from ondevice.files import write_atomic
-from ondevice.units import format_bytes
+from runtime.core.errors import DataError, UsageError
+from runtime.core.files import write_atomic
+from runtime.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from ondevice.bundle.manifest import Manifest
-    from ondevice.config.evaluate import EvalConfig
+    from runtime.bundle.manifest import Manifest
+    from runtime.config.evaluate import EvalConfig
     from runtime.data.prompts import Prompt
     from runtime.data.text_encoder import TextEncoder
     from runtime.methods.adapters import Adapters
@@ -112,11 +112,11 @@ def run(
     """
     from runtime.data.rows import split_file
     from runtime.data.text_encoder import load_encoder
+    from runtime.machine.footprint import Meter
+    from runtime.machine.heap import trim_heap
     from runtime.run.budget import check_budget
     from runtime.run.generate import Generator, planned
     from runtime.run.open import open_checked
-    from runtime.system.footprint import Meter
-    from runtime.system.heap import trim_heap
 
     file = split_file(config.data, "valid")
     if file is None:

@@ -18,9 +18,9 @@ from typing import Any
 from harness.measure.command import ondevice
 from harness.measure.provenance import machine, provenance
 from harness.report.table import Table
-from ondevice.documents import from_json
-from ondevice.errors import DataError
-from ondevice.files import write_atomic
+from runtime.core.documents import from_json
+from runtime.core.errors import DataError
+from runtime.core.files import write_atomic
 
 
 @dataclass(frozen=True)

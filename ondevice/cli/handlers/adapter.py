@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from export.config.adapter import AdapterConfig
 from ondevice.cli.handlers.common import configuration, note, set_up
-from ondevice.config.adapter import AdapterConfig
 
 _LOADED_BY = {
     "peft": "PeftModel.from_pretrained(model, {output!r})",

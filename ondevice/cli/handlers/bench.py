@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
+from harness.config.bench import BenchConfig
 from ondevice.cli.handlers.common import configuration, note
-from ondevice.config.base import given
-from ondevice.config.bench import BenchConfig
+from runtime.config.base import given
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from ondevice.cli.handlers.common import configuration, note, set_up
-from ondevice.config.generate import ChatConfig
-from ondevice.errors import InterruptedRunError, UsageError
+from runtime.config.generate import ChatConfig
+from runtime.core.errors import InterruptedRunError, UsageError
 
 if TYPE_CHECKING:
     from runtime.run.chat import Chat, Turn

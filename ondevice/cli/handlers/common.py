@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TypeVar
 
-from ondevice.config.base import Config, given, load
-from ondevice.notes import warning
+from runtime.config.base import Config, given, load
+from runtime.core.notes import warning
 
 C = TypeVar("C", bound=Config)
 
@@ -19,7 +19,7 @@ def configuration(cls: type[C], arguments: argparse.Namespace) -> C:
 
 def set_up(keep_heap: bool = True) -> None:
     """Set the process up before MLX is imported; warn where that leaves it slow."""
-    from runtime.system.backend import prepare
+    from runtime.machine.backend import prepare
 
     found = prepare(keep_heap)
     if found.warning:

@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from harness.config.compare import CompareConfig
 from ondevice.cli.handlers.common import configuration, note
-from ondevice.config.compare import CompareConfig
 
 
 def run(arguments: argparse.Namespace) -> None:

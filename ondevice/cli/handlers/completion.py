@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from ondevice.cli.completion_config import CompletionConfig
 from ondevice.cli.handlers.common import configuration
-from ondevice.config.completion import CompletionConfig
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -9,14 +9,14 @@ import sys
 import msgspec
 
 from ondevice.cli.handlers.common import configuration
-from ondevice.config.data import DataConfig
+from runtime.config.data import DataConfig
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(DataConfig, arguments)
-    from ondevice.bundle.store import open_bundle
     from ondevice.cli.describe import describe_lengths, marked
+    from runtime.bundle.store import open_bundle
     from runtime.data.overview import confined_overview
 
     bundle = open_bundle(config.bundle)

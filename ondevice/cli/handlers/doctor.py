@@ -7,10 +7,10 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from harness.config.bench import BenchConfig
+from harness.config.doctor import DoctorConfig
 from ondevice.cli.handlers.common import configuration, note
-from ondevice.config.bench import BenchConfig
-from ondevice.config.doctor import DoctorConfig
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 if TYPE_CHECKING:
     from harness.doctor.finding import Finding

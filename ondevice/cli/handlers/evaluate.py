@@ -11,9 +11,9 @@ import msgspec
 
 from ondevice.cli.handlers.common import configuration, note, set_up
 from ondevice.cli.progress import task_bar
-from ondevice.config.evaluate import EvalConfig
-from ondevice.errors import BundleError
-from ondevice.units import format_bytes
+from runtime.config.evaluate import EvalConfig
+from runtime.core.errors import BundleError
+from runtime.core.units import format_bytes
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,10 +7,10 @@ import json
 
 import msgspec
 
+from export.config.fuse import FuseConfig
 from ondevice.cli.handlers.common import configuration, note, set_up
 from ondevice.cli.progress import task_bar
-from ondevice.config.fuse import FuseConfig
-from ondevice.units import format_bytes
+from runtime.core.units import format_bytes
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from ondevice.cli.handlers.common import configuration, note, set_up
-from ondevice.config.generate import GenerateConfig
+from runtime.config.generate import GenerateConfig
 
 ENDED = {
     "end": "the model ended it",

@@ -6,14 +6,14 @@ import argparse
 import json
 
 from ondevice.cli.handlers.common import configuration
-from ondevice.config.inspect import InspectConfig
+from runtime.config.inspect import InspectConfig
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(InspectConfig, arguments)
-    from ondevice.bundle.store import open_bundle
     from ondevice.cli.describe import describe_bundle, facts_of
+    from runtime.bundle.store import open_bundle
 
     bundle = open_bundle(config.bundle)
     if config.verify:

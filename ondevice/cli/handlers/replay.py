@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from ondevice.cli.handlers.common import configuration, note, set_up
-from ondevice.config.replay import ReplayConfig
-from ondevice.errors import BundleError, UsageError
+from runtime.config.replay import ReplayConfig
+from runtime.core.errors import BundleError, UsageError
 
 
 def run(arguments: argparse.Namespace) -> None:

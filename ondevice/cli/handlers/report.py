@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from harness.config.report import ReportConfig
 from ondevice.cli.handlers.common import configuration, set_up
-from ondevice.config.report import ReportConfig
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.cli.handlers.common import configuration, set_up
 from ondevice.cli.progress import say, step_bar, task_bar
-from ondevice.config.base import flag, given
-from ondevice.config.train import CHANGEABLE, TrainConfig
-from ondevice.errors import UsageError
+from runtime.config.base import flag, given
+from runtime.config.train import CHANGEABLE, TrainConfig
+from runtime.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from runtime.planner.plan import Plan
+    from runtime.plan.plan import Plan
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -6,17 +6,17 @@ import argparse
 import json
 import sys
 
+from export.config.trust import TrustConfig
 from ondevice.cli.handlers.common import configuration, note, set_up
-from ondevice.config.trust import TrustConfig
-from ondevice.errors import UsageError
+from runtime.core.errors import UsageError
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(TrustConfig, arguments)
-    from ondevice.bundle.store import open_bundle
-    from ondevice.bundle.trusted import are_trusted, trust_graphs
     from ondevice.cli.describe import describe_trust
+    from runtime.bundle.store import open_bundle
+    from runtime.bundle.trusted import are_trusted, trust_graphs
 
     bundle = open_bundle(config.bundle)
     bundle.verify_small()
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not manifest.graphs:
         raise UsageError(f"{bundle.path} has no graphs; they are traced where it is used")
     set_up()
-    from runtime.system.backend import mlx_version
+    from runtime.machine.backend import mlx_version
 
     if manifest.mlx_version != mlx_version():
         raise UsageError(

@@ -19,7 +19,7 @@ from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits, 
 
 from export.pack import export_bundle
 from export.sources.open import open_checkpoint
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 
 Rng = np.random.Generator

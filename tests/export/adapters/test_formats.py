@@ -17,9 +17,9 @@ from support.bundles import Tiny
 from support.models import FAMILIES, logits_of, relative
 from support.runs import here, ondevice, train_arguments
 
-from harness.oracles.reference import dense_model
-from ondevice.bundle.store import Bundle
-from ondevice.config.adapter import FORMATS
+from export.config.adapter import FORMATS
+from harness.peers.whole_model import dense_model
+from runtime.bundle.store import Bundle
 
 Rng = np.random.Generator
 SETTINGS = ({}, {**SOME, "rslora": True, "dropout": 0.1})
@@ -138,7 +138,7 @@ def test_a_model_that_also_sees_has_its_language_model_inside(
 ) -> None:
     from support.bundles import copied, manifest_of, rewrite
 
-    from ondevice.bundle.store import open_bundle
+    from runtime.bundle.store import open_bundle
 
     folder = copied(tiny("gemma3"), tmp_path / "bundle")
     document = manifest_of(folder)

@@ -15,15 +15,15 @@ from support.models import BUCKETS, FAMILIES
 from export.cut.model import cut_model
 from export.cut.trace import trace
 from export.sources.random import PRESETS
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError
-from ondevice.operations.attention import Attention
-from ondevice.operations.elementwise import Elementwise
-from ondevice.operations.embedding import Embedding
-from ondevice.operations.head import Head
-from ondevice.operations.linear import Linear
-from ondevice.operations.program import BlockType
-from ondevice.operations.values import T, graph_key, shape_at
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError
+from runtime.operations.attention import Attention
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.embedding import Embedding
+from runtime.operations.head import Head
+from runtime.operations.linear import Linear
+from runtime.operations.program import BlockType
+from runtime.operations.values import T, graph_key, shape_at
 from runtime.storage.weights import Weights
 
 Tiny = Callable[..., Bundle]

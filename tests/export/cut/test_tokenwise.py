@@ -22,17 +22,17 @@ from support.models import (
 from support.plans import demand_of
 
 from export.cut.properties import treats_tokens_alike
-from harness.oracles import reference
-from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError
-from ondevice.operations.attention import Attention
-from ondevice.operations.elementwise import Elementwise
-from ondevice.operations.program import BlockType
-from ondevice.operations.values import Shape, T, graph_key, shape_at
-from runtime.engine.kernels.elementwise import ElementwiseKernel
-from runtime.lowering.lower import Sizes, lower
-from runtime.planner.peak import PeakModel
+from harness.peers import whole_model as reference
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError
+from runtime.operations.attention import Attention
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.elementwise_kernel import ElementwiseKernel
+from runtime.operations.program import BlockType
+from runtime.operations.values import Shape, T, graph_key, shape_at
+from runtime.plan.lower import Sizes, lower
+from runtime.plan.peak import PeakModel
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -13,11 +13,11 @@ from support.models import Rng, Tiny, adapters_of
 
 from export.fused.bundle import write_bundle
 from export.fused.model import FusedCheckpoint
-from ondevice.adapters.fused import adapters_in
-from ondevice.bundle.quality import Quality
-from ondevice.bundle.store import Bundle, open_bundle
-from ondevice.bundle.trusted import are_trusted
-from ondevice.operations.tensors import Matrix
+from runtime.adapters.fused import adapters_in
+from runtime.arrays.stored import Matrix
+from runtime.bundle.quality import Quality
+from runtime.bundle.store import Bundle, open_bundle
+from runtime.bundle.trusted import are_trusted
 
 QUALITY = Quality(0.01, 2.0, 2.01, 100, 2, "some text")
 

@@ -21,8 +21,8 @@ from support.models import FAMILIES, Rng, Tiny, adapters_of
 from export.fused.checkpoint import write_checkpoint
 from export.pack import export_bundle
 from export.sources.open import open_checkpoint
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError, StorageError, UsageError
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.methods.adapters import Adapters
 
 ONE_FILE = 1 << 40

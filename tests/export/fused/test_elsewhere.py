@@ -15,7 +15,7 @@ from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits
 from export.fused.checkpoint import write_checkpoint
 from export.fused.gguf import write_gguf
 from export.pack import export_bundle
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 
 CLOSE = 1e-3

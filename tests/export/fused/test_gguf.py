@@ -20,8 +20,8 @@ from export.fused.gguf_metadata import add_metadata, rope_factors
 from export.pack import export_bundle
 from export.sources.gguf_config import read_config
 from export.sources.gguf_file import GGUFFile
-from ondevice.bundle.store import Bundle
-from ondevice.errors import UsageError
+from runtime.bundle.store import Bundle
+from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters
 
 SAME = 1e-5  # of the largest logit: the same weights in float32

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from export.fused.gguf_vocabulary import add_vocabulary, read_vocabulary
 from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_tokenizer import SPLITS, convert_tokenizer
-from ondevice.errors import UsageError
+from runtime.core.errors import UsageError
 
 Files = dict[str, bytes]
 PIECES = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "ca", "aa", "cab", "▁b"]

@@ -14,7 +14,7 @@ from support.models import FAMILIES, Rng, Tiny, adapters_of
 
 from export.fused.bundle import write_bundle
 from export.fused.model import FusedCheckpoint, LowRank
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 
 @pytest.mark.parametrize(

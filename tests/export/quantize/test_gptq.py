@@ -11,7 +11,7 @@ from export.packed import Packing, unpack_codes
 from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
 from export.quantize.gram import Gram
 from export.quantize.search import Quantized, quantize_rows
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 
 Rng = np.random.Generator
 PACKINGS = [

@@ -20,7 +20,7 @@ from export.sources.families import build_model, normalise_config
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile
-from ondevice.errors import BundleError, UsageError
+from runtime.core.errors import BundleError, UsageError
 
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
 

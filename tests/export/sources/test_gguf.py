@@ -14,7 +14,7 @@ from export.sources.families import build_model
 from export.sources.gguf_config import llama3_factors
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 ZEROS = np.zeros((128, 128), np.float32)
 

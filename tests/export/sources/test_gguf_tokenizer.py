@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.open import open_checkpoint
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 
 TEXTS = [
     "Hello world",

@@ -15,8 +15,8 @@ from support.runs import train_arguments
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, strict_json
 from fuzz.kinds.bundles import BUDGET, export, facts_of
-from ondevice.adapters import peft
-from ondevice.adapters.mlx_lm import CONFIG, WEIGHTS
+from runtime.adapters import peft
+from runtime.adapters.mlx_lm import CONFIG, WEIGHTS
 
 FORMS = {"from-peft": "peft", "from-mlx": "mlx"}  # of other tools, which are evaluated
 

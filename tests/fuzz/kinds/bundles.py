@@ -16,9 +16,9 @@ from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 from support.runs import adapter, train_arguments
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, sha256, strict_json
-from ondevice.bundle.manifest import manifest_bytes
-from ondevice.bundle.store import MANIFEST, WEIGHTS, open_bundle
-from ondevice.files import sha256_file
+from runtime.bundle.manifest import manifest_bytes
+from runtime.bundle.store import MANIFEST, WEIGHTS, open_bundle
+from runtime.core.files import sha256_file
 
 FAMILIES = ("qwen2", "gemma3")
 STEPS = 2

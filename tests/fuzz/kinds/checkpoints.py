@@ -18,7 +18,7 @@ from export.sources.gguf_file import GGUFFile
 from export.sources.safetensors_file import SafetensorsFile
 from fuzz.kind import Change, Kind, Read, put_in_place, sha256
 from fuzz.kinds.bundles import exported
-from ondevice.bundle.store import WEIGHTS
+from runtime.bundle.store import WEIGHTS
 
 FILE = "model.gguf"
 TENSORS, CONFIG = "model.safetensors", "config.json"

@@ -13,7 +13,7 @@ from support.token_rows import VOCAB, make_bundle
 
 from fuzz.forked_module import forked_modules
 from fuzz.kind import Change, Kind, Read, put_in_place, sha256
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 from runtime.data.reading import Reading
 from runtime.data.rows import TokenRows, prepare_tokens
 

@@ -30,9 +30,9 @@ from fuzz.campaign import IDENTICAL, SAID, Campaign
 from fuzz.child import FAILED, SECONDS, Ended, Tell, in_child
 from fuzz.kind import ondevice, sha256
 from fuzz.kinds.bundles import BUDGET, export, exported
-from ondevice.bundle.store import WEIGHTS, open_bundle
-from ondevice.config.base import load
-from ondevice.config.train import TrainConfig
+from runtime.bundle.store import WEIGHTS, open_bundle
+from runtime.config.base import load
+from runtime.config.train import TrainConfig
 from runtime.run.trained_weights import open_weights
 
 # what changes the file system, as Python audits it; os.fsync and os.pwrite, which it does not, are

@@ -12,9 +12,9 @@ from support.mutations import JUNK, Rng, mutate, mutate_alike, mutate_bytes, pic
 
 from fuzz.kind import Change, Kind, Read, ondevice, put_in_place
 from fuzz.kinds.bundles import BUDGET, export
-from ondevice.config.base import to_toml
-from ondevice.config.plan import PlanConfig
-from runtime.system.machine import Blas, Heap, Machine
+from runtime.config.base import to_toml
+from runtime.config.plan import PlanConfig
+from runtime.machine.machine import Blas, Heap, Machine
 
 TOML, MACHINE = "options.toml", "machine.json"
 BUNDLE = "bundle"

@@ -16,6 +16,7 @@ from harness.bench import benchmark, packing, published, zo2_ablation
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.block_profiles import _shares, together
 from harness.bench.mebp_tables import TABLE2
+from harness.config.bench import BenchConfig
 from harness.measure import bundles as exported
 from harness.measure.bundles import bundle_of
 from harness.measure.page_cache import cached_share, drop
@@ -28,10 +29,9 @@ from harness.measure.repeats import (
     spread,
     time_ratio,
 )
-from ondevice.bundle.store import MANIFEST, Bundle, open_bundle
-from ondevice.config.bench import BenchConfig
-from ondevice.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
-from ondevice.methods import USUAL
+from runtime.bundle.store import MANIFEST, Bundle, open_bundle
+from runtime.config.methods import USUAL
+from runtime.core.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
 
 MODEL = "tiny-qwen2"
 

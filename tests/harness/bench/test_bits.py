@@ -10,9 +10,9 @@ import pytest
 
 from harness.bench import bits
 from harness.bench.bench import bench, to_text
+from harness.config.bench import BenchConfig
 from harness.measure.bundles import bundle_of
-from ondevice.bundle.store import open_bundle
-from ondevice.config.bench import BenchConfig
+from runtime.bundle.store import open_bundle
 
 MODEL = "tiny-qwen2"
 

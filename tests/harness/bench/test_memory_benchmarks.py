@@ -22,12 +22,12 @@ from harness.bench.prediction import PREDICTION, RELIEFS, distribution, is_withi
 from harness.bench.published import MESP_PEAK_MB, MODELS
 from harness.bench.step_profile import PROFILE, REST, order, owners
 from harness.bench.targets import PEAK_MB
+from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of
 from harness.measure.command import ondevice
-from ondevice.config.bench import BenchConfig, times_smallest
-from ondevice.errors import BudgetError, OnDeviceError, UsageError
-from runtime.planner.plan import Plan
-from runtime.system.machine import read_machine
+from runtime.core.errors import BudgetError, OnDeviceError, UsageError
+from runtime.machine.machine import read_machine
+from runtime.plan.plan import Plan
 
 MODEL = "tiny-qwen2"
 PLAN = {

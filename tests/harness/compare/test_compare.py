@@ -29,12 +29,13 @@ from harness.compare.notes import notes
 from harness.compare.report import to_text
 from harness.compare.tables import tables
 from harness.compare.trials import Trial, Tried, grid
+from harness.config.compare import CompareConfig, by_method
 from harness.measure import command, process
 from harness.measure.training import measure_training
-from ondevice.config import base as config
-from ondevice.config.base import load
-from ondevice.config.compare import CompareConfig, by_method
-from ondevice.errors import (
+from runtime.config import base as config
+from runtime.config.base import load
+from runtime.config.methods import METHODS, SEARCHES
+from runtime.core.errors import (
     BudgetError,
     BundleError,
     DivergedError,
@@ -42,7 +43,6 @@ from ondevice.errors import (
     OnDeviceError,
     UsageError,
 )
-from ondevice.methods import METHODS, SEARCHES
 
 COMMAND = [sys.executable, "-m", "ondevice"]
 

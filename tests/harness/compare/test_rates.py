@@ -13,7 +13,7 @@ from support.comparisons import Runs, by_rate, settings
 
 from harness.compare.compare import compare
 from harness.compare.report import to_text
-from ondevice.errors import DivergedError
+from runtime.core.errors import DivergedError
 
 
 class Spoils(Runs):

@@ -25,8 +25,8 @@ from harness.compare.lengths import (
 )
 from harness.compare.report import to_text
 from harness.measure.training import measure_training
-from ondevice.errors import DivergedError, InterruptedRunError, UsageError
-from ondevice.methods import METHODS
+from runtime.config.methods import METHODS
+from runtime.core.errors import DivergedError, InterruptedRunError, UsageError
 
 RATES = {1e-5: (4.5, 4.4, 4.3), 2e-5: (4.4, 4.0, 3.9), 3e-5: (4.3, 4.1, 3.0), 4e-5: (4.6, 1, 1)}
 BLOCK = {"name": "model.layers.0", "forward_s": 0.5, "forward_peak_bytes": 1000}

@@ -14,14 +14,14 @@ from support.runs import here
 
 from harness.bench.bench import BENCHMARKS
 from harness.bench.doctor import MODELS, markdown
+from harness.config.bench import BenchConfig
 from harness.doctor import computing, machine, packages
 from harness.doctor.computing import PRODUCTS
 from harness.doctor.doctor import verdict
 from harness.doctor.duration import describe_duration
 from harness.doctor.finding import Finding, Status
 from harness.doctor.packages import EXTRAS, fits, name_of
-from ondevice.config.bench import BenchConfig
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 ROOT = Path(__file__).parents[3]
 PARTS = ("platform", "MLX", "BLAS", "heap", "cores", "memory", "disk here", "cache folder")

@@ -21,7 +21,7 @@ from harness.peers.launch import Setup, environment, inherited, run_peer
 from harness.peers.programs import PROGRAMS
 from harness.peers.torch_trainer import blas
 from harness.peers.trainer import PREPARED, THREADS
-from ondevice.errors import OnDeviceError
+from runtime.core.errors import OnDeviceError
 
 
 def process(*seconds: float, peak: int = 90, **more: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.report.figure import style
-from ondevice.methods import METHODS
+from runtime.config.methods import METHODS
 
 
 def test_every_method_has_a_look_of_its_own() -> None:

@@ -10,11 +10,11 @@ import pytest
 from support.layouts import LAYOUTS, relaid
 from support.text_bundle import text_bundle
 
-from harness.oracles import dense
-from harness.oracles.reference import relative_error
+from harness.peers.whole_model import relative_error
 from harness.tasks import bases
 from harness.tasks.examples import Example, write_jsonl
 from runtime.methods.adapters import Adapters
+from tests.oracles import dense
 
 OPTIONS = ("--steps=4", "--eval-every=2", "--eval-rows=3", "--learning-rate=1e-2", "--budget=2GB")
 

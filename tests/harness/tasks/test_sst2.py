@@ -9,7 +9,7 @@ from support.text_bundle import text_bundle
 
 from harness.tasks import sst2
 from harness.tasks.examples import write_jsonl
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 
 
 def write_tsv(file: Path, count: int, first: int = 0) -> Path:

@@ -22,20 +22,20 @@ from support.runs import here
 from support.text_bundle import text_bundle, text_checkpoint
 
 import ondevice
+from export.config.adapter import AdapterConfig
+from export.config.export import ExportConfig
+from export.config.fuse import FuseConfig
 from ondevice.api.process import Said
-from ondevice.bundle.store import Bundle
 from ondevice.cli.main import main
-from ondevice.config.adapter import AdapterConfig
-from ondevice.config.base import Config
-from ondevice.config.evaluate import EvalConfig
-from ondevice.config.export import ExportConfig
-from ondevice.config.fuse import FuseConfig
-from ondevice.config.generate import ChatConfig, GenerateConfig
-from ondevice.config.plan import PlanConfig
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BudgetError, BundleError, UsageError
-from ondevice.notes import warning
-from runtime.system.backend import TOO_LATE, prepare
+from runtime.bundle.store import Bundle
+from runtime.config.base import Config
+from runtime.config.evaluate import EvalConfig
+from runtime.config.generate import ChatConfig, GenerateConfig
+from runtime.config.plan import PlanConfig
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BudgetError, BundleError, UsageError
+from runtime.core.notes import warning
+from runtime.machine.backend import TOO_LATE, prepare
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "python.md"
@@ -81,7 +81,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
         "import sys, ondevice\n"
         f"heavy = {HEAVY}\n"
         "print([name for name in heavy if name in sys.modules])\n"
-        "assert ondevice.errors.UsageError.exit_code == 2\n"
+        "assert runtime.core.errors.UsageError.exit_code == 2\n"
         "print(set(ondevice.__all__) <= set(dir(ondevice)))\n"
     )
     assert done.stdout.splitlines() == ["[]", "True"], done.stderr

@@ -11,9 +11,9 @@ import pytest
 from support.runs import here
 
 from ondevice.cli.commands import COMMANDS
+from ondevice.cli.completion_config import SHELLS
 from ondevice.cli.parser import command_parser, long_flags
-from ondevice.config.completion import SHELLS
-from ondevice.methods import METHODS
+from runtime.config.methods import METHODS
 
 
 def script(shell: str, folder: Path) -> Path:

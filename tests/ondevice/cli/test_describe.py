@@ -7,8 +7,8 @@ from support.bundles import Tiny
 from support.plans import LINUX, MAC, PLENTY, plan_of, task_of
 
 from ondevice.cli.describe import describe_bundle, describe_plan, facts_of
-from ondevice.units import format_bytes
-from runtime.system.machine import Machine
+from runtime.core.units import format_bytes
+from runtime.machine.machine import Machine
 
 
 def test_a_matrix_is_described_as_it_is_stored(tiny: Tiny) -> None:

@@ -25,10 +25,10 @@ from support.text_bundle import text_bundle
 import ondevice
 from export.pack import export_bundle
 from export.sources.families import expected_shapes
-from ondevice.adapters.fused import digest_of
-from ondevice.bundle.store import Bundle, open_bundle
+from runtime.adapters.fused import digest_of
+from runtime.bundle.store import Bundle, open_bundle
+from runtime.machine.backend import prepare
 from runtime.storage.saves import SLOTS
-from runtime.system.backend import prepare
 
 TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been and more will be
 RESULT = {"hf": "out", "gguf": "out.gguf", "bundle": "out"}
@@ -232,8 +232,8 @@ from pathlib import Path
 from export.fused.checkpoint import write_checkpoint
 from export.fused.gguf import write_gguf
 from export.fused.model import FusedCheckpoint
-from ondevice.bundle.store import open_bundle
-from runtime.system.footprint import Meter
+from runtime.bundle.store import open_bundle
+from runtime.machine.footprint import Meter
 
 for bundle in sys.argv[1:]:
     with FusedCheckpoint(open_bundle(bundle), {}) as model, Meter() as meter:

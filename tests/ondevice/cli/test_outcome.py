@@ -20,9 +20,9 @@ from support.bundles import copied, manifest_of, rewrite
 from support.checkpoints import weights_of, write_folder
 from support.runs import COMMAND, here, ondevice
 
-from ondevice.bundle.store import WEIGHTS, Bundle
 from ondevice.cli.outcome import DESCRIPTORS, outcome_of
-from ondevice.documents import MOST_DEPTH
+from runtime.bundle.store import WEIGHTS, Bundle
+from runtime.core.documents import MOST_DEPTH
 
 DEEP = "[" * 100_000
 NESTED = "[" * 900 + "]" * 900  # which Python reads, and code that walks it may not

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.token_rows import EOS, ids, listed, make_bundle, tokenize
 
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate
 from runtime.data.reading import Reading
 

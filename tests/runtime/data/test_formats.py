@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.token_rows import BOS, EOS, after, ids, listed, make_bundle, make_tokenizer, tokenize
 
-from ondevice.config.shared import DATA_SUFFIXES
-from ondevice.errors import DataError
+from runtime.config.shared import DATA_SUFFIXES
+from runtime.core.errors import DataError
 from runtime.data.reading import Reading
 from runtime.data.records import READERS, TEXT, records
 from runtime.data.rows import READ_ALL, TokenRows

@@ -15,8 +15,8 @@ from support.runs import here, ondevice, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
 
-from ondevice.bundle.store import Bundle
-from ondevice.errors import DataError
+from runtime.bundle.store import Bundle
+from runtime.core.errors import DataError
 from runtime.data import hub
 from runtime.data.hub import HubDataset, hub_dataset, located
 from runtime.data.run_rows import absolute

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from support.token_rows import make_bundle
 
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 from runtime.data.limits import Limits, TooSlowError, bounded_memory, bounded_seconds
 from runtime.data.rows import prepare_tokens
 

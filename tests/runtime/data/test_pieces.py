@@ -11,8 +11,8 @@ import pytest
 from support.text_bundle import text_bundle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ondevice.bundle.store import Bundle
-from ondevice.errors import DataError
+from runtime.bundle.store import Bundle
+from runtime.core.errors import DataError
 from runtime.data.pieces import UNKNOWN, read_pieces, write_pieces
 from runtime.data.text_encoder import TextEncoder, load_encoder
 

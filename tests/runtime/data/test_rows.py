@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.token_rows import VOCAB, after, listed, write_rows
 
-from ondevice.errors import DataError, UsageError
+from runtime.core.errors import DataError, UsageError
 from runtime.data import rows as data
 from runtime.data.report import DataReport
 from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens

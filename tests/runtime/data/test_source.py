@@ -12,7 +12,7 @@ import pytest
 from support.bundles import Tiny
 from support.token_rows import ids, make_bundle
 
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from runtime.data.reading import Reading
 from runtime.data.source import Source
 

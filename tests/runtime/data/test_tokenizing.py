@@ -23,7 +23,7 @@ from support.token_rows import (
 )
 from tokenizers import normalizers, processors
 
-from ondevice.errors import DataError, StorageError
+from runtime.core.errors import DataError, StorageError
 from runtime.data import tokenizing as tokenize_file
 from runtime.data.rows import TokenRows, prepare_tokens
 from runtime.data.text_encoder import load_encoder

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from support.models import Tiny, model_of
 
-from harness.oracles.reference import dequantized
+from harness.peers.whole_model import dequantized
 from runtime.engine.divergence import compare_heads
 from runtime.engine.model import Model
 

@@ -26,13 +26,13 @@ from support.models import (
     with_input_gradients,
 )
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from ondevice.operations.attention import Attention
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
 from runtime.methods.protocol import PackedRows, Row
+from runtime.operations.attention import Attention
 from runtime.run.evaluate import evaluate
 
 Rng = np.random.Generator

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from support.models import adapters_of, model_of, row_of
 
-from harness.oracles.reference import dense_model
-from ondevice.bundle.store import Bundle
-from ondevice.errors import UsageError
-from ondevice.operations.program import Block
+from harness.peers.whole_model import dense_model
+from runtime.arrays.stored import Block
+from runtime.bundle.store import Bundle
+from runtime.core.errors import UsageError
 from runtime.engine.model import Model
-from runtime.methods.activation_basis import ITERATIONS, PASSES, set_bases
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import PackedRows, Row, Sample
+from runtime.methods.zeroth.activation_basis import ITERATIONS, PASSES, set_bases
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]

@@ -15,10 +15,10 @@ from support.adapters import SOME, check_same, read_again, saved_adapter, writte
 from support.bundles import Tiny
 from support.runs import here
 
-from ondevice.adapters.names import coverage_of
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError, OnDeviceError, UsageError
-from ondevice.lora import LoraSettings
+from runtime.adapters.lora import LoraSettings
+from runtime.adapters.names import coverage_of
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError, OnDeviceError, UsageError
 from runtime.methods.adapter_files import MOST_CONFIG_BYTES
 from runtime.methods.adapters import Adapters, lora_of
 

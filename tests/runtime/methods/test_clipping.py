@@ -15,17 +15,17 @@ from support.lengths import at_length
 from support.models import FAMILIES, Kept, adapters_of, agree, model_of, rows_of
 from support.plans import LINUX, demand_of
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from ondevice.config.train import TrainConfig
-from ondevice.errors import DivergedError, UsageError
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
+from runtime.config.train import TrainConfig
+from runtime.core.errors import DivergedError, UsageError
 from runtime.methods.adapters import Adapters
+from runtime.methods.backprop import MeBP
 from runtime.methods.clipping import Clipping
-from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import Optimizer
 from runtime.methods.protocol import Row
-from runtime.planner.demand import Demand
-from runtime.planner.plan import Planner, Request
+from runtime.plan.demand import Demand
+from runtime.plan.plan import Planner, Request
 from runtime.run import budget
 from runtime.storage.activations import Activations
 

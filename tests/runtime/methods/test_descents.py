@@ -13,18 +13,18 @@ from support.estimators import config_of, rows_of, started
 from support.models import adapters_of, model_of
 from support.plans import LINUX, demand_of
 
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError, DivergedError, UsageError
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError, DivergedError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.cone import ConeDescent
-from runtime.methods.descent import descent_of
-from runtime.methods.hessian import HessianDescent
-from runtime.methods.layer_scales import ScaledDescent
 from runtime.methods.muon import msign
 from runtime.methods.noise import Noise
 from runtime.methods.registry import method as implementation
-from runtime.methods.scalar_update import Update
-from runtime.planner.plan import Planner, Request
+from runtime.methods.zeroth.descent import descent_of
+from runtime.methods.zeroth.hessian import HessianDescent
+from runtime.methods.zeroth.layer_scales import ScaledDescent
+from runtime.methods.zeroth.scalar_update import Update
+from runtime.plan.plan import Planner, Request
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -13,14 +13,14 @@ import pytest
 from support.estimators import config_of, copy_of, rows_of, started
 from support.models import adapters_of, model_of
 
-from ondevice.bundle.store import Bundle
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BundleError, UsageError
+from runtime.bundle.store import Bundle
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.registry import method as implementation
-from runtime.methods.scalar_update import Update
-from runtime.methods.trajectory import Header, digest, read_log, rebuild
+from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.trajectory import Header, digest, read_log, rebuild
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

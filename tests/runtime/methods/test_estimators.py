@@ -12,15 +12,15 @@ import pytest
 from support.estimators import config_of, copy_of, rows_of, same, started
 from support.models import adapters_of, model_of
 
-from harness.oracles import estimators
-from harness.oracles.estimators import Monolithic
-from harness.oracles.reference import plain_loss
-from ondevice.bundle.store import Bundle
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BundleError, UsageError
+from harness.peers.whole_model import plain_loss
+from runtime.bundle.store import Bundle
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.registry import method as implementation
-from runtime.methods.trajectory import read_log, rebuild
+from runtime.methods.zeroth.trajectory import read_log, rebuild
+from tests.oracles import estimators
+from tests.oracles.estimators import Monolithic
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

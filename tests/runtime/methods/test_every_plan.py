@@ -15,19 +15,19 @@ from support.lora import drawn_lora
 from support.models import Kept, adapters_of, agree, model_of, packed_of, row_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from ondevice.operations.base import WHOLE
-from runtime.lowering.lower import Sizes
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import DTYPES, Adapters
+from runtime.methods.backprop import MeBP
 from runtime.methods.dropout import StepDropout
-from runtime.methods.forward_only import MOST_LANES
-from runtime.methods.mebp import MeBP
-from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Sample
-from runtime.methods.zeroth_order import ZerothOrder
-from runtime.planner.plan import LEVELS, PAPER, Plan
+from runtime.methods.zeroth.forward_only import MOST_LANES
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.operations.base import WHOLE
+from runtime.plan.lower import Sizes
+from runtime.plan.plan import LEVELS, PAPER, Plan
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors

@@ -11,17 +11,17 @@ import pytest
 from support.lengths import at_length
 from support.models import model_of, packed_of, row_of
 
-from harness.oracles.full import MonolithicFullMeZO
-from ondevice.bundle.store import Bundle
+from harness.peers.whole_model_full import MonolithicFullMeZO
+from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
-from runtime.methods.full_weights import FullWeights, slot_layouts
-from runtime.methods.full_zeroth_order import FullZerothOrder
-from runtime.methods.mezo import TwoPoint
+from runtime.methods.full.row_noise import RowNoise
+from runtime.methods.full.weights import FullWeights, slot_layouts
+from runtime.methods.full.zeroth_order import FullZerothOrder
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
-from runtime.methods.row_noise import RowNoise
-from runtime.methods.scalar_update import Update
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.scalar_update import Update
 from runtime.storage.activations import Activations
 from runtime.storage.slots import Slots
 from runtime.storage.weights import Weights

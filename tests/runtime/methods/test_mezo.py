@@ -12,16 +12,16 @@ import pytest
 from support.lengths import at_length
 from support.models import model_of, row_of
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from ondevice.errors import UsageError
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
+from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
-from runtime.methods.mebp import Backprop
-from runtime.methods.mezo import TwoPoint
+from runtime.methods.backprop import Backprop
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
-from runtime.methods.zeroth_order import MOST_UNMOVED, ZerothOrder
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import MOST_UNMOVED, ZerothOrder
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 
 Tiny = Callable[..., Bundle]
 ROOT = Path(__file__).parents[3]
@@ -26,9 +26,9 @@ DUMMY = '''
 
 from dataclasses import dataclass
 
-from runtime.methods.mebp import Backprop
+from runtime.methods.backprop import Backprop
 from runtime.methods.protocol import StepLoss, StepResult
-from runtime.planner.demand import Demand
+from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations
 
 

@@ -13,17 +13,17 @@ import pytest
 from support.models import adapters_of, model_of
 from support.runs import adapter, here, ondevice, train_arguments
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from ondevice.config.zeroth_order import OBJECTIVES
-from ondevice.errors import DataError
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
+from runtime.config.zeroth_order import OBJECTIVES
+from runtime.core.errors import DataError
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
-from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
 from runtime.methods.objectives import MOST_LABELS, labels_of, objective_of
 from runtime.methods.protocol import PackedRows, Row, Sample
-from runtime.methods.zeroth_order import ZerothOrder
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]

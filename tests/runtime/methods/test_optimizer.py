@@ -11,8 +11,8 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from ondevice.bundle.store import Bundle
-from runtime.engine.values import Gradients
+from runtime.arrays.values import Gradients
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
 from runtime.storage.saves import VERSION

@@ -12,16 +12,16 @@ import pytest
 from support.models import FAMILIES, agree, mebp, model_of, packed_of, rows_of
 from support.prefixes import prefix_of, with_prefix
 
-from harness.oracles import reference
-from harness.oracles.prefix import keys_and_values, prefix_gradients
-from ondevice.bundle.store import Bundle
-from ondevice.errors import UsageError
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
+from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.first_prefix import fill_prefix
-from runtime.methods.mezo import TwoPoint
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth_order import ZerothOrder
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.storage.activations import Activations
+from tests.oracles.prefix import keys_and_values, prefix_gradients
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -7,8 +7,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from runtime.methods.row_noise import DRAWS, RowNoise, rows_of_noise
-from runtime.methods.stored_floats import expand, rounded
+from runtime.methods.full.row_noise import DRAWS, RowNoise, rows_of_noise
+from runtime.methods.full.stored_floats import expand, rounded
 
 Rng = np.random.Generator
 

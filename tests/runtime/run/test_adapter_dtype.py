@@ -18,12 +18,12 @@ from support.models import adapters_of
 from support.plans import predicted, task_of
 from support.runs import adapter, ondevice, struck, train_arguments
 
-from harness.oracles.dense import run_dense
-from ondevice.bundle.store import Bundle
-from ondevice.config.base import load
-from ondevice.config.train import TrainConfig
-from ondevice.errors import UsageError
-from runtime.planner.plan import LEVELS
+from runtime.bundle.store import Bundle
+from runtime.config.base import load
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
+from runtime.plan.plan import LEVELS
+from tests.oracles.dense import run_dense
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

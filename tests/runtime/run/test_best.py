@@ -14,7 +14,7 @@ from support.lengths import at_length
 from support.runs import adapter, here, ondevice, struck, train_arguments
 from support.shared import Shared
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 from runtime.run.best import Best, best_of, no_better_since
 from runtime.run.folder import RunFolder
 

@@ -9,7 +9,7 @@ import pytest
 from support.runs import here, ondevice
 from support.text_bundle import text_bundle
 
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 from runtime.data.rows import TokenRows
 
 TEMPLATE = (

@@ -13,17 +13,17 @@ from support.layouts import LAYOUTS
 from support.models import FAMILIES, adapters_of
 from support.prefixes import prefix_of, with_prefix
 
-from harness.oracles.prefix import prefix_logits
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BudgetError
-from ondevice.lora import LoraSettings
-from runtime.lowering.lower import lower
+from runtime.adapters.lora import LoraSettings
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BudgetError
 from runtime.methods.adapters import Adapters
-from runtime.planner.plan import LEVELS, Plan
+from runtime.plan.lower import lower
+from runtime.plan.plan import LEVELS, Plan
 from runtime.run.budget import plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.open import open_session
+from tests.oracles.prefix import prefix_logits
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BundleError, UsageError
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
-from runtime.methods.trajectory import digest
+from runtime.methods.zeroth.trajectory import digest
 from runtime.run.evaluate import summarize
 from runtime.run.folder import EVALUATIONS, RunFolder
 
@@ -24,9 +24,9 @@ Tiny = Callable[..., Bundle]
 SAVE_TWICE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from runtime.system.backend import prepare
+from runtime.machine.backend import prepare
 prepare()
-from ondevice.bundle.store import open_bundle
+from runtime.bundle.store import open_bundle
 from runtime.methods.adapters import Adapters
 from runtime.run.folder import RunFolder
 

@@ -13,9 +13,9 @@ import pytest
 from support.bundles import Tiny
 from support.runs import here, ondevice, struck, train_arguments
 
-from ondevice.bundle.store import WEIGHTS, open_bundle
-from ondevice.config.base import load
-from ondevice.config.train import TrainConfig
+from runtime.bundle.store import WEIGHTS, open_bundle
+from runtime.config.base import load
+from runtime.config.train import TrainConfig
 from runtime.run.folder import RunFolder
 from runtime.run.trained_weights import open_weights
 from runtime.storage.saves import SLOTS

@@ -19,10 +19,10 @@ from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 import ondevice
 import runtime.data.text_encoder
 from export.pack import export_bundle
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
+from harness.peers import whole_model as reference
 from ondevice.cli.main import main
-from ondevice.errors import DataError, UsageError
+from runtime.bundle.store import Bundle
+from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
 from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder

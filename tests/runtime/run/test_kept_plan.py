@@ -14,14 +14,14 @@ from safetensors.numpy import load_file
 from support.plans import LINUX, plan_of, task_of
 from support.runs import adapter, replaced
 
-from ondevice.bundle.store import Bundle
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BudgetError, BundleError
-from runtime.planner.plan import Plan
+from runtime.bundle.store import Bundle
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BudgetError, BundleError
+from runtime.machine.footprint import Meter
+from runtime.machine.machine import Heap, Machine
+from runtime.plan.plan import Plan
 from runtime.run import budget, start
 from runtime.run.events import Events
-from runtime.system.footprint import Meter
-from runtime.system.machine import Heap, Machine
 
 Tiny = Callable[..., Bundle]
 BUDGET = 40_000_000

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from support.runs import adapter, here, ondevice, struck, train_arguments
 from support.shared import Shared
 
-from ondevice.units import parse_bytes
+from runtime.core.units import parse_bytes
 
 STEPS = 7
 SHAPE = {"lora_rank": 3, "lora_alpha": 6, "lora_targets": "q_proj,down_proj", "lora_layers": 2}

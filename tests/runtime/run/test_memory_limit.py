@@ -11,9 +11,9 @@ import pytest
 from support.cgroups import memory_group
 from support.runs import adapter, ondevice, train_arguments
 
-from ondevice.bundle.store import Bundle
-from ondevice.errors import BudgetError
-from runtime.planner.limit import KERNEL_BYTES
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BudgetError
+from runtime.plan.limit import KERNEL_BYTES
 
 Tiny = Callable[..., Bundle]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.runs import adapter
 
-from ondevice.config.train import TrainConfig
-from ondevice.errors import DataError, StorageError
+from runtime.config.train import TrainConfig
+from runtime.core.errors import DataError, StorageError
 from runtime.run import start
 from runtime.run.events import Events
 

@@ -13,13 +13,13 @@ import pytest
 from support.runs import adapter, here, ondevice, struck
 from support.text_bundle import text_bundle
 
-from harness.oracles import reference
-from harness.oracles.dense import run_dense
-from ondevice.bundle.store import Bundle
-from ondevice.config.base import load
-from ondevice.config.train import TrainConfig
+from harness.peers import whole_model as reference
+from runtime.bundle.store import Bundle
+from runtime.config.base import load
+from runtime.config.train import TrainConfig
 from runtime.data.rows import TokenRows
 from runtime.run.samples import Samples
+from tests.oracles.dense import run_dense
 
 WORDS = ("sun", "the rain", "we", "no", "bathe in", "ice")
 Rng = np.random.Generator

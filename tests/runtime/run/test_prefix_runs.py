@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from support.bundles import Tiny
 from support.runs import adapter, here, ondevice, struck, train_arguments
 
-from ondevice.lora import prefix_settings
+from runtime.adapters.lora import prefix_settings
 
 CASES: dict[str, dict[str, Any]] = {
     "mebp": {"method": "mebp", "max_grad_norm": 1.0},

@@ -12,15 +12,15 @@ from support.bundles import runnable
 from support.lengths import at_length
 from support.plans import plan_of, task_of
 
-from harness.oracles import reference
-from ondevice.bundle.store import Bundle
-from runtime.engine.values import Gradients
+from harness.peers import whole_model as reference
+from runtime.arrays.values import Gradients
+from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
-from runtime.methods.mebp import Backprop
-from runtime.methods.mezo import TwoPoint
+from runtime.methods.backprop import Backprop
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Row
-from runtime.methods.zeroth_order import ZerothOrder
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
 

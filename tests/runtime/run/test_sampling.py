@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.errors import BundleError
-from ondevice.operations.logits import choosing_bytes
+from runtime.core.errors import BundleError
+from runtime.operations.logits import choosing_bytes
 from runtime.run.sampling import TILE, Sampling
 
 Rng = np.random.Generator

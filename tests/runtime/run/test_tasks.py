@@ -13,9 +13,9 @@ from support.runs import here
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids
 
-from harness.oracles import reference
+from harness.peers import whole_model as reference
 from harness.tasks.examples import Example, write_jsonl
-from ondevice.bundle.store import Bundle
+from runtime.bundle.store import Bundle
 
 ANSWERS = {"cat": "yes", "sea": "no", "bee": "maybe"}
 

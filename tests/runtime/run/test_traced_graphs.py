@@ -15,11 +15,11 @@ from support.models import model_of
 from support.runs import adapter, here, ondevice, train_arguments
 
 from export.pack import export_bundle
-from ondevice.bundle.store import Bundle, open_bundle
-from ondevice.bundle.traced import RECORD
-from ondevice.bundle.trusted import are_trusted, trust_graphs
-from ondevice.cache import cache_folder
-from ondevice.errors import BundleError, StorageError, UsageError
+from runtime.bundle.store import Bundle, open_bundle
+from runtime.bundle.traced import RECORD
+from runtime.bundle.trusted import are_trusted, trust_graphs
+from runtime.core.cache import cache_folder
+from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.engine.graphs import Graphs
 from runtime.run import traced_graphs
 from runtime.run.traced_graphs import with_graphs

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.runs import ondevice, struck, train_arguments
 
-from ondevice.config.train import TrainConfig
-from ondevice.errors import UsageError
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
 from runtime.run.events import Events
 from runtime.run.folder import RunFolder
 from runtime.run.trackers import OF_TRACKERS, TRACKERS, named, reporting

@@ -23,7 +23,7 @@ from support.runs import COMMAND, adapter, here, ondevice, replaced, struck, tra
 from support.shared import Shared
 from support.waiting import HANGS_S, wait_until
 
-from ondevice.units import format_bytes
+from runtime.core.units import format_bytes
 
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
@@ -386,8 +386,8 @@ def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path, lora: dict[str, o
     import mlx.core as mx
     from mlx_lm.tuner.utils import load_adapters
 
-    from harness.oracles.reference import dense_model, relative_error
-    from ondevice.bundle.store import open_bundle
+    from harness.peers.whole_model import dense_model, relative_error
+    from runtime.bundle.store import open_bundle
     from runtime.methods.adapters import Adapters
     from runtime.run.lora import to_apply
 

@@ -13,12 +13,12 @@ from support.bundles import Tiny
 from support.runs import adapter, here, ondevice, struck, train_arguments
 from support.shared import Shared
 
-from ondevice.config.train import TrainConfig
-from ondevice.errors import BudgetError
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BudgetError
+from runtime.machine.footprint import Meter
 from runtime.run import start
 from runtime.run.events import Events
 from runtime.run.trainer import Trainer
-from runtime.system.footprint import Meter
 
 
 def mezo_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.errors import BundleError
-from ondevice.files import write_atomic
+from runtime.core.errors import BundleError
+from runtime.core.files import write_atomic
 from runtime.storage.checksums import Checksums
 
 OLD, NEW, OTHER = b"old", b"new", b"other"

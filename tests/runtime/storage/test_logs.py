@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.errors import BundleError, StorageError
+from runtime.core.errors import BundleError, StorageError
 from runtime.storage.logs import Log, Prefix
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.waiting import wait_until
 
-from ondevice.errors import BundleError
+from runtime.core.errors import BundleError
 from runtime.storage.read_ahead import ReadAhead
 
 

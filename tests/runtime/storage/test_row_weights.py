@@ -14,10 +14,10 @@ from support.plans import plan_of, task_of
 
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
-from harness.oracles import reference
-from ondevice.bundle.checks import check_manifest
-from ondevice.bundle.float_manifest import float_manifest
-from ondevice.bundle.store import Bundle
+from harness.peers import whole_model as reference
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.float_manifest import float_manifest
+from runtime.bundle.store import Bundle
 from runtime.storage import row_weights
 from runtime.storage.row_weights import RowWeights
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.files import listing
 
+from runtime.machine.footprint import read_footprint
 from runtime.run.folder import RunFolder
 from runtime.storage.scratch import MappedTensors, map_scratch
-from runtime.system.footprint import read_footprint
 
 Rng = np.random.Generator
 

@@ -11,7 +11,7 @@ from harness.tasks.bfcl import package
 from harness.tasks.bfcl.calls import read
 from harness.tasks.bfcl.package import CATEGORIES, LIVE, NON_LIVE, REFUSALS, RELEVANCE
 from harness.tasks.bfcl.prompt import completion_of, prompt_of, right_calls
-from ondevice.errors import DataError
+from runtime.core.errors import DataError
 
 COUNTS = (400, 200, 200, 200, 258, 1053, 16, 24, 240, 884, 16)
 # questions whose answers no call can give: they list arguments that are not declared, or no value

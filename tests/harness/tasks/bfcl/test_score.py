@@ -16,7 +16,7 @@ from harness.tasks.bfcl.package import Question
 from harness.tasks.bfcl.prompt import completion_of
 from harness.tasks.bfcl.rows import CallRow, read_rows
 from harness.tasks.bfcl.score import Verdict, answers_file, judge, summarize
-from ondevice.errors import DataError, UsageError
+from runtime.core.errors import DataError, UsageError
 
 
 @pytest.fixture

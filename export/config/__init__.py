@@ -1,0 +1,1 @@
+"""The options of commands that write bundles, checkpoints and adapters."""

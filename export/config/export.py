@@ -1,0 +1,244 @@
+"""The options of `ondevice export`, which converts a checkpoint to a bundle."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import ClassVar
+
+from runtime.adapters.lora import ALL_LINEAR, LoraSettings
+from runtime.config.base import (
+    COUNT,
+    FILLED,
+    INCREASING,
+    NOT_NEGATIVE,
+    SIZE,
+    Check,
+    Group,
+    choice,
+    option,
+    output_option,
+    refuse,
+    required,
+)
+from runtime.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
+from runtime.config.shared import DEVICES, STORED, DataOptions
+from runtime.core.units import parse_bytes
+
+
+def _share(text: str) -> float:
+    return float(text.strip().removeprefix("+").removesuffix("%")) / 100
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return text.strip().endswith("%") and 0 <= _share(text) <= 1
+    except ValueError:
+        return False
+
+
+_SHARE = Check(_is_share, "a share such as +5%, up to +100%")
+EIGHT_BIT = "k_proj,v_proj"
+STORAGE = ("bfloat16", "float16", "float32")
+QUANTIZING = (
+    *("bits", "embedding_bits", "group_size", "layout", "eight_bit", "size", "calibrate"),
+    "calibration_tokens",
+)
+"""Options that have no effect where nothing is quantized."""
+_NAMES = Check(are_layer_names, "names of layers such as k_proj,v_proj, or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(DataOptions):
+    """The options of `ondevice export`, which converts a checkpoint to a bundle."""
+
+    positional: ClassVar[str] = "source"
+
+    source: str = required(
+        "checkpoint: a Hugging Face folder or model id, a .gguf file, or random:PRESET for random "
+        "weights",
+        "SOURCE",
+    )
+    output: str = output_option(MISSING, "bundle directory to write", "BUNDLE")
+    force: bool = option(False, "replace a bundle that is there already")
+    seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
+    bits: int | str | None = choice(
+        None,
+        "bits per weight of the linear layers: quantized (4, 8), floats (16, 32), or chosen for "
+        "each layer by what it loses (auto, in place of --eight-bit); without it, a quantized "
+        "checkpoint keeps its values, and another gets 4",
+        4,
+        8,
+        16,
+        32,
+        "auto",
+        group=Group.QUANTIZATION,
+    )
+    embedding_bits: int | None = choice(
+        None,
+        "bits per weight of the embedding and the LM head (default: those of --bits)",
+        4,
+        8,
+        16,
+        32,
+        group=Group.QUANTIZATION,
+    )
+    group_size: int = choice(
+        64,
+        "weights that share one scale, in matrices that the export quantizes",
+        32,
+        64,
+        128,
+        group=Group.QUANTIZATION,
+    )
+    layout: str = choice(
+        "affine",
+        "what a group of 4-bit weights stores: a scale and an offset (affine), or a scale alone "
+        "(symmetric), which saves 0.25 bits per weight in groups of 64",
+        "affine",
+        "symmetric",
+        group=Group.QUANTIZATION,
+    )
+    eight_bit: str = option(
+        EIGHT_BIT,
+        "linear layers that get 8 bits where others get 4, by name; or none",
+        _NAMES,
+        Group.QUANTIZATION,
+        metavar="NAMES",
+    )
+    size: str = option(
+        "+5%",
+        "with --bits auto: how much larger the weights may be than with 4 bits in every linear "
+        "layer",
+        _SHARE,
+        Group.QUANTIZATION,
+        metavar="SHARE",
+    )
+    calibrate: str | None = option(
+        None,
+        "text or conversations to whose inputs the quantized layers are fitted (GPTQ): your "
+        "training data is the best choice; formats as for `ondevice train --data`",
+        FILLED,
+        Group.QUANTIZATION,
+        metavar="DATA",
+    )
+    calibration_tokens: int = option(
+        8192, "tokens of the data that are used to calibrate", COUNT, Group.QUANTIZATION
+    )
+    quality: bool = option(
+        True,
+        "measure how far the bundle's predictions are from the checkpoint's (never done for "
+        "random:PRESET)",
+        group=Group.QUANTIZATION,
+    )
+    graphs: bool = option(
+        True,
+        "write the graphs into the bundle; without them they are traced where the bundle is used",
+    )
+    trainable: str = choice(
+        "lora",
+        "what `ondevice train` trains by default: adapters, or all parameters (full), which are "
+        "then stored as floats",
+        *STORED,
+        hints={"prefix": "a prefix needs no export of its own; ondevice train takes it"},
+    )
+    storage: str = choice(
+        "bfloat16",
+        "with --trainable full: the type in which all matrices are stored and trained",
+        *STORAGE,
+        group=Group.QUANTIZATION,
+    )
+    budget: str = option(
+        "1GB",
+        "memory footprint that the export may reach, such as 300MB or 512MiB",
+        SIZE,
+        Group.MEMORY,
+        metavar="SIZE",
+    )
+    lora_rank: int = option(
+        8, "rank of adapters where `ondevice train` gives no other", RANK, Group.LORA
+    )
+    lora_alpha: float = option(
+        16.0,
+        "alpha of adapters, whose output is scaled by alpha / rank, likewise",
+        ALPHA,
+        Group.LORA,
+    )
+    lora_targets: str = option(
+        ALL_LINEAR,
+        "linear layers to adapt, likewise: all-linear, or their names, such as q_proj,v_proj",
+        TARGETS,
+        Group.LORA,
+        metavar="NAMES",
+    )
+    seq_lens: tuple[int, ...] = option(
+        (64, 128, 256, 512, 1024),
+        "sequence buckets in tokens: the lengths to which batches are padded",
+        INCREASING,
+        Group.GRAPHS,
+    )
+    device: str = choice("auto", "device that the graphs are for", *DEVICES, group=Group.GRAPHS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        floats = (16, 32)
+        problems = [
+            f"{name} has no effect: {reason}"
+            for name, useless, reason in (
+                ("size", self.bits != "auto", "it limits what bits auto may add"),
+                ("eight_bit", self.bits == "auto", "bits auto chooses the layers itself"),
+                ("eight_bit", self.bits in (8, *floats), f"every linear layer has {self.bits}"),
+                ("layout", self.bits == self.head_bits == 8, "8 bits are stored symmetric"),
+                (
+                    "group_size",
+                    self.bits in floats and self.head_bits in floats,
+                    "floats have no groups",
+                ),
+                (
+                    "layout",
+                    self.bits in floats and self.head_bits in floats,
+                    "floats have no groups",
+                ),
+                ("calibration_tokens", self.calibrate is None, "it needs calibrate"),
+                ("storage", not self.is_full, "it needs trainable full"),
+                *((name, self.is_full, "trainable full stores floats") for name in QUANTIZING),
+            )
+            if useless and name in self.changed
+        ]
+        refuse(type(self), problems)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all parameters are to be trained."""
+        return self.trainable == "full"
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The names of the options that differ from their defaults."""
+        return frozenset(one.name for one in fields(self) if getattr(self, one.name) != one.default)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return parse_bytes(self.budget)
+
+    @property
+    def size_share(self) -> float:
+        """The share of the weights' bytes that --bits auto may add."""
+        return _share(self.size)
+
+    @property
+    def head_bits(self) -> int | str | None:
+        """The bits of the embedding and the LM head; None to keep a quantized source's values."""
+        if self.embedding_bits is not None:
+            return self.embedding_bits
+        return 4 if self.bits == "auto" else self.bits
+
+    @property
+    def eight_bit_names(self) -> tuple[str, ...]:
+        """The names of linear layers that get 8 bits."""
+        return () if self.eight_bit == "none" else layer_names(self.eight_bit)
+
+    @property
+    def lora(self) -> LoraSettings:
+        """The adapters that training uses where it is given no others."""
+        return LoraSettings(self.lora_rank, self.lora_alpha, targets_of(self.lora_targets))

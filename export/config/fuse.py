@@ -1,0 +1,132 @@
+"""The options of `ondevice fuse`, which adds an adapter to the weights of its bundle."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+
+from export.config.export import STORAGE
+from runtime.config.base import (
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    SIZE,
+    Group,
+    choice,
+    option,
+    output_option,
+    refuse,
+)
+from runtime.config.shared import (
+    DATA_FILE,
+    HUB_DATA,
+    DataOptions,
+    adapter_field,
+    bundle_field,
+    device_field,
+)
+from runtime.core.units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuseConfig(DataOptions):
+    """The options of `ondevice fuse`, which adds an adapter to the weights of its bundle."""
+
+    bundle: str = bundle_field()
+    adapter: str | None = adapter_field(
+        "adapter to add: a run, an adapter directory or its .safetensors file (default: none, the "
+        "bundle's own weights are converted)"
+    )
+    output: str = output_option(
+        MISSING, "directory to write; with --format gguf a directory, or a NAME.gguf", "DIR"
+    )
+    format: str = choice(
+        "hf",
+        "what to write: a checkpoint for transformers and mlx-lm (hf), a file for llama.cpp "
+        "(gguf), or a bundle again (bundle)",
+        "hf",
+        "gguf",
+        "bundle",
+    )
+    force: bool = option(False, "replace what an earlier fuse has written there")
+    dtype: str = choice(
+        "bfloat16",
+        "type of the weights in a checkpoint or GGUF file; float16 rounds less, but takes no "
+        "values above 65504",
+        *STORAGE,
+    )
+    bits: int | None = choice(
+        None,
+        "with --format bundle: bits per weight of all matrices, quantized (4, 8) or floats (16, "
+        "32); without it each matrix is stored as before",
+        4,
+        8,
+        16,
+        32,
+    )
+    shard_size: str = option(
+        "5GB", "with --format hf: the largest weight file, such as 2GB", SIZE, metavar="SIZE"
+    )
+    quality: bool = option(
+        True,
+        "measure the loss before and after fusing",
+        group=Group.EVALUATION,
+    )
+    data: str | None = option(
+        None,
+        f"held-out data to measure with: {DATA_FILE}, a folder with valid, {HUB_DATA}, or "
+        "random:SEED (default: a short text that comes with the program)",
+        FILLED,
+        Group.EVALUATION,
+        metavar="DATA",
+    )
+    eval_rows: int = option(
+        16, "rows of --data to measure with; 0 for all", NOT_NEGATIVE, Group.EVALUATION
+    )
+    max_seq_length: int | None = option(
+        None,
+        "tokens to predict per row of --data; longer rows are cut (default: the shortest of the "
+        "bundle's lengths that holds every row; for text, its longest up to 256)",
+        COUNT,
+        Group.EVALUATION,
+        aliases=("--seq-len",),
+    )
+    budget: str = option(
+        "1GB",
+        "memory footprint that the process may reach, such as 300MB or 512MiB",
+        SIZE,
+        Group.MEMORY,
+        metavar="SIZE",
+    )
+    device: str = device_field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        formats = {"bits": ("bundle",), "shard_size": ("hf",), "dtype": ("hf", "gguf")}
+        problems = [
+            f"{name} has no effect with format {self.format}; it is an option of "
+            f"{' and '.join(which)}"
+            for name, which in formats.items()
+            if self.format not in which and self._was_given(name)
+        ]
+        problems += [
+            f"{name} has no effect without data, to whose rows it applies"
+            for name in ("eval_rows", "max_seq_length", "columns", "loss_on", "skip_bad_rows")
+            if self.data is None and self._was_given(name)
+        ]
+        if self.data is not None and not self.quality:
+            problems.append("data has no effect with --no-quality")
+        refuse(type(self), problems)
+
+    def _was_given(self, name: str) -> bool:
+        """Whether an option has another value than its default."""
+        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return parse_bytes(self.budget)
+
+    @property
+    def shard_bytes(self) -> int:
+        """The most bytes of a weight file."""
+        return parse_bytes(self.shard_size)

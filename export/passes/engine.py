@@ -1,0 +1,302 @@
+"""Passes over a checkpoint's blocks under the memory budget of an export, and comparisons.
+
+The models read their float weights from the checkpoint, a tile of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from export.passes.block_pass import RowPass
+from runtime.adapters.lora import ALL_LINEAR
+from runtime.arrays.arrays import view
+from runtime.arrays.weight_source import RowReader, WeightSource
+from runtime.bundle.quality import Quality
+from runtime.bundle.store import Bundle
+from runtime.config.shared import DataOptions
+from runtime.core.errors import BudgetError, BundleError
+from runtime.core.notes import Progress
+from runtime.core.units import format_bytes
+from runtime.data.reading import reading_of
+from runtime.data.rows import RandomRows, Rows
+from runtime.data.source import Source
+from runtime.engine.divergence import HEAD_VALUES, Divergence, compare_heads
+from runtime.machine.footprint import Meter
+from runtime.methods.adapters import Adapters
+from runtime.methods.backprop import Backprop
+from runtime.methods.protocol import Row
+from runtime.operations.values import F32
+from runtime.plan.demand import Demand, lane_choices
+from runtime.plan.plan import EVALUATION_LANES, Plan, Request, choose_bucket
+from runtime.run.budget import Wanted, machine_for, make_plan
+from runtime.run.open import Session, open_session
+from runtime.storage.activations import Activations
+from runtime.storage.row_weights import RowWeights
+
+Float32 = npt.NDArray[np.float32]
+
+FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
+"""What a forward pass without adapters needs: rows that travel together."""
+COMPARED_ROWS = 32  # rows that go through the blocks of two models at a time
+HEAD_ROWS = 4  # rows whose logits are compared in one pass over the vocabulary
+LOGITS_HELD = 5  # of both models, their exponentials, differences, and a copy
+TILES_HELD = 4  # float32 tiles that the second model's takes while it is dequantized
+VISITED_BYTES = 100_000_000  # for a matrix's slice, its errors, and the products with them
+
+ObserveProduct = Callable[[str, Float32, Float32], None]
+"""Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One of two models that are compared."""
+
+    session: Session
+    adapters: Adapters | None = None
+
+
+@dataclass
+class ExportEngine:
+    """Runs models under the meter's budget; scratch files go to `scratch`."""
+
+    meter: Meter
+    budget_bytes: int
+    progress: Progress
+    note: Callable[[str], None]
+    scratch: Path
+
+    def rows(
+        self, bundle: Bundle, data: str, length: int, tokens: int, options: DataOptions | None
+    ) -> list[Row]:
+        """Rows of `data`, spread evenly over it, with about `tokens` tokens in all.
+
+        A row has at most `length` targets. Says what was read; without options the data are text
+        of ours, and nothing is said.
+
+        Raises:
+            DataError: the data cannot be used.
+        """
+        reading = reading_of(DataOptions() if options is None else options)
+        name = "export.tokens" if options is None else "calibration.tokens"
+        found = Source(name, data, "train", reading).rows(bundle, self.scratch, length)
+        if options is not None and found.report is not None:
+            self.note(f"{data}: {found.report.describe(bundle.manifest.buckets)}")
+        return _spread(found, tokens)
+
+    def first_rows(
+        self, bundle: Bundle, source: Source, length: int | None, count: int
+    ) -> list[Row]:
+        """The first `count` rows of held-out data; 0: all, of random rows one.
+
+        Without a `length`, the rows are as long as the source says.
+
+        Raises:
+            DataError: the data cannot be used.
+        """
+        length = length or source.length(bundle, self.scratch)
+        found = source.rows(bundle, self.scratch, length)
+        if not count and isinstance(found, RandomRows):
+            count = 1
+        wanted = min(len(found), count) if count else len(found)
+        return [Row(*found.row(index)) for index in range(wanted)]
+
+    def open(
+        self, source: Bundle, reader: RowReader, rows: Sequence[Row], spare_bytes: int
+    ) -> RowPass:
+        """A pass of rows through a model whose weights `reader` gives.
+
+        It leaves `spare_bytes` of the budget to the caller.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+        """
+        weights = RowWeights(source.manifest, reader)
+        session = self._session(source, weights, rows, spare_bytes)
+        return RowPass(session, rows, self.scratch, self._watch)
+
+    def backward(
+        self,
+        source: Bundle,
+        reader: RowReader,
+        rows: Sequence[Row],
+        observe_product: ObserveProduct,
+    ) -> None:
+        """Compute the gradients of each row's summed loss, block by block from the last.
+
+        `observe_product` receives the matrices of a block for one row after another.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+        """
+        every = msgspec.structs.replace(source.manifest.lora, targets=ALL_LINEAR)
+        trained = source.with_lora(every)
+        manifest = trained.manifest
+        length = max(len(row.tokens) - 1 for row in rows)
+        request = Request(choose_bucket(manifest, length), layout="whole", prefetch=False)
+        demand = Demand(rows=len(rows), hidden_states=len(rows), backward=True, trains=False)
+        plan = self._plan(trained, request, demand, VISITED_BYTES)
+        session = open_session(trained, plan, RowWeights(manifest, reader))
+        widths = (1, plan.bucket, manifest.hidden_size)
+        activations = Activations(self.scratch, len(manifest.blocks), len(rows), widths)
+
+        def observe(name: str, x: mx.array, dy: mx.array) -> None:
+            observe_product(name, view(x), view(dy))
+            self._watch()
+
+        model = replace(session.model(length), observe=observe)
+        untrained = Adapters(source.manifest, {})
+        Backprop(model, untrained, activations).gradients(rows, 1, lambda block, found: None)
+
+    def compare(
+        self,
+        source: Bundle,
+        reader: RowReader,
+        model: Bundle,
+        rows: Sequence[Row],
+        text: str,
+    ) -> Quality:
+        """Compare a bundle's predictions with those of its source, both block by block.
+
+        A limited number of rows goes through the blocks at a time, which bounds the scratch files.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+            BundleError: the predictions of one of them are not finite.
+        """
+        spare = self._head_bytes(model, rows)
+        original = self._session(source, RowWeights(source.manifest, reader), rows, spare)
+        other = self._session(model, None, rows, spare)
+        return self._quality(_Compared(original), _Compared(other), rows, text)
+
+    def compare_fused(
+        self,
+        adapters: Adapters,
+        bundle: Bundle,
+        fused: Bundle,
+        reader: RowReader | None,
+        rows: Sequence[Row],
+        text: str,
+    ) -> Quality:
+        """Compare a fused model's predictions with those of its bundle and adapters.
+
+        Args:
+            adapters: those of `bundle.manifest`, which may be none.
+            reader: gives the weights of `fused`, where they are not in the files of a bundle.
+
+        Raises:
+            BudgetError: not even the smallest tiles fit the budget.
+            BundleError: the predictions of one of them are not finite.
+        """
+        spare = self._head_bytes(fused, rows)
+        weights = None if reader is None else RowWeights(fused.manifest, reader)
+        first = self._session(bundle, None, rows, spare)
+        second = self._session(fused, weights, rows, spare)
+        return self._quality(_Compared(first, adapters), _Compared(second), rows, text)
+
+    def _quality(
+        self, source: _Compared, model: _Compared, rows: Sequence[Row], text: str
+    ) -> Quality:
+        """Compare two models, a limited number of rows at a time."""
+        found: list[Divergence] = []
+        for start in range(0, len(rows), COMPARED_ROWS):
+            chosen = rows[start : start + COMPARED_ROWS]
+            found += self._compare_rows((source, model), chosen, start, len(rows))
+        tokens = sum(len(one.loss) for one in found)
+        if not all(np.isfinite(one.divergence).all() for one in found):
+            raise BundleError(
+                "the predictions of one of the two models are not finite: its weights are damaged, "
+                "or too large for the form in which they are stored"
+            )
+        return Quality(
+            divergence=sum(float(one.divergence.sum()) for one in found) / tokens,
+            source_loss=sum(float(one.source_loss.sum()) for one in found) / tokens,
+            loss=sum(float(one.loss.sum()) for one in found) / tokens,
+            tokens=tokens,
+            rows=len(rows),
+            text=text,
+        )
+
+    def _compare_rows(
+        self, models: tuple[_Compared, _Compared], rows: Sequence[Row], done: int, total: int
+    ) -> list[Divergence]:
+        """Compare two models on some of `total` rows, of which `done` went before."""
+        passes = [
+            RowPass(one.session, rows, self.scratch, self._watch, one.adapters) for one in models
+        ]
+        layers = range(1, len(passes[0].models[0].lowered.blocks) - 1)
+        steps = 2 * len(layers)
+        for number, one in enumerate(passes):
+            one.embed()
+            for index in layers:
+                for _ in one.layer(index):
+                    pass
+                ready = done + len(rows) * (number * len(layers) + index) / steps
+                self.progress("comparing", round(ready), total)
+        found: list[Divergence] = []
+        for start in range(0, len(rows), HEAD_ROWS):
+            chosen = range(start, min(len(rows), start + HEAD_ROWS))
+            first, second = (
+                [one.hidden(index, rows[index].scored) for index in chosen] for one in passes
+            )
+            targets = [rows[i].targets for i in chosen]
+            heads = (passes[0].models[start], passes[1].models[start])
+            found += compare_heads(*heads, first, second, targets)
+            self._watch()
+        return found
+
+    def check(self, doing: str) -> None:
+        """Raise BudgetError if the process has exceeded the budget."""
+        if self.meter.over_budget:
+            peak = format_bytes(self.meter.peak_bytes, up=True)
+            raise BudgetError(
+                f"the process passed its budget {doing}: footprint {peak} > "
+                f"{format_bytes(self.budget_bytes)}; give a larger --budget"
+            )
+
+    def _watch(self) -> None:
+        self.check("while it ran the model")
+
+    def _session(
+        self,
+        bundle: Bundle,
+        weights: WeightSource | None,
+        rows: Sequence[Row],
+        spare_bytes: int,
+    ) -> Session:
+        """A session under the most generous plan in which blocks take all tokens at once."""
+        bucket = choose_bucket(bundle.manifest, max(len(row.tokens) - 1 for row in rows))
+        request = Request(bucket, layout="whole", prefetch=False)
+        plan = self._plan(bundle, request, FORWARD, spare_bytes)
+        return open_session(bundle, plan, weights)
+
+    def _plan(self, bundle: Bundle, request: Request, demand: Demand, spare_bytes: int) -> Plan:
+        """The plan that leaves `spare_bytes` of the budget."""
+        machine = machine_for(bundle, "auto")
+        process = machine.process_bytes + spare_bytes
+        larger = msgspec.structs.replace(machine, process_bytes=process)
+        return make_plan(bundle.manifest, larger, Wanted(request, demand, self.budget_bytes))
+
+    def _head_bytes(self, model: Bundle, rows: Sequence[Row]) -> int:
+        """What the comparison of heads takes beside one model: hidden states, logits, a tile."""
+        tokens = max(len(row.tokens) - 1 for row in rows)
+        hidden = 4 * HEAD_ROWS * tokens * model.manifest.hidden_size * F32
+        return hidden + (LOGITS_HELD + TILES_HELD) * HEAD_VALUES * F32
+
+
+def _spread(rows: Rows, tokens: int) -> list[Row]:
+    """About so many tokens in rows that are spread evenly, in their order."""
+    found: list[Row] = []
+    count = max(1, min(len(rows), tokens))
+    sample = [rows.row(i * len(rows) // count) for i in range(min(count, 64))]
+    mean = sum(len(one) - 1 for one, _ in sample) / len(sample)
+    wanted = max(1, min(len(rows), round(tokens / mean)))
+    for index in range(wanted):
+        found.append(Row(*rows.row((2 * index + 1) * len(rows) // (2 * wanted))))
+    return found

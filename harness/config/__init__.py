@@ -1,0 +1,1 @@
+"""The options of commands that measure and compare."""

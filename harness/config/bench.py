@@ -1,0 +1,122 @@
+"""The options of `ondevice bench`.
+
+Lists (models, lengths, plans, budgets, peers) are one text with commas, with each name once. If a
+list is left out, the benchmark's default applies: in a paper's table, what the paper measured.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from runtime.config.base import (
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    Check,
+    Config,
+    is_size,
+    option,
+    required,
+)
+
+PLANS = ("budget", "paper")
+_SMALLEST = re.compile(r"(?:(?P<times>[0-9]+(?:\.[0-9]+)?)x)?min")
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _once(text: str) -> bool:
+    parts = _parts(text)
+    return all(parts) and len({*parts}) == len(parts)
+
+
+def _are_lengths(text: str) -> bool:
+    parts = _parts(text)
+    return _once(text) and all(p.isascii() and p.isdecimal() and int(p) > 0 for p in parts)
+
+
+def times_smallest(budget: str) -> float | None:
+    """The factor of "min" or "2xmin", the smallest budget that fits; None for a size."""
+    found = _SMALLEST.fullmatch(budget)
+    return float(found["times"] or 1) if found else None
+
+
+MODEL_NAMES = Check(_once, "names, each once")
+LENGTHS = Check(_are_lengths, "whole numbers above 0, each once")
+_PLANS = Check(
+    lambda text: _once(text) and {*_parts(text)} <= {*PLANS}, "budget, paper or budget,paper"
+)
+_BUDGETS = Check(
+    lambda text: _once(text) and all(times_smallest(p) or is_size(p) for p in _parts(text)),
+    "sizes such as 300MB, min for the smallest that fits or 2xmin for twice as much, each once",
+)
+_TIMED = Check(lambda value: value >= 2, "2 or more: the first step of a process is not timed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(Config):
+    """The options of `ondevice bench`, which runs a benchmark on this machine."""
+
+    positional = "name"
+
+    name: str = required("benchmark, such as mebp-table2; without a name, all are listed", "NAME")
+    bundles: str = option(
+        "bundles", "directory of the bundles, which are exported when first needed", FILLED
+    )
+    models: str | None = option(None, "models, as a,b (else the benchmark's own)", MODEL_NAMES)
+    seq_lens: str | None = option(
+        None, "tokens per row, as 128,256 (else the benchmark's own)", LENGTHS
+    )
+    plans: str = option(
+        "budget,paper", "memory plans: budget (ours), paper (as MeBP's paper), or both", _PLANS
+    )
+    budget: str | None = option(
+        None,
+        "budgets of our plan, as 1GB,min,2xmin; min: the smallest that fits (else the "
+        "benchmark's own)",
+        _BUDGETS,
+    )
+    steps: int = option(3, "steps of each process; the first is not timed", _TIMED)
+    repeats: int = option(2, "fresh processes of each variant, which run in turn", COUNT)
+    seed: int = option(0, "seed of the random rows", NOT_NEGATIVE)
+    python: str | None = option(
+        None,
+        "for peers: an interpreter that has torch and peft; for generation: one that has llama_cpp "
+        "and mlx-lm",
+        FILLED,
+    )
+    peers: str | None = option(
+        None, "for peers: the programs to run, as ours,torch-float32", MODEL_NAMES
+    )
+    without_relief: bool = option(
+        False, "for prediction: measure each combination without heap relief too"
+    )
+    output: str | None = option(None, "JSON file to write (else NAME.json)", FILLED)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The models given on the command line; empty for the benchmark's default."""
+        return _parts(self.models) if self.models else ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths given on the command line, ascending; empty for the benchmark's default."""
+        return tuple(sorted(map(int, _parts(self.seq_lens)))) if self.seq_lens else ()
+
+    @property
+    def plan_names(self) -> tuple[str, ...]:
+        """The memory plans, ours first."""
+        return tuple(name for name in PLANS if name in _parts(self.plans))
+
+    @property
+    def budgets(self) -> tuple[str, ...]:
+        """The budgets given on the command line, in order; empty for the benchmark's default."""
+        return _parts(self.budget) if self.budget else ()
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The programs given on the command line; empty for the benchmark's default."""
+        return _parts(self.peers) if self.peers else ()

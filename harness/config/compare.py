@@ -1,0 +1,256 @@
+"""The options of `ondevice compare`.
+
+Some options can differ between methods. They are one text: "500" is for every method, and
+"mebp=500,mezo=4000" gives each method another value. Values to try are separated by colons, as in
+"mebp=1e-4:3e-4".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from runtime.config.base import (
+    FILLED,
+    NOT_NEGATIVE,
+    Check,
+    choice,
+    option,
+    refuse,
+    required,
+    up_to,
+)
+from runtime.config.lora import LoraOptions
+from runtime.config.methods import METHODS, SEARCHES, USUAL, Search
+from runtime.config.shared import (
+    MOST_ROWS,
+    TRAIN_DATA,
+    BundleConfig,
+    DataOptions,
+    pack_field,
+    prefix_length_field,
+    rounding_field,
+    trainable_field,
+    valid_split_field,
+)
+from runtime.config.zeroth_order import MOST_QUERIES
+
+T = TypeVar("T")
+EVAL_EVERY = 50
+_SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARCHES.items())
+SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
+COUNTED = ("steps", "eval_every", "sweep_steps")
+BY_METHOD = (*COUNTED, *SEARCHED.values())  # options that can differ between methods
+_NO_SEARCH = Search()
+
+
+def by_method(text: str, read: Callable[[str], T]) -> dict[str, T]:
+    """The value of each method in "500" or "mebp=500,mezo=4000", converted by `read`.
+
+    Raises:
+        ValueError: a part cannot be read, a method comes twice, or there is no such method.
+    """
+    if "=" not in text:
+        return dict.fromkeys(METHODS, read(text))
+    pairs = [part.partition("=")[::2] for part in text.replace(" ", "").split(",")]
+    found = {name: read(value) for name, value in pairs}
+    if len(found) < len(pairs) or not set(found) <= set(METHODS):
+        raise ValueError(f"{text!r} names a method twice, or none of {', '.join(METHODS)}")
+    return found
+
+
+def _texts(text: str | None) -> dict[str, str]:
+    """The value of each method as it was typed; none where the option was not given."""
+    return by_method(text, str) if text else {}
+
+
+def _values(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(":")))
+
+
+def _all_fit(text: str, read: Callable[[str], Any], fits: Callable[[Any], bool]) -> bool:
+    try:
+        return all(map(fits, by_method(text, read).values()))
+    except ValueError:
+        return False
+
+
+_COUNTS = Check(
+    lambda text: _all_fit(text, int, lambda count: count >= 1),
+    "1 or more for each method, such as 500 or mebp=500,mezo=4000",
+)
+_GRIDS = Check(
+    lambda text: _all_fit(
+        text, _values, lambda values: all(a < b for a, b in pairwise((0, *values, math.inf)))
+    ),
+    "numbers above 0 for each method, each larger than the one before it, such as 1e-4:3e-4 or "
+    "mebp=1e-4:3e-4,mezo=1e-5",
+)
+_NAMES = Check(
+    lambda text: len({*text.split(",")} & {*METHODS}) == len(text.split(",")),
+    f"some of {','.join(METHODS)}, each once",
+)
+
+
+def _searched(option: str) -> str:
+    """The values of SEARCHES for a training option, as they are typed."""
+    return ",".join(
+        f"{name}={':'.join(f'{value:g}' for value in search.values[option])}"
+        for name, search in SEARCHES.items()
+        if option in search.values
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(BundleConfig, LoraOptions, DataOptions):
+    """The options of `ondevice compare`, which trains several methods under one budget."""
+
+    data: str = required(TRAIN_DATA)
+    eval_data: str | None = option(None, "held-out data (else valid of --data)", FILLED)
+    valid_split: str | None = valid_split_field()
+    output: str = option("compare", "directory of the comparison", FILLED, aliases=("-o",))
+    methods: str = option(",".join(USUAL), "methods to compare", _NAMES)
+    steps: str | None = option(
+        None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS
+    )
+    max_seconds: float = option(
+        0.0, "most training seconds of each method (0: no limit)", NOT_NEGATIVE
+    )
+    max_forward_passes: int = option(
+        0,
+        "most forward passes of each method, each of one row; a row trained with backpropagation "
+        "counts as three, since it is computed twice and its gradient costs about as much (0: no "
+        "limit)",
+        NOT_NEGATIVE,
+    )
+    equal: str = choice(
+        "nothing",
+        "give each method the same number of seconds (--max-seconds) or of forward passes "
+        "(--max-forward-passes), and judge by it; without it, methods are judged by seconds",
+        "nothing",
+        "forward-passes",
+        "seconds",
+    )
+    target_loss: float = option(
+        0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
+    )
+    pack: bool = pack_field()
+    batch_size: int = option(1, "rows per step; with --pack sequences of rows", up_to(MOST_ROWS))
+    trainable: str | None = trainable_field()
+    prefix_length: int | None = prefix_length_field()
+    rounding: str | None = rounding_field()
+    optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
+    queries: int | None = option(
+        None,
+        "directions per step, of methods that perturb (default: each one's)",
+        up_to(MOST_QUERIES),
+    )
+    eval_every: str | None = option(
+        None,
+        "steps between evaluations, written as --steps (default: 50, or with --max-forward-passes "
+        "so many that each method is evaluated at most 20 times)",
+        _COUNTS,
+    )
+    eval_rows: int = option(0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE)
+    seed: int = option(0, "seed of the order of rows and of the noise", NOT_NEGATIVE)
+    learning_rates: str = option(
+        _searched("learning_rate"),
+        "rates that a sweep tries before a method runs, as 1e-4:3e-4 for all or mezo=1e-6:1e-5; "
+        "the better half goes on for twice as many steps, until one is left; a single rate needs "
+        "no sweep; methods that are not named keep their default",
+        _GRIDS,
+    )
+    epsilons: str = option(
+        _searched("epsilon"), "sizes of a perturbation that a sweep tries with each rate", _GRIDS
+    )
+    sweep_steps: str | None = option(
+        None,
+        "steps of each trial before the first half is left, written as --steps (default: "
+        f"{_SWEEP_STEPS}; with --max-forward-passes so many that the last two go on for a quarter "
+        "of the run)",
+        _COUNTS,
+    )
+    sweep_rows: int = option(0, "rows per evaluation of a trial (0: as --eval-rows)", NOT_NEGATIVE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = [
+            f"{name} is {text!r}; it must have a number for {method}"
+            for name in ("steps", "eval_every")
+            for method in self.method_names
+            if (text := getattr(self, name)) and method not in by_method(text, int)
+        ]
+        problems += [
+            f"learning_rates is {self.learning_rates!r}; it must have values for {method}"
+            for method in self.method_names
+            if "learning_rate" not in self.searched(method)
+        ]
+        limits = ("steps", "max_seconds", "max_forward_passes", "target_loss")
+        if not any(getattr(self, name) for name in limits):
+            problems.append(f"nothing ends it: give {', '.join(limits[:-1])} or {limits[-1]}")
+        problems += self._unequal()
+        refuse(type(self), problems)
+
+    def _unequal(self) -> list[str]:
+        """Why the methods would not get the same amount of what `equal` names."""
+        if self.equal == "nothing":
+            return []
+        limit, other = "max_seconds", "max_forward_passes"
+        if self.equal == "forward-passes":
+            limit, other = other, limit
+        problems = []
+        if not getattr(self, limit):
+            problems.append(f"equal is {self.equal}, but {limit} does not say how many")
+        problems += [
+            f"equal is {self.equal}; {name} would give the methods other amounts of them"
+            for name in ("steps", other)
+            if getattr(self, name)
+        ]
+        return problems
+
+    @property
+    def judged_by(self) -> str:
+        """The cost by which methods are compared: `seconds` or `forward_passes`."""
+        return "forward_passes" if self.equal == "forward-passes" else "seconds"
+
+    @property
+    def method_names(self) -> tuple[str, ...]:
+        """The methods to compare, in the order given."""
+        return tuple(self.methods.split(","))
+
+    def value_of(self, name: str, method: str) -> object:
+        """What one of BY_METHOD comes to for a method; None where its default applies."""
+        if name in COUNTED:
+            text = getattr(self, name)
+            return by_method(text, int).get(method) if text else None
+        (option,) = (key for key, ours in SEARCHED.items() if ours == name)
+        return self.searched(method).get(option)
+
+    def with_others(self, other: CompareConfig) -> CompareConfig:
+        """These options, with the methods of another comparison added and what it gave them."""
+        added = [method for method in other.method_names if method not in self.method_names]
+        changes: dict[str, Any] = {"methods": ",".join([*self.method_names, *added])}
+        for name in BY_METHOD:
+            ours, theirs = (_texts(getattr(config, name)) for config in (self, other))
+            kept = {method: theirs[method] for method in added if method in theirs}
+            if any(ours.get(method) != text for method, text in kept.items()):
+                named = {method: ours[method] for method in self.method_names if method in ours}
+                changes[name] = ",".join(f"{key}={text}" for key, text in (named | kept).items())
+        return replace(self, **changes)
+
+    def searched(self, method: str) -> dict[str, tuple[float, ...]]:
+        """The values that the sweep of a method tries, by training option.
+
+        Values that name no method apply to the methods that have the option in SEARCHES.
+        """
+        default = SEARCHES.get(method, _NO_SEARCH).values
+        found = {}
+        for searched, field_name in SEARCHED.items():
+            text = getattr(self, field_name)
+            given = by_method(text, _values)
+            if searched in default or (method in given and "=" in text):
+                found[searched] = given.get(method, default.get(searched, ()))
+        return found

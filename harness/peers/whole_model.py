@@ -1,0 +1,319 @@
+"""The reference implementations: the dense model with autograd, MeZO as published, the kernels.
+
+The dense model is mlx-lm's own class with the bundle's dequantized weights, and LoRA added by
+mlx-lm's own `LoRALinear`; its gradients come from MLX's autograd over the whole graph. The kernels'
+references materialize what the kernels avoid.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.tuner.lora import LoRALinear
+
+from export.sources.families import build_model
+from export.sources.source import Checkpoint
+from runtime.arrays.stored import Matrix
+from runtime.arrays.weight_source import FloatTile, WeightSource
+from runtime.bundle.store import Bundle
+from runtime.engine.model import Model
+from runtime.methods.adapters import Adapters
+from runtime.methods.dropout import StepDropout
+from runtime.methods.noise import Noise
+from runtime.methods.protocol import PackedRows, Sample
+from runtime.storage.weights import Weights
+
+Row = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens (T+1,) and the scored positions (N,)
+
+
+def dequantized(weights: WeightSource, matrix: Matrix) -> mx.array:
+    """W (R, C) float32, by `mx.dequantize` if it is quantized."""
+    tile = weights.tile(matrix, 0, matrix.rows)
+    if isinstance(tile, FloatTile):
+        return tile.values.astype(mx.float32)
+    return mx.dequantize(
+        tile.words,
+        tile.scales,
+        tile.biases(matrix.bits),
+        group_size=matrix.group_size,
+        bits=matrix.bits,
+    )
+
+
+def dense_model(
+    bundle: Bundle, adapters: Adapters | None = None, dropout: StepDropout | None = None
+) -> nn.Module:
+    """mlx-lm's model with the bundle's weights, and adapters where given.
+
+    With `dropout` it is that of `batch_loss` in a training step.
+    """
+    manifest = bundle.manifest
+    model = build_model(manifest.family, manifest.config)
+    weights = Weights(bundle)
+    values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
+    values |= {name: weights.vector(name) for name in manifest.vectors}
+    model.load_weights(list(values.items()), strict=True)
+    return model if adapters is None else adapted(model, adapters, dropout)
+
+
+def checkpoint_model(checkpoint: Checkpoint) -> nn.Module:
+    """mlx-lm's model with the checkpoint's weights in float32."""
+    model = build_model(checkpoint.family, checkpoint.config)
+    weights = [
+        (name, mx.array(checkpoint.rows(name, 0, checkpoint.shape(name)[0])))
+        for name in checkpoint.names()
+    ]
+    model.load_weights(weights, strict=True)
+    mx.eval(model.parameters())
+    return model
+
+
+class RowDropout(nn.Module):  # type: ignore[misc]
+    """The dropout of one adapter's input, in place of mlx-lm's: one mask for each row."""
+
+    def __init__(self, dropout: StepDropout, tensor: str) -> None:
+        super().__init__()
+        self._dropout, self._tensor = dropout, tensor
+        self._row, self._first = 0, 0
+
+    def begin(self, row: int, first: int = 0) -> None:
+        """Take the mask of this row from now on, from its token `first` on."""
+        self._row, self._first = row, first
+
+    def __call__(self, x: mx.array) -> mx.array:
+        _, tokens, columns = x.shape
+        dropout = self._dropout.of_tensor(self._tensor, self._row).after(self._first)
+        mask = dropout.mask(tokens, columns)
+        return x * mask.kept.astype(x.dtype)[None] * mask.factor
+
+
+def adapted(model: nn.Module, adapters: Adapters, dropout: StepDropout | None = None) -> nn.Module:
+    """The model, frozen, with its linear layers replaced by mlx-lm's LoRA layers."""
+    manifest = adapters.manifest
+    model.freeze()
+    parents = dict(model.named_modules())
+    for block in manifest.layers:
+        for name in manifest.adapted(block):
+            path = block.tensor(name)
+            lora = LoRALinear.from_base(parents[path], r=manifest.lora.rank, scale=adapters.scale)
+            if dropout is not None:
+                lora.dropout = RowDropout(dropout, path)
+            parent, _, attribute = path.rpartition(".")
+            setattr(parents[parent], attribute, lora)
+    model.update(tree_unflatten(list(adapters.tensors.items())))
+    mx.eval(model.parameters())
+    return model
+
+
+def batch_loss(
+    model: nn.Module, rows: Sequence[Row], places: Sequence[tuple[int, int]] | None = None
+) -> mx.array:
+    """Mean loss over all scored targets of all rows, each row run by itself.
+
+    `places` says, for dropout, where each row stands in the step: the number of its sequence, and
+    its first token there. Without it every row is a sequence of its own.
+
+    From the logits on it is float64 (CPU only): in float32 MLX sums a vocabulary of 262,144 with
+    an error of 5e-5, which would be the reference's error and not ours.
+    """
+    total, count = mx.array(0.0, mx.float64), 0
+    dropouts = [one for one in model.modules() if isinstance(one, RowDropout)]
+    at = places or [(number, 0) for number in range(len(rows))]
+    for (tokens, scored), place in zip(rows, at, strict=True):
+        for dropout in dropouts:
+            dropout.begin(*place)
+        ids = mx.array(np.asarray(tokens, np.int32))
+        mask = np.zeros(len(tokens) - 1)
+        mask[scored] = 1.0
+        total = total + _loss_sum(model(ids[None, :-1])[0], ids[1:], mask)
+        count += len(scored)
+    return total / count
+
+
+def _loss_sum(logits: mx.array, targets: mx.array, mask: npt.NDArray[np.float64]) -> mx.array:
+    """The summed loss of logits (T, V) against targets (T,), weighed by a mask (T,), in float64."""
+    logits = logits.astype(mx.float64)
+    target = mx.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return ((mx.logsumexp(logits, axis=-1) - target) * mx.array(mask, mx.float64)).sum()
+
+
+@contextmanager
+def row_masks(family: str, numbers: mx.array) -> Iterator[None]:
+    """Make mlx-lm's models of a family attend by an explicit mask over packed rows.
+
+    `numbers` (T,) has the number of each token's row. The mask is block-diagonal and causal; where
+    a layer has a window, it is that of distances in the whole sequence. Positions are those of the
+    whole sequence, too.
+    """
+    module: Any = importlib.import_module(f"mlx_lm.models.{family}")
+
+    def masked(h: mx.array, cache: object = None, window_size: int | None = None) -> mx.array:
+        distance = mx.arange(h.shape[1])[:, None] - mx.arange(h.shape[1])[None]
+        near = (distance >= 0) & (distance < (window_size or h.shape[1]))
+        return near & (numbers[:, None] == numbers[None])
+
+    plain = module.create_attention_mask
+    module.create_attention_mask = masked
+    try:
+        yield
+    finally:
+        module.create_attention_mask = plain
+
+
+def packed_gradients(model: nn.Module, packed: PackedRows) -> tuple[float, dict[str, mx.array]]:
+    """As `gradients`, of packed rows in one sequence, by an explicit mask over all scores."""
+    ids: list[int] = []
+    targets: list[int] = []
+    numbers: list[int] = []
+    mask: list[float] = []
+    for number, row in enumerate(packed.rows):
+        tokens, scored = row.tokens.tolist(), set(row.scored.tolist())
+        ids += tokens[:-1]
+        targets += tokens[1:]
+        numbers += [number] * (len(tokens) - 1)
+        mask += [float(at in scored) for at in range(len(tokens) - 1)]
+
+    def loss(model: nn.Module) -> mx.array:
+        logits = model(mx.array(ids)[None])[0]
+        return _loss_sum(logits, mx.array(targets), np.array(mask)) / sum(mask)
+
+    with mx.stream(mx.cpu), row_masks(model.model_type, mx.array(numbers)):
+        value, tree = nn.value_and_grad(model, loss)(model)
+        found: dict[str, mx.array] = dict(tree_flatten(tree))
+        mx.eval(value, found)
+    return float(value), found
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """The model with every parameter in float64, to measure the errors of float32 against."""
+    model.update(tree_map(lambda value: value.astype(mx.float64), model.parameters()))
+    return model
+
+
+def gradients(
+    model: nn.Module, rows: Sequence[Row], places: Sequence[tuple[int, int]] | None = None
+) -> tuple[float, dict[str, mx.array]]:
+    """`batch_loss` and d loss / d adapter, by autograd over the dense model, on the CPU."""
+    with mx.stream(mx.cpu):
+        value, tree = nn.value_and_grad(model, lambda m: batch_loss(m, rows, places))(model)
+        found: dict[str, mx.array] = dict(tree_flatten(tree))
+        mx.eval(value, found)
+    return float(value), found
+
+
+def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> float:
+    """Mean loss over all scored targets, each sample run by itself from end to end."""
+    total, count = 0.0, 0
+    for row in rows:
+        x = model.embed(row.inputs)
+        for block in model.blocks[1:-1]:
+            x = model.forward(block, x, adapters.loras(block), row.offsets)
+        h = model.hidden(x, row.scored)
+        (result,) = model.losses([h], [row.targets], gradient=False)
+        total += float(result.loss.sum().item())  # type: ignore[arg-type]
+        count += len(row.targets)
+    return total / count
+
+
+class MonolithicMeZO:
+    """MeZO's Algorithms 1 and 2 as published: all parameters perturbed, then a whole forward.
+
+    Two departures make exact comparison possible: theta + eps z and theta - eps z are computed
+    from a copy of theta, where the paper restores theta by a third perturbation, which rounds; and
+    the loss is that of the bundle's own kernels.
+    """
+
+    def __init__(
+        self, adapters: Adapters, noise: Noise, epsilon: float, queries: int, weight_decay: float
+    ) -> None:
+        self.adapters = adapters
+        self.noise, self.epsilon = noise, epsilon
+        self.queries, self.weight_decay = queries, weight_decay
+
+    def _perturbed(self, step: int, query: int, by: float) -> Adapters:
+        theta = self.adapters.tensors
+        z = {name: self.noise.draw(step, query, name, theta[name].shape) for name in theta}
+        tensors = {name: theta[name] + z[name] * by for name in theta}
+        return Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+
+    def step(
+        self, model: Model, rows: Sequence[Sample], number: int, rate: float
+    ) -> tuple[float, list[float]]:
+        """Update the adapters; returns the mean of all losses, and the projected gradients."""
+        losses: list[tuple[float, float]] = []
+        for query in range(self.queries):
+            plus = plain_loss(model, self._perturbed(number, query, self.epsilon), rows)
+            minus = plain_loss(model, self._perturbed(number, query, -self.epsilon), rows)
+            losses.append((plus, minus))
+        gradients = [(plus - minus) / (2 * self.epsilon) for plus, minus in losses]
+        for name, theta in self.adapters.tensors.items():
+            update = theta * self.weight_decay
+            for query, gradient in enumerate(gradients):
+                z = self.noise.draw(number, query, name, theta.shape)
+                update = update + z * (gradient / self.queries)
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors)
+        return sum(map(sum, losses)) / (2 * len(losses)), gradients
+
+
+def linear(
+    x: mx.array, w: mx.array, bias: mx.array | None, a: mx.array, b: mx.array, scale: float
+) -> mx.array:
+    """y = x W^T + b + s (x A) B."""
+    y = x @ w.T + scale * ((x @ a) @ b)
+    return y if bias is None else y + bias
+
+
+def token_bits(key: int, token: int, columns: int) -> npt.NDArray[np.uint16]:
+    """The random bits (C,) that say what dropout drops of one token, by a key of its own."""
+    last = ((key & 0xFFFFFFFF) + token) & 0xFFFFFFFF
+    words = mx.random.split(mx.array([key >> 32, last], mx.uint32), math.ceil(columns / 4))
+    return np.array(words).reshape(-1).view(np.uint16)[:columns]
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None,
+    numbers: mx.array | None = None,
+) -> mx.array:
+    """softmax(q k^T scale + mask) v over all scores at once; (1, H, T, D), (1, K, T, D).
+
+    `numbers` (T,) has the number of each token's row, in a sequence of packed rows.
+    """
+    repeats, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
+    distance = mx.arange(length)[:, None] - mx.arange(length)[None]
+    allowed = (distance >= 0) & (distance < (window or length))
+    if numbers is not None:
+        allowed = allowed & (numbers[:, None] == numbers[None])
+    scores = mx.where(allowed, (q @ k.swapaxes(-1, -2)) * scale, -mx.inf)
+    return mx.softmax(scores, axis=-1) @ v
+
+
+def head(h: mx.array, w: mx.array, targets: mx.array) -> mx.array:
+    """Losses (N,) of h (N, D) through W (V, D), from all logits."""
+    losses: mx.array = nn.losses.cross_entropy(h @ w.T, targets)
+    return losses
+
+
+def relative_error(found: mx.array, expected: mx.array) -> float:
+    """|found - expected| / |expected| in the Euclidean norm; 0 where both are zero."""
+    a, b = (np.array(x.astype(mx.float32), np.float64) for x in (found, expected))
+    if expected.dtype == mx.float64:
+        b = np.array(expected)
+    difference, size = float(np.linalg.norm(a - b)), float(np.linalg.norm(b))
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / size

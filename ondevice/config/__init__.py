@@ -1,1 +1,0 @@
-"""Settings of every command: frozen dataclasses filled from TOML files and flags."""

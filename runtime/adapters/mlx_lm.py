@@ -1,0 +1,47 @@
+"""mlx-lm's LoRA adapters: their files and their configuration. Names and shapes are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from runtime.adapters.lora import LoraSettings
+from runtime.adapters.names import number
+
+WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
+KIND = "fine_tune_type"
+PREFIX = "prefix"  # ours: mlx-lm has no prefix tuning
+
+
+def config_of(lora: LoraSettings, layers: int, keys: Iterable[str]) -> dict[str, Any]:
+    """The content of adapter_config.json.
+
+    Args:
+        lora: the settings; mlx-lm knows only the scale that follows from alpha.
+        layers: how many of the last layers have adapters.
+        keys: the adapted modules, named from their layer on.
+    """
+    return {
+        KIND: "lora",
+        "num_layers": layers,
+        "lora_parameters": {
+            "rank": lora.rank,
+            "scale": lora.scale,
+            "dropout": lora.dropout,
+            "keys": sorted(set(keys)),
+        },
+    }
+
+
+def stated_in(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `LoraSettings` that a configuration states: rank, alpha and dropout.
+
+    mlx-lm's names no alpha: it is the scale times the rank. Raises KeyError or TypeError.
+    """
+    parameters = config["lora_parameters"]
+    rank = parameters["rank"]
+    return {
+        "rank": rank,
+        "alpha": number(parameters["scale"], "scale") * rank,
+        "dropout": parameters.get("dropout", 0.0),
+    }

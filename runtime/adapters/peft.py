@@ -1,0 +1,161 @@
+"""PEFT's LoRA adapters: their files, the names of their tensors, and their configuration.
+
+A module MODULE has `base_model.model.MODULE.lora_A.weight` (r, in) and `.lora_B.weight` (out, r):
+the transposes of ours. `lora_alpha / r` is our scale, or `lora_alpha / sqrt(r)` with rsLoRA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from runtime.adapters.lora import LoraSettings
+from runtime.adapters.names import A, B, inner_name, number, outer_name
+
+WEIGHTS, CONFIG, PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
+KIND = "peft_type"
+
+_OUTER = "base_model.model."
+_PARTS = {A: "lora_A.weight", B: "lora_B.weight"}
+_INSIDE = "model.language_model."  # where transformers has the language model of one that also sees
+
+# what a configuration may state beside rank, alpha, dropout and rsLoRA, and what it comes to here:
+# `None`, `False` and empty values are the same as not stating it
+_NO_MATTER = frozenset(
+    {
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+        *("base_model_name_or_path", "revision", "target_modules", "exclude_modules"),
+        *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "ensure_weight_tying", "eva_config"),
+    }
+)
+_MEANING = {
+    "use_dora": "DoRA, which also trains the lengths of rows",
+    "bias": "trained biases",
+    "lora_bias": "adapters with a bias",
+    "modules_to_save": "whole modules that were trained beside the adapters",
+    "rank_pattern": "ranks that differ from module to module",
+    "alpha_pattern": "alphas that differ from module to module",
+    "layer_replication": "a model whose layers are replicated",
+    "trainable_token_indices": "trained embeddings of tokens",
+    "target_parameters": "adapters of parameters that are no linear layer",
+    "alora_invocation_tokens": "adapters that only some tokens switch on (aLoRA)",
+    "fan_in_fan_out": "layers that store their weight transposed",
+    "use_qalora": "QALoRA, which averages the adapters' input in groups",
+}
+# initializations that leave the base model as it is; others subtract from its weights
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+class UnsupportedError(ValueError):
+    """An adapter is of a kind that is not supported; the message says of which, in words."""
+
+
+def stored_name(name: str, inside: bool = False) -> str:
+    """PEFT's name of our tensor; `inside` a model that also sees, as transformers names it."""
+    module, _, part = name.rpartition(".")
+    return f"{_OUTER}{outer_name(module, _INSIDE) if inside else module}.{_PARTS[part]}"
+
+
+def own_name(stored: str) -> str:
+    """Our name of PEFT's tensor.
+
+    Raises:
+        UnsupportedError: it is of another kind than those of linear layers.
+    """
+    for part, theirs in _PARTS.items():
+        if stored.startswith(_OUTER) and stored.endswith(f".{theirs}"):
+            module = stored.removeprefix(_OUTER).removesuffix(f".{theirs}")
+            return f"{inner_name(module)}.{part}"
+    raise UnsupportedError(
+        f"it holds {stored!r:.200}; only {_OUTER}MODULE.lora_A.weight and .lora_B.weight are "
+        "supported"
+    )
+
+
+def is_stored_name(name: str) -> bool:
+    """Whether a tensor's name is one that PEFT gives."""
+    return name.startswith(_OUTER)
+
+
+def config_of(
+    lora: LoraSettings,
+    modules: Iterable[str],
+    layers: Iterable[int] | None,
+    base_model: str,
+    revision: str | None,
+    inside: bool = False,
+) -> dict[str, Any]:
+    """The content of adapter_config.json.
+
+    Args:
+        lora: the settings.
+        modules: the adapted modules, named from their layer on.
+        layers: the numbers of the adapted layers; None if all of them are.
+        base_model: the name by which transformers loads the model.
+        revision: of the model on the hub, if it is known.
+        inside: whether the model also sees: its vision tower has modules of the same names.
+    """
+    numbers = None if layers is None else list(layers)
+    targets: str | list[str] = sorted({module.split(".")[-1] for module in modules})
+    if inside:  # a pattern, beside which PEFT allows no numbers of layers
+        which = r"\d+" if numbers is None else f"(?:{'|'.join(map(str, numbers))})"
+        targets = rf"model\.language_model\.layers\.{which}\..*\.(?:{'|'.join(targets)})"
+        numbers = None
+    return {
+        KIND: "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "revision": revision,
+        "auto_mapping": None,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "use_rslora": lora.rslora,
+        "lora_dropout": lora.dropout,
+        "target_modules": targets,
+        "layers_to_transform": numbers,
+        "layers_pattern": None if numbers is None else "layers",
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "bias": "none",
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "loftq_config": {},
+        "layer_replication": None,
+    }
+
+
+def stated_in(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `LoraSettings` that a configuration states: rank, alpha, dropout and rsLoRA.
+
+    Raises:
+        UnsupportedError: the adapter is of a kind that is not supported.
+        KeyError: something is missing.
+    """
+    kind = config[KIND]
+    if kind != "LORA":
+        raise UnsupportedError(f"its adapter is {kind!r:.80}; of PEFT's only LORA is supported")
+    for key, value in config.items():
+        if key not in _NO_MATTER and not _is_plain(key, value):
+            meaning = f", which means {_MEANING[key]}" if key in _MEANING else ""
+            raise UnsupportedError(f"its {key} is {value!r:.80}{meaning}; this is not supported")
+    return {
+        "rank": config["r"],
+        "alpha": number(config["lora_alpha"], "lora_alpha"),
+        "dropout": config.get("lora_dropout") or 0.0,
+        "rslora": config.get("use_rslora") or False,
+    }
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether a setting changes nothing of what an adapter computes."""
+    if key == "bias":
+        return value in (None, "none")
+    if key == "init_lora_weights":
+        return any(value is one or value == one for one in _PLAIN_STARTS)
+    if key == "loftq_config":
+        return value in (None, {})
+    return value is None or value is False or value in ({}, [], "")

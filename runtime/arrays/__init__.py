@@ -1,0 +1,1 @@
+"""Arrays in memory, and weights as they are stored: tiles, dequantizing, and products with them."""

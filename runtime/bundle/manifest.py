@@ -1,0 +1,200 @@
+"""The bundle's manifest: which blocks there are, their programs, and where every byte lies.
+
+It is plain data. `read_manifest` checks that all fields are there and of the right type;
+`runtime.bundle.checks` checks references, shapes and the ranges of bytes in the weights file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from runtime.adapters.lora import LoraSettings
+from runtime.adapters.names import KEYS, VALUES, A, B
+from runtime.arrays.stored import Block, Extent, File, Graph, Matrix, Record
+from runtime.bundle.quality import Quality
+from runtime.core.documents import is_deeper
+from runtime.core.errors import BundleError
+from runtime.operations.base import Tables
+from runtime.operations.program import BlockType
+
+FORMAT = "ondevice-bundle"
+VERSION = 5
+USUAL_TOKENS = 256  # of a row where nothing else decides its length
+MAX_DEPTH = 20  # of lists and objects inside each other
+
+
+class Manifest(Record, frozen=True):
+    """The content of manifest.json.
+
+    `buckets` are the sequence buckets; `graphs` is keyed `GRAPH.forward.TOKENS`,
+    `GRAPH.vjp.TOKENS` and `GRAPH.decode.TOKENS`. `quality` is None if it was not measured. `lora`
+    is the default of new adapters in the file; `with_lora` gives the manifest those of a run or an
+    adapter. `trainable` is what `ondevice train` trains where it is not told: "lora", or all
+    parameters ("full").
+    """
+
+    mlx_version: str
+    device: str
+    family: str
+    config: dict[str, Any]
+    hidden_size: int
+    vocab_size: int
+    lora: LoraSettings
+    buckets: tuple[int, ...]
+    weights_nbytes: int
+    weights_sha256: str
+    matrices: dict[str, Matrix]
+    vectors: dict[str, Extent]
+    block_types: dict[str, BlockType]
+    blocks: tuple[Block, ...]
+    graphs: dict[str, Graph]
+    files: dict[str, File]
+    provenance: dict[str, Any]
+    quality: Quality | None = None
+    trainable: Literal["lora", "full"] = "lora"
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        """The blocks between the embedding and the head."""
+        return self.blocks[1:-1]
+
+    @property
+    def tables(self) -> Tables:
+        """The tensors and graphs to which operations refer by name."""
+        return Tables(
+            self.matrices,
+            self.vectors,
+            self.graphs,
+            self.buckets,
+            self.hidden_size,
+            self.vocab_size,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """How many values the model has."""
+        matrices = sum(matrix.rows * matrix.columns for matrix in self.matrices.values())
+        return matrices + sum(math.prod(extent.shape) for extent in self.vectors.values())
+
+    @property
+    def usual_bucket(self) -> int:
+        """The longest bucket up to USUAL_TOKENS, or the shortest: the length of rows of text."""
+        return max((one for one in self.buckets if one <= USUAL_TOKENS), default=self.buckets[0])
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The mean bits of storage of a value in a matrix, with its share of scales and biases."""
+        values = sum(matrix.rows * matrix.columns for matrix in self.matrices.values())
+        return 8 * sum(matrix.nbytes for matrix in self.matrices.values()) / values
+
+    def adapted(self, block: Block) -> tuple[str, ...]:
+        """Relative names of the block's matrices that LoRA adapts, in program order.
+
+        With a prefix, those of its attentions.
+        """
+        layers = self.layers
+        if block not in layers[self.lora.first_layer(len(layers)) :]:
+            return ()
+        if self.lora.prefix:
+            operations = self.block_types[block.type].operations
+            return tuple(name for operation in operations for name in operation.prefixable)
+        return tuple(name for name in self._adaptable(block) if self.lora.adapts(name))
+
+    def adapter_names(self, block: Block, name: str) -> tuple[str, str]:
+        """The full names of the two tensors that adapt what `adapted` names."""
+        first, second = (KEYS, VALUES) if self.lora.prefix else (A, B)
+        return f"{block.tensor(name)}.{first}", f"{block.tensor(name)}.{second}"
+
+    def adapter_shapes(self, block: Block) -> dict[str, tuple[int, int]]:
+        """The shape of every tensor that adapts a block, by full name, in program order."""
+        shapes = self._prefix_shapes(block) if self.lora.prefix else self._lora_shapes(block)
+        return {
+            full: shape
+            for name, pair in shapes.items()
+            for full, shape in zip(self.adapter_names(block, name), pair, strict=True)
+        }
+
+    def _lora_shapes(self, block: Block) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        rank, found = self.lora.rank, {}
+        for name in self.adapted(block):
+            matrix = self.matrices[block.tensor(name)]
+            found[name] = ((matrix.columns, rank), (rank, matrix.rows))
+        return found
+
+    def _prefix_shapes(self, block: Block) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        rows, found, of = self.lora.prefix, {}, self.block_types[block.type]
+        chosen = self.adapted(block)
+        for operation in of.operations:
+            for name in operation.prefixable:
+                if name in chosen:
+                    keys, values = operation.prefix_widths(of.values)
+                    found[name] = ((rows, keys), (rows, values))
+        return found
+
+    @property
+    def first_adapted(self) -> int:
+        """The index of the first block with an adapter, where a backward pass can end.
+
+        1, that of the first layer, if no block has one.
+        """
+        adapted = (index for index, block in enumerate(self.blocks) if self.adapted(block))
+        return next(adapted, 1)
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The last parts of the names of all matrices that LoRA can adapt, sorted."""
+        paths = (name for block in self.layers for name in self._adaptable(block))
+        return tuple(sorted({name.split(".")[-1] for name in paths}))
+
+    def with_lora(self, lora: LoraSettings) -> Manifest:
+        """The same model with other adapters than the bundle's default."""
+        return msgspec.structs.replace(self, lora=lora)
+
+    def _adaptable(self, block: Block) -> tuple[str, ...]:
+        """Relative names of the block's matrices that LoRA can adapt, in program order."""
+        operations = self.block_types[block.type].operations
+        return tuple(name for operation in operations for name in operation.adaptable)
+
+    def matrices_of(self, block: Block) -> list[Matrix]:
+        """The matrices by which a block multiplies."""
+        return [
+            self.matrices[name]
+            for operation in self.block_types[block.type].operations
+            for name in operation.multiplied(block.tensor)
+        ]
+
+
+def read_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in the bytes of a manifest.json.
+
+    Raises:
+        BundleError: the document is damaged or of another version; the message names the place.
+    """
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
+        raise BundleError(f"{where} is damaged: {problem}") from None
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise BundleError(f"{where} is no {FORMAT} manifest")
+    version = document.pop("version", None)
+    if version != VERSION or isinstance(version, bool):
+        raise BundleError(
+            f"{where}: format version {version!r:.20}, this program reads {VERSION}; export the "
+            "model again"
+        )
+    if is_deeper(document, MAX_DEPTH):
+        raise BundleError(f"{where} is nested too deeply")
+    try:
+        return msgspec.convert(document, Manifest)
+    except (msgspec.ValidationError, RecursionError) as problem:
+        raise BundleError(f"{where}: {problem}") from None
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json."""
+    document = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(manifest)}
+    return json.dumps(document, indent=1, sort_keys=False).encode()

@@ -1,0 +1,212 @@
+"""The bundle on disk: written whole or not at all, and checked before a byte of it is used.
+
+manifest.json   what `runtime.bundle.manifest` describes; the last file written
+weights.bin     every tensor in its range of bytes; a block's tensors lie together, page-aligned
+graphs/         serialized elementwise graphs, one file per graph, direction and bucket
+tokenizer/      the tokenizer's files, named as Hugging Face names them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runtime.adapters.lora import LoraSettings
+from runtime.arrays.stored import ALIGNMENT, PAGE, Extent, File
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.manifest import Manifest, manifest_bytes, read_manifest
+from runtime.core.errors import BundleError
+from runtime.core.files import fsync_path, read_small, reading_errors, sha256_file, storage_errors
+from runtime.core.folder_writer import OLD, FolderWriter
+from runtime.core.lookalikes import Kind, instead
+from runtime.core.paths import partial_folder, text_path
+
+MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
+MAX_MANIFEST_BYTES = 4 << 20  # 20 times that of a model of 4 billion parameters
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An open bundle: its folder and its checked manifest.
+
+    `graphs_path` is the folder of the graphs that may run, to which the manifest's names of graphs
+    are relative. It is None where nobody has decided yet (see `runtime.run.traced_graphs`).
+    """
+
+    path: Path
+    manifest: Manifest
+    graphs_path: Path | None = None
+
+    @property
+    def weights_path(self) -> Path:
+        return self.path / WEIGHTS
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / TOKENIZER
+
+    def with_lora(self, lora: LoraSettings) -> Bundle:
+        """The same bundle with other adapters than its default."""
+        return replace(self, manifest=self.manifest.with_lora(lora))
+
+    def verify(self) -> None:
+        """Check every checksum.
+
+        Raises:
+            BundleError: naming the first file that differs or cannot be read.
+        """
+        self.verify_small()
+        with reading_errors(self.weights_path):
+            found = sha256_file(self.weights_path)
+        if found != self.manifest.weights_sha256:
+            raise BundleError(f"{self.weights_path} is altered: its SHA-256 differs; export again")
+
+    def verify_small(self) -> None:
+        """Check the checksums of all files except the weights."""
+        small = {g.file: g.sha256 for g in self.manifest.graphs.values()}
+        small |= {name: file.sha256 for name, file in self.manifest.files.items()}
+        for name, expected in small.items():
+            with reading_errors(self.path / name):
+                found = sha256_file(self.path / name)
+            if found != expected:
+                raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Open a bundle, checking its manifest and every file's presence and size.
+
+    Raises:
+        BundleError: not a bundle, truncated, inconsistent, or not readable.
+        UsageError: the path is not valid UTF-8.
+    """
+    folder = text_path(path)
+    with reading_errors(folder / MANIFEST):
+        manifest = _read_manifest(folder)
+    bundle = Bundle(folder, manifest)
+    sizes = {WEIGHTS: manifest.weights_nbytes}
+    sizes |= {graph.file: graph.nbytes for graph in manifest.graphs.values()}
+    sizes |= {name: file.nbytes for name, file in manifest.files.items()}
+    root = folder.resolve()
+    for name, expected in sizes.items():
+        file = folder / name
+        with reading_errors(file):
+            if not file.is_file():
+                raise BundleError(f"{folder}: {name} is missing")
+            if not file.resolve().is_relative_to(root):
+                raise BundleError(f"{folder}: {name} leads out of the bundle")
+            if (found := file.stat().st_size) != expected:
+                raise BundleError(f"{file} has {found} bytes, expected {expected}: truncated?")
+    return bundle
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not path.is_file():
+        old = partial_folder(folder) / OLD
+        aside = (
+            f"; a forced export was stopped while it replaced the bundle there, which is whole in "
+            f"{old}: export again, or move it back"
+        )
+        lost = not folder.exists() and (old / MANIFEST).is_file()
+        if lost:
+            raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}{aside}")
+        why = instead(folder, Kind.BUNDLE) or f"it has no {MANIFEST}"
+        raise BundleError(f"{folder} is no bundle: {why}")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{folder}: {MANIFEST} leads out of the bundle")
+    manifest = read_manifest(read_small(path, MAX_MANIFEST_BYTES, "a manifest"), str(path))
+    check_manifest(manifest)
+    return manifest
+
+
+def _belongs(path: Path) -> bool:
+    """Whether a bundle has such an entry."""
+    return path.name in (MANIFEST, WEIGHTS, TOKENIZER) or path.name.startswith(GRAPHS)
+
+
+class BundleWriter(FolderWriter):
+    """Builds a bundle beside its destination and moves it there in one rename."""
+
+    def __init__(self, destination: Path, force: bool = False) -> None:
+        super().__init__(destination, force, MANIFEST, "bundle", _belongs)
+        self.offset = 0
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> BundleWriter:
+        super().__enter__()
+        try:
+            with storage_errors(self.destination):
+                (self.folder / GRAPHS).mkdir()
+                self._weights = (self.folder / WEIGHTS).open("wb")
+        except BaseException:
+            super().__exit__(None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(OSError):  # its buffer, on a full disk; `finish_weights` has reported it
+            self._weights.close()
+        super().__exit__(kind)
+
+    def align(self, alignment: int = ALIGNMENT) -> None:
+        self._write(bytes(-self.offset % alignment))
+
+    def align_block(self) -> None:
+        """Pad to the start of a page, where the next block's tensors begin."""
+        self.align(PAGE)
+
+    def tensor(self, chunks: Iterable[bytes], dtype: str, shape: tuple[int, ...]) -> Extent:
+        """Append a tensor's bytes, little-endian and row-major."""
+        self.align()
+        start = self.offset
+        for chunk in chunks:
+            self._write(chunk)
+        return Extent(start, self.offset - start, dtype, shape)
+
+    def _write(self, data: bytes) -> None:
+        with storage_errors(self.folder / WEIGHTS):
+            self._weights.write(data)
+        self._digest.update(data)
+        self.offset += len(data)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes of weights.bin that have been written."""
+        path = self.folder / WEIGHTS
+        with storage_errors(path):
+            self._weights.flush()
+        with reading_errors(path), path.open("rb") as file:
+            file.seek(offset)
+            return file.read(count)
+
+    def finish_weights(self) -> tuple[int, str]:
+        """Flush weights.bin. Returns its size in bytes and its SHA-256."""
+        with storage_errors(self.folder / WEIGHTS):
+            self._weights.flush()
+            os.fsync(self._weights.fileno())
+        return self.offset, self._digest.hexdigest()
+
+    def file(self, name: str, data: bytes) -> File:
+        """Write a small file of the bundle."""
+        path = self.folder / name
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            fsync_path(path)
+        return File(len(data), hashlib.sha256(data).hexdigest())
+
+    def commit(self, manifest: Manifest) -> Bundle:
+        """Write the manifest and move the bundle to its destination."""
+        check_manifest(manifest)
+        data = manifest_bytes(manifest)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise BundleError(
+                f"{MANIFEST} would have {len(data):,} bytes, more than the {MAX_MANIFEST_BYTES:,} "
+                "that are read; export for fewer --seq-lens"
+            )
+        self.file(MANIFEST, data)
+        self.finish()
+        return Bundle(self.destination, manifest, self.destination)

@@ -1,0 +1,1 @@
+"""The options of commands that train or use a bundle, and how options are declared."""

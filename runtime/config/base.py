@@ -1,0 +1,398 @@
+"""Configurations: frozen dataclasses whose fields say what a command's options are.
+
+A field holds a type, a default, a help text, the values that are allowed and the group it is shown
+in. The command-line flags, the checks and the TOML format all follow from the fields, so a new
+option is one new field. Unknown keys are refused, and one UsageError reports everything that is
+wrong. The keys of a TOML file are the field names, without tables; paths in it are relative to the
+working directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from runtime.core.documents import from_toml
+from runtime.core.errors import UsageError
+from runtime.core.files import read_file
+from runtime.core.units import parse_bytes
+
+
+class Group(StrEnum):
+    """The headings of a command's help, in the order in which they are shown."""
+
+    MAIN = "main options"
+    DATA = "data"
+    QUANTIZATION = "quantization"
+    LORA = "LoRA adapters"
+    GRAPHS = "graphs"
+    MEMORY = "memory and speed"
+    TRAINING = "training"
+    ZEROTH_ORDER = "zeroth-order methods only (mezo and its variants)"
+    EVALUATION = "evaluation"
+    SAMPLING = "sampling"
+    STOPPING = "saving and stopping"
+    OTHER = "other"
+
+
+class Check(NamedTuple):
+    """A condition on a field's value, and the words that describe it in messages."""
+
+    allows: Callable[[Any], bool]
+    wanted: str
+    hint: Callable[[Any], str] = lambda value: ""  # what a wrong value may have meant
+
+
+def is_size(text: str) -> bool:
+    """Whether `text` is a number of bytes such as 300MB; without a unit it is a large one."""
+    try:
+        return parse_bytes(text) >= (SMALLEST_PLAIN_BYTES if _has_no_unit(text) else 1)
+    except UsageError:
+        return False
+
+
+def _has_no_unit(text: str) -> bool:
+    return not any(letter.isalpha() for letter in text)
+
+
+def _in_megabytes(text: str) -> str:
+    """A question for who has given a number alone and cannot have meant bytes."""
+    try:
+        meant = _has_no_unit(text) and parse_bytes(text) < SMALLEST_PLAIN_BYTES / 10
+    except UsageError:
+        return ""
+    return f"; did you mean {text.strip()}MB?" if meant else ""
+
+
+COUNT = Check(lambda value: value >= 1, "1 or more")
+NOT_NEGATIVE = Check(lambda value: 0 <= value < math.inf, "0 or more")
+ABOVE_ZERO = Check(lambda value: 0 < value < math.inf, "a number above 0")
+SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
+MOST_SHOWN = 100  # characters of a wrong value in a message
+FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
+SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB", _in_megabytes)
+INCREASING = Check(
+    lambda values: 0 < len(values) <= 64 and all(a < b for a, b in pairwise((0, *values))),
+    "at most 64 whole numbers above 0, each larger than the one before it",
+)
+
+
+def up_to(most: int) -> Check:
+    """The condition on a count that it is at most `most`."""
+    return Check(lambda value: 1 <= value <= most, f"from 1 to {most}")
+
+
+def option(
+    default: Any,
+    text: str,
+    check: Check | None = None,
+    group: Group = Group.MAIN,
+    *,
+    metavar: str | None = None,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A field that is an option of the command line.
+
+    `text` is its help, to which the default is added. `metavar` stands for its value in the help,
+    and `aliases` are further flags for it.
+    """
+    metadata = {"help": text, "check": check, "group": group, "metavar": metavar}
+    return field(default=default, metadata={**metadata, "aliases": aliases})
+
+
+def required(text: str, metavar: str | None = None) -> Any:
+    """A field that must be given."""
+    return option(MISSING, text, FILLED, metavar=metavar)
+
+
+def choice(
+    default: str | int | None,
+    text: str,
+    *choices: str | int,
+    group: Group = Group.MAIN,
+    hints: Mapping[str, str] = {},
+) -> Any:
+    """A field that takes one of a few values; `hints` says more of values that it does not take."""
+    *others, last = map(str, choices)
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    metavar = f"{{{','.join([*others, last])}}}"
+    check = Check(choices.__contains__, wanted, lambda value: _after(hints.get(str(value))))
+    return option(default, text, check, group, metavar=metavar)
+
+
+def _after(hint: str | None) -> str:
+    return "" if hint is None else f"; {hint}"
+
+
+def output_option(default: Any, text: str, metavar: str) -> Any:
+    """Where a command writes: `--output`, or `-o`."""
+    return option(default, text, FILLED, metavar=metavar, aliases=("-o",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base of configurations; creating one with a value that is not allowed raises UsageError."""
+
+    positional: ClassVar[str] = "bundle"  # the field that is given without a flag
+
+    def __post_init__(self) -> None:
+        refuse(type(self), _problems(type(self), vars(self)))
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
+    """The configuration from the TOML `file`, if there is one; `overrides` win over it.
+
+    Values in `overrides` may be text, as typed on the command line. Raises one UsageError that
+    lists every unknown key, missing key and wrong value.
+    """
+    known = {one.name: one for one in fields(cls)}
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in {**(_read(file) if file is not None else {}), **overrides}.items():
+        if key not in known:
+            from runtime.config.suggestions import unknown_key  # training need not hold its tables
+
+            problems.append(unknown_key(key, tuple(known)))
+            continue
+        values[key] = value
+        if isinstance(value, str) and key in overrides:
+            with suppress(ValueError):  # `_problems` reports it as a value of the wrong type
+                values[key] = _type_of(known[key]).from_text(value)
+    refuse(cls, problems + _problems(cls, values))
+    return cls(**{key: _normal(known[key], value) for key, value in values.items()})
+
+
+def to_toml(config: Config) -> str:
+    """`config` as a file that `load` reads back to an equal value; None is left out."""
+    # what these values are in JSON they are in TOML too, but for a literal DEL
+    values = {key: value for key, value in vars(config).items() if value is not None}
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()]
+    return "".join(lines).replace("\x7f", "\\u007f")
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, cls: type[Config]
+) -> dict[Group, argparse._ArgumentGroup]:
+    """Give `parser` (made with `add_help=False`) a flag for each field of `cls`, in groups.
+
+    Every command also gets `--config FILE`, `--json` and `--help`. Only what the user gave is set
+    on the namespace (see `given`). Nothing is checked here, so that `load` can report all problems
+    together. Returns the groups.
+    """
+    used = {one.metadata["group"] for one in fields(cls) if one.name != cls.positional}
+    headings = [group for group in Group if group in used or group is Group.OTHER]
+    places = {group: parser.add_argument_group(group.value) for group in headings}
+    for one in fields(cls):
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(one)}
+        place = places.get(one.metadata["group"], parser)
+        flags = sorted((flag(one.name), *one.metadata["aliases"]), key=_is_long)
+        if one.name == cls.positional:
+            nargs = "*" if str(one.type).startswith("tuple") else "?"
+            parser.add_argument(one.name, nargs=nargs, metavar=_metavar(one), **options)
+        elif one.type in ("bool", "bool | None"):
+            place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        else:
+            place.add_argument(*flags, dest=one.name, metavar=_metavar(one), **options)
+    other = places[Group.OTHER]
+    other.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of options, named with _ for -; flags win over it",
+    )
+    other.add_argument("--json", action="store_true", help="print the result as JSON")
+    other.add_argument("-h", "--help", action="help", help="show this text and exit")
+    return places
+
+
+def usage(cls: type[Config]) -> str:
+    """The usage line of a command: its required arguments, and [options]."""
+    words: list[str] = []
+    for one in fields(cls):
+        name = f"{flag(one.name)} {_metavar(one)}"
+        if one.name == cls.positional:
+            words.insert(0, _metavar(one))
+        elif one.default is MISSING:
+            words.append(name)
+    return " ".join([*words, "[options]"])
+
+
+def given(namespace: argparse.Namespace, cls: type[Config]) -> dict[str, Any]:
+    """The fields of `cls` that the user gave on the command line: the overrides for `load`."""
+    names = {one.name for one in fields(cls)}
+    return {key: value for key, value in vars(namespace).items() if key in names}
+
+
+def refuse(cls: type[Config], problems: list[str]) -> None:
+    """Raise one UsageError that lists `problems`, if there are any."""
+    if problems:
+        command = cls.__name__.removesuffix("Config").lower()
+        raise UsageError(
+            "\n  ".join([f"ondevice {command} cannot run with these settings:", *problems])
+        )
+
+
+class FieldType(NamedTuple):
+    """A type that fields can have."""
+
+    words: str
+    metavar: str
+    fits: Callable[[Any], bool]
+    from_text: Callable[[str], Any] = str
+
+
+def _too_long(value: Any) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _whole(value: Any) -> bool:  # TOML's integers have 64 bits
+    return isinstance(value, int) and not isinstance(value, bool) and not _too_long(value)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
+_TYPES = {  # by annotation; `from __future__ import annotations` keeps annotations as text
+    "str": FieldType("text", "TEXT", lambda value: isinstance(value, str)),
+    "str | None": FieldType("text", "TEXT", lambda value: isinstance(value, str | None)),
+    "int": FieldType("a whole number", "N", _whole, int),
+    "int | None": FieldType(
+        "a whole number", "N", lambda value: value is None or _whole(value), int
+    ),
+    "int | str | None": FieldType(
+        "a whole number or a name",
+        "N",
+        lambda value: isinstance(value, str | None) or _whole(value),
+        lambda text: int(text) if text.isdecimal() else text,
+    ),
+    "float": FieldType("a number", "X", _number, float),
+    "float | None": FieldType(
+        "a number", "X", lambda value: value is None or _number(value), float
+    ),
+    "bool": FieldType("true or false", "", lambda value: isinstance(value, bool)),
+    "bool | None": FieldType("true or false", "", lambda value: isinstance(value, bool | None)),
+    "tuple[str, ...]": FieldType(
+        "a list of names",
+        "TEXT,TEXT,...",
+        lambda value: (
+            isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+        ),
+        lambda text: tuple(text.split(",")),
+    ),
+    "tuple[int, ...]": FieldType(
+        "a list of whole numbers",
+        "N,N,...",
+        lambda value: isinstance(value, list | tuple) and all(map(_whole, value)),
+        lambda text: tuple(map(int, text.split(","))),
+    ),
+    "tuple[float, ...]": FieldType(
+        "a list of numbers",
+        "X,X,...",
+        lambda value: isinstance(value, list | tuple) and all(map(_number, value)),
+        lambda text: tuple(map(float, text.split(","))),
+    ),
+}
+
+
+def _type_of(one: Field[Any]) -> FieldType:
+    return _TYPES[str(one.type)]
+
+
+def flag(name: str) -> str:
+    """An option's name on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _is_long(flag: str) -> bool:
+    return flag.startswith("--")
+
+
+def _metavar(one: Field[Any]) -> str:
+    return one.metadata["metavar"] or _type_of(one).metavar
+
+
+def _normal(one: Field[Any], value: Any) -> Any:
+    """A valid value, converted to the field's type."""
+    if one.type in ("float", "float | None") and value is not None:
+        return float(value)
+    if one.type == "tuple[float, ...]":
+        return tuple(map(float, value))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _help(one: Field[Any]) -> str:
+    text = str(one.metadata["help"])
+    if one.default is not MISSING and one.default is not None:
+        text += f" (default: {_shown(one.default)})"
+    return text.replace("%", "%%")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
+
+
+def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
+    """Messages for values that are missing or not allowed; all keys are known."""
+    found = []
+    for one in fields(cls):
+        value, check = values.get(one.name, one.default), one.metadata["check"]
+        if value is MISSING:
+            found.append(f"{one.name} is missing ({one.metadata['help']})")
+        elif not _type_of(one).fits(value):
+            meant = check.hint(str(value)) if check and _whole(value) else ""
+            wanted = _type_of(one).words
+            if _too_long(value):
+                wanted = f"{wanted} of at most 64 bits, with its sign"
+            found.append(f"{one.name} is {_shortened(value)}; it must be {wanted}{meant}")
+        elif check and value is not None and not check.allows(value):
+            meant = check.hint(value)
+            found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}{meant}")
+        elif isinstance(value, str) and not _is_text(value):
+            found.append(
+                f"{one.name} is {_shortened(value)}, which is not valid UTF-8; if it is a path, "
+                "rename the file, or the folder that is named so"
+            )
+    return found
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be printed, and written to JSON and TOML."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shortened(value: object) -> str:
+    """A value as a message shows it, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number with too many digits"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return from_toml(read_file(file))
+    except OSError as error:
+        raise UsageError(f"cannot read --config {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--config {file} is not TOML: {error}") from error

@@ -1,0 +1,90 @@
+"""The options of `ondevice eval`, which measures a bundle or adapter on held-out data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from runtime.config.base import (
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    Group,
+    choice,
+    flag,
+    option,
+    refuse,
+    required,
+)
+from runtime.config.shared import (
+    DATA_FILE,
+    HUB_DATA,
+    BundleConfig,
+    DataOptions,
+    adapter_dtype_field,
+    adapter_field,
+)
+
+TASKS = ("perplexity", "labels", "exact", "bfcl")
+_OF_CALLS = ("max_tokens", "answers")  # options of --task bfcl alone
+_OF_ROWS = ("loss_on", "columns", "skip_bad_rows", "arithmetic", "adapter_dtype")  # of the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(BundleConfig, DataOptions):
+    """The options of `ondevice eval`, which measures a bundle or adapter on held-out data."""
+
+    data: str = required(
+        f"held-out data: {DATA_FILE}, a folder with valid, {HUB_DATA}, or random:SEED", "DATA"
+    )
+    adapter: str | None = adapter_field(
+        "adapter to apply: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
+        ".safetensors file "
+        "(default: the base model)"
+    )
+    task: str = choice(
+        "perplexity",
+        "what is measured: the loss of the tokens (perplexity); how often the right label is the "
+        "most likely of the labels in the data (labels); how many rows have nothing but most "
+        "likely tokens (exact); or function calls, generated and judged as by the Berkeley "
+        "Function Calling Leaderboard (bfcl)",
+        *TASKS,
+    )
+    source: str | None = option(
+        None,
+        "checkpoint that the bundle was exported from: also measure how far the bundle's "
+        "predictions are from its own (KL divergence)",
+        FILLED,
+        metavar="CHECKPOINT",
+    )
+    eval_rows: int = option(0, "rows to evaluate; 0 for all (of random:SEED one)", NOT_NEGATIVE)
+    max_tokens: int = option(
+        128, "with --task bfcl: tokens of an answer at most", COUNT, Group.EVALUATION
+    )
+    answers: str | None = option(
+        None,
+        "with --task bfcl: file to write the model's answers to, as JSON lines",
+        FILLED,
+        Group.EVALUATION,
+        metavar="FILE",
+    )
+    adapter_dtype: str = adapter_dtype_field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.source is not None and self.adapter is not None:
+            problems.append("--source compares the base model: leave out --adapter")
+        if self.source is not None and self.task != "perplexity":
+            problems.append(f"--source compares predictions: leave out --task {self.task}")
+        if self.source is not None and self.arithmetic != "auto":
+            problems.append("--source compares models in one arithmetic: leave out --arithmetic")
+        if self.adapter is None and self.adapter_dtype != "float32" and self.task != "bfcl":
+            problems.append("--adapter-dtype has no effect without --adapter: leave it out")
+        unused = _OF_ROWS if self.task == "bfcl" else _OF_CALLS
+        defaults = {one.name: one.default for one in fields(self)}
+        problems += [
+            f"{flag(name)} has no effect with --task {self.task}: leave it out"
+            for name in unused
+            if getattr(self, name) != defaults[name]
+        ]
+        refuse(type(self), problems)

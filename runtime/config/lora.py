@@ -1,0 +1,100 @@
+"""Options of LoRA adapters, for commands that train them.
+
+What is not given comes from the adapter that training starts from, else from the bundle's default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, MOST_ALPHA, MOST_RANK
+from runtime.config.base import COUNT, Check, Config, Group, option
+
+
+def layer_names(text: str) -> tuple[str, ...]:
+    """The names in "q_proj,v_proj"."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+def are_layer_names(text: str) -> bool:
+    """Whether a text is a list of names of layers."""
+    return all(name.isidentifier() for name in layer_names(text))
+
+
+def targets_of(text: str) -> Literal["all-linear"] | tuple[str, ...]:
+    """The value of `LoraSettings.targets` for "all-linear" or "q_proj,v_proj"."""
+    return ALL_LINEAR if text == ALL_LINEAR else layer_names(text)
+
+
+TARGETS = Check(
+    lambda text: text == ALL_LINEAR or are_layer_names(text),
+    "all-linear, or names of layers such as q_proj,v_proj",
+)
+RANK = Check(lambda rank: 1 <= rank <= MOST_RANK, f"1 to {MOST_RANK}")
+ALPHA = Check(lambda alpha: 0 < alpha <= MOST_ALPHA, f"a number above 0, at most {MOST_ALPHA:,.0f}")
+_LAST = Check(
+    lambda count: count == ALL_LAYERS or COUNT.allows(count), f"1 or more, or {ALL_LAYERS} for all"
+)
+_SHARE = Check(lambda share: 0 <= share < 1, "0 or more and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions(Config):
+    """Options of adapters, for any method; None is what nobody has given."""
+
+    lora_rank: int | None = option(
+        None,
+        "rank of the adapters (default of this and the next four: that of the adapter to start "
+        "from, else the bundle's)",
+        RANK,
+        Group.LORA,
+    )
+    lora_alpha: float | None = option(
+        None,
+        "alpha of the adapters, whose output is scaled by alpha / rank",
+        ALPHA,
+        Group.LORA,
+    )
+    lora_targets: str | None = option(
+        None,
+        "linear layers to adapt: all-linear, or their names, such as q_proj,v_proj",
+        TARGETS,
+        Group.LORA,
+        metavar="NAMES",
+    )
+    lora_layers: int | None = option(
+        None,
+        "how many transformer layers to adapt, counted from the last one, as mlx-lm's "
+        "--num-layers; -1 for all",
+        _LAST,
+        Group.LORA,
+    )
+    rslora: bool | None = option(
+        None,
+        "scale the adapters' output by alpha / sqrt(rank) instead (rank stabilization)",
+        group=Group.LORA,
+    )
+
+    @property
+    def given_lora(self) -> dict[str, Any]:
+        """The fields of `LoraSettings` that were given."""
+        values = {
+            "rank": self.lora_rank,
+            "alpha": self.lora_alpha,
+            "targets": None if self.lora_targets is None else targets_of(self.lora_targets),
+            "layers": self.lora_layers,
+            "rslora": self.rslora,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def dropout_field() -> Any:
+    """The field for the dropout of the adapters' inputs."""
+    return option(
+        None,
+        "probability of dropping a value of an adapter's input while training; with mebp only "
+        "(default: that of the adapter to start from, else 0)",
+        _SHARE,
+        Group.LORA,
+    )

@@ -1,0 +1,344 @@
+"""Options that several commands share: bundle, memory budget, and the size of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from runtime.adapters.lora import MOST_PREFIX
+from runtime.config.base import (
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    SIZE,
+    Check,
+    Config,
+    Group,
+    choice,
+    option,
+    refuse,
+    required,
+    up_to,
+)
+from runtime.config.lora import LoraOptions, dropout_field
+from runtime.config.methods import METHODS, OPTIONS_OF, QUERIES
+from runtime.config.zeroth_order import ZerothOrderOptions
+from runtime.core.units import parse_bytes
+
+DEVICES = ("auto", "cpu", "gpu")
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+DATA_FILE = f"a {', '.join(DATA_SUFFIXES[:-1])} or {DATA_SUFFIXES[-1]} file"
+HUB_DATA = "a Hugging Face dataset id (OWNER/NAME[:CONFIG[:SPLIT]])"
+TRAIN_DATA = (
+    f"training data: {DATA_FILE}, a folder with train and valid, {HUB_DATA}, or random:SEED"
+)
+MOST_ROWS, MOST_BATCHES = 1024, 1 << 16  # of a step
+MOST_TOGETHER = 1 << 20  # the product of these and the queries: forward passes, and slots on disk
+STORED = ("lora", "full")  # what bundles are exported for
+TRAINABLE = (*STORED, "prefix")
+USUAL_PREFIX = 5  # rows of a prefix: those of MeZO's paper
+ROUNDINGS = ("nearest", "stochastic")
+FIELDS = (
+    *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
+    *("instruction", "input", "output"),
+)
+"""The fields of a row of data that are recognised."""
+
+
+def bundle_field() -> Any:
+    """The field for the bundle that a command uses."""
+    return required("bundle directory, written by `ondevice export`", "BUNDLE")
+
+
+def device_field() -> Any:
+    """The field for the device that a command computes on."""
+    return choice(
+        "auto",
+        "device to compute on (auto: the one that the bundle was exported for, or MLX's default "
+        "where the bundle comes from another machine)",
+        *DEVICES,
+    )
+
+
+def budget_field() -> Any:
+    """The field for the memory budget of a command."""
+    return option(
+        "1GB",
+        "memory footprint that the process may reach, such as 300MB or 512MiB",
+        SIZE,
+        Group.MEMORY,
+        metavar="SIZE",
+    )
+
+
+def adapter_field(text: str) -> Any:
+    """The field for a trained LoRA adapter to apply."""
+    return option(None, text, FILLED, metavar="PATH")
+
+
+def adapter_dtype_field() -> Any:
+    """The field for the precision of the current block's adapters."""
+    text = "precision of the current block's adapters in memory; on disk they are float32"
+    return choice("float32", text, "float32", "bfloat16", group=Group.MEMORY)
+
+
+def columns_of(text: str | None) -> dict[str, str]:
+    """Our names of fields and those in the data, of "prompt=question,completion=answer".
+
+    Raises ValueError if a part is not of that form, or names no field of ours, or one twice.
+    """
+    if text is None:
+        return {}
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    found = {ours.strip(): theirs.strip() for ours, theirs in pairs}
+    if len(found) < len(pairs) or not set(found) <= set(FIELDS) or not all(found.values()):
+        raise ValueError(text)
+    return found
+
+
+def share_of(text: str) -> float:
+    """The share in "5%" or "0.05". Raises ValueError if it is not between 0 and 1."""
+    share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 < share < 1:
+        raise ValueError(text)
+    return share
+
+
+def _can(read: Callable[[str], Any], text: str) -> bool:
+    try:
+        read(text)
+    except ValueError:
+        return False
+    return True
+
+
+_COLUMNS = Check(
+    lambda text: _can(columns_of, text),
+    f"pairs such as prompt=question,completion=answer, of {', '.join(FIELDS)}, each once",
+)
+_SHARE = Check(lambda text: _can(share_of, text), "a share such as 5%, above 0% and below 100%")
+
+
+def trainable_field() -> Any:
+    """What is trained, as an option."""
+    return choice(
+        None,
+        "what is trained: adapters (lora); further keys and values of every attention (prefix); or "
+        "all parameters (full), for which the bundle stores floats (default: what the bundle was "
+        "exported for)",
+        *TRAINABLE,
+        group=Group.TRAINING,
+    )
+
+
+def prefix_length_field() -> Any:
+    """How many keys and values of every attention are trained, as an option."""
+    return option(
+        None,
+        "with --trainable prefix: how many keys and values of every attention are trained "
+        f"(default: {USUAL_PREFIX}, or as many as the adapter to start from has)",
+        up_to(MOST_PREFIX),
+        Group.TRAINING,
+    )
+
+
+def rounding_field() -> Any:
+    """How updated weights are rounded, as an option."""
+    return choice(
+        None,
+        "with --trainable full: how updated weights are rounded to the type in which they are "
+        "stored; to the nearest value, 16 bits lose most of MeZO's small updates (default: "
+        "stochastic for 16 bits, nearest for float32)",
+        *ROUNDINGS,
+        group=Group.TRAINING,
+    )
+
+
+def valid_split_field() -> Any:
+    """The field for the share of the data that is held out."""
+    return option(
+        None,
+        "share of the rows to hold out as validation data, such as 5%, where there is none",
+        _SHARE,
+        Group.DATA,
+        metavar="SHARE",
+    )
+
+
+def pack_field() -> Any:
+    """The field for packing short rows together."""
+    return option(
+        False,
+        "train on sequences of several short rows, of which none attends to another; they have the "
+        "bundle's length for --max-seq-length (default: its longest up to 256, or what rows need)",
+        group=Group.DATA,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Config):
+    """Options of commands that read data: which rows there are, and which tokens have a loss."""
+
+    loss_on: str = choice(
+        "assistant",
+        "tokens that have a loss: of messages every answer (assistant), the last one (last), or "
+        "all; of prompts with completions the completion, or all; of text always all",
+        "assistant",
+        "last",
+        "all",
+        group=Group.DATA,
+    )
+    columns: str | None = option(
+        None,
+        "fields to read other fields from, such as prompt=question,completion=answer",
+        _COLUMNS,
+        Group.DATA,
+        metavar="OURS=THEIRS,...",
+    )
+    skip_bad_rows: bool = option(
+        False, "leave out rows that cannot be read, and count them", group=Group.DATA
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleConfig(Config):
+    """Options of commands that use a bundle under a memory budget."""
+
+    bundle: str = bundle_field()
+    budget: str = budget_field()
+    max_seq_length: int | None = option(
+        None,
+        "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "
+        "lengths that holds every row; for text, its longest up to 256)",
+        COUNT,
+        Group.MEMORY,
+        aliases=("--seq-len",),
+    )
+    device: str = device_field()
+    arithmetic: str = choice(
+        "auto",
+        "multiply quantized weights as they are (packed), or dequantized tiles (unpacked); "
+        "auto: packed on a GPU, unpacked on a CPU",
+        "auto",
+        "packed",
+        "unpacked",
+        group=Group.MEMORY,
+    )
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return parse_bytes(self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
+    """Options of a training step on which its memory depends."""
+
+    method: str = choice(
+        "mebp",
+        "exact gradients (mebp), or estimates from forward passes only (mezo, or its variants)",
+        *METHODS,
+        group=Group.TRAINING,
+    )
+    pack: bool = pack_field()
+    batch_size: int = option(
+        1, "rows per batch; with --pack sequences of rows", up_to(MOST_ROWS), Group.TRAINING
+    )
+    grad_accumulation: int = option(
+        1,
+        "batches whose gradients are accumulated per step",
+        up_to(MOST_BATCHES),
+        Group.TRAINING,
+    )
+    optimizer: str = choice("adamw", "optimizer of mebp", "adamw", "sgd", group=Group.TRAINING)
+    max_grad_norm: float = option(
+        0.0,
+        "largest norm of all gradients together, beyond which they are scaled down; 0 for no "
+        "limit; with mebp only",
+        NOT_NEGATIVE,
+        Group.TRAINING,
+    )
+    adapter: str | None = adapter_field(
+        "adapter to start from: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
+        ".safetensors file "
+        "(default: new adapters)"
+    )
+    lora_dropout: float | None = dropout_field()
+    trainable: str | None = trainable_field()
+    prefix_length: int | None = prefix_length_field()
+    rounding: str | None = rounding_field()
+    plan: str = choice(
+        "budget",
+        "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
+        "once and full logits",
+        "budget",
+        "paper",
+        group=Group.MEMORY,
+    )
+    prefetch: bool = option(
+        True, "read the next block's weights while a block computes", group=Group.MEMORY
+    )
+    adapter_dtype: str = adapter_dtype_field()
+
+    @property
+    def trains_prefix(self) -> bool:
+        """Whether a prefix is trained, in place of LoRA adapters."""
+        return self.trainable == "prefix"
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all parameters are trained, in place of adapters."""
+        return self.trainable == "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        together = self.batch_size * self.grad_accumulation * self.directions
+        if together > MOST_TOGETHER:
+            problem = (
+                f"batch_size {self.batch_size} x grad_accumulation {self.grad_accumulation} x "
+                f"queries {self.directions} is {together}; a step can have {MOST_TOGETHER} at most"
+            )
+            refuse(type(self), [problem])
+        problems = [
+            f"{name} is an option of {' and '.join(', '.join(methods).rsplit(', ', 1))}, not of "
+            f"{self.method}"
+            for name, methods in OPTIONS_OF.items()
+            if self.was_given(name) and self.method not in methods
+        ]
+        if self.trains_all:
+            problems += [
+                f"{name} has no effect with trainable full: {why}"
+                for name, why in (
+                    ("adapter_dtype", "there are no adapters"),
+                    ("plan", "tiles of the weights themselves are read and written"),
+                )
+                if self.was_given(name)
+            ]
+        if self.trains_prefix and (given := self._lora_flags):
+            problems.append(
+                f"trainable prefix has no LoRA adapters: leave out {' and '.join(given)}, or give "
+                "--trainable lora"
+            )
+        if self.prefix_length is not None and self.trainable in ("lora", "full"):
+            problems.append(
+                f"prefix_length {self.prefix_length} has no effect with trainable {self.trainable}"
+            )
+        refuse(type(self), [*problems, *self.zeroth_order_problems])
+
+    @property
+    def _lora_flags(self) -> list[str]:
+        """The options of LoRA that were given, as they are typed."""
+        found = ["--rslora" if name == "rslora" else f"--lora-{name}" for name in self.given_lora]
+        return [*found, "--lora-dropout"] if self.lora_dropout else found
+
+    def was_given(self, name: str) -> bool:
+        """Whether an option of this or a derived class has another value than its default."""
+        options = {one.name: one.default for one in fields(self)}
+        return name in options and getattr(self, name) != options[name]
+
+    @property
+    def directions(self) -> int:
+        """The random directions of a step, for methods that perturb."""
+        return QUERIES.get(self.method, 1) if self.queries is None else self.queries

@@ -1,0 +1,185 @@
+"""The options of `ondevice train`, which trains LoRA adapters, or all parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from runtime.config.base import (
+    ABOVE_ZERO,
+    COUNT,
+    FILLED,
+    NOT_NEGATIVE,
+    Check,
+    Group,
+    choice,
+    option,
+    output_option,
+    refuse,
+    required,
+)
+from runtime.config.methods import NOISE
+from runtime.config.shared import (
+    TRAIN_DATA,
+    DataOptions,
+    StepConfig,
+    valid_split_field,
+)
+
+# settings that --resume may change
+CHANGEABLE = ("bundle", "device", "budget", "steps", "patience")
+_FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
+_EPSILON = Check(
+    lambda value: 1e-7 <= value < math.inf,
+    "a number from 1e-07 on: float32 loses smaller changes of values near 1",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(StepConfig, DataOptions):
+    """The options of `ondevice train`, which trains LoRA adapters, or all parameters."""
+
+    data: str = required(TRAIN_DATA, "DATA")
+    output: str = output_option("run", "run directory to write", "RUN")
+    valid_split: str | None = valid_split_field()
+    profile: bool = option(
+        False, "measure where time and memory go, and write it to the run's summary.json"
+    )
+    report_to: str = choice(
+        "none",
+        "tracker that steps and evaluations are also sent to, where it is installed",
+        "none",
+        "tensorboard",
+        "wandb",
+    )
+    heap_relief: bool = option(
+        True,
+        "give free heap memory back to the system near the predicted peak",
+        group=Group.MEMORY,
+    )
+    machine: str | None = option(
+        None,
+        "JSON file that `ondevice bench machine` wrote on this machine: how its heap behaves "
+        "(default: as measured on Linux x86-64)",
+        FILLED,
+        Group.MEMORY,
+        metavar="FILE",
+    )
+    steps: int = option(100, "optimizer steps", COUNT, Group.TRAINING)
+    learning_rate: float = option(
+        1e-4, "highest learning rate of the schedule", ABOVE_ZERO, Group.TRAINING
+    )
+    lr_schedule: str = choice(
+        "constant",
+        "learning rate after the warmup: constant, or falling to 0",
+        "constant",
+        "linear",
+        "cosine",
+        group=Group.TRAINING,
+    )
+    warmup_steps: int = option(
+        0, "steps in which the learning rate rises linearly", NOT_NEGATIVE, Group.TRAINING
+    )
+    weight_decay: float = option(
+        0.0, "decoupled weight decay, as in AdamW", NOT_NEGATIVE, Group.TRAINING
+    )
+    seed: int = option(
+        0,
+        "seed of new adapters, the order of rows and the directions",
+        NOT_NEGATIVE,
+        Group.TRAINING,
+    )
+    epsilon: float = option(
+        1e-3, "size of a perturbation of what is trained", _EPSILON, Group.ZEROTH_ORDER
+    )
+    noise: str = choice(
+        "auto",
+        "distribution of the directions; auto: rademacher (signs) with "
+        f"{', '.join(name for name, kind in NOISE.items() if kind == 'rademacher')}, "
+        "else gaussian",
+        "auto",
+        "gaussian",
+        "rademacher",
+        group=Group.ZEROTH_ORDER,
+    )
+    eval_data: str | None = option(
+        None,
+        "held-out data, as --data (default: valid of the folder in --data)",
+        FILLED,
+        Group.EVALUATION,
+        metavar="DATA",
+    )
+    eval_every: int = option(
+        0, "steps between evaluations; 0 for none", NOT_NEGATIVE, Group.EVALUATION
+    )
+    eval_rows: int = option(
+        0, "rows per evaluation; 0 for all (of random:SEED one)", NOT_NEGATIVE, Group.EVALUATION
+    )
+    keep_best: bool = option(
+        False,
+        "keep the save with the lowest held-out loss, and make it the run's adapter at the end; "
+        "needs --eval-every",
+        group=Group.STOPPING,
+    )
+    keep: int = option(1, "how many of the latest saved states stay on disk", COUNT, Group.STOPPING)
+    patience: int = option(
+        0,
+        "stop after so many evaluations in a row whose held-out loss is no better; 0 for never; "
+        "needs --eval-every",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    min_delta: float = option(
+        0.0,
+        "how much lower a held-out loss must be to count as better for --patience",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    save_every: int = option(
+        50,
+        "steps between saved states, from which --resume goes on; 0 to save only at the end",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    stop_seconds: float = option(
+        0.0,
+        "stop after this many seconds of training; 0 for no limit",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    stop_loss: float = option(
+        0.0,
+        "stop when the held-out loss is this low; 0 for never; needs --eval-every",
+        NOT_NEGATIVE,
+        Group.STOPPING,
+    )
+    stop_rise: float = option(
+        0.0,
+        "stop when the held-out loss exceeds this many times its first value; 0 for never; needs "
+        "--eval-every",
+        _FACTOR,
+        Group.STOPPING,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_steps > self.steps:
+            refuse(type(self), [f"warmup_steps {self.warmup_steps} > steps {self.steps}"])
+        watching = ("keep_best", "patience", "stop_loss", "stop_rise")
+        unseen = [name for name in watching if getattr(self, name)]
+        problems = []
+        if unseen and not self.eval_every:
+            need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
+            problems.append(f"{need}: the held-out loss is measured only then")
+        if self.rounding is not None and self.trainable in ("lora", "prefix"):
+            problems.append(
+                f"rounding has no effect with trainable {self.trainable}: adapters stay float32"
+            )
+        if self.min_delta and not self.patience:
+            problems.append("min_delta needs patience: nothing else compares with it")
+        refuse(type(self), problems)
+
+    @property
+    def noise_kind(self) -> str:
+        """The distribution of the directions, for methods that perturb."""
+        return NOISE.get(self.method, "gaussian") if self.noise == "auto" else self.noise

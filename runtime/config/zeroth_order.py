@@ -1,0 +1,218 @@
+"""Options of methods that see losses only: their directions, and what follows the estimates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from runtime.config.base import Check, Config, Group, choice, option, up_to
+from runtime.config.methods import QUERIES
+
+SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
+OBJECTIVES = ("loss", "accuracy", "exact", "labels")
+MOST_QUERIES = 4096  # of a step
+MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
+MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
+MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
+MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
+USUAL_MUON_RANK, USUAL_MUON_INTERVAL = 64, 100  # of zo-muon's subspaces; the authors'
+USUAL_ANGLE, USUAL_DECAY = 1.35, 0.95  # of conmezo; the authors' for SST-2
+USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZerothOrderOptions(Config):
+    """Options on which the memory of a zeroth-order step depends, or that only some methods have.
+
+    Which methods have which is in `runtime.config.methods.OPTIONS_OF`.
+    """
+
+    queries: int | None = option(
+        None,
+        "random directions per step, whose estimates are averaged (default: "
+        f"{', '.join(f'{count} with {name}' for name, count in QUERIES.items())}, else 1)",
+        up_to(MOST_QUERIES),
+        Group.ZEROTH_ORDER,
+    )
+    objective: str | None = choice(
+        None,
+        "what such a method improves: the loss (the default), or without any gradient the share of "
+        "scored tokens that are the most likely (accuracy), of rows whose scored tokens all are "
+        "(exact), or of rows whose answer begins with the most likely of all labels, which are the "
+        "first tokens of the training rows' answers (labels); shares need large batches",
+        *OBJECTIVES,
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_optimizer: str | None = choice(
+        None,
+        "with mezo or zo-act: follow each estimate (sgd, the default), or the averages over the "
+        "latest ones, whose directions are drawn again from the log (momentum, adam)",
+        "sgd",
+        "momentum",
+        "adam",
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_window: int | None = option(
+        None,
+        "with --zo-optimizer momentum or adam: how many of the latest estimates are averaged; each "
+        f"is drawn again in every step, which takes time (default: {USUAL_WINDOW})",
+        up_to(MOST_WINDOW),
+        Group.ZEROTH_ORDER,
+    )
+    zo_scaling: str | None = choice(
+        None,
+        "with mezo: divide each layer's directions by a number of its own, the norm of its trained "
+        "values, or of its gradient as forward passes estimate it; both are far from 1, so "
+        "--learning-rate does not carry over",
+        *SCALINGS,
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_scaled: str | None = choice(
+        None,
+        "with --zo-scaling: multiply the update by the same numbers, which changes the estimate's "
+        "variance only (the default), or do not, which changes its expectation, so that layers "
+        "learn at different rates",
+        *SCALED,
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_scaling_interval: int | None = option(
+        None,
+        "with --zo-scaling: steps after which the norms are measured again (default: they are "
+        "those of the first step)",
+        up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
+    seed_pool: int | None = option(
+        None,
+        f"with kzoo: how many directions there are in all (default: {USUAL_POOL})",
+        up_to(MOST_POOL),
+        Group.ZEROTH_ORDER,
+    )
+    lozo_rank: int | None = option(
+        None,
+        f"with lozo: rank of the directions U V^T (default: {USUAL_RANK})",
+        up_to(MOST_RANK),
+        Group.ZEROTH_ORDER,
+    )
+    lozo_interval: int | None = option(
+        None,
+        f"with lozo: steps after which V is drawn anew (default: {USUAL_INTERVAL})",
+        up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
+    lozo_momentum: float | None = option(
+        None,
+        "with lozo: follow a momentum of the estimates, of which each step keeps so much, such as "
+        "0.9 (LOZO-M; default: none)",
+        Check(lambda value: 0 < value < 1, "above 0 and below 1"),
+        Group.ZEROTH_ORDER,
+    )
+    muon_rank: int | None = option(
+        None,
+        "with zo-muon: dimensions of the random subspace in which it looks for each matrix's "
+        f"gradient (default: {USUAL_MUON_RANK})",
+        up_to(MOST_RANK),
+        Group.ZEROTH_ORDER,
+    )
+    muon_interval: int | None = option(
+        None,
+        "with zo-muon: steps after which the subspaces are drawn anew (default: "
+        f"{USUAL_MUON_INTERVAL})",
+        up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
+    hessian_smoothing: float | None = option(
+        None,
+        "with hizoo: how much of its estimate of the loss's curvature each step replaces, between "
+        "0 and 1; steps are shorter where the estimate is larger, and near 0 they are mezo's "
+        f"(default: {USUAL_SMOOTHING:g})",
+        Check(lambda value: 0 < value < 1, "above 0 and below 1"),
+        Group.ZEROTH_ORDER,
+    )
+
+    cone_angle: float | None = option(
+        None,
+        "with conmezo: angle in radians between its directions and the momentum; at pi/2 they are "
+        f"mezo's (default: {USUAL_ANGLE:g})",
+        Check(lambda value: 0 < value <= math.pi / 2, "above 0 and at most pi/2, 1.5708"),
+        Group.ZEROTH_ORDER,
+    )
+    cone_decay: float | None = option(
+        None,
+        "with conmezo: how much of its momentum each step keeps, from 0 to below 1 (default: "
+        f"{USUAL_DECAY:g})",
+        Check(lambda value: 0 <= value < 1, "from 0 to below 1"),
+        Group.ZEROTH_ORDER,
+    )
+
+    @property
+    def zeroth_order_problems(self) -> list[str]:
+        """What is wrong with these options together."""
+        averages = self.zo_optimizer not in (None, "sgd")
+        problems = []
+        if self.zo_window is not None and not averages:
+            problems.append("zo_window needs zo_optimizer momentum or adam: sgd averages nothing")
+        if self.zo_scaling is not None and averages:
+            problems.append(f"zo_scaling is for zo_optimizer sgd, not for {self.zo_optimizer}")
+        if self.zo_scaling is None:
+            problems += [
+                f"{name} needs zo_scaling {' or '.join(SCALINGS)}: nothing is scaled"
+                for name in ("zo_scaled", "zo_scaling_interval")
+                if getattr(self, name) is not None
+            ]
+        return problems
+
+    @property
+    def objective_name(self) -> str:
+        """What a zeroth-order method improves."""
+        return self.objective or OBJECTIVES[0]
+
+    @property
+    def zo_optimizer_name(self) -> str:
+        """What follows the estimates of a zeroth-order method."""
+        return self.zo_optimizer or "sgd"
+
+    @property
+    def zo_window_size(self) -> int:
+        """How many estimates are averaged, where any are."""
+        return USUAL_WINDOW if self.zo_window is None else self.zo_window
+
+    @property
+    def seed_pool_size(self) -> int:
+        """How many directions there are in all, where steps draw from a pool."""
+        return USUAL_POOL if self.seed_pool is None else self.seed_pool
+
+    @property
+    def lozo_rank_used(self) -> int:
+        """The rank of the directions, where they have a low one."""
+        return USUAL_RANK if self.lozo_rank is None else self.lozo_rank
+
+    @property
+    def lozo_interval_used(self) -> int:
+        """For how many steps half of such a direction stays."""
+        return USUAL_INTERVAL if self.lozo_interval is None else self.lozo_interval
+
+    @property
+    def muon_rank_used(self) -> int:
+        """The dimensions of the subspaces of directions, where they have some."""
+        return USUAL_MUON_RANK if self.muon_rank is None else self.muon_rank
+
+    @property
+    def muon_interval_used(self) -> int:
+        """For how many steps such a subspace stays."""
+        return USUAL_MUON_INTERVAL if self.muon_interval is None else self.muon_interval
+
+    @property
+    def hessian_smoothing_used(self) -> float:
+        """How much of an estimate of the Hessian a step replaces, where there is one."""
+        return USUAL_SMOOTHING if self.hessian_smoothing is None else self.hessian_smoothing
+
+    @property
+    def cone_angle_used(self) -> float:
+        """The angle in radians of the cone of directions, where there is one."""
+        return USUAL_ANGLE if self.cone_angle is None else self.cone_angle
+
+    @property
+    def cone_decay_used(self) -> float:
+        """How much of the momentum in a cone's middle a step keeps, where there is one."""
+        return USUAL_DECAY if self.cone_decay is None else self.cone_decay

@@ -1,0 +1,179 @@
+"""Folders and files that are written whole or not at all: built beside their place, then renamed.
+
+What is unfinished lies in `.NAME.partial/new`, and one process at a time locks `.NAME.partial`.
+What is replaced is first renamed to `.NAME.partial/old`. If a killed process left it there, the
+next writer puts it back before it clears the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from runtime.core.errors import UsageError
+from runtime.core.files import fsync_path, storage_errors
+from runtime.core.paths import partial_folder, text_path
+
+NEW, OLD = "new", "old"  # what is unfinished, and what it replaces
+_UNASKED = frozenset({".DS_Store"})  # what a file manager puts into any folder
+
+
+class FolderWriter:
+    """Builds a folder beside its destination and moves it there in one rename.
+
+    Use it as a context manager: an exception, Ctrl-C included, removes everything that was written.
+
+    Args:
+        destination: where it is to be.
+        force: whether one that is there is replaced; anything else is never replaced.
+        marker: the file by which a finished one is recognised; "" where the destination is itself
+            a file.
+        noun: what it is, for messages.
+        belongs: whether what is at a path is part of one: the destination where it is a file, else
+            each entry of the folder. Something with other parts is never replaced.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        force: bool,
+        marker: str,
+        noun: str,
+        belongs: Callable[[Path], bool],
+    ) -> None:
+        self.destination = text_path(destination)
+        self._belongs = belongs
+        self.force, self.marker, self.noun = force, marker, noun
+        self.place = partial_folder(destination)
+        self.folder = self.place / NEW
+
+    def __enter__(self) -> FolderWriter:
+        with storage_errors(self.destination):
+            self._sweep()
+            self._refuse_existing()
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+            try:
+                if self._put_back() and not self.force:
+                    raise UsageError(
+                        f"{self.destination} is back in place, after a forced export was "
+                        "stopped while it replaced it; choose another or pass --force"
+                    )
+                self._check_destination()
+                self._empty()  # of what a killed process left
+                self.folder.mkdir()
+            except BaseException:
+                self._clear()
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with storage_errors(self.place):
+            self._clear()
+
+    def _sweep(self) -> None:
+        """Remove what a process has left that was killed once its result was in place."""
+        if self.force or not self.place.is_dir() or not self._is_ours(self.destination):
+            return
+        with suppress(UsageError):  # another process is writing: it removes its own
+            self._lock = self._locked()
+            self._clear()
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.destination) and not self.force:
+            raise UsageError(f"{self.destination} exists; choose another or pass --force")
+
+    def _check_destination(self) -> None:
+        self._refuse_existing()
+        if not os.path.lexists(self.destination):
+            return
+        whole = not self.destination.is_symlink() and (
+            self._is_ours(self.destination) or self._is_empty_folder(self.destination)
+        )
+        if not whole:
+            raise UsageError(f"{self.destination} is not a {self.noun}; it is not replaced")
+        if others := self._others():
+            some = ", ".join(others[:3])
+            raise UsageError(
+                f"{self.destination} holds other files than those of a {self.noun} ({some}); it is "
+                "not replaced: choose another --output"
+            )
+
+    def _others(self) -> list[str]:
+        """What a replaced folder holds that belongs to something else."""
+        if not self.marker:
+            return []
+        found = (path for path in self.destination.iterdir() if path.name not in _UNASKED)
+        return sorted(path.name for path in found if not self._belongs(path))
+
+    def _is_ours(self, path: Path) -> bool:
+        return (path / self.marker).is_file() and (bool(self.marker) or self._belongs(path))
+
+    def _is_empty_folder(self, path: Path) -> bool:
+        return bool(self.marker) and path.is_dir() and not any(path.iterdir())
+
+    def _locked(self) -> int:
+        """Create `.NAME.partial`, or reuse one that a killed process left, and lock it."""
+        while True:
+            with suppress(FileExistsError):  # not exist_ok, which looks again, and may find nothing
+                self.place.mkdir()
+            with suppress(FileNotFoundError):  # the process that had it has just removed it
+                lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(lock), self.place.lstat()):
+                        return lock
+                except BlockingIOError:
+                    os.close(lock)
+                    raise UsageError(
+                        f"another process is exporting to {self.destination}; wait for it or "
+                        "choose another"
+                    ) from None
+                except BaseException:
+                    os.close(lock)
+                    raise
+                os.close(lock)
+
+    def _put_back(self) -> bool:
+        """Undo an unfinished replacement; returns whether there was one."""
+        old = self.place / OLD
+        if os.path.lexists(self.destination) or not self._is_ours(old):
+            return False
+        old.rename(self.destination)
+        fsync_path(self.destination.parent)
+        return True
+
+    def _clear(self) -> None:
+        """Remove all but the destination, and unlock."""
+        try:
+            self._put_back()
+            self._empty()
+            self.place.rmdir()
+        finally:
+            os.close(self._lock)
+
+    def _empty(self) -> None:
+        # without its marker, what is half removed cannot be taken for something complete
+        (self.place / OLD / self.marker).unlink(missing_ok=True)
+        for left in self.place.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+
+    def finish(self, result: Path | None = None) -> None:
+        """Move what was written to its destination: the folder, or one file of it.
+
+        Its files must have been flushed to the disk.
+        """
+        with storage_errors(self.destination):
+            for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
+                fsync_path(folder)
+            if os.path.lexists(self.destination):
+                self.destination.rename(self.place / OLD)
+            (self.folder if result is None else result).rename(self.destination)
+            fsync_path(self.destination.parent)

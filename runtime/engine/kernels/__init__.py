@@ -1,1 +1,0 @@
-"""The kernels of a program, each with a hand-derived backward."""

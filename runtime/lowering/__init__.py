@@ -1,1 +1,0 @@
-"""Lowering programs to instructions: schedules, tiles, frees and rematerialization."""

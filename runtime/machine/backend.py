@@ -1,0 +1,211 @@
+"""Setting up the process and the device (BLAS, allocator, MLX's run-ahead), and describing both.
+
+`prepare` must run before MLX is first imported. On Linux it loads an optimized BLAS in place of the
+reference BLAS in MLX's wheel, and sets whether the heap keeps freed memory. On macOS it does almost
+nothing, because MLX uses Accelerate there. It has not been run on a Mac so far.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import UsageError
+from runtime.machine.cgroup import memory_limit_bytes
+from runtime.machine.footprint import read_footprint
+from runtime.machine.heap import trim_heap, tune_heap
+from runtime.machine.machine import Blas, Machine
+
+AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
+
+# The buffers into which OpenBLAS packs factors: a panel for each thread and, with several threads,
+# 320 float32 columns of the factor that holds the tokens
+PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
+READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
+NO_LIMIT = 1 << 60  # more bytes than any machine has
+# MLX may always run ahead by this share of what a plan has in use, or by these bytes if they are
+# more: waiting for memory takes time, and in small models more than the operations themselves
+AHEAD, LEAST_AHEAD_BYTES = 0.01, 100_000
+_planned = [0]  # the bytes that `limit_memory` was last told
+
+REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
+NO_BLAS = (
+    "no optimized BLAS could be loaded, matrix products run about 100 times slower; install "
+    "libgfortran5 (Debian, Ubuntu: apt install libgfortran5) or libopenblas0-pthread"
+)
+TOO_LATE = (
+    "MLX was imported before ondevice had set this process up: matrix products may run on MLX's "
+    "own slow BLAS, and more memory may be taken than predicted; start Python again, and call "
+    "ondevice.prepare(), or another function of ondevice, before anything imports mlx"
+)
+_prepared: list[str] = []  # the BLAS, once this process was set up in time
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of `prepare`: the BLAS in use, and a warning if it is slow."""
+
+    blas: str
+    warning: str = ""
+
+
+def prepare(keep_heap: bool = True) -> Prepared:
+    """Set up BLAS and allocator. Call before anything imports `mlx.core`.
+
+    `keep_heap` is for work that allocates the same sizes repeatedly, as training does. Without it
+    freed memory goes back to the system at once, which keeps the peak of an export low.
+    The first call in a process loads the BLAS; later ones say what it has found.
+    """
+    tune_heap(keep_heap)
+    if _prepared:
+        return Prepared(_prepared[0], "" if _prepared[0] != REFERENCE else NO_BLAS)
+    if "mlx.core" in sys.modules:
+        return Prepared(_load_blas(), TOO_LATE)
+    _prepared.append(_load_blas())
+    return prepare(keep_heap)
+
+
+def _load_blas() -> str:
+    """Load an optimized BLAS, and have MLX evaluate depth first; returns the BLAS's name."""
+    os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1")
+    if sys.platform == "darwin":
+        return "Accelerate"
+    if platform.machine() == "x86_64" and _cpu_flags() >= AVX512:
+        os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
+    return _load_wheel_blas() or _load_system_blas() or REFERENCE
+
+
+def _cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _load_wheel_blas() -> str:
+    """OpenBLAS from the ngsolve-openblas wheel, found without importing it (it prints)."""
+    for entry in sys.path:
+        for library in Path(entry, "ngsolve_openblas").glob("libopenblas*.so*"):
+            if _dlopen(str(library)):
+                return f"OpenBLAS ({library.name})"
+    return ""
+
+
+def _load_system_blas() -> str:
+    import ctypes.util  # brings in `subprocess`, 0.5 MB
+
+    name = ctypes.util.find_library("openblas")
+    return f"OpenBLAS ({name})" if name and _dlopen(name) else ""
+
+
+def _dlopen(path: str) -> bool:
+    try:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False  # `prepare` reports the slow BLAS that is left
+    return True
+
+
+def blas_threads() -> int:
+    """The number of threads of the loaded OpenBLAS; 1 for another BLAS."""
+    libraries = ctypes.CDLL(None)
+    if not hasattr(libraries, "openblas_get_num_threads"):
+        return 1
+    return max(1, int(libraries.openblas_get_num_threads()))
+
+
+def this_machine(device: str, arithmetic: str) -> Machine:
+    """This machine and the current process. Call it after all imports.
+
+    `device` is what graphs were traced for; `arithmetic` is "packed", "unpacked" or "auto": packed
+    on a GPU, which multiplies quantized matrices as they are, unpacked on a CPU.
+    """
+    packed = arithmetic == "packed" or (arithmetic == "auto" and device == "gpu")
+    on_linux_cpu = sys.platform == "linux" and device == "cpu"
+    gc.collect()
+    trim_heap()
+    return Machine(
+        device="gpu" if device == "gpu" else "cpu",
+        arithmetic="packed" if packed else "unpacked",
+        allocator="glibc" if on_linux_cpu else "mlx",
+        process_bytes=round_up(read_footprint().footprint_bytes),
+        blas=Blas() if sys.platform == "darwin" else Blas(blas_threads(), PANEL_BYTES, ROW_BYTES),
+        limit_bytes=memory_limit_bytes(),
+    )
+
+
+def round_up(process_bytes: int) -> int:
+    """A footprint rounded up, because the footprints of equal processes differ a little."""
+    return -(-(process_bytes + READING_NOISE_BYTES) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
+
+
+def mlx_version() -> str:
+    """The version of the MLX that is loaded; `importlib.metadata` would take 1.5 MB to say it."""
+    import mlx.core as mx
+
+    return str(vars(mx)["__version__"])
+
+
+def use_device(device: str) -> None:
+    """Make the device that graphs were traced for MLX's default.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    import mlx.core as mx
+
+    if device == "gpu" and not mx.is_available(mx.gpu):
+        raise UsageError("the graphs were traced for a GPU, and MLX finds none here")
+    mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+
+
+def limit_memory(device: str, live_bytes: int, cache_bytes: int) -> None:
+    """Limit MLX's cache to `cache_bytes`, and on a GPU its run-ahead to `live_bytes` above that.
+
+    On a CPU only `bounded_run_ahead` limits the run-ahead.
+    """
+    import mlx.core as mx
+
+    mx.set_cache_limit(cache_bytes)
+    _planned[0] = live_bytes + cache_bytes
+    mx.set_memory_limit(_planned[0] if device == "gpu" else NO_LIMIT)
+
+
+@contextmanager
+def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
+    """Let MLX allocate until it holds `more_bytes` more than now, or what it always may.
+
+    MLX allocates for up to ten operations before the first of them has run, unless its memory limit
+    is reached. On a CPU such a limit may not hold all the time, since MLX waits by spinning where
+    it is reached while one operation runs, which cost up to a third of the processor's time.
+    """
+    import mlx.core as mx
+
+    ahead = max(more_bytes, int(AHEAD * _planned[0]), LEAST_AHEAD_BYTES)
+    bound = mx.get_active_memory() + ahead
+    before = mx.set_memory_limit(bound)
+    try:
+        if before < bound:
+            mx.set_memory_limit(before)
+        yield
+    finally:
+        mx.set_memory_limit(before)
+
+
+def describe() -> dict[str, Any]:
+    """The machine and the versions of this process, for summaries and reports."""
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "mlx": mlx_version(),
+    }

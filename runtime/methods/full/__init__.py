@@ -1,0 +1,1 @@
+"""Training all parameters, block by block from the disk."""

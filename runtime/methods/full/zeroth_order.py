@@ -1,0 +1,114 @@
+"""Zeroth-order training of all parameters, block by block as ZO2: the weights on disk are trained.
+
+theta are all matrices and vectors of the model, in the type in which the run stores them. A step
+visits each block once: a tile of its weights is read, the last step's update is applied, the hidden
+states are multiplied by it at each of the estimator's points, and the updated tile is written back,
+while the next block is read ahead (ZO2, sections 4 and 5; MeZO, Algorithm 1). The reference on the
+whole model in memory is `harness.peers.whole_model_full.MonolithicFullMeZO`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Loras, Moved
+from runtime.engine.model import Model
+from runtime.methods.full.row_noise import RowNoise
+from runtime.methods.full.weights import FullWeights, Perturbation
+from runtime.methods.protocol import Sample, StepResult
+from runtime.methods.zeroth.estimator import Lane, Point
+from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.trajectory import Header
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+
+
+@dataclass
+class FullZerothOrder(ZerothOrder):
+    """A method that sees losses only, and trains the weights themselves; adapters there are none.
+
+    Its state is on the disk after every step: a save is the number of a step whose log is flushed.
+    """
+
+    weights: FullWeights = field(kw_only=True)
+    _loras: dict[Point, Loras] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        noise = self.noise
+        self.weights.noise = RowNoise(noise.seed, noise.kind, noise.pool)
+
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
+        """See `Method.step`."""
+        assert number == self.weights.done, "a step of other weights"
+        self._loras = {point: self._moved(number, point) for point in self.estimator.points}
+        result = super().step(number, rate, parts)
+        self._loras = {}
+        assert result.record is not None
+        rate, gradients = result.record
+        learned = None
+        if gradients is not None:
+            learned = Update(number, rate, tuple(gradients), self.weight_decay)
+        self.weights.learn(learned)
+        if not self.defer:
+            self.weights.settle()
+        return result
+
+    def _moved(self, number: int, point: Point) -> Loras:
+        if not point.sign:
+            return {}
+        by = point.sign * self.epsilon
+        return Moved(Perturbation(self.weights, number, point.query, by))
+
+    def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
+        block = model.blocks[0]
+        with model.profile.block(block.label, "forward"):
+            for slot, lane in enumerate(lanes):
+                x = model.embed(rows[lane.row].inputs, self._loras[lane.point])
+                self.activations.put(0, slot, x)
+                del x
+            self._catch_up(block, model)
+            self._visited(block, model)
+            model.release(block)
+
+    def _perturb(
+        self,
+        perturbed: dict[Point, Loras],
+        block: Block,
+        number: int,
+        points: Sequence[Point],
+    ) -> None:
+        perturbed |= {point: self._loras[point] for point in points}
+
+    def _outside_layers(self, lane: Lane) -> Loras:
+        return self._loras[lane.point]
+
+    def _catch_up(self, block: Block, model: Model) -> None:
+        with model.profile.span("update"):
+            self.weights.begin(block)
+
+    def _visited(self, block: Block, model: Model) -> None:
+        with model.profile.span("update"):
+            self.weights.finish(block)
+
+    def settle(self) -> None:
+        """Write all blocks with all updates, and flush them to the disk."""
+        self.weights.settle()
+        if self.weights.slots is not None:
+            self.weights.slots.sync()
+
+    def log_header(self) -> str:
+        """The header of the log from which `ondevice replay` rebuilds the run's weights."""
+        weights = self.weights
+        sha256 = weights.manifest.weights_sha256
+        return Header(
+            weights.noise.seed,
+            weights.noise.kind,
+            self.weight_decay,
+            sha256,
+            sha256,
+            {},
+            pool=weights.noise.pool,
+            trained="full",
+            rounding=weights.rounding,
+        ).line()

@@ -1,0 +1,1 @@
+"""Zeroth-order methods: they see losses only, and estimate gradients from them."""

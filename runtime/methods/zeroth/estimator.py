@@ -1,0 +1,83 @@
+"""The part in which zeroth-order methods differ: which losses a step sees, and what they tell.
+
+An estimator names the points at which a step evaluates its batch, and turns the losses found there
+into one number for each direction z: the estimate of the gradient is the mean over the directions
+of that number times z. `runtime.methods.zeroth.zeroth_order` does everything else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+
+class Point(NamedTuple):
+    """theta + sign eps z, with z of the step's direction `query`; theta itself where sign is 0."""
+
+    query: int
+    sign: float
+
+
+class Lane(NamedTuple):
+    """One hidden state between blocks: a row at one point."""
+
+    point: Point
+    row: int
+
+
+PLUS, MINUS, UNPERTURBED = 1.0, -1.0, 0.0
+THETA = Point(0, UNPERTURBED)  # evaluated once, beside the first direction
+
+Losses = Mapping[Point, float]  # the batch's mean loss at each point
+
+
+def by_query(points: Sequence[Point]) -> list[list[Point]]:
+    """The points of each query."""
+    return [list(found) for _, found in groupby(points, key=lambda point: point.query)]
+
+
+class Estimator(ABC):
+    """How a step's losses become one number per direction; all state is a few scalars."""
+
+    @property
+    @abstractmethod
+    def points(self) -> Sequence[Point]:
+        """What a step evaluates, in the order of the queries, which count from 0."""
+
+    def lanes(self, rows: int) -> list[Lane]:
+        """The hidden states of a step, query after query: here each row at each point."""
+        return [
+            Lane(point, row)
+            for points in by_query(self.points)
+            for row in range(rows)
+            for point in points
+        ]
+
+    @property
+    @abstractmethod
+    def compared(self) -> Sequence[tuple[Point, Point]]:
+        """Pairs of points whose losses are all equal only if epsilon is too small.
+
+        A step of few rows may lack some of them.
+        """
+
+    @abstractmethod
+    def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
+        """One number per query: what its direction is multiplied by. All losses are finite."""
+
+    def curvatures(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
+        """The second difference along each query's direction; none where nothing uses them."""
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        """What a save must hold for the next step, as JSON."""
+        return {}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most keep no state
+        """Take what `state` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: `facts` hold something else.
+        """

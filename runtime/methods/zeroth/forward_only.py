@@ -1,0 +1,128 @@
+"""What a zeroth-order method needs, and how it begins: the same for every estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from runtime.config.shared import StepConfig
+from runtime.config.train import TrainConfig
+from runtime.config.zeroth_order import SCALED
+from runtime.core.errors import UsageError
+from runtime.methods.noise import Noise
+from runtime.methods.objectives import MeanLoss, Objective, objective_of
+from runtime.methods.protocol import Start
+from runtime.methods.zeroth.descent import Descent, descent_of
+from runtime.methods.zeroth.estimator import Estimator, by_query
+from runtime.methods.zeroth.layer_scales import ScaledDescent
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.plan.demand import Demand, lane_choices
+from runtime.storage.activations import Activations
+
+MOST_LANES = 16  # hidden states side by side, where they fit
+
+
+def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
+    """Needs a checkpoint for each hidden state, and a copy of a block's adapters for each point.
+
+    The copies of a query are freed once its hidden states are done.
+
+    Raises:
+        UsageError: the configuration asks for gradients, or for dropout.
+    """
+    name = config.method
+    if config.max_grad_norm:
+        raise UsageError(
+            f"--max-grad-norm {config.max_grad_norm:g} limits the norm of gradients, and {name} "
+            "computes none: it sees losses only; leave it out, and lower --learning-rate instead"
+        )
+    if config.lora_dropout:
+        raise UsageError(
+            f"--lora-dropout {config.lora_dropout:g} is not for {name}: it estimates gradients "
+            "from small differences between losses, to which random masks add noise; leave it out, "
+            "or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
+        )
+    descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
+    if config.trains_all and descent.window:
+        raise UsageError(
+            f"--zo-optimizer {descent.optimizer} is not for --trainable full: every step would "
+            "draw the noise of all parameters again for each estimate in its window; leave it out"
+        )
+    if config.trains_all and config.zo_scaling is not None:
+        raise UsageError(
+            f"--zo-scaling {config.zo_scaling} is not for --trainable full: its scales are those "
+            "of layers' adapters; leave it out, or give --trainable lora"
+        )
+    scratch = ScaledDescent.scratch_copies if config.zo_scaling else descent.scratch_copies
+    points = estimator.points
+    of_query = max(map(len, by_query(points)))
+    hidden_states = _hidden_states(config, estimator)
+    return Demand(
+        rows=config.batch_size,
+        hidden_states=hidden_states,
+        slots=1,
+        lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
+        adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
+        scratch_copies=max(3, scratch),  # z, theta and their sum; or an update's
+        trains_weights=config.trains_all,
+        noise_bytes=_noise_bytes(config),
+    )
+
+
+def start_with(
+    config: TrainConfig,
+    begin: Start,
+    estimator: Estimator,
+    noise: Noise | None = None,
+    descent: Descent | None = None,
+) -> ZerothOrder:
+    """The method of an estimator at its beginning.
+
+    Without `noise`, a step has its own; without `descent`, it is that of the configuration.
+    """
+    slots = _hidden_states(config, estimator)
+    make: Callable[..., ZerothOrder] = ZerothOrder
+    if begin.weights is not None:
+        from runtime.methods.full.zeroth_order import FullZerothOrder  # other runs need it not
+
+        make = partial(FullZerothOrder, weights=begin.weights)
+    return make(
+        begin.models,
+        begin.adapters,
+        Activations(begin.scratch, 1, slots, begin.activation_shape),
+        noise or Noise(config.seed, config.noise_kind),
+        config.epsilon,
+        estimator,
+        config.weight_decay,
+        descent or _descent(config, begin),
+        begin.plan.lanes,
+        _objective(config, begin),
+    )
+
+
+def _descent(config: TrainConfig, begin: Start) -> Descent:
+    """What follows the estimates, as the options of mezo say."""
+    if config.zo_scaling is None:
+        return descent_of(config.zo_optimizer_name, config.zo_window_size)
+    scaled, interval = config.zo_scaled or SCALED[0], config.zo_scaling_interval or 0
+    return ScaledDescent(config.zo_scaling, scaled, interval, begin.adapters.manifest)
+
+
+def _noise_bytes(config: StepConfig) -> int:
+    if not config.trains_all:
+        return 0
+    from runtime.methods.full.row_noise import noise_bytes  # other runs need it not
+
+    return noise_bytes(config.rounding != "nearest")
+
+
+def _objective(config: TrainConfig, begin: Start) -> Objective:
+    if config.objective_name == "loss":
+        return MeanLoss()
+    assert begin.rows is not None, "an objective over labels needs the rows"
+    return objective_of(config.objective_name, begin.rows)
+
+
+def _hidden_states(config: StepConfig, estimator: Estimator) -> int:
+    """One for each row at each of its points."""
+    return len(estimator.lanes(config.batch_size * config.grad_accumulation))

@@ -1,0 +1,381 @@
+"""Training by forward passes only, block by block as in ZO2: what all such methods share.
+
+A step evaluates its batch at several points near theta, along directions z that are drawn again
+whenever they are needed (`runtime.methods.noise`). An `Estimator` says which points, and
+what their losses tell; MeZO, the plainest, is in `runtime.methods.zeroth.mezo`.
+
+All hidden states visit a block together, so its weights are read and dequantized once for them.
+The update of a step is applied to a block when the next step visits it (ZO2, section 5), or by
+`settle`: the arithmetic is the same. Perturbed values are computed from theta, never restored by
+subtraction. The references on whole adapters are in `tests.oracles`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import mlx.core as mx
+
+from runtime.arrays.stored import Block
+from runtime.arrays.values import Loras
+from runtime.core.documents import from_json
+from runtime.core.errors import BundleError, UsageError
+from runtime.core.files import require_file, storage_errors
+from runtime.engine.model import Model
+from runtime.methods.adapters import Adapters
+from runtime.methods.noise import Noise
+from runtime.methods.objectives import MeanLoss, Objective, Scored, shares
+from runtime.methods.protocol import Models, Sample, StepLoss, StepResult
+from runtime.methods.zeroth.descent import Descent, Sgd
+from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
+from runtime.methods.zeroth.layer_scales import (
+    LayerNorms,
+    ScaledDescent,
+    Seen,
+    by_layer,
+    gradient_norms,
+    norm_of,
+)
+from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.trajectory import Header, digest
+from runtime.storage.activations import Activations
+
+MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
+
+
+@dataclass
+class ZerothOrder:
+    """A method that sees losses only; `lanes` hidden states visit a block side by side.
+
+    `activations` holds one slot for each row at each of the estimator's points.
+    """
+
+    models: Models
+    adapters: Adapters
+    activations: Activations
+    noise: Noise
+    epsilon: float
+    estimator: Estimator
+    weight_decay: float = 0.0
+    descent: Descent = field(default_factory=Sgd)
+    lanes: int = 2
+    objective: Objective = field(default_factory=MeanLoss)
+    defer: bool = True
+    frozen: str = ""  # the end of the names of tensors that are not trained, where there are any
+    skipped: int = 0  # losses in a row that were not finite
+    unmoved: int = 0  # steps in a row in which no perturbation changed a loss
+    _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
+    _only: Mapping[int, Block] = field(default_factory=dict, repr=False)  # moved by these queries
+    keeps_log: ClassVar[bool] = True
+
+    def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
+        """See `Method.step`; all parts run together, at the bucket of their longest row."""
+        rows = [row for part in parts for row in part]
+        model = self.models(max(len(row.inputs) for row in rows))
+        measured = self._measured(model, number, rows)
+        lanes = self.estimator.lanes(len(rows))
+        losses, values = self._forward(model, number, rows, lanes)
+        return self._learn(number, rate, rows, lanes, losses, values, measured)
+
+    def _forward(
+        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> tuple[list[float], list[float]]:
+        """See `_losses`; every block is visited once, so the pending update is applied to all."""
+        self._embed(model, rows, lanes)
+        for index, block in enumerate(model.blocks[1:-1], start=1):
+            model.read_ahead(model.blocks[index + 1])
+            with model.profile.block(block.label, "forward"):
+                self._block(model, block, number, rows, lanes)
+        self._pending = False
+        return self._losses(model, rows, lanes)
+
+    def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> LayerNorms | None:
+        """The norms of the layers, by which this step's directions are divided; None if not due."""
+        descent = self.descent
+        if not isinstance(descent, ScaledDescent) or not descent.due(number):
+            return None
+        self.settle()
+
+        def alone(moved: Mapping[int, Block]) -> Seen:
+            lanes = [
+                Lane(Point(query, sign), row)
+                for query in moved
+                for row in range(len(rows))
+                for sign in (PLUS, MINUS)
+            ]
+            self._only = moved
+            losses, values = self._forward(model, number, rows, lanes)
+            self._only = {}
+            finite = all(map(math.isfinite, losses))
+            return Seen(self._means(rows, lanes, values), len(lanes), finite)
+
+        if descent.of_gradient:
+            layers = by_layer(descent.layers, len(self._points), len(self.estimator.points) // 2)
+            found = gradient_norms(layers, self.epsilon, alone)
+        else:
+            tensors = self.adapters.tensors
+            names = map(self._names, descent.layers)
+            found = LayerNorms([norm_of(tensors[name] for name in of) for of in names])
+        return found._replace(norms=descent.scale(found.norms))
+
+    def _means(
+        self, rows: Sequence[Sample], lanes: Sequence[Lane], values: Sequence[float]
+    ) -> dict[Point, float]:
+        """What the objective is at each point."""
+        sums = dict.fromkeys((lane.point for lane in lanes), 0.0)
+        counts = dict.fromkeys(sums, 0)
+        for lane, value in zip(lanes, values, strict=True):
+            sums[lane.point] += value
+            counts[lane.point] += self.objective.count(rows[lane.row])
+        return {point: value / counts[point] for point, value in sums.items()}
+
+    @cached_property
+    def _points(self) -> list[list[Point]]:
+        """The points of each query."""
+        return by_query(self.estimator.points)
+
+    def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
+        block = model.blocks[0]
+        with model.profile.block(block.label, "forward"):
+            for row, item in enumerate(rows):
+                x = model.embed(item.inputs)
+                for slot, lane in enumerate(lanes):
+                    if lane.row == row:
+                        self.activations.put(0, slot, x)
+                del x
+            model.release(block)
+
+    def _block(
+        self,
+        model: Model,
+        block: Block,
+        number: int,
+        rows: Sequence[Sample],
+        lanes: Sequence[Lane],
+    ) -> None:
+        self._catch_up(block, model)
+        perturbed: dict[Point, Loras] = {}
+        points = by_query(sorted({lane.point for lane in lanes}))
+        of_query = {found[0].query: found for found in points}
+        for first in range(0, len(lanes), self.lanes):
+            group = lanes[first : first + self.lanes]
+            for done in [point for point in perturbed if point.query < group[0].point.query]:
+                del perturbed[done]
+            held = {point.query for point in perturbed}
+            for query in sorted({lane.point.query for lane in group} - held):
+                with model.profile.span("noise"):
+                    self._perturb(perturbed, block, number, of_query[query])
+            xs = [self.activations.get(0, first + i) for i in range(len(group))]
+            loras = [perturbed[lane.point] for lane in group]
+            offsets = [rows[lane.row].offsets for lane in group]
+            ys = model.forward_lanes(block, xs, loras, offsets)
+            for i in range(len(group)):
+                self.activations.put(0, first + i, ys.pop(0))
+            del loras  # before the next group's are drawn
+            if first == 0:
+                self._visited(block, model)
+        model.release(block)
+
+    def _perturb(
+        self,
+        perturbed: dict[Point, Loras],
+        block: Block,
+        number: int,
+        points: Sequence[Point],
+    ) -> None:
+        """The block's adapters at all points of one query."""
+        theta = self.adapters.tensors
+        names = self._names(block)
+        query = points[0].query
+        moves = self._only.get(query, block) == block
+        z = {name: self._direction(number, query, name) for name in self._trained(names) if moves}
+        for point in points:
+            step = point.sign * self.epsilon
+            tensors = {
+                name: theta[name] + z[name] * step if step and name in z else theta[name]
+                for name in names
+            }
+            mx.eval(tensors)
+            adapters = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+            perturbed[point] = adapters.loras(block)
+
+    def _direction(self, number: int, query: int, name: str) -> mx.array:
+        z = self.noise.draw(number, query, name, self.adapters.tensors[name].shape)
+        return z if query in self._only else self.descent.direction(name, z)
+
+    def _names(self, block: Block) -> list[str]:
+        return [
+            full
+            for name in self.adapters.manifest.adapted(block)
+            for full in self.adapters.manifest.adapter_names(block, name)
+        ]
+
+    def _losses(
+        self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> tuple[list[float], list[float]]:
+        """The summed loss of every lane, and what it adds to the objective."""
+        head, objective = model.blocks[-1], self.objective
+        losses: list[float] = []
+        values: list[float] = []
+        with model.profile.block(head.label, "forward"):
+            self._catch_up(head, model)
+            for first in range(0, len(lanes), self.lanes):
+                group = lanes[first : first + self.lanes]
+                loras = [self._outside_layers(lane) for lane in group]
+                hs = [
+                    model.hidden(self.activations.get(0, first + i), rows[lane.row].scored, own)
+                    for i, (lane, own) in enumerate(zip(group, loras, strict=True))
+                ]
+                targets = [rows[lane.row].targets for lane in group]
+                results = model.losses(
+                    hs, targets, gradient=False, predictions=objective.predicts, loras=loras
+                )
+                if first == 0:
+                    self._visited(head, model)
+                losses += [float(result.loss.sum().item()) for result in results]  # type: ignore[arg-type]
+                values += [
+                    objective.value(Scored(model, rows[lane.row], h, result, own))
+                    for lane, h, result, own in zip(group, hs, results, loras, strict=True)
+                ]
+        model.release(head)
+        return losses, values
+
+    def _learn(
+        self,
+        number: int,
+        rate: float,
+        rows: Sequence[Sample],
+        lanes: Sequence[Lane],
+        losses: Sequence[float],
+        values: Sequence[float],
+        measured: LayerNorms | None,
+    ) -> StepResult:
+        tokens = sum(len(row.targets) for row in rows)
+        mean = StepLoss(sum(losses) / (len(lanes) // len(rows)), 0, tokens)
+        passes = len(lanes) + (measured.forward_passes if measured else 0)
+        if not all(map(math.isfinite, losses)) or (measured and not measured.finite):
+            self.skipped += 1
+            return StepResult(mean, passes, self.skipped, [rate, None])
+        self.skipped = 0
+        found = self._means(rows, lanes, values)
+        share = shares(self.objective, list(found.values()))
+        if share is None:  # a share of right answers often stays as it is
+            self._check_moved(found)
+        gradients = self.estimator.gradients(found, self.epsilon)
+        curvatures = self.estimator.curvatures(found, self.epsilon)
+        scales = tuple(measured.norms) if measured else ()
+        update = Update(number, rate, gradients, self.weight_decay, curvatures, scales)
+        self._pending = True
+        self.descent.remember(update)
+        if not self.defer or self.descent.at_once:
+            self.settle()
+        return StepResult(mean, passes, 0, update.record, objective=share)
+
+    def _check_moved(self, losses: Losses) -> None:
+        """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.
+
+        Raises:
+            UsageError: this is the last of MOST_UNMOVED such steps.
+        """
+        compared = [pair for pair in self.estimator.compared if losses.keys() >= set(pair)]
+        pairs = [(losses[a], losses[b]) for a, b in compared]
+        unmoved = bool(pairs) and all(a == b != 0 for a, b in pairs)
+        self.unmoved = self.unmoved + 1 if unmoved else 0
+        if self.unmoved == MOST_UNMOVED:
+            raise UsageError(
+                f"in {MOST_UNMOVED} steps in a row the losses of differently perturbed adapters "
+                f"were equal, the last {pairs[0][0]:g} and {pairs[0][1]:g}: --epsilon "
+                f"{self.epsilon:g} is too small for float32, and nothing is learnt; give a larger "
+                "one, such as 0.001"
+            )
+
+    def _outside_layers(self, lane: Lane) -> Loras:
+        """What a hidden state meets in the embedding and the head, which have no adapters."""
+        return {}
+
+    def _visited(self, block: Block, model: Model) -> None:
+        """The first hidden states have left a block: its update is complete."""
+
+    def _catch_up(self, block: Block, model: Model) -> None:
+        """Apply the pending update to one block."""
+        if self._pending:
+            with model.profile.span("update"):
+                self._apply(self._names(block))
+
+    def _trained(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not (self.frozen and name.endswith(self.frozen))]
+
+    def _apply(self, names: Iterable[str]) -> None:
+        tensors = self.adapters.tensors
+        for name in self._trained(names):
+            tensors[name] = self.descent.apply(self.noise, name, tensors[name])
+
+    def settle(self) -> None:
+        """Apply the pending update to all blocks at once."""
+        if self._pending:
+            self._apply(list(self.adapters.tensors))
+            self._pending = False
+
+    def write(self, path: Path) -> None:
+        """Write the state besides the adapters: the losses in a row that were not finite, and more.
+
+        What more there is, the estimator and the descent say.
+        """
+        facts = {"skipped": self.skipped, **self.estimator.state(), **self.descent.state()}
+        with storage_errors(path), path.open("wb") as file:
+            file.write(json.dumps(facts).encode())
+            self.descent.write(file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, path: Path) -> None:
+        """Read what `write` wrote.
+
+        Raises:
+            BundleError: the file holds something else.
+        """
+        try:
+            require_file(path)
+            with path.open("rb") as file:
+                facts = from_json(file.readline())
+                self.skipped = int(facts["skipped"])
+                self.estimator.restore(facts)
+                self.descent.restore(facts)
+                self.descent.read(file)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
+            raise BundleError(f"{path} is damaged: {problem!r}") from None
+
+    def log_header(self) -> str:
+        """The header of the log from which `ondevice replay` rebuilds the run's adapters."""
+        manifest, noise = self.adapters.manifest, self.noise
+        lora = manifest.lora.to_json()
+        weights, initial = manifest.weights_sha256, digest(self.adapters)
+        return Header(
+            noise.seed,
+            noise.kind,
+            self.weight_decay,
+            weights,
+            initial,
+            lora,
+            optimizer=self.descent.optimizer,
+            window=self.descent.window,
+            pool=noise.pool,
+            rank=noise.rank,
+            interval=noise.interval,
+            flipout=noise.flipout,
+            frozen=self.frozen,
+            muon=self.descent.muon,
+            factor_decay=self.descent.factor_decay,
+            hessian_smoothing=self.descent.smoothing,
+            scaling=self.descent.scaling[0],
+            scaled=self.descent.scaling[1],
+            cone_angle=self.descent.cone[0],
+            cone_decay=self.descent.cone[1],
+        ).line()

@@ -1,0 +1,116 @@
+"""The operation Attention: causal, optionally with a sliding window, with grouped heads.
+
+Where a sequence holds several packed rows, attention does not cross from one to another. Positions
+go on from row to row: rotary position embeddings make scores depend on distances only, and windows
+count distances too.
+
+Prefix tuning gives it further keys and values, which every token sees, whatever its row, its
+position and the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.cached_attention import CachedAttention, prefix_bytes, prefix_of, slots_of
+from runtime.operations.values import F32, Shape, T, shape_at
+
+STARTS = "@starts"  # the value that packed sequences have besides (no program can name it so)
+START_BYTES = 4  # of each token's: the position at which its row starts
+
+
+class Attention(Operation, frozen=True):
+    """softmax(q k^T scale) v for q (1, H, T, D) and k, v (1, K, T, D), H a multiple of K.
+
+    A token attends to itself and to earlier tokens of its row; with `window`, to the last `window`
+    of these.
+    """
+
+    inputs: tuple[str, str, str]
+    outputs: tuple[str]
+    scale: float
+    window: int | None = None
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.outputs
+
+    @property
+    def prefix(self) -> str:
+        """The name of its prefix, relative to the block."""
+        return prefix_of(self.outputs[0])
+
+    @property
+    def prefixable(self) -> tuple[str, ...]:
+        return (self.prefix,)
+
+    def prefix_widths(self, values: Mapping[str, Shape]) -> tuple[int, int]:
+        _, k, v = (values[name] for name in self.inputs)
+        return int(k[1]) * int(k[3]), int(v[1]) * int(v[3])
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        return self.outputs if self.learns(adapted) else ()
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The log-sum-exp of each row of scores, from which the backward rebuilds them."""
+        return (f"{self.outputs[0]}.lse",)
+
+    def decoding(self, context: int) -> Operation:
+        """`CachedAttention`: to the past tokens too."""
+        slots = slots_of(context, self.window)
+        return CachedAttention(self.inputs, self.outputs, self.scale, self.window, slots)
+
+    def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
+        return frozenset((*self.inputs, *self.outputs, *self.statistics))
+
+    def statistic_bytes(self, name: str, visit: Visit) -> int:
+        return math.prod(shape_at(visit.values[self.outputs[0]], visit.tokens)[:-1]) * F32
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """A block of scores, its mask and probabilities, and a copied block of keys or values."""
+        q, k, v = (shape_at(visit.values[name], execution.bucket) for name in self.inputs)
+        heads, length = q[1], q[2]
+        block = min(length, execution.query_block)
+        keys = length if self.window is None else min(length, self.window + block)
+        mask = block * keys * F32
+        scores = heads * mask
+        queries, others = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
+        part = queries * block // length
+        held = mask + scores + part + others // 2
+        held = held + max(scores, part) if visit.backward else held
+        return held + prefix_bytes(q, k, v, block, execution.prefix, visit.backward)
+
+    def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
+        """The rows of a factor that a BLAS packs: the queries of a group of heads."""
+        q, k, _ = (shape_at(values[name], execution.bucket) for name in self.inputs)
+        return q[1] // k[1] * min(execution.bucket, execution.query_block)
+
+    def check(
+        self,
+        where: str,
+        values: Mapping[str, Shape],
+        parameters: Mapping[str, tuple[int, ...]],
+        tables: Tables,
+    ) -> None:
+        where = f"{where}: attention"
+        require(len(set(self.inputs)) == len(self.inputs), f"{where} of {self.inputs}")
+        q, k, v = (values[name] for name in self.inputs)
+        out = values[self.outputs[0]]
+        shaped = all(len(s) == 4 and s[0] == 1 and s[2] == T for s in (q, k, v, out))
+        require(shaped, f"{where} shapes")
+        fits = k[1] == v[1] and q[3] == k[3] and out == (1, q[1], T, v[3])
+        require(fits, f"{where} shapes")
+        require(int(k[1]) > 0 and int(q[1]) % int(k[1]) == 0, f"{where}: {q[1]} heads on {k[1]}")
+        require(self.scale > 0 and math.isfinite(self.scale), f"{where}: scale {self.scale}")
+        require(self.window is None or self.window > 0, f"{where}: window {self.window}")
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        window = "" if self.window is None else f" (window {self.window})"
+        return f"attention{window} -> " + "x".join(map(str, values[self.outputs[0]][1:]))

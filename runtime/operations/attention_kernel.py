@@ -1,0 +1,247 @@
+"""Causal attention by query blocks: window, packed rows, grouped keys; and its backward by hand.
+
+Never more than one block of scores (H, block, keys) exists. The forward keeps the log-sum-exp of
+each row; the backward rebuilds the probabilities from it (as FlashAttention, arXiv 2205.14135):
+
+    P = exp(S - lse)   dV = P^T dO   dS = P * (dO V^T - rowsum(dO * O)) * scale
+    dQ = dS K          dK = dS^T Q
+
+A block of queries is multiplied by no keys before its window or before the row of its first query.
+The reference is `harness.peers.whole_model.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.sums import row_sums
+from runtime.arrays.values import Gradients, Loras, Values, accumulate
+from runtime.operations.attention import STARTS, Attention
+from runtime.operations.kernel import Run, Tools
+from runtime.operations.prefix_kernel import Prefix, by_head, prefix_rows, transposed, watch_keys
+
+MASKED = -1e30  # added to a score, which vanishes in its rounding
+Starts = npt.NDArray[np.int32]
+"""For each token (T,) the position at which its row starts; positions never fall."""
+
+
+@dataclass(frozen=True)
+class QueryBlocks:
+    """Attention over arrays, `query_block` rows of scores at a time."""
+
+    query_block: int
+    arrays: Arrays
+
+    def _blocks(
+        self, length: int, window: int | None, starts: Starts | None
+    ) -> Iterator[tuple[int, int, int, mx.array]]:
+        for start in range(0, length, self.query_block):
+            stop = min(length, start + self.query_block)
+            first = 0 if window is None else max(0, start - window + 1)
+            if starts is not None:
+                first = max(first, int(starts[start]))
+            yield start, stop, first, _mask(start, stop, first, window, starts)
+
+    def _scores(self, q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
+        s = by_head(q * scale, k.swapaxes(-1, -2))
+        mx.eval(s)
+        self.arrays.add_to(s, ..., mask)
+        return s
+
+    def forward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        window: int | None,
+        starts: Starts | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Attend.
+
+        Args:
+            q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
+            starts: where each token's row starts, in a sequence of packed rows.
+            prefix: further keys and values, which all queries see.
+        Returns:
+            out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
+        """
+        arrays = self.arrays
+        _, heads, length, width = q.shape
+        groups = k.shape[1]
+        grouped = q.reshape(groups, heads // groups, length, width)
+        joined, sums = _Joined(length, arrays), _Joined(length, arrays)
+        for start, stop, first, mask in self._blocks(length, window, starts):
+            keys = k[0, :, None, first:stop]
+            s = self._scores(grouped[:, :, start:stop], keys, scale, mask)
+            top = arrays.row_max(s)
+            if prefix is not None:
+                further = prefix.scores(grouped[:, :, start:stop], scale)
+                top = mx.maximum(top, arrays.row_max(further))
+                mx.eval(top)
+            p = arrays.exp_below(s, top)
+            total = row_sums(p)
+            out = by_head(p, v[0, :, None, first:stop])
+            if prefix is not None:
+                weights = arrays.exp_below(further, top)
+                total, out = total + row_sums(weights), out + prefix.output(weights)
+                mx.eval(total, out)
+                del further, weights
+            out = out / total
+            lse = top + mx.log(total)
+            del s, p
+            mx.eval(out, lse)
+            joined.put(start, out)
+            sums.put(start, lse)
+            del out, lse
+        return joined.whole.reshape(1, heads, length, v.shape[-1]), sums.whole
+
+    def backward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        out: mx.array,
+        lse: mx.array,
+        d_out: mx.array,
+        scale: float,
+        window: int | None,
+        starts: Starts | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[mx.array, ...]:
+        """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned.
+
+        Of a prefix, dK (K, m, D) and dV (K, m, E) follow.
+        """
+        arrays = self.arrays
+        _, heads, length, width = q.shape
+        groups = k.shape[1]
+        repeats = heads // groups
+        grouped = q.reshape(groups, repeats, length, width)
+        d_grouped = d_out.reshape(groups, repeats, length, -1)
+        outputs = out.reshape(d_grouped.shape)
+        dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
+        mx.eval(dk, dv)
+        further: list[mx.array] = []
+        if prefix is not None:
+            further = [mx.zeros(part[:, 0].shape) for part in (prefix.keys, prefix.values)]
+            mx.eval(further)
+        joined = _Joined(length, arrays)
+        for start, stop, first, mask in self._blocks(length, window, starts):
+            keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
+            rows = grouped[:, :, start:stop]
+            d_rows = d_grouped[:, :, start:stop]
+            inner = row_sums(d_rows * outputs[:, :, start:stop])
+            mx.eval(inner)
+            p = arrays.exp_below(self._scores(rows, keys, scale, mask), lse[:, :, start:stop])
+            arrays.add_to(dv, (slice(None), slice(first, stop)), transposed(p, d_rows))
+            dp = by_head(d_rows, values.swapaxes(-1, -2))
+            mx.eval(dp)
+            ds = arrays.weighed(dp, inner, p, scale)
+            del p, dp
+            dq = by_head(ds, keys)
+            arrays.add_to(dk, (slice(None), slice(first, stop)), transposed(ds, rows))
+            mx.eval(dq)
+            del ds
+            if prefix is not None:
+                sums = lse[:, :, start:stop]
+                part, *found = prefix.backward(rows, sums, inner, d_rows, scale, arrays)
+                dq = dq + part
+                mx.eval(dq)
+                for whole, one in zip(further, found, strict=True):
+                    arrays.add_to(whole, ..., one)
+                del part, found
+            joined.put(start, dq)
+            del dq
+        return joined.whole.reshape(q.shape), dk[None], dv[None], *further
+
+
+@dataclass
+class _Joined:
+    """Query blocks (K, R, t, n) written where they belong in all `length` queries, each at once.
+
+    Were they kept to be joined, they would lie between the scores that come and go around them.
+    """
+
+    length: int
+    arrays: Arrays
+    whole: mx.array = field(default_factory=lambda: mx.array(0.0))
+
+    def put(self, start: int, part: mx.array) -> None:
+        groups, repeats, rows, width = part.shape
+        if rows == self.length:
+            self.whole = part
+            return
+        if start == 0:
+            self.whole = mx.zeros((groups, repeats, self.length, width))
+            mx.eval(self.whole)
+        self.arrays.put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
+
+
+def _mask(start: int, stop: int, first: int, window: int | None, starts: Starts | None) -> mx.array:
+    """What is added to the scores of queries start:stop with keys first:stop."""
+    rows, columns = np.arange(start, stop)[:, None], np.arange(first, stop)[None]
+    masked = columns > rows
+    if window is not None:
+        masked |= columns <= rows - window
+    if starts is not None:
+        masked |= columns < starts[start:stop, None]
+    return mx.array(masked * np.float32(MASKED))
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The `Attention` operation: its output, the log-sum-exp of each row, and their backward."""
+
+    tools: Tools
+
+    @property
+    def blocks(self) -> QueryBlocks:
+        return QueryBlocks(self.tools.execution.query_block, self.tools.arrays)
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Attention)
+        for values, own in zip(lanes, loras, strict=True):
+            q, k, v = (values[name] for name in operation.inputs)
+            scale, window = operation.scale, operation.window
+            watch_keys(own, operation.prefix, k, v)
+            prefix = Prefix.of(own.get(operation.prefix), k.shape[1])
+            out, sums = self.blocks.forward(q, k, v, scale, window, _starts(values), prefix)
+            mx.eval(out, sums)
+            values[operation.outputs[0]] = out
+            for name in run.instruction.statistics:
+                values[name] = sums
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        operation = run.operation(Attention)
+        q, k, v = (values[name] for name in operation.inputs)
+        (output,), (statistic,) = operation.outputs, operation.statistics
+        prefix = Prefix.of(loras.get(operation.prefix), k.shape[1])
+        dq, dk, dv, *further = self.blocks.backward(
+            q,
+            k,
+            v,
+            values[output],
+            values[statistic],
+            values[f"~{output}"],
+            operation.scale,
+            operation.window,
+            _starts(values),
+            prefix,
+        )
+        if further:
+            d_keys, d_values = map(prefix_rows, further)
+            accumulate(gradients, {operation.prefix: (d_keys, d_values)})
+        return dict(zip(operation.inputs, (dq, dk, dv), strict=True))
+
+
+def _starts(values: Values) -> Starts | None:
+    """Where each token's row starts; None in a sequence that is one row."""
+    return np.asarray(values[STARTS]) if STARTS in values else None

@@ -1,0 +1,292 @@
+"""The base class of operations: what the lowering and the planner ask of each, without running it.
+
+A new operation is a class in a new file here, a kernel of the same name in
+`runtime.operations`, and a line in each of the two tables (`runtime.operations.table`,
+`runtime.operations.kernel_table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from runtime.arrays.stored import Extent, Graph, Matrix
+from runtime.core.errors import BundleError
+from runtime.operations.values import F32, Shape, bytes_at, is_parameter
+
+WHOLE = 1 << 62  # more tokens, or values, than there are
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise BundleError with this message unless the condition on a manifest holds."""
+    if not condition:
+        raise BundleError(f"manifest: {message:.1000}")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tensors and graphs of a manifest that operations refer to, by name."""
+
+    matrices: Mapping[str, Matrix]
+    vectors: Mapping[str, Extent]
+    graphs: Mapping[str, Graph]
+    buckets: Sequence[int]
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How operations run at one sequence bucket: all sizes that the lowering has decided.
+
+    `tile_rows` says how many rows of a matrix are dequantized at once, `chunk_rows` how many of the
+    vocabulary the head takes at once, `query_block` how many queries attention takes at once.
+    `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
+    floating point are multiplied as float32, a tile at a time, on every device.
+    """
+
+    tables: Tables
+    bucket: int
+    tile_rows: Mapping[str, int]
+    chunk_rows: int
+    query_block: int
+    packed: bool
+    prefix: int = 0  # trained keys that every token of every layer sees besides
+
+    def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
+        """Bytes in memory while a tile of `values` values is dequantized.
+
+        These are the words, the flipped and the masked words, the integer codes, the results, and
+        the scales; for 4 bits also the scales divided by 16, for even and for odd columns. Values
+        of 16 bits are in memory beside the float32 ones.
+        """
+        values = min(values, matrix.rows * matrix.columns)
+        ready = self.tile_bytes(matrix, values)
+        if matrix.is_float:
+            return ready + (0 if matrix.bits == 32 else values * matrix.bits // 8)
+        if self.packed:
+            return ready
+        scales = (3 if matrix.bits == 4 else 1) * _per_group(matrix, values)
+        return 3 * values * matrix.bits // 8 + scales + ready
+
+    def tile_bytes(self, matrix: Matrix, values: int) -> int:
+        """Bytes of a tile that can be multiplied: words, scales and biases, or values and shift."""
+        if self.packed and not matrix.is_float:
+            share = values / (matrix.rows * matrix.columns)
+            return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
+        return values * F32 + (0 if matrix.biases is None else _per_group(matrix, values))
+
+    def largest_tile_bytes(self) -> int:
+        """The most bytes that any matrix's tile takes while it is dequantized."""
+        return max(
+            self.dequantizing_bytes(matrix, self.tile_rows[name] * matrix.columns)
+            for name, matrix in self.tables.matrices.items()
+        )
+
+
+def materialized_bytes(matrix: Matrix) -> int:
+    """Bytes of a whole matrix as float32, with the shifts of affine groups."""
+    shifts = 0 if matrix.biases is None else matrix.groups * F32
+    return matrix.rows * matrix.columns * F32 + shifts
+
+
+def _per_group(matrix: Matrix, values: int) -> int:
+    """Bytes of one float32 for each group among `values` values."""
+    return values // matrix.group_size * F32
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One execution of an operation, for questions about the bytes that it takes.
+
+    wanted: forward the results to compute, backward the values to return gradients for.
+    lanes: how many hidden states run together, of `tokens` tokens each.
+    tensor: maps the name of a tensor within the block to its full name.
+    dropped: the matrices, relative to the block, whose adapters drop values of their input.
+    """
+
+    backward: bool
+    wanted: tuple[str, ...]
+    lanes: int
+    tokens: int
+    values: Mapping[str, Shape]
+    tensor: Callable[[str], str]
+    dropped: frozenset[str] = frozenset()
+
+    def bytes_of(self, name: str) -> int:
+        """The bytes of a value for the tokens of this visit."""
+        return bytes_at(self.values[name], self.tokens)
+
+
+class Operation(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="op",
+    tag=str.lower,
+):
+    """One operation of a program, over values that have names.
+
+    Inputs that begin with `@` are parameters: small tensors of the weights file.
+    """
+
+    runs_once_per_tile: ClassVar[bool] = False
+    """Whether it runs once for all batch lanes, so that each tile of weights is loaded once."""
+    in_schedule: ClassVar[bool] = True
+    """Whether schedules run it; the head is False, since it runs separately after its block."""
+    reversible: ClassVar[bool] = True
+    """Whether schedules run its backward."""
+    takes_parameters: ClassVar[bool] = False
+    """Whether inputs may be parameters."""
+    cheap: ClassVar[bool] = False
+    """Whether recomputing its results where they are read costs next to nothing."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in profiles and descriptions."""
+        return type(self).__name__.lower()
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        """All inputs: values and parameters."""
+        return ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The values that it computes."""
+        return ()
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The inputs that are values."""
+        return tuple(name for name in self.inputs_read if not is_parameter(name))
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The results that are products with frozen matrices."""
+        return ()
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Further values that the forward computes if a backward will follow."""
+        return ()
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """The matrices that LoRA may adapt, relative to the block."""
+        return ()
+
+    @property
+    def prefixable(self) -> tuple[str, ...]:
+        """The attentions that may have a prefix of trained keys, relative to the block."""
+        return ()
+
+    def prefix_widths(self, values: Mapping[str, Shape]) -> tuple[int, int]:
+        """How many values a key and a value of its prefix have, over all heads."""
+        raise NotImplementedError(f"{self.label} has no prefix")
+
+    @property
+    def tokenwise(self) -> bool:
+        """Whether every token is treated alike, so that tiles of tokens can be run one by one."""
+        return False
+
+    @property
+    def graph(self) -> str:
+        """The elementwise graph that it runs; empty for none."""
+        return ""
+
+    def tile_unit(self, bucket: int) -> int:
+        """The number of tokens of which a tile of tokens must be a multiple."""
+        return 1
+
+    def on_device(self, device: str) -> Operation:
+        """The operation that runs in its place on "cpu" or "gpu"."""
+        return self
+
+    def decoding(self, context: int) -> Operation:
+        """The operation that runs in its place where a sequence of `context` tokens is decoded."""
+        return self
+
+    def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the float32 values that it keeps from one decoding to the next, by name."""
+        return {}
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        """Full names of the matrices that it reads."""
+        return ()
+
+    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        """Full names of the vectors that it reads, besides parameters."""
+        return ()
+
+    def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        """Full names of the matrices that it dequantizes completely, one tile after another."""
+        return ()
+
+    def learns(self, adapted: frozenset[str]) -> bool:
+        """Whether any of its matrices has an adapter, given the adapted names."""
+        return any(name in adapted for name in (*self.adaptable, *self.prefixable))
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        """The results that depend on an adapter of this operation."""
+        return ()
+
+    def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
+        """The values of the forward pass that its backward reads."""
+        return frozenset()
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The values that its backward returns gradients for, in order."""
+        return self.activations
+
+    @property
+    def shared_gradients(self) -> tuple[str, ...]:
+        """For each gradient the cotangent or earlier gradient that is the same array, or "".
+
+        Empty if every gradient is a new array.
+        """
+        return ()
+
+    def statistic_bytes(self, name: str, visit: Visit) -> int:
+        """The bytes of one of its `statistics`."""
+        raise NotImplementedError(f"{self.label} has no statistics")
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """The bytes that it needs while it runs, besides the values that it reads and computes."""
+        raise NotImplementedError
+
+    def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
+        """The rows of the factor that a BLAS packs, if there may be more of them than tokens."""
+        return 0
+
+    def streamed(self, execution: Execution) -> tuple[int, int]:
+        """If it streams a matrix: bytes of a chunk's result, and of chunk and result together."""
+        return 0, 0
+
+    def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
+        """The keys of the serialized functions that it runs at a sequence bucket."""
+        return ()
+
+    def check(
+        self,
+        where: str,
+        values: Mapping[str, Shape],
+        parameters: Mapping[str, tuple[int, ...]],
+        tables: Tables,
+    ) -> None:
+        """Check its fields and shapes. Raises BundleError."""
+
+    def check_weights(
+        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
+    ) -> None:
+        """Check the tensors that it uses in one block. Raises BundleError."""
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        """One line that describes it to people."""
+        made = ", ".join("x".join(map(str, values[name][1:])) for name in self.results)
+        return self.label + (f" -> {made}" if made else "")

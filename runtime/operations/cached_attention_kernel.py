@@ -1,0 +1,128 @@
+"""Attention of new tokens to a ring of past keys and values, into which their own are written.
+
+The reference is `harness.peers.whole_model.attention` of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.sums import row_sums
+from runtime.arrays.values import Gradients, Loras, Values
+from runtime.operations.cached_attention import CachedAttention
+from runtime.operations.kernel import Run, Tools
+from runtime.operations.prefix_kernel import Prefix
+from runtime.operations.values import POSITION
+
+MASKED = -1e30  # added to a score, which vanishes in its rounding
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Past keys (1, K, S, D) and values (1, K, S, E): position p lies in slot p modulo S."""
+
+    keys: mx.array
+    values: mx.array
+    arrays: Arrays
+
+    @property
+    def slots(self) -> int:
+        return int(self.keys.shape[2])
+
+    def write(self, k: mx.array, v: mx.array, position: int) -> None:
+        """Put k (1, K, T, D) and v (1, K, T, E) of the tokens from `position` on, T at most S."""
+        start, length = position % self.slots, k.shape[2]
+        first = min(length, self.slots - start)
+        for ring, new in ((self.keys, k), (self.values, v)):
+            self.arrays.put(ring, _rows(start, start + first), new[_rows(0, first)])
+            if first < length:
+                self.arrays.put(ring, _rows(0, length - first), new[_rows(first, length)])
+
+    def positions(self, written: int) -> npt.NDArray[np.int64]:
+        """Where the tokens in the used slots are in the sequence, if `written` were written."""
+        last = written - 1
+        return last - (last - np.arange(min(self.slots, written))) % self.slots
+
+    def attend(
+        self,
+        q: mx.array,
+        position: int,
+        scale: float,
+        window: int | None,
+        prefix: Prefix | None = None,
+    ) -> mx.array:
+        """out (1, H, T, E) of the queries q (1, H, T, D) of the tokens from `position` on.
+
+        They see a prefix besides, which is not in the ring. Keys and values of these tokens must
+        have been written, and no later ones.
+        """
+        _, heads, length, width = q.shape
+        groups = self.keys.shape[1]
+        places = self.positions(position + length)
+        mask = _mask(places, position, length, window)
+        used = len(places)
+        rows = (q * scale).reshape(groups, heads // groups * length, width)
+        s = rows @ self.keys[0, :, :used].swapaxes(-1, -2)
+        s = s.reshape(groups, heads // groups, length, used)
+        mx.eval(s)
+        if mask is not None:
+            self.arrays.add_to(s, ..., mask)
+        top = self.arrays.row_max(s)
+        if prefix is not None:
+            further = prefix.scores(q.reshape(groups, heads // groups, length, width), scale)
+            top = mx.maximum(top, self.arrays.row_max(further))
+            mx.eval(top)
+        p = self.arrays.exp_below(s, top)
+        del s
+        total = row_sums(p)
+        out = p.reshape(groups, -1, used) @ self.values[0, :, :used]
+        out = out.reshape(groups, heads // groups, length, -1)
+        if prefix is not None:
+            weights = self.arrays.exp_below(further, top)
+            total, out = total + row_sums(weights), out + prefix.output(weights)
+        out = out / total
+        mx.eval(out)
+        return out.reshape(1, heads, length, -1)
+
+
+def _rows(start: int, stop: int) -> tuple[slice, slice, slice]:
+    return slice(None), slice(None), slice(start, stop)
+
+
+def _mask(
+    places: npt.NDArray[np.int64], position: int, length: int, window: int | None
+) -> mx.array | None:
+    """What is added to scores (..., T, S); None if every token sees all keys."""
+    rows, columns = np.arange(position, position + length)[:, None], places[None]
+    masked = columns > rows
+    if window is not None:
+        masked |= columns <= rows - window
+    return mx.array(masked * np.float32(MASKED)) if masked.any() else None
+
+
+@dataclass(frozen=True)
+class CachedAttentionKernel:
+    """The `CachedAttention` operation; lanes are parts of one sequence, in order."""
+
+    tools: Tools
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(CachedAttention)
+        for values, own in zip(lanes, loras, strict=True):
+            q, k, v = (values[name] for name in operation.inputs)
+            keys, past = (values[name] for name in operation.cache)
+            position = int(values[POSITION].item())  # type: ignore[arg-type]
+            ring = Ring(keys, past, self.tools.arrays)
+            ring.write(k, v, position)
+            prefix = Prefix.of(own.get(operation.prefix), k.shape[1])
+            out = ring.attend(q, position, operation.scale, operation.window, prefix)
+            values[operation.outputs[0]] = out
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        raise AssertionError("what decodes is not trained")

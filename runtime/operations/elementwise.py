@@ -1,0 +1,215 @@
+"""The operation Elementwise: a serialized MLX function between matrix products.
+
+It computes norms, rotary embeddings, activations or residual sums. One graph is for the forward,
+one for its vector-Jacobian product (vjp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.gated import Gated
+from runtime.operations.placed import Placed
+from runtime.operations.values import (
+    DECODED_TOKENS,
+    F32,
+    Shape,
+    T,
+    graph_key,
+    is_parameter,
+    shape_at,
+    token_tile_unit,
+)
+
+Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
+
+
+class Elementwise(Operation, frozen=True):
+    """A serialized function of `inputs`, and its vjp.
+
+    The vjp takes `vjp_inputs` (cotangents are `~name`) and returns the gradients of `vjp_outputs`.
+    `vjp_same` says for each gradient which array it is: a cotangent, the gradient of an earlier
+    value, or "" for a new array. `tokenwise` says that every token is treated alike, so that a
+    graph for a tile of tokens serves any number of tiles. `position` says that results depend on
+    where in the sequence a token is; then decoding has a graph of its own, which takes the position
+    of the first token besides. `gated` names f if the graph computes f(first input) * second input;
+    on a CPU a kernel then computes this without the graph.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: str
+    vjp_inputs: tuple[str, ...] = ()
+    vjp_outputs: tuple[str, ...] = ()
+    vjp_same: tuple[str, ...] = ()
+    tokenwise: bool = False
+    position: bool = False
+    gated: Activation = ""
+
+    takes_parameters: ClassVar[bool] = True
+    cheap: ClassVar[bool] = True
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.outputs
+
+    def tile_unit(self, bucket: int) -> int:
+        return self.graph_tokens(bucket)
+
+    def graph_tokens(self, bucket: int) -> int:
+        """The number of tokens that the graphs for a sequence bucket were traced at.
+
+        If tokens are treated alike, this is one tile, which then runs several times.
+        """
+        return token_tile_unit(bucket) if self.tokenwise else bucket
+
+    @property
+    def decoding_direction(self) -> str:
+        """The direction of the graph that decodes: the forward, if it takes no position."""
+        return "decode" if self.position else "forward"
+
+    def on_device(self, device: str) -> Operation:
+        """On a CPU, `Gated` for a gated activation: its kernel needs less memory and time."""
+        if self.gated and device == "cpu":
+            return Gated(self.inputs[:2], self.outputs[:1], self.gated)  # type: ignore[arg-type]
+        return self
+
+    def decoding(self, context: int) -> Operation:
+        """`Placed` if results depend on positions."""
+        return Placed(self.inputs, self.outputs, self.graph) if self.position else self
+
+    def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
+        return frozenset(name for name in self.vjp_inputs if name[0] not in "@~")
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        return self.vjp_outputs
+
+    @property
+    def shared_gradients(self) -> tuple[str, ...]:
+        return self.vjp_same
+
+    def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
+        tokens = self.graph_tokens(bucket)
+        directions = ("forward", "vjp") if backward else ("forward",)
+        return tuple(graph_key(self.graph, direction, tokens) for direction in directions)
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """The graph's workspace, and its unwanted results; all results if it runs tile by tile."""
+        tokens = self.graph_tokens(execution.bucket)
+        direction = "vjp" if visit.backward else "forward"
+        graph = execution.tables.graphs[graph_key(self.graph, direction, tokens)]
+        made = self.vjp_outputs if visit.backward else self.outputs
+        same = self.vjp_same if visit.backward else ("",) * len(made)
+        held = {one or name for name, one in zip(made, same, strict=True) if name in visit.wanted}
+        results = sum(
+            math.prod(shape) * F32
+            for name, one, shape in zip(made, same, graph.outputs, strict=True)
+            if not one and (tokens < visit.tokens or name not in held)
+        )
+        return graph.workspace_bytes + results
+
+    def check(
+        self,
+        where: str,
+        values: Mapping[str, Shape],
+        parameters: Mapping[str, tuple[int, ...]],
+        tables: Tables,
+    ) -> None:
+        where = f"{where}: elementwise graph {self.graph}"
+        distinct = len(set(self.inputs)) == len(self.inputs)
+        require(distinct and bool(self.outputs), f"{where}: its inputs or outputs")
+        for name in self.vjp_inputs:
+            expected = self.outputs if name.startswith("~") else self.inputs
+            require(name.removeprefix("~") in expected, f"{where}: its vjp wants {name}")
+        activations = set(self.activations)
+        returned = (len(self.vjp_outputs), set(self.vjp_outputs))
+        require(returned == (len(activations), activations), f"{where}: vjp: {self.vjp_outputs}")
+        self._check_same(where, values)
+        if self.tokenwise:
+            require(not self.position, f"{where}: it treats tokens alike, and takes a position")
+            for name in (*activations, *self.outputs):
+                require(values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
+        # whether the graph really computes this cannot be checked without running it
+        good = not self.gated or self.may_be_gated(values)
+        require(good, f"{where}: {self.gated} of {self.inputs}, {self.vjp_inputs}")
+        self._check_graphs(where, values, parameters, tables)
+
+    def _check_graphs(
+        self,
+        where: str,
+        values: Mapping[str, Shape],
+        parameters: Mapping[str, tuple[int, ...]],
+        tables: Tables,
+    ) -> None:
+        """Check that there are graphs of the right signatures: for every bucket, and to decode.
+
+        A bundle may come without graphs, which are then traced where it is used.
+        """
+        if not tables.graphs:
+            return
+
+        def shapes(names: Sequence[str], tokens: int) -> tuple[tuple[int, ...], ...]:
+            return tuple(
+                parameters[name[1:]]
+                if is_parameter(name)
+                else shape_at(values[name.removeprefix("~")], tokens)
+                for name in names
+            )
+
+        def check_one(
+            direction: str, tokens: int, inputs: tuple[tuple[int, ...], ...], outputs: Sequence[str]
+        ) -> None:
+            graph = tables.graphs.get(graph_key(self.graph, direction, tokens))
+            require(graph is not None, f"{where}: no {direction} graph for {tokens} tokens")
+            assert graph is not None
+            for expected, found in (
+                (inputs, graph.inputs),
+                (shapes(outputs, tokens), graph.outputs),
+            ):
+                require(found == expected, f"{where}: signature {found}")
+
+        for tokens in sorted(set(map(self.graph_tokens, tables.buckets))):
+            check_one("forward", tokens, shapes(self.inputs, tokens), self.outputs)
+            check_one("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs)
+        for tokens in DECODED_TOKENS:
+            inputs = shapes(self.inputs, tokens)
+            check_one(
+                self.decoding_direction,
+                tokens,
+                (*inputs, ()) if self.position else inputs,
+                self.outputs,
+            )
+
+    def _check_same(self, where: str, values: Mapping[str, Shape]) -> None:
+        """Check that each gradient is named a cotangent, an earlier gradient, or a new array.
+
+        Whether the graph really returns that array cannot be checked without running it.
+        """
+        as_many = len(self.vjp_same) == len(self.vjp_outputs)
+        require(as_many, f"{where}: its vjp's gradients: {self.vjp_same}")
+        own: set[str] = set()
+        for name, same in zip(self.vjp_outputs, self.vjp_same, strict=True):
+            if not same:
+                own.add(name)
+                continue
+            known = same in (self.vjp_inputs if same.startswith("~") else own)
+            alike = known and values[same.removeprefix("~")] == values[name]
+            require(alike, f"{where}: its gradient of {name} is said to be {same}")
+
+    def may_be_gated(self, values: Mapping[str, Shape]) -> bool:
+        """Whether its signature is that of f(a) * b: two inputs and one output of one shape."""
+        names = (*self.inputs, *self.outputs)
+        if (len(self.inputs), len(self.outputs)) != (2, 1) or not set(names) <= set(values):
+            return False
+        alike = len({values[name] for name in names}) == 1
+        takes = self.vjp_inputs == (*self.inputs, f"~{self.outputs[0]}")
+        returns = self.vjp_outputs == self.inputs and not any(self.vjp_same)
+        return alike and takes and returns and self.tokenwise

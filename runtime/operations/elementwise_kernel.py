@@ -1,0 +1,98 @@
+"""The elementwise kernel: serialized graphs between matrix products, forward and vjp.
+
+A graph that treats every token alike runs a tile of tokens at a time, so that its intermediates are
+small: they stay in the processor's cache, and add hardly anything to the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from runtime.arrays.values import Gradients, Loras, Values
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.kernel import Run, Tools
+from runtime.operations.program import Program
+from runtime.operations.values import gradient_of, graph_key, is_parameter, shape_at, token_axis
+
+
+@dataclass(frozen=True)
+class ElementwiseKernel:
+    """Runs the graphs of `Elementwise` operations."""
+
+    tools: Tools
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Elementwise)
+        for values, lora in zip(lanes, loras, strict=True):
+            arguments = [self._argument(run, name, values, lora) for name in operation.inputs]
+            results = self.results(
+                operation, run.program, "forward", arguments, run.instruction.wanted, run.tokens
+            )
+            values.update(results)
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        operation = run.operation(Elementwise)
+        for name in operation.outputs:  # an output that nothing used has no gradient yet
+            if gradient_of(name) not in values:
+                zeros = mx.zeros(shape_at(run.program.values[name], run.tokens))
+                values[gradient_of(name)] = zeros
+        arguments = [self._argument(run, name, values, loras) for name in operation.vjp_inputs]
+        wanted = run.instruction.wanted
+        return self.results(operation, run.program, "vjp", arguments, wanted, run.tokens)
+
+    def _argument(self, run: Run, name: str, values: Values, loras: Loras) -> mx.array:
+        if is_parameter(name):
+            return self.tools.vector(run.block.tensor(name[1:]), loras)
+        return values[name]
+
+    def results(
+        self,
+        operation: Elementwise,
+        program: Program,
+        direction: str,
+        arguments: Sequence[mx.array],
+        wanted: Sequence[str],
+        tokens: int,
+    ) -> Values:
+        """The results named `wanted` of "forward" or "vjp", evaluated.
+
+        `tokens` is how many the arguments have: the bucket's, or those of a tile of them.
+        """
+        forward = direction == "forward"
+        names = operation.inputs if forward else operation.vjp_inputs
+        made = operation.outputs if forward else operation.vjp_outputs
+        length = operation.graph_tokens(self.tools.execution.bucket)
+        key = graph_key(operation.graph, direction, length)
+        if length == tokens:
+            results = dict(zip(made, self.tools.graphs.call(key, arguments), strict=True))
+            results = {name: results[name] for name in wanted}
+            working_bytes = self.tools.graphs.workspace_bytes(key)
+            self.tools.arrays.evaluate([*results.values()], working_bytes)
+            return results
+        given = dict(zip(names, arguments, strict=True))
+        same = {} if forward else dict(zip(made, operation.vjp_same, strict=True))
+        holder = {name: same.get(name) or name for name in wanted}
+        own = dict.fromkeys(one for one in holder.values() if not one.startswith("~"))
+        found = {name: mx.zeros(shape_at(program.values[name], tokens)) for name in own}
+        mx.eval(found)
+        for start in range(0, tokens, length):
+            tile = slice(start, start + length)
+            sliced = [
+                array if is_parameter(name) else array[_along(program, name, tile)]
+                for name, array in given.items()
+            ]
+            results = dict(zip(made, self.tools.graphs.call(key, sliced), strict=True))
+            del sliced
+            mx.eval([results[name] for name in own])
+            for name in own:
+                self.tools.arrays.put(found[name], _along(program, name, tile), results[name])
+            del results
+        return {name: found[one] if one in own else given[one] for name, one in holder.items()}
+
+
+def _along(program: Program, name: str, tile: slice) -> tuple[slice, ...]:
+    axis = token_axis(program.values[name.removeprefix("~")])
+    return (*(slice(None),) * axis, tile)

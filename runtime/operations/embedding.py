@@ -1,0 +1,47 @@
+"""The operation Embedding: looks up the rows of a matrix that belong to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.values import F32, Shape, T
+
+
+class Embedding(Operation, frozen=True):
+    """Looks up a row of `matrix` (a full name) for each token; the first block begins with it."""
+
+    outputs: tuple[str]
+    matrix: str
+
+    reversible: ClassVar[bool] = False
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.outputs
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (self.matrix,)
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        return 3 * visit.tokens * execution.tables.matrices[self.matrix].columns * F32
+
+    def check_weights(
+        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
+    ) -> None:
+        check_vocabulary(where, self.matrix, tables)
+        (name,) = self.outputs
+        stream = (1, T, tables.hidden_size)
+        require(values[name] == stream, f"{where}: {name} is not {stream}")
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        return f"embedding {self.matrix} -> " + "x".join(map(str, values[self.outputs[0]][1:]))
+
+
+def check_vocabulary(where: str, name: str, tables: Tables) -> None:
+    """Check that a matrix has a row of the hidden size for every token."""
+    matrix = tables.matrices.get(name)
+    expected = (tables.vocab_size, tables.hidden_size)
+    found = matrix and (matrix.rows, matrix.columns)
+    require(found == expected, f"{where}: {name} is {found}, expected {expected}")

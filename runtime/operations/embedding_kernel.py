@@ -1,0 +1,33 @@
+"""The embedding kernel: rows of a matrix, looked up and dequantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.arrays.values import Gradients, Loras, Values, move_of
+from runtime.operations.embedding import Embedding
+from runtime.operations.kernel import Run, Tools
+
+TOKENS = "tokens"  # the value that a block without an input is given: (T,) integers
+
+
+@dataclass(frozen=True)
+class EmbeddingKernel:
+    """Looks up the rows of the tokens in the value `TOKENS`: (1, T, D)."""
+
+    tools: Tools
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Embedding)
+        matrix = self.tools.stored[operation.matrix]
+        for values, lora in zip(lanes, loras, strict=True):
+            tokens = np.array(values.pop(TOKENS)).astype(np.int64)
+            rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))[None]
+            self.tools.profile.settle(rows)
+            values[operation.outputs[0]] = rows
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        raise AssertionError("an embedding is not trained")

@@ -1,0 +1,47 @@
+"""The operation Gated: f(g) * u as in SwiGLU and GeGLU, computed by a kernel without a graph.
+
+The lowering replaces an elementwise graph by it if the device has a kernel for it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from runtime.operations.base import Execution, Operation, Visit
+from runtime.operations.values import token_tile_unit
+
+CHUNK_VALUES = 32_768  # at once: with fewer the calls of NumPy cost the most
+SCRATCH_BYTES = 2 * CHUNK_VALUES * 4
+
+
+class Gated(Operation, frozen=True):
+    """y = f(g) * u, with f SiLU ("silu") or GELU's tanh form ("gelu_tanh"); never in a bundle."""
+
+    inputs: tuple[str, str]
+    outputs: tuple[str]
+    activation: str
+
+    cheap: ClassVar[bool] = True
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.outputs
+
+    @property
+    def tokenwise(self) -> bool:
+        return True
+
+    def tile_unit(self, bucket: int) -> int:
+        return token_tile_unit(bucket)
+
+    def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
+        return frozenset(self.inputs)
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """A chunk of scratch, and the gradients that are computed but not wanted."""
+        made = self.inputs if visit.backward else self.outputs
+        return SCRATCH_BYTES + (len(made) - len(visit.wanted)) * visit.bytes_of(self.outputs[0])

@@ -1,0 +1,77 @@
+"""The operation Head: the loss over the vocabulary and its gradient, in one pass over W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from runtime.arrays.stored import Matrix
+from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.embedding import check_vocabulary
+from runtime.operations.logits import Logits
+from runtime.operations.values import F32, Shape, T
+
+
+class Head(Operation, frozen=True):
+    """The loss of the logits h W^T, for h (1, T, D), against targets; it ends the last block."""
+
+    inputs: tuple[str]
+    matrix: str
+
+    in_schedule: ClassVar[bool] = False
+    reversible: ClassVar[bool] = False
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    def decoding(self, context: int) -> Operation:
+        """`Logits`, which has no loss."""
+        return Logits(self.inputs, self.matrix)
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (self.matrix,)
+
+    def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (self.matrix,)
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """The hidden states of all lanes with their gradients, and a chunk of the vocabulary.
+
+        `visit.backward` says whether the gradient of the hidden states is computed.
+        """
+        h = visit.bytes_of(self.inputs[0])
+        matrix = execution.tables.matrices[self.matrix]
+        gradient = h if visit.backward else 0
+        waiting = 3 * visit.lanes * h  # h and its halves, and the rows of the targets
+        values = execution.chunk_rows * matrix.columns
+        dequantizing = execution.dequantizing_bytes(matrix, values)
+        joined = gradient  # of its halves, after the last chunk is freed
+        return waiting + gradient + max(dequantizing, scoring_bytes(matrix, execution), joined)
+
+    def streamed(self, execution: Execution) -> tuple[int, int]:
+        """Bytes of a vocabulary chunk's logits, and of the chunk and its logits together."""
+        matrix = execution.tables.matrices[self.matrix]
+        return logits_bytes(execution), scoring_bytes(matrix, execution)
+
+    def check_weights(
+        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
+    ) -> None:
+        check_vocabulary(where, self.matrix, tables)
+        (name,) = self.inputs
+        stream = (1, T, tables.hidden_size)
+        require(values[name] == stream, f"{where}: {name} is not {stream}")
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        return f"head {self.matrix}"
+
+
+def logits_bytes(execution: Execution) -> int:
+    """Bytes of the logits of one row of tokens over one chunk of the vocabulary."""
+    return execution.bucket * execution.chunk_rows * F32
+
+
+def scoring_bytes(matrix: Matrix, execution: Execution) -> int:
+    """Bytes of a chunk of the vocabulary and its logits (exponentials replace the logits)."""
+    values = execution.chunk_rows * matrix.columns
+    return execution.tile_bytes(matrix, values) + logits_bytes(execution)

@@ -1,0 +1,136 @@
+"""The head kernel: the loss, its gradient and the predictions without ever holding all logits.
+
+One pass over the vocabulary in chunks of rows of W keeps a running maximum m, sum z and, for
+training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttention does over keys):
+
+    loss = m + log z - l_target        d loss / d h = G / z - W_target
+
+Each chunk is read and dequantized once for all batch lanes; the result of a lane does not depend on
+the others. Callers pass only positions that have a target. The reference is
+`harness.peers.whole_model.head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.matrices import Matrices
+from runtime.arrays.stored import Matrix
+from runtime.arrays.sums import row_sums
+from runtime.arrays.tiles import Input, ReadyTile, RowSum
+from runtime.arrays.values import Move
+
+Targets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Per position: loss (N,), the most likely token (N,), and dh (N, D) of the summed loss.
+
+    Predictions cost a pass over the logits, and are computed only on request.
+    """
+
+    loss: mx.array
+    predicted: mx.array | None
+    dh: mx.array | None
+
+
+@dataclass
+class _Lane:
+    """The running state of one set of positions."""
+
+    given: Input
+    chosen: mx.array  # W_target (N, D)
+    best: mx.array
+    total: mx.array
+    predicted: mx.array | None
+    arrays: Arrays
+    weighted: RowSum
+
+    def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
+        """Add the logits of a chunk of the vocabulary, whose first row is `start`."""
+        logits = chunk.transposed_product(self.given)
+        mx.eval(logits)
+        top = self.arrays.row_max(logits)
+        if self.predicted is not None:
+            place = logits.argmax(axis=-1).astype(mx.int32) + start
+            self.predicted = mx.where(top[:, 0] > self.best[:, 0], place, self.predicted)
+            mx.eval(self.predicted)
+        new = mx.maximum(self.best, top)
+        fade = mx.exp(self.best - new)
+        p = self.arrays.exp_below(logits, new)
+        del logits
+        self.total = self.total * fade + row_sums(p)
+        self.best = new
+        if gradient:
+            self.weighted.add(p, chunk, fade)
+        mx.eval(self.best, self.total)
+
+    def result(self, gradient: bool, group_size: int) -> HeadResult:
+        target_logit = row_sums(self.given.x * self.chosen)
+        loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
+        dh = None
+        if gradient:
+            dh = self.weighted.result(group_size) / self.total - self.chosen
+            mx.eval(dh)
+        mx.eval(loss)
+        return HeadResult(loss, self.predicted, dh)
+
+
+@dataclass(frozen=True)
+class HeadKernel:
+    """Streams a head's rows, `chunk_rows` at a time."""
+
+    matrices: Matrices
+    chunk_rows: int
+
+    def run(
+        self,
+        hs: Sequence[mx.array],
+        targets: Sequence[Targets],
+        matrix: Matrix,
+        gradient: bool,
+        predictions: bool,
+        moves: Sequence[Move | None] = (),
+    ) -> list[HeadResult]:
+        """Losses of hidden states h (N, D) against targets (N,), in float32, for every lane.
+
+        `moves` say how each lane moves the matrix; without them none does.
+        """
+        moves = moves or [None] * len(hs)
+        given = zip(hs, targets, moves, strict=True)
+        lanes = [self._lane(h, t, matrix, predictions, move) for h, t, move in given]
+        for start in range(0, matrix.rows, self.chunk_rows):
+            stop = min(matrix.rows, start + self.chunk_rows)
+            for chunk, seeing in self.matrices.as_seen(matrix, start, stop, moves):
+                for lane in seeing:
+                    lanes[lane].add(chunk, start, gradient)
+                del chunk
+        return [lane.result(gradient, matrix.group_size) for lane in lanes]
+
+    def _lane(
+        self,
+        h: mx.array,
+        targets: Targets,
+        matrix: Matrix,
+        predictions: bool,
+        move: Move | None,
+    ) -> _Lane:
+        count = h.shape[0]
+        arrays = self.matrices.arrays
+        chosen = self.matrices.rows(matrix, targets, move)
+        return _Lane(
+            self.matrices.input(h, matrix),
+            chosen,
+            mx.full((count, 1), -mx.inf),
+            mx.zeros((count, 1)),
+            mx.zeros((count,), dtype=mx.int32) if predictions else None,
+            arrays,
+            RowSum(arrays),
+        )

@@ -1,0 +1,112 @@
+"""The interface of kernels, and what a kernel receives to run one instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import mlx.core as mx
+
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.matrices import Matrices
+from runtime.arrays.profile import Profile
+from runtime.arrays.stored import Block, Matrix
+from runtime.arrays.values import Gradients, Loras, Values, move_of
+from runtime.arrays.weight_source import WeightSource
+from runtime.operations.base import Execution, Operation
+from runtime.operations.instruction import Instruction
+from runtime.operations.program import Program
+
+Observe = Callable[[str, mx.array, mx.array], None]
+"""Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
+O = TypeVar("O", bound=Operation)  # noqa: E741
+
+
+class Graphs(Protocol):
+    """The serialized functions of a bundle, by key."""
+
+    def call(self, key: str, arguments: Sequence[mx.array]) -> tuple[mx.array, ...]:
+        """A function's results, lazy.
+
+        Raises:
+            BundleError: the file cannot be loaded, or is not what the manifest says.
+        """
+
+    def workspace_bytes(self, key: str) -> int:
+        """What a function takes beside its arguments and results while it runs."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What kernels share: the bundle's tensors and graphs, and the sizes of the lowering.
+
+    `stored` says how each matrix is stored, by full name. `observe` is called before the backward
+    of every product.
+    """
+
+    stored: Mapping[str, Matrix]
+    weights: WeightSource
+    matrices: Matrices
+    graphs: Graphs
+    arrays: Arrays
+    execution: Execution
+    profile: Profile
+    observe: Observe | None = None
+
+    def vector(self, name: str, loras: Loras) -> mx.array:
+        """A norm weight or bias, float32, as a batch lane sees it."""
+        value, move = self.weights.vector(name), move_of(loras)
+        return value if move is None else move.vector(name, value)
+
+
+class Runs(Protocol):
+    """Runs instructions; a kernel calls it for the instructions inside its own."""
+
+    def forward(
+        self,
+        block: Block,
+        program: Program,
+        instructions: Sequence[Instruction],
+        tokens: int,
+        lanes: list[Values],
+        loras: Sequence[Loras],
+    ) -> None: ...
+
+    def reverse(
+        self,
+        block: Block,
+        program: Program,
+        instructions: Sequence[Instruction],
+        tokens: int,
+        values: Values,
+        loras: Loras,
+        gradients: Gradients,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """One instruction of a block's program, for a number of tokens."""
+
+    executor: Runs
+    block: Block
+    program: Program
+    instruction: Instruction
+    tokens: int
+
+    def operation(self, of: type[O]) -> O:
+        """The instruction's operation, which is of the kernel's own type."""
+        found = self.instruction.operation
+        assert isinstance(found, of)
+        return found
+
+
+class Kernel(Protocol):
+    """Runs one operation, forward and backward, with evaluated results."""
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        """Compute the wanted results and the statistics, and add them to every lane's values."""
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        """The wanted gradients by value name; those of adapters are added to `gradients`."""

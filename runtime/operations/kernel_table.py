@@ -1,0 +1,35 @@
+"""The table of kernels: the kernel that runs each operation of a lowered program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runtime.operations.attention import Attention
+from runtime.operations.attention_kernel import AttentionKernel
+from runtime.operations.base import Operation
+from runtime.operations.cached_attention import CachedAttention
+from runtime.operations.cached_attention_kernel import CachedAttentionKernel
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.elementwise_kernel import ElementwiseKernel
+from runtime.operations.embedding import Embedding
+from runtime.operations.embedding_kernel import EmbeddingKernel
+from runtime.operations.gated import Gated
+from runtime.operations.gated_kernel import GatedKernel
+from runtime.operations.kernel import Kernel, Tools
+from runtime.operations.linear import Linear
+from runtime.operations.linear_kernel import LinearKernel
+from runtime.operations.placed import Placed
+from runtime.operations.placed_kernel import PlacedKernel
+from runtime.operations.tiled import Tiled
+from runtime.operations.tiled_kernel import TiledKernel
+
+KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
+    Embedding: EmbeddingKernel,
+    Linear: LinearKernel,
+    Attention: AttentionKernel,
+    Elementwise: ElementwiseKernel,
+    Gated: GatedKernel,
+    Placed: PlacedKernel,
+    CachedAttention: CachedAttentionKernel,
+    Tiled: TiledKernel,
+}

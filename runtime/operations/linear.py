@@ -1,0 +1,137 @@
+"""The operation Linear: products of one value with frozen matrices, with LoRA and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from runtime.arrays.stored import Matrix, Record
+from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.values import F32, Shape, T
+
+MASK = 1  # bytes of a value's entry in a mask
+
+
+class Product(Record, frozen=True):
+    """One product: `output` = input times the matrix `name`, which is relative to the block."""
+
+    name: str
+    output: str
+    bias: bool
+
+
+class Linear(Operation, frozen=True):
+    """y = x W^T (+ b) (+ LoRA) for one or several matrices W that read the same x (1, T, C)."""
+
+    inputs: tuple[str]
+    linears: tuple[Product, ...]
+
+    runs_once_per_tile: ClassVar[bool] = True
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return tuple(linear.output for linear in self.linears)
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        return self.results
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return tuple(linear.name for linear in self.linears)
+
+    @property
+    def tokenwise(self) -> bool:
+        return True
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return tuple(tensor(linear.name) for linear in self.linears)
+
+    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return tuple(f"{tensor(linear.name)}.bias" for linear in self.linears if linear.bias)
+
+    def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return self.matrices(tensor)
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        return tuple(linear.output for linear in self.linears if linear.name in adapted)
+
+    def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
+        return frozenset(self.inputs if self.learns(adapted) else ())
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        chosen = [
+            linear for linear in self.linears if visit.backward or linear.output in visit.wanted
+        ]
+        tables, tensor = execution.tables, visit.tensor
+        if visit.backward:
+            columns = tables.matrices[tensor(chosen[0].name)].columns
+            summed = visit.tokens * columns * F32 if len(chosen) > 1 else 0
+            return summed + max(_backward(one.name, visit, execution) for one in chosen)
+        return max(_forward(one.name, visit, execution) for one in chosen)
+
+    def check(
+        self,
+        where: str,
+        values: Mapping[str, Shape],
+        parameters: Mapping[str, tuple[int, ...]],
+        tables: Tables,
+    ) -> None:
+        require(len(self.inputs) == 1 and bool(self.linears), f"{where}: linear operation")
+        shapes = [values[name] for name in (*self.inputs, *self.results)]
+        require(all(s[:2] == (1, T) and len(s) == 3 for s in shapes), f"{where}: {shapes}")
+
+    def check_weights(
+        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
+    ) -> None:
+        for linear in self.linears:
+            name = tensor(linear.name)
+            matrix = tables.matrices.get(name)
+            wanted = (values[linear.output][-1], values[self.inputs[0]][-1])
+            found = matrix and (matrix.rows, matrix.columns)
+            require(found == wanted, f"{where}: {name} is {found}, expected {wanted}")
+            bias = tables.vectors.get(f"{name}.bias")
+            if linear.bias:
+                require(bias is not None and bias.shape == wanted[:1], f"{where}: {name}.bias")
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        names = ", ".join(linear.name.split(".")[-1] for linear in self.linears)
+        shapes = ", ".join("x".join(map(str, values[name][1:])) for name in self.results)
+        return f"linear {names} -> {shapes}"
+
+
+def _forward(relative: str, visit: Visit, execution: Execution) -> int:
+    """Bytes of the split inputs, and of a tile while it is dequantized or multiplied.
+
+    After that, or if larger, those of an input with values dropped, and its mask.
+    """
+    name = visit.tensor(relative)
+    matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
+    values = rows * matrix.columns
+    multiplied = _part(matrix, rows, visit.tokens) + execution.tile_bytes(matrix, values)
+    tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
+    inputs = visit.tokens * matrix.columns
+    dropped = inputs * (MASK + F32) if relative in visit.dropped else 0
+    return max(visit.lanes * inputs * F32 + tile, dropped)
+
+
+def _backward(relative: str, visit: Visit, execution: Execution) -> int:
+    """Bytes of a tile and its part of dy; or, if larger, of the two halves of dx.
+
+    With dropout also those of the mask, or if larger, of what the adapter adds to dx.
+    """
+    name = visit.tensor(relative)
+    matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
+    inputs = visit.tokens * matrix.columns
+    tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
+    most = max(tile + _part(matrix, rows, visit.tokens), inputs * F32)
+    return most + inputs * MASK if relative in visit.dropped else most
+
+
+def _part(matrix: Matrix, rows: int, tokens: int) -> int:
+    """Bytes of the part of y or dy for `rows` rows; 0 if these are all rows, without a copy."""
+    return tokens * rows * F32 if rows < matrix.rows else 0

@@ -1,0 +1,210 @@
+"""The linear kernel: y = x W^T (+ b) + s (x A) B with W frozen, and its hand-derived backward.
+
+    dA = s x^T (dy B^T)    dB = s (x A)^T dy    dx = dy W + s (dy B^T) A^T
+
+With dropout, drop(x) takes the place of x in the products with A, and dx = dy W + drop(s (dy B^T)
+A^T) with the same mask, which is drawn again (`runtime.arrays.dropout`).
+x A is recomputed in the backward pass (MeSP, arXiv 2602.13069). Several inputs (batch lanes) can be
+multiplied by each tile of W while it is dequantized; the result of a lane does not depend on the
+others. The reference is `harness.peers.whole_model.linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from runtime.arrays.dropout import Mask
+from runtime.arrays.matrices import Matrices
+from runtime.arrays.stored import Matrix
+from runtime.arrays.tiles import RowSum
+from runtime.arrays.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
+from runtime.operations.kernel import Run, Tools
+from runtime.operations.linear import Linear
+
+
+@dataclass(frozen=True)
+class LoraProducts:
+    """Products of arrays (T, C) with one frozen matrix and its adapter, and their gradients."""
+
+    matrices: Matrices
+
+    def forward(
+        self, x: mx.array, matrix: Matrix, bias: mx.array | None, lora: Lora | None
+    ) -> mx.array:
+        """y (T, R) of x (T, C)."""
+        return self.forward_lanes([x], matrix, [bias], [lora])[0]
+
+    def forward_lanes(
+        self,
+        xs: Sequence[mx.array],
+        matrix: Matrix,
+        biases: Sequence[mx.array | None],
+        loras: Sequence[Lora | None],
+        moves: Sequence[Move | None] = (),
+    ) -> list[mx.array]:
+        """y (T, R) of every x (T, C), each with its own adapter, in one pass over the matrix.
+
+        `moves` say how each moves the matrix itself; without them none does.
+        """
+        outputs = self._products(xs, matrix, moves or [None] * len(xs))
+        results = []
+        for x, bias, lora in zip(xs, biases, loras, strict=True):
+            y = outputs.pop(0)
+            if bias is not None:
+                y = y + bias
+            if lora is not None:
+                if lora.watch is not None:
+                    lora.watch(x)
+                given = dropped(x, lora.mask(x))
+                y = mx.addmm(y, (given @ lora.a) * lora.scale, lora.b)
+                del given
+            mx.eval(y)
+            results.append(y)
+        return results
+
+    def _products(
+        self, xs: Sequence[mx.array], matrix: Matrix, moves: Sequence[Move | None]
+    ) -> list[mx.array]:
+        """x W^T of every x; the tiles write into outputs that are allocated before them.
+
+        If the products of tiles were kept and joined later, they would fill the holes that freed
+        tiles leave in the heap, and every tile would need new memory.
+        """
+        matrices, arrays = self.matrices, self.matrices.arrays
+        inputs = [matrices.input(x, matrix) for x in xs]
+        if len(list(matrices.ranges(matrix))) == 1:
+            whole: dict[int, mx.array] = {}
+            for tile, lanes in matrices.as_seen(matrix, 0, matrix.rows, moves):
+                for lane in lanes:
+                    whole[lane] = tile.transposed_product(inputs[lane])
+                    mx.eval(whole[lane])
+                del tile
+            return [whole.pop(lane) for lane in range(len(xs))]
+        outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
+        mx.eval(outputs)
+        for start, stop in matrices.ranges(matrix):
+            for tile, lanes in matrices.as_seen(matrix, start, stop, moves):
+                for lane in lanes:
+                    part = tile.transposed_product(inputs[lane])
+                    arrays.put(outputs[lane], (slice(None), slice(start, stop)), part)
+                    del part
+                del tile
+        return outputs
+
+    def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
+        """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
+        return (dy @ lora.b.T) * lora.scale
+
+    def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
+        """dy W (T, C) for dy (T, R): dx without the adapter's part."""
+        matrices = self.matrices
+        total = RowSum(matrices.arrays)
+        for start, stop in matrices.ranges(matrix):
+            # contiguous: else every product with a column would make its own copy
+            whole = stop - start == matrix.rows
+            rows = (slice(None), slice(start, stop))
+            part = dy if whole else matrices.arrays.contiguous(dy, rows)
+            total.add(part, matrices.tile(matrix, start, stop))
+            del part
+        return total.result(matrix.group_size)
+
+    def add_lora_input(
+        self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: Mask | None = None
+    ) -> mx.array:
+        """dx with the adapter's part added, which follows from `through_b`."""
+        if mask is None:
+            return mx.addmm(dx, dy_b, lora.a.T)
+        return dx + mask(dy_b @ lora.a.T)
+
+    def backward_lora(
+        self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array, mask: Mask | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
+        x = dropped(x, mask)
+        # not x^T (T, r): threads of a BLAS would pack all of x between them
+        da = mx.contiguous((dy_b.T @ x).T)
+        db = ((x @ lora.a) * lora.scale).T @ dy
+        return da, db
+
+
+def dropped(x: mx.array, mask: Mask | None) -> mx.array:
+    """drop(x), evaluated; x itself without a mask."""
+    if mask is None:
+        return x
+    found = mask(x)
+    mx.eval(found)
+    return found
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """The products of one value with the matrices of a `Linear` operation."""
+
+    tools: Tools
+
+    @property
+    def products(self) -> LoraProducts:
+        return LoraProducts(self.tools.matrices)
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Linear)
+        xs = [values[operation.inputs[0]].squeeze(0) for values in lanes]  # a view; [0] copies
+        for linear in operation.linears:
+            if linear.output not in run.instruction.wanted:
+                continue
+            name = run.block.tensor(linear.name)
+            biases = self._biases(f"{name}.bias", loras) if linear.bias else [None] * len(lanes)
+            matrix = self.tools.stored[name]
+            adapters = [lora.get(linear.name) for lora in loras]
+            moves = [move_of(lora) for lora in loras]
+            ys = self.products.forward_lanes(xs, matrix, biases, adapters, moves)
+            for values, y in zip(lanes, ys, strict=True):
+                values[linear.output] = y[None]
+            del ys
+
+    def _biases(self, name: str, loras: Sequence[Loras]) -> list[mx.array | None]:
+        """A bias as each batch lane sees it; lanes that see the same share the array."""
+        seen: dict[Move | None, mx.array] = {}
+        for lora in loras:
+            if (move := move_of(lora)) not in seen:
+                seen[move] = self.tools.vector(name, lora)
+        return [seen[move_of(lora)] for lora in loras]
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        operation, products = run.operation(Linear), self.products
+        source = operation.inputs[0]
+        total: mx.array | None = None
+        for linear in operation.linears:
+            received = values.pop(f"~{linear.output}", None)
+            if received is None:
+                continue  # not adapted, and no adapter lies before it
+            dy = received.squeeze(0)
+            if self.tools.observe is not None:
+                x = values[source].squeeze(0)
+                self.tools.observe(run.block.tensor(linear.name), x, dy)
+                del x
+            lora = loras.get(linear.name)
+            mask = None
+            if lora is not None:
+                dy_b = products.through_b(dy, lora)
+                x = values[source].squeeze(0)
+                mask = lora.mask(x)
+                pair = products.backward_lora(x, dy, lora, dy_b, mask)
+                del x
+                mx.eval(pair)
+                accumulate(gradients, {linear.name: pair})
+                del pair
+            if run.instruction.wanted:
+                name = run.block.tensor(linear.name)
+                dx = products.backward_input(dy, self.tools.stored[name])
+                if lora is not None:
+                    dx = products.add_lora_input(dx, lora, dy_b, mask)
+                    del dy_b
+                total = dx if total is None else total + dx
+                mx.eval(total)
+                del dx
+            del dy, received, mask
+        return {} if total is None else {source: total[None]}

@@ -1,0 +1,54 @@
+"""The operation Logits: the scores of all tokens of the vocabulary to follow one token.
+
+The lowering replaces `Head` by it for decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from runtime.operations.base import Execution, Operation, Visit
+from runtime.operations.values import F32
+
+CHOICE_TILE = 16_384  # tokens whose weights a random choice computes at once, in float64
+F64 = 8  # bytes
+
+
+class Logits(Operation, frozen=True):
+    """h W^T (V,) for the last token's h (1, T, D), a tile of W at a time; never in a bundle."""
+
+    inputs: tuple[str]
+    matrix: str
+
+    in_schedule: ClassVar[bool] = False
+    reversible: ClassVar[bool] = False
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (self.matrix,)
+
+    def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (self.matrix,)
+
+    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+        """The hidden state and its halves, all logits, and a tile with its own, or a choice."""
+        matrix = execution.tables.matrices[self.matrix]
+        values = execution.tile_rows[self.matrix] * matrix.columns
+        _, multiplied = self.streamed(execution)
+        tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
+        largest = max(tile, choosing_bytes(matrix.rows))  # of which one comes after the other
+        return visit.bytes_of(self.inputs[0]) * 2 + matrix.rows * F32 + largest
+
+    def streamed(self, execution: Execution) -> tuple[int, int]:
+        """Bytes of a tile's logits, and of the tile and its logits together."""
+        matrix, rows = execution.tables.matrices[self.matrix], execution.tile_rows[self.matrix]
+        return rows * F32, execution.tile_bytes(matrix, rows * matrix.columns) + rows * F32
+
+
+def choosing_bytes(vocab_size: int) -> int:
+    """Bytes that a random choice takes beside the logits: a copy, marks, and tiles in float64."""
+    return vocab_size * (F32 + 2) + 5 * min(vocab_size, CHOICE_TILE) * F64

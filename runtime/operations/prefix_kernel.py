@@ -1,0 +1,95 @@
+"""The prefix of an attention: trained keys and values that every token sees besides (Li & Liang).
+
+Their scores are kept apart from those of the sequence, and meet them in the softmax's maximum and
+sum, so that no key or value of the sequence is copied:
+
+    out = (e^(S - top) V + e^(S' - top) V') / (sum e^(S - top) + sum e^(S' - top))
+
+with S' = q K'^T scale of the prefix's keys K' (m, K D) and values V' (m, K E) in float32. They lie
+behind the rotary embedding, so they have no position, and no mask hides them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.values import Lora, Loras
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys (K, 1, m, D) and values (K, 1, m, E), by key head."""
+
+    keys: mx.array
+    values: mx.array
+
+    @classmethod
+    def of(cls, lora: Lora | None, heads: int) -> Prefix | None:
+        """The prefix in an adapter of an attention with so many key heads; None if it has none."""
+        if lora is None or not lora.a.shape[0]:
+            return None
+        keys, values = (
+            mx.contiguous(part.reshape(part.shape[0], heads, 1, -1).transpose(1, 2, 0, 3))
+            for part in (lora.a.astype(mx.float32), lora.b.astype(mx.float32))
+        )
+        mx.eval(keys, values)
+        return cls(keys, values)
+
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        """q K'^T scale (K, R, t, m) of queries q (K, R, t, D), evaluated."""
+        found = by_head(q * scale, self.keys.swapaxes(-1, -2))
+        mx.eval(found)
+        return found
+
+    def output(self, p: mx.array) -> mx.array:
+        """p V' (K, R, t, E) of probabilities, or what is in proportion to them, p (K, R, t, m)."""
+        return by_head(p, self.values)
+
+    def backward(
+        self, q: mx.array, lse: mx.array, inner: mx.array, d_out: mx.array, scale: float, by: Arrays
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """dq (K, R, t, D), dK' (K, m, D) and dV' (K, m, E), evaluated, as those of the sequence.
+
+        `lse` (K, R, t, 1) is the log-sum-exp over all keys, `inner` rowsum(dO * O).
+        """
+        p = by.exp_below(self.scores(q, scale), lse)
+        d_values = transposed(p, d_out)
+        dp = by_head(d_out, self.values.swapaxes(-1, -2))
+        mx.eval(d_values, dp)
+        ds = by.weighed(dp, inner, p, scale)
+        dq, d_keys = by_head(ds, self.keys), transposed(ds, q)
+        mx.eval(dq, d_keys)
+        return dq, d_keys, d_values
+
+
+def prefix_rows(by_head: mx.array) -> mx.array:
+    """(m, K D) of (K, m, D), as adapters hold it, evaluated."""
+    rows = mx.contiguous(by_head.swapaxes(0, 1).reshape(by_head.shape[1], -1))
+    mx.eval(rows)
+    return rows
+
+
+def watch_keys(loras: Loras, name: str, k: mx.array, v: mx.array) -> None:
+    """Show keys and values (1, K, T, D) of a sequence, as rows (T, K D + K E), to who watches."""
+    lora = loras.get(name)
+    if lora is None or lora.watch is None:
+        return
+    seen = [part[0, :, : lora.watch.tokens] for part in (k, v)]
+    lora.watch(mx.concatenate([prefix_rows(part) for part in seen], axis=-1))
+
+
+def by_head(x: mx.array, y: mx.array) -> mx.array:
+    """x (K, R, t, n) times y (K, 1, n, m), one product per key head: (K, R, t, m)."""
+    groups, repeats, rows, inner = x.shape
+    flat = x.reshape(groups, repeats * rows, inner) @ y[:, 0]
+    return flat.reshape(groups, repeats, rows, -1)
+
+
+def transposed(x: mx.array, y: mx.array) -> mx.array:
+    """Sum over heads of a group and rows of x (K, R, t, n)^T y (K, R, t, m): (K, n, m)."""
+    groups, repeats, rows, _ = x.shape
+    left = x.reshape(groups, repeats * rows, -1)
+    return left.swapaxes(-1, -2) @ y.reshape(groups, repeats * rows, -1)

@@ -1,0 +1,62 @@
+"""Programs: lists of operations over named values, which equal blocks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from runtime.arrays.stored import Record
+from runtime.operations.base import Operation
+from runtime.operations.table import Stored
+from runtime.operations.values import Shape
+
+
+@dataclass(frozen=True)
+class Program:
+    """Operations from `input` (empty for the embedding) to `output`, and the shapes of values."""
+
+    name: str
+    input: str
+    output: str
+    values: Mapping[str, Shape]
+    operations: tuple[Operation, ...]
+
+    @property
+    def head(self) -> Operation | None:
+        """The last operation if it is a head, which schedules do not run; else None."""
+        last = self.operations[-1] if self.operations else None
+        return None if last is None or last.in_schedule else last
+
+    def decoding(self, context: int) -> Program:
+        """The program that decodes a sequence of at most `context` tokens, with a cache."""
+        operations = tuple(operation.decoding(context) for operation in self.operations)
+        return replace(self, operations=operations)
+
+    @property
+    def cached(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the values that stay from one decoding to the next, by name."""
+        return {
+            name: shape
+            for operation in self.operations
+            for name, shape in operation.cached(self.values).items()
+        }
+
+
+class BlockType(Record, frozen=True):
+    """The program that equal blocks share.
+
+    `parameters` are the shapes of the small tensors (norm weights) that elementwise graphs read as
+    `@name`.
+    """
+
+    name: str
+    input: str
+    output: str
+    values: dict[str, Shape]
+    parameters: dict[str, tuple[int, ...]]
+    operations: tuple[Stored, ...]
+
+    def program(self, device: str) -> Program:
+        """The program as it runs on a device, which has special kernels for some operations."""
+        operations = tuple(operation.on_device(device) for operation in self.operations)
+        return Program(self.name, self.input, self.output, self.values, operations)

@@ -1,0 +1,63 @@
+"""What the allocator holds at the peak: the memory in use, and what it keeps beyond that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.machine.glibc import HeapUse, unused_bytes
+from runtime.machine.machine import Machine
+from runtime.plan.peak import BlockPeak, PeakModel
+
+# MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
+CACHE_PER_LIVE = 1.5
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes in use without adapters and gradients, unused in the heap, and in MLX's cache."""
+
+    live_bytes: int
+    slack_bytes: int
+    cache_bytes: int
+
+
+def held_by_allocator(
+    machine: Machine, model: PeakModel, blocks: tuple[BlockPeak, ...], cache_bytes: int
+) -> Held:
+    """What the allocator holds while these blocks run, with an MLX cache of at most `cache_bytes`.
+
+    While the embedding or the head runs, no layer's adapters and gradients are in memory, which
+    leaves more room for other values.
+    """
+    heap = machine.heap if machine.allocator == "glibc" else None
+    found = [(model.perturbing_bytes, 0)]
+    for index, block in enumerate(blocks):
+        live = max(block.forward_bytes, block.backward_bytes)
+        besides, spared = model.only_in_layers, 0
+        if index in (0, len(blocks) - 1):
+            besides, spared = spared, besides
+        slack = 0 if heap is None else unused_bytes(heap, heap_use(model, live + besides, index))
+        found.append((max(0, live - spared), slack))
+    live, slack = max(found, key=sum)
+    cache = 0 if heap is not None else min(cache_bytes, int(CACHE_PER_LIVE * live))
+    return Held(live, slack, cache)
+
+
+def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
+    """How the heap holds `alive_bytes` while block `index` runs."""
+    tile, logits, chunk = model.off_heap(index)
+    return HeapUse(
+        alive_bytes,
+        tile,
+        logits,
+        chunk,
+        model.mapped_value,
+        model.largest_logits_bytes,
+        model.demand.backward,
+    )
+
+
+def with_kept(machine: Machine, live_bytes: int) -> int:
+    """Bytes of additional kept activations, with what the allocator holds beyond them."""
+    share = machine.heap.share_of_kept if machine.allocator == "glibc" else 0.0
+    return int(live_bytes * (1 + share))

@@ -1,0 +1,256 @@
+"""Lowering: turns the programs of a bundle into instructions for one sequence bucket.
+
+All that is decided before anything runs is decided here: tiles of tokens and of weights, the order
+of instructions, when values are freed, and what is recomputed. The planner adds up what this says,
+the engine runs it, and neither decides anything again. Pure: no MLX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from runtime.arrays.stored import Block
+from runtime.bundle.manifest import Manifest
+from runtime.operations.base import WHOLE, Execution, Operation
+from runtime.operations.instruction import Body, Instruction
+from runtime.operations.program import Program
+from runtime.operations.tiled import Tiled
+from runtime.operations.values import DECODED_TOKENS, F32
+from runtime.plan.schedule import backward_schedule, forward_schedule, keeping_schedule, kept_values
+from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
+
+LEAST_CHUNK_ROWS = 64  # the fewest rows of the vocabulary in a chunk
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a plan chooses among, from generous to frugal.
+
+    `tile_values` bounds the values of a matrix that are dequantized at once, `query_block` the
+    queries whose attention scores exist at once, `most_tokens` the tokens that an MLP takes at
+    once. With `hold`, what was dequantized stays until its block is done. `chunk_rows` is how many
+    rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
+    `cache_bytes` limits MLX's own cache, where it has one.
+    """
+
+    tile_values: int
+    query_block: int
+    cache_bytes: int = 0
+    hold: bool = False
+    most_tokens: int = WHOLE
+    chunk_rows: int = 0
+
+
+@dataclass(frozen=True)
+class LoweredBlock:
+    """One block as it runs.
+
+    `forward` computes the output. `keeping` computes the output and keeps the values `kept`.
+    `backward` computes the gradient of the input (except in the first layer with an adapter, where
+    nothing reads it) from the input and the gradient of the output; `backward_kept` also uses the
+    values `kept`. Layers before that one have no backward.
+    `head` is the operation that passes over the vocabulary, in the last block.
+    A block that decodes has a forward only.
+    """
+
+    block: Block
+    program: Program
+    tile_tokens: int
+    adapted: frozenset[str]
+    forward: tuple[Instruction, ...]
+    keeping: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    backward_kept: tuple[Instruction, ...]
+    kept: frozenset[str]
+    head: Operation | None
+
+
+@dataclass(frozen=True)
+class LoweredModel:
+    """All blocks at one sequence bucket, and the sizes at which their operations run.
+
+    `first_adapted` is the index of the first block with an adapter: a backward pass ends there.
+    `context` is the length of the sequences that are decoded, 0 if none are; then the bucket is how
+    many tokens are decoded at once.
+    """
+
+    blocks: tuple[LoweredBlock, ...]
+    execution: Execution
+    hold: bool
+    first_adapted: int
+    context: int = 0
+
+    @property
+    def bucket(self) -> int:
+        return self.execution.bucket
+
+    @property
+    def layers(self) -> tuple[LoweredBlock, ...]:
+        """The blocks between the embedding and the head."""
+        return self.blocks[1:-1]
+
+    @property
+    def tile_tokens(self) -> int:
+        """The most tokens that an MLP takes at once."""
+        return max(block.tile_tokens for block in self.layers)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether any MLP takes a tile of tokens at a time."""
+        return self.tile_tokens < self.bucket
+
+    def tiles_fit(self, other: LoweredModel) -> bool:
+        """Whether tiles of tokens are no larger here than in another lowering."""
+        return self.tile_tokens <= other.tile_tokens and self._unit <= other._unit
+
+    @property
+    def _unit(self) -> int:
+        """The most tokens that an operation which treats tokens alike takes at once."""
+        units = (
+            operation.tile_unit(self.bucket)
+            for layer in self.layers
+            for operation in layer.program.operations
+            if operation.tokenwise or operation.runs_once_per_tile
+        )
+        return max(units, default=0)
+
+    def graph_keys(self, backward: bool) -> set[str]:
+        """The keys of the serialized functions that rows of the bucket's length use.
+
+        To decode, those for every number of tokens are used.
+        """
+        lengths = DECODED_TOKENS if self.context else (self.bucket,)
+        return {
+            key
+            for block in self.blocks
+            for operation in block.program.operations
+            for length in lengths
+            for key in operation.graph_keys(length, backward and bool(block.program.input))
+        }
+
+    @property
+    def cached_bytes(self) -> int:
+        """The bytes of the key-value cache of one sequence."""
+        shapes = (shape for one in self.blocks for shape in one.program.cached.values())
+        return sum(math.prod(shape) for shape in shapes) * F32
+
+
+def lower(
+    manifest: Manifest, bucket: int, sizes: Sizes, packed: bool, context: int = 0
+) -> LoweredModel:
+    """The lowered programs of all blocks at a sequence bucket.
+
+    With `context` they decode sequences of at most so many tokens, `bucket` tokens at once, and
+    keep keys and values.
+    `packed` is the arithmetic of a GPU, which multiplies by whole quantized matrices. Those in
+    floating point are converted tile by tile there too. A CPU multiplies a single token by packed
+    tiles: that takes less time than to dequantize them for it.
+    """
+    known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
+    blocks = []
+    first = manifest.first_adapted
+    for index, block in enumerate(manifest.blocks):
+        adapted = frozenset(manifest.adapted(block))
+        input_wanted = index > first  # nothing is trained before it
+        key = (block.type, adapted, input_wanted)
+        if key not in known:
+            known[key] = _lower_block(
+                manifest, block, bucket, sizes, adapted, input_wanted, context
+            )
+        blocks.append(replace(known[key], block=block))
+    execution = Execution(
+        manifest.tables,
+        bucket,
+        _tile_rows(manifest, sizes.tile_values, packed),
+        sizes.chunk_rows or _chunk_rows(manifest, sizes.tile_values),
+        sizes.query_block,
+        packed or (context > 0 and bucket == 1),
+        manifest.lora.prefix,
+    )
+    return LoweredModel(tuple(blocks), execution, sizes.hold, first, context)
+
+
+def rows_at_once(rows: int, columns: int, values: int) -> int:
+    """How many rows of a matrix are dequantized at once: tiles of at most so many values.
+
+    All tiles have about the same size: a smaller last tile would save nothing, and leave a hole in
+    the heap that the others do not fit.
+    """
+    most = max(1, values // columns)
+    return math.ceil(rows / math.ceil(rows / most))
+
+
+def _tile_rows(manifest: Manifest, values: int, packed: bool) -> Mapping[str, int]:
+    return {
+        name: matrix.rows
+        if packed and not matrix.is_float
+        else rows_at_once(matrix.rows, matrix.columns, values)
+        for name, matrix in manifest.matrices.items()
+    }
+
+
+def _chunk_rows(manifest: Manifest, values: int) -> int:
+    chunk = rows_at_once(manifest.vocab_size, manifest.hidden_size, values)
+    return max(LEAST_CHUNK_ROWS, chunk)
+
+
+def _lower_block(
+    manifest: Manifest,
+    block: Block,
+    bucket: int,
+    sizes: Sizes,
+    adapted: frozenset[str],
+    input_wanted: bool,
+    context: int,
+) -> LoweredBlock:
+    program = manifest.block_types[block.type].program(manifest.device)
+    if context:
+        return _decoding(block, program.decoding(context), bucket, adapted)
+    folded = fold(program)
+    tokens = tile_tokens(folded, bucket, sizes.most_tokens)
+    if tokens < bucket:
+        program = folded
+
+    def bodied(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        return tuple(_with_body(one, program, adapted, tokens) for one in schedule)
+
+    return LoweredBlock(
+        block,
+        program,
+        tokens,
+        adapted,
+        bodied(forward_schedule(program)),
+        bodied(keeping_schedule(program, adapted, input_wanted)),
+        bodied(backward_schedule(program, adapted, input_wanted)),
+        bodied(backward_schedule(program, adapted, input_wanted, kept=True)),
+        kept_values(program, adapted, input_wanted),
+        program.head,
+    )
+
+
+def _decoding(block: Block, program: Program, tokens: int, adapted: frozenset[str]) -> LoweredBlock:
+    """A block that decodes, which takes all its tokens at once."""
+    forward = forward_schedule(program)
+    return LoweredBlock(
+        block, program, tokens, adapted, forward, (), (), (), frozenset(), program.head
+    )
+
+
+def _with_body(
+    instruction: Instruction, program: Program, adapted: frozenset[str], tokens: int
+) -> Instruction:
+    """The instruction with what runs inside it, where it is a `Tiled` operation."""
+    tiled = instruction.operation
+    if not isinstance(tiled, Tiled):
+        return instruction
+    inner = unfold(program, tiled)
+    if instruction.backward:
+        schedule = backward_schedule(inner, adapted, bool(instruction.wanted))
+    else:
+        schedule = forward_schedule(inner)
+    return replace(instruction, body=Body(inner, tokens, schedule))
+
+
+__all__ = ["LoweredBlock", "LoweredModel", "Sizes", "lower", "rows_at_once", "tiled_of"]

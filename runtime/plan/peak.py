@@ -1,0 +1,399 @@
+"""The peak of the bytes in use while each block of a lowered model runs.
+
+For each instruction of `runtime.plan` it adds up the values that exist then, and what the
+operation needs while it runs (`runtime.operations`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from runtime.arrays.stored import ITEM_BYTES, Block
+from runtime.bundle.manifest import Manifest
+from runtime.operations.attention import START_BYTES, STARTS
+from runtime.operations.base import Visit, materialized_bytes
+from runtime.operations.instruction import Instruction
+from runtime.operations.program import Program
+from runtime.operations.values import F32, bytes_at, gradient_of
+from runtime.plan.demand import Demand
+from runtime.plan.lower import LoweredBlock, LoweredModel
+from runtime.plan.token_tiles import tiled_of
+from runtime.storage.write_back import QUEUED
+
+
+@dataclass(frozen=True)
+class BlockPeak:
+    """The peak bytes in use while a block runs forward, and while it runs backward."""
+
+    name: str
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Array:
+    nbytes: int
+
+
+class _Held:
+    """Values and gradients by name; several names may hold one array."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, _Array] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in set(self._arrays.values()))
+
+    def take(self, made: dict[str, tuple[int, str]]) -> int:
+        """Add names, each with its bytes or the name whose array it shares; returns new bytes."""
+        fresh = 0
+        for name, (nbytes, same) in made.items():
+            array = self._arrays.get(same)
+            if array is None:
+                array = _Array(nbytes)
+                fresh += nbytes
+            self._arrays[name] = array
+        return fresh
+
+    def drop(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._arrays.pop(name, None)
+
+
+class PeakModel:
+    """The bytes in use while the blocks of a lowered model run, for one training method."""
+
+    def __init__(
+        self, manifest: Manifest, lowered: LoweredModel, demand: Demand, adapter_dtype: str
+    ) -> None:
+        self.manifest, self.lowered, self.demand = manifest, lowered, demand
+        self.execution = lowered.execution
+        self._rounded = adapter_dtype != "float32"
+        self._forwards: dict[tuple[int, int], int] = {}
+
+    # Adapters and gradients.
+
+    @cached_property
+    def all_adapter_bytes(self) -> int:
+        """Bytes of the float32 adapters of all layers."""
+        return sum(self.block_adapter_bytes(block) for block in self.manifest.layers)
+
+    @cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapters in memory while a layer runs.
+
+        If adapters are rounded, those of the current matrix also exist as float32.
+        """
+        one = self._most_adapters // 2 if self._rounded else self._most_adapters
+        current = one * self.demand.adapter_copies
+        if self._rounded:
+            current += self._largest_adapter
+        if not self.demand.all_adapters:
+            return current
+        return self.all_adapter_bytes + (current if self._rounded else 0)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients: of all layers if micro-batches accumulate, else of the largest layer.
+
+        A further row adds a layer's gradients while they are summed; without further rows, a tile
+        of tokens adds those of one matrix.
+        """
+        if not self.demand.backward:
+            return 0
+        fresh = self._most_adapters if self.demand.rows > 1 else self._largest_tiled_adapter
+        return self._held_gradients + self._most_adapters + fresh
+
+    @property
+    def perturbing_bytes(self) -> int:
+        """Extra bytes while perturbed copies of a block's adapters are made."""
+        return self.demand.scratch_copies * self._most_adapters
+
+    @cached_property
+    def weight_update_bytes(self) -> int:
+        """Extra bytes where weights are trained: to update, perturb and write tile after tile.
+
+        Beside the tile there are its noise, the sum of its updates, the perturbed tile, what was
+        read, and what waits to be written; and while it is rounded, copies of it.
+        """
+        if not self.demand.trains_weights:
+            return 0
+        rows = self.execution.tile_rows
+        matrices = self.manifest.matrices
+        values = max(matrices[name].columns * height for name, height in rows.items())
+        stored = max(ITEM_BYTES[one.packed.dtype] for one in matrices.values())
+        tile = values * (3 * F32 + (2 + QUEUED) * stored + F32)
+        looked_up = self.lowered.bucket * self.manifest.hidden_size * F32  # rows of the embedding
+        return tile + looked_up + self.demand.noise_bytes
+
+    @cached_property
+    def only_in_layers(self) -> int:
+        """Bytes of adapters and gradients that are free while the embedding or the head runs."""
+        if self.demand.all_adapters:
+            return 0
+        return self.adapter_bytes + self.gradient_bytes - self._held_gradients
+
+    @property
+    def _held_gradients(self) -> int:
+        """Bytes of the gradients that are held until the last micro-batch of a step."""
+        return self.all_adapter_bytes if self.demand.holds_gradients else 0
+
+    @cached_property
+    def _most_adapters(self) -> int:
+        return max(self.block_adapter_bytes(block) for block in self.manifest.layers)
+
+    def block_adapter_bytes(self, block: Block) -> int:
+        """Bytes of the float32 adapters of one block."""
+        return sum(self._adapters(block).values())
+
+    @cached_property
+    def _largest_adapter(self) -> int:
+        sizes = (self._adapters(block).values() for block in self.manifest.layers)
+        return max((size for block in sizes for size in block), default=0)
+
+    @cached_property
+    def _largest_tiled_adapter(self) -> int:
+        """Bytes of the largest adapter of a matrix that runs on one tile of tokens at a time."""
+        sizes = []
+        for layer in self.lowered.layers:
+            tiled = tiled_of(layer.program)
+            inside = set() if tiled is None else set(tiled.adaptable)
+            adapters = self._adapters(layer.block)
+            sizes += [size for name, size in adapters.items() if name in inside]
+        return max(sizes, default=0)
+
+    def _adapters(self, block: Block) -> dict[str, int]:
+        """The float32 bytes of each of a block's adapters."""
+        shapes = self.manifest.adapter_shapes(block)
+        return {
+            name: sum(
+                math.prod(shapes[full]) * F32 for full in self.manifest.adapter_names(block, name)
+            )
+            for name in self.manifest.adapted(block)
+        }
+
+    # Blocks.
+
+    def block(self, index: int, lanes: int) -> BlockPeak:
+        """The peaks of one block, with `lanes` hidden states in its forward."""
+        lowered = self.lowered.blocks[index]
+        program = lowered.program
+        backward = 0
+        if program.input and self.demand.backward and lowered.backward:
+            (last,) = lowered.head.activations if lowered.head else (program.output,)
+            alive = {program.input, gradient_of(last), *self._starts(lowered)}
+            backward = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
+            backward += self._held_weights(lowered)
+        return BlockPeak(lowered.block.label, self.forward(index, lanes), backward)
+
+    def forward(self, index: int, lanes: int) -> int:
+        """Peak bytes while `lanes` hidden states run through a block together."""
+        if (index, lanes) not in self._forwards:
+            self._forwards[index, lanes] = self._forward(self.lowered.blocks[index], lanes)
+        return self._forwards[index, lanes]
+
+    def _forward(self, lowered: LoweredBlock, lanes: int) -> int:
+        program, bucket = lowered.program, self.lowered.bucket
+        start = {program.input, *self._starts(lowered)} if program.input else set()
+        if not program.input:
+            lanes = 1  # embedded one at a time
+        found = self._peak(lowered, program, lowered.forward, start, lanes, bucket)
+        found += self._held_weights(lowered)
+        if lowered.head is not None:  # which counts what it dequantizes
+            visit = Visit(
+                self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
+            )
+            found = max(found, lowered.head.working_bytes(visit, self.execution))
+        return found
+
+    def _starts(self, lowered: LoweredBlock) -> tuple[str, ...]:
+        """The value that a layer has besides, for each hidden state of packed rows."""
+        return (STARTS,) if self.demand.packs and lowered.head is None else ()
+
+    def free_lanes(self, live: int, at_least: int, most: int) -> int:
+        """How many hidden states can run through every block together within `live` bytes.
+
+        These bytes include a layer's adapters.
+        """
+        last = len(self.manifest.blocks) - 1
+        for lanes in range(most, at_least, -1):
+            alive = (
+                self.forward(index, lanes) + (self.adapter_bytes if 0 < index < last else 0)
+                for index in range(last + 1)
+            )
+            if max(alive) <= live:
+                return lanes
+        return at_least
+
+    def kept_bytes(self, index: int) -> int:
+        """Bytes of the forward values that a layer keeps for its backward, for all rows."""
+        lowered = self.lowered.blocks[index]
+        bucket = self.lowered.bucket
+        visit = Visit(False, (), 1, bucket, lowered.program.values, lowered.block.tensor)
+        sizes = _statistic_bytes(lowered.program, visit)
+        kept = sum(sizes[name] if name in sizes else visit.bytes_of(name) for name in lowered.kept)
+        return self.demand.rows * kept
+
+    def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: int) -> int:
+        """The peak bytes if the last `kept` layers keep values instead of recomputing them.
+
+        What a layer keeps is part of its own backward's peak. While the head or a later layer runs,
+        what earlier layers keep is in memory too.
+        """
+        head = len(blocks) - 1
+        most = max(max(b.forward_bytes, b.backward_bytes) for b in blocks)
+        waiting = 0
+        for index in range(head - kept, head):
+            own = self.kept_bytes(index)
+            row = own // self.demand.rows  # already part of the block's peak for the current row
+            others = waiting + own - row
+            busy = max(blocks[index].backward_bytes, blocks[index].forward_bytes, row)
+            most = max(most, others + busy)
+            waiting += own
+        return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
+
+    def _peak(
+        self,
+        lowered: LoweredBlock,
+        program: Program,
+        schedule: tuple[Instruction, ...],
+        alive: set[str],
+        lanes: int,
+        tokens: int,
+    ) -> int:
+        """The peak bytes along a schedule, given the values that exist before it."""
+        held = _Held()
+        plain = Visit(False, (), lanes, tokens, program.values, lowered.block.tensor)
+        statistics = _statistic_bytes(program, plain)
+
+        def size(name: str) -> int:
+            if name in statistics:
+                return statistics[name]
+            if name == STARTS:
+                return tokens * START_BYTES
+            return bytes_at(program.values[name.removeprefix("~")], tokens)
+
+        held.take({name: (size(name), "") for name in alive})
+        peak = 0
+        for one in schedule:
+            made = dict.fromkeys((*one.wanted, *one.statistics), "")
+            if one.backward:
+                made = {gradient_of(n): s for n, s in zip(one.wanted, one.same, strict=True)}
+            before = held.nbytes
+            fresh = held.take({name: (size(name), same) for name, same in made.items()})
+            work = self._working_bytes(lowered, program, one, lanes, tokens)
+            held.drop(one.frees)
+            after = held.nbytes
+            others = max(before, after)  # lanes before or after this instruction
+            if one.operation.runs_once_per_tile:
+                others = before + fresh
+            peak = max(peak, (lanes - 1) * others + before + fresh + work)
+        return peak
+
+    def _working_bytes(
+        self, lowered: LoweredBlock, program: Program, one: Instruction, lanes: int, tokens: int
+    ) -> int:
+        """Bytes that an instruction needs besides its inputs and results."""
+        if one.body is not None:
+            body = one.body
+            return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
+        values, tensor = program.values, lowered.block.tensor
+        dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
+        visit = Visit(one.backward, one.wanted, lanes, tokens, values, tensor, dropped)
+        return one.operation.working_bytes(visit, self.execution)
+
+    # Weights.
+
+    def materialized_bytes(self, index: int) -> int:
+        """Bytes of a layer's weights as float32, with the shifts of affine groups."""
+        block = self.manifest.blocks[index]
+        return sum(map(materialized_bytes, self.manifest.matrices_of(block)))
+
+    def _held_weights(self, lowered: LoweredBlock) -> int:
+        """Bytes of the weights that stay dequantized while the block runs."""
+        if not self.lowered.hold:
+            return 0
+        return sum(map(materialized_bytes, self.manifest.matrices_of(lowered.block)))
+
+    @cached_property
+    def largest_packed_bytes(self) -> int:
+        """The most bytes that the matrices of one block take in weights.bin."""
+        return max(
+            sum(matrix.nbytes for matrix in self.manifest.matrices_of(block))
+            for block in self.manifest.blocks
+        )
+
+    def graph_file_bytes(self) -> int:
+        """Bytes of the files of all graphs that rows of the bucket's length use."""
+        keys = self.lowered.graph_keys(self.demand.backward)
+        return sum(self.manifest.graphs[key].nbytes for key in keys)
+
+    @cached_property
+    def packed_rows(self) -> int:
+        """The most rows that a BLAS packs: tokens, or in attention a group's heads x queries."""
+        rows = (
+            operation.packed_rows(block.program.values, self.execution)
+            for block in self.lowered.blocks
+            for operation in block.program.operations
+        )
+        return max(self.lowered.bucket, *rows)
+
+    # Values, for models of an allocator.
+
+    def largest_value(self) -> int:
+        """Bytes of the largest value between a layer's operations."""
+        return max(self.largest_whole_value, self.largest_tiled_value)
+
+    @cached_property
+    def largest_whole_value(self) -> int:
+        """Bytes of the largest value that holds all tokens of the bucket."""
+        return max(value for value, inside in self._layer_values() if not inside)
+
+    @cached_property
+    def largest_tiled_value(self) -> int:
+        """Bytes of the largest value that holds one tile of tokens; 0 if nothing is tiled."""
+        return max((value for value, inside in self._layer_values() if inside), default=0)
+
+    @cached_property
+    def largest_logits_bytes(self) -> int:
+        """Bytes of the logits of one row over a chunk of the vocabulary."""
+        heads = (block.head for block in self.lowered.blocks if block.head is not None)
+        return max((head.streamed(self.execution)[0] for head in heads), default=0)
+
+    @property
+    def mapped_value(self) -> int:
+        """Bytes of the largest value that may be mapped outside the heap; 0 if no MLP is tiled.
+
+        Without tiles, values of many sizes lie on the heap and fit each other's holes.
+        """
+        return self.largest_whole_value if self.lowered.is_tiled else 0
+
+    def off_heap(self, index: int) -> tuple[int, int, int]:
+        """Bytes that may lie outside the heap: the largest tile, the logits, a whole head chunk."""
+        tile = self.execution.largest_tile_bytes()
+        head = self.lowered.blocks[index].head
+        logits, chunk = (0, 0) if head is None else head.streamed(self.execution)
+        return tile, logits, chunk
+
+    def _layer_values(self) -> Iterator[tuple[int, bool]]:
+        """The bytes of every value of a layer, and whether it is inside a `Tiled` operation."""
+        programs = {layer.block.type: layer for layer in self.lowered.layers}
+        for layer in programs.values():
+            tiled = tiled_of(layer.program)
+            inside = set() if tiled is None else set(tiled.inner_values)
+            for name, shape in layer.program.values.items():
+                tokens = layer.tile_tokens if name in inside else self.lowered.bucket
+                yield bytes_at(shape, tokens), name in inside
+
+
+def _statistic_bytes(program: Program, visit: Visit) -> dict[str, int]:
+    """The bytes of the values that a forward computes only for its backward."""
+    return {
+        name: operation.statistic_bytes(name, visit)
+        for operation in program.operations
+        for name in operation.statistics
+    }

@@ -1,0 +1,411 @@
+"""The memory plan for a budget: tile sizes, what is kept in memory, and the predicted peak.
+
+Planning is pure arithmetic over lowered programs. A budget is spent on, in this order: the minimum,
+larger tiles of tokens and weights, kept activations, and weights that stay dequantized.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+
+from runtime.bundle.manifest import Manifest
+from runtime.core.errors import BudgetError, UsageError
+from runtime.core.units import format_bytes
+from runtime.machine.machine import Machine
+from runtime.operations.base import WHOLE
+from runtime.operations.values import F32
+from runtime.plan.allocator import held_by_allocator, with_kept
+from runtime.plan.demand import Demand
+from runtime.plan.limit import check_limit, limit_warning
+from runtime.plan.lower import LoweredModel, Sizes, lower
+from runtime.plan.peak import BlockPeak, PeakModel
+from runtime.storage.read_ahead import BUFFER_BYTES
+
+GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file
+LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
+DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
+EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
+READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
+# The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
+# more than predicted, beside other work, and the others less than that.
+MARGIN = 0.95
+# The readings of two equal processes differ by up to this much. `ondevice train` must not refuse
+# the smallest budget that `ondevice plan` has named.
+READING_BYTES = 200_000
+
+# MeBP as its paper describes it: a whole layer dequantized at once, all scores and all logits
+PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, hold=True)
+LONG_TOKENS = 512  # the most that an MLP takes at once: more would save hardly any time
+LEVELS = (
+    Sizes(4 << 20, 256, 128_000_000, most_tokens=LONG_TOKENS),
+    Sizes(4 << 20, 256, 96_000_000, most_tokens=LONG_TOKENS),
+    Sizes(4 << 20, 128, 64_000_000, most_tokens=LONG_TOKENS),
+    Sizes(2 << 20, 64, 48_000_000, most_tokens=LONG_TOKENS),
+    Sizes(2 << 20, 64, 24_000_000, most_tokens=256),
+    Sizes(1 << 20, 64, 24_000_000, most_tokens=256),
+    Sizes(1 << 20, 64, 12_000_000, most_tokens=128),
+    Sizes(1 << 20, 64, 12_000_000, most_tokens=64),
+    Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
+    Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
+)
+DEQUANTIZED_FROM = 3  # the first of LEVELS on a CPU: larger tiles do not fit its caches
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What to plan for, besides the method's demand and the machine.
+
+    `layout` is "budget", "paper" for the memory plan of the MeBP paper, or "whole" for blocks that
+    take all tokens at once. With `context`, sequences of at most so many tokens are decoded, and
+    `bucket` is how many tokens a prompt's chunks have.
+    """
+
+    bucket: int
+    rows: int = 1
+    accumulation: int = 1
+    layout: str = "budget"
+    prefetch: bool = True
+    adapter_dtype: str = "float32"
+    context: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A memory plan; `predicted_peak_bytes` is the predicted peak footprint of the process."""
+
+    budget_bytes: Natural
+    limit_bytes: Natural | None = None  # that the system sets, see `runtime.plan.limit`
+    predicted_peak_bytes: Natural
+    minimum_bytes: Natural
+    process_bytes: Natural  # the process, its BLAS, opened graphs and the prefetch thread
+    adapter_bytes: Natural
+    gradient_bytes: Natural
+    weight_update_bytes: Natural = (
+        0  # to update, perturb and write tiles, where weights are trained
+    )
+    live_bytes: Natural
+    slack_bytes: Natural  # that the heap holds beyond what is in use
+    cache_bytes: Natural  # that MLX's own cache may hold
+    mapped_value_bytes: Natural  # of the largest value that may be mapped outside the heap
+    value_bytes: Natural  # of the largest value, by which MLX may pass its limit
+    scratch_disk_bytes: Natural
+    bucket: int
+    rows: Count
+    accumulation: Count
+    arithmetic: str
+    tile_values: Count
+    query_block: Count
+    tile_tokens: Count  # that an MLP takes at once
+    chunk_rows: Count
+    hold: bool
+    prefetch: bool
+    adapter_dtype: str
+    lanes: Count  # hidden states that run through a block's forward together
+    evaluation_lanes: Count
+    kept_layers: Natural  # how many of the last layers keep activations
+    kept_bytes: Natural  # what the kept activations add to the peak
+    materialized_layers: Natural  # how many of the first layers stay dequantized
+    materialized_bytes: Natural
+    blocks: tuple[BlockPeak, ...]
+    context: Natural = 0  # of the sequences that are decoded
+    cached_bytes: Natural = 0  # of the key-value cache
+    materialized_head: bool = False  # whether the head's matrix stays dequantized too
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes at which operations run."""
+        most_tokens = self.tile_tokens if self.tile_tokens < self.bucket else WHOLE
+        return Sizes(
+            self.tile_values,
+            self.query_block,
+            self.cache_bytes,
+            self.hold,
+            most_tokens,
+            self.chunk_rows,
+        )
+
+    @property
+    def active_bytes(self) -> int:
+        """The bytes that MLX has allocated at the peak."""
+        fixed = self.adapter_bytes + self.gradient_bytes + self.weight_update_bytes
+        fixed += self.cached_bytes
+        return self.live_bytes + fixed + self.kept_bytes + self.materialized_bytes
+
+    @property
+    def warning(self) -> str:
+        """What to say before a run that the system may end; usually empty."""
+        return limit_warning(self.limit_bytes, self.budget_bytes, self.minimum_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+def choose_bucket(manifest: Manifest, length: int) -> int:
+    """The smallest sequence bucket that holds `length` tokens.
+
+    Raises:
+        UsageError: the longest bucket is shorter.
+    """
+    for bucket in manifest.buckets:
+        if bucket >= length:
+            return bucket
+    longest = manifest.buckets[-1]
+    raise UsageError(
+        f"--max-seq-length {length} > {longest}, the longest that the bundle has graphs for; give "
+        f"--max-seq-length {longest}, or export it again with --seq-lens "
+        f"{','.join(map(str, (*manifest.buckets, length)))}"
+    )
+
+
+class Planner:
+    """Plans for one manifest and machine, whose device need not be that of the bundle's graphs.
+
+    It keeps only the last lowered model, because its own memory counts for the footprint.
+    """
+
+    def __init__(self, manifest: Manifest, machine: Machine) -> None:
+        self.manifest = msgspec.structs.replace(manifest, device=machine.device)
+        self.machine = machine
+        self._lowered: tuple[tuple[int, Sizes, int], LoweredModel] | None = None
+
+    def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
+        """The most generous plan that fits.
+
+        Raises:
+            BudgetError: not even the most frugal one fits; the message has the numbers and a way
+                out; or the machine's limit is lower than the budget.
+        """
+        levels = self._levels(request)
+        smallest = math.ceil(self._least(request, demand) / MARGIN)
+        check_limit(self.machine, budget_bytes, smallest)
+        plan = self._without_token_tiles(request, demand, levels[0], budget_bytes, smallest)
+        if plan is not None:
+            return plan
+        for level in levels:
+            for lanes in demand.lanes:
+                plan = self.predict(request, demand, level, budget_bytes, smallest, lanes)
+                spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
+                if spare >= 0:
+                    generous = level is levels[0] and request.layout == "budget"
+                    return (
+                        self._with_spare(request, demand, level, plan, spare) if generous else plan
+                    )
+        for level in levels:
+            plan = self.predict(request, demand, level, budget_bytes, smallest)
+            if plan.predicted_peak_bytes - READING_BYTES <= MARGIN * budget_bytes:
+                return plan
+        raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
+
+    def predict(
+        self,
+        request: Request,
+        demand: Demand,
+        sizes: Sizes,
+        budget_bytes: int,
+        minimum_bytes: int,
+        lanes: int | None = None,
+    ) -> Plan:
+        """The plan for given sizes; `lanes` defaults to the fewest that the method accepts."""
+        model = self.model(request, demand, sizes)
+        lowered, manifest = model.lowered, self.manifest
+        lanes = demand.lanes[-1] if lanes is None else lanes
+        blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
+        held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
+        adapters, gradients = model.adapter_bytes, model.gradient_bytes
+        evaluation_lanes = lanes
+        if demand.trains:
+            most = max(EVALUATION_LANES, request.rows)
+            room = held.live_bytes + model.only_in_layers
+            evaluation_lanes = model.free_lanes(room, lanes, most)
+        if demand.lanes_in_spare_memory:
+            lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
+        process = self._process_bytes(request, model)
+        fixed = process + adapters + gradients + model.weight_update_bytes + lowered.cached_bytes
+        return Plan(
+            budget_bytes=budget_bytes,
+            limit_bytes=self.machine.limit_bytes,
+            predicted_peak_bytes=fixed + held.live_bytes + held.slack_bytes + held.cache_bytes,
+            minimum_bytes=minimum_bytes,
+            process_bytes=process,
+            adapter_bytes=adapters,
+            gradient_bytes=gradients,
+            weight_update_bytes=model.weight_update_bytes,
+            live_bytes=held.live_bytes,
+            slack_bytes=held.slack_bytes,
+            cache_bytes=held.cache_bytes,
+            mapped_value_bytes=model.mapped_value,
+            value_bytes=model.largest_whole_value,
+            scratch_disk_bytes=_scratch_bytes(manifest, request, demand, model),
+            bucket=request.bucket,
+            rows=request.rows,
+            accumulation=request.accumulation,
+            arithmetic=self.machine.arithmetic,
+            tile_values=sizes.tile_values,
+            query_block=sizes.query_block,
+            tile_tokens=lowered.tile_tokens,
+            chunk_rows=lowered.execution.chunk_rows,
+            hold=sizes.hold,
+            prefetch=request.prefetch,
+            adapter_dtype=request.adapter_dtype,
+            lanes=lanes,
+            evaluation_lanes=evaluation_lanes,
+            kept_layers=0,
+            kept_bytes=0,
+            materialized_layers=0,
+            materialized_bytes=0,
+            blocks=blocks,
+            context=request.context,
+            cached_bytes=lowered.cached_bytes,
+        )
+
+    def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
+        """The peak of an earlier plan, with the process memory of the current machine value."""
+        model = self.model(request, demand, plan.sizes)
+        others = plan.predicted_peak_bytes - plan.process_bytes
+        return others + self._process_bytes(request, model)
+
+    def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
+        """The model of bytes in use under given sizes."""
+        key = (request.bucket, sizes, request.context)
+        if self._lowered is None or self._lowered[0] != key:
+            self._lowered = None
+            lowered = lower(
+                self.manifest, request.bucket, sizes, self.machine.packed, request.context
+            )
+            self._lowered = (key, lowered)
+        return PeakModel(self.manifest, self._lowered[1], demand, request.adapter_dtype)
+
+    def _process_bytes(self, request: Request, model: PeakModel) -> int:
+        """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
+        blas = self.machine.blas
+        panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
+        found = self.machine.process_bytes + blas.threads * panel
+        if blas.threads > 1:
+            found += model.packed_rows * blas.row_bytes
+        found += model.graph_file_bytes() * GRAPH_FACTOR
+        if request.prefetch:
+            found += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
+        return found
+
+    def _levels(self, request: Request) -> tuple[Sizes, ...]:
+        """The sizes that a plan can choose, from generous to frugal."""
+        if request.layout == "paper":
+            return (PAPER,)
+        levels = LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
+        if request.layout == "whole":
+            return tuple(replace(level, most_tokens=WHOLE) for level in levels)
+        return levels
+
+    def _least(self, request: Request, demand: Demand) -> int:
+        """The lowest peak of all levels, which need not be that of the smallest tiles."""
+        return min(
+            self.predict(request, demand, level, 0, 0).predicted_peak_bytes
+            for level in self._levels(request)
+        )
+
+    def _without_token_tiles(
+        self, request: Request, demand: Demand, level: Sizes, budget_bytes: int, smallest: int
+    ) -> Plan | None:
+        """The plan without tiles of tokens, if the budget can keep all activations; else None."""
+        if not demand.backward or request.bucket <= level.most_tokens:
+            return None
+        whole = replace(level, most_tokens=WHOLE)
+        plan = self.predict(request, demand, whole, budget_bytes, smallest)
+        spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
+        found = self._with_spare(request, demand, whole, plan, spare)
+        return found if found.kept_layers == len(self.manifest.layers) else None
+
+    def _with_spare(
+        self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int
+    ) -> Plan:
+        """Spend the rest of the budget on kept activations, then on dequantized weights."""
+        model = self.model(request, demand, sizes)
+        layers = range(1, len(self.manifest.blocks) - 1)
+        kept = kept_bytes = materialized = materialized_bytes = 0
+        if demand.backward:
+            for count in layers:
+                more = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
+                added = with_kept(self.machine, more)
+                if added > spare:
+                    break
+                kept, kept_bytes = count, added
+        spare -= kept_bytes
+        head = False
+        if not self.machine.packed:
+            for index in layers:
+                more = materialized_bytes + model.materialized_bytes(index)
+                if more > spare:
+                    break
+                materialized, materialized_bytes = materialized + 1, more
+            if request.context and materialized == len(layers):  # each token passes over the head
+                more = materialized_bytes + model.materialized_bytes(len(layers) + 1)
+                head = more <= spare
+                materialized_bytes = more if head else materialized_bytes
+        return msgspec.structs.replace(
+            plan,
+            predicted_peak_bytes=plan.predicted_peak_bytes + kept_bytes + materialized_bytes,
+            kept_layers=kept,
+            kept_bytes=kept_bytes,
+            materialized_layers=materialized,
+            materialized_bytes=materialized_bytes,
+            materialized_head=head,
+        )
+
+    def _refusal(self, request: Request, demand: Demand, budget_bytes: int, smallest: int) -> str:
+        name = self.manifest.provenance.get("name", self.manifest.family)
+        rounded = math.ceil(smallest / 1e6) * 1_000_000
+        length = request.context or request.bucket
+        text = (
+            f"budget {format_bytes(budget_bytes)} < {format_bytes(rounded)} needed by {name} at "
+            f"{length} tokens; the smallest that fits is {format_bytes(rounded)}"
+        )
+        room = MARGIN * budget_bytes
+        if request.context:
+            if fits := self._largest_context(request, demand, room):
+                return f"{text}, or keep prompt and answers to {fits} tokens together"
+        else:
+            for bucket in reversed([b for b in self.manifest.buckets if b < request.bucket]):
+                if self._least(msgspec.structs.replace(request, bucket=bucket), demand) <= room:
+                    return f"{text}, or use --max-seq-length {bucket}"
+        blas = self.machine.blas
+        one_thread = msgspec.structs.replace(
+            self.machine, blas=msgspec.structs.replace(blas, threads=1)
+        )
+        if Planner(self.manifest, one_thread)._least(request, demand) <= room:
+            return (
+                f"{text}, or set OPENBLAS_NUM_THREADS=1: each of {blas.threads} threads takes "
+                "memory"
+            )
+        if demand.holds_gradients:
+            return f"{text}; without --grad-accumulation fewer gradients are held"
+        return text
+
+    def _largest_context(self, request: Request, demand: Demand, room: float) -> int:
+        """The largest shorter context, halved some times, that fits; 0 if none does."""
+        context = request.context // 2
+        while context >= LEAST_CONTEXT:
+            shorter = msgspec.structs.replace(request, context=context)
+            if self._least(shorter, demand) <= room:
+                return context
+            context //= 2
+        return 0
+
+
+def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: PeakModel) -> int:
+    """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
+
+    Where all weights are trained, the slots that hold them count as well.
+    """
+    slots = len(manifest.blocks) if demand.slots is None else demand.slots
+    row_bytes = request.bucket * manifest.hidden_size * F32
+    trained = model.all_adapter_bytes if demand.trains else 0
+    copies = 1 + demand.moments + demand.stores_gradients
+    if demand.trains_weights:  # two slots for each block
+        trained, copies = manifest.weights_nbytes, 2
+    return slots * demand.hidden_states * row_bytes + copies * trained

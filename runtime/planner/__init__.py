@@ -1,1 +1,0 @@
-"""Memory plans for a budget, by pure arithmetic over lowered programs."""

@@ -1,0 +1,429 @@
+"""The zeroth-order estimators as their papers print them: whole adapters, one forward per loss.
+
+Each is a transcription of its equations that knows nothing of blocks, lanes, deferred updates or
+logs. The losses are those of the bundle's own kernels, and theta is never restored by subtraction,
+so the methods in `runtime.methods` can be compared with these bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from harness.peers.whole_model import plain_loss
+from runtime.engine.model import Model
+from runtime.methods.adapters import Adapters, Tensors
+from runtime.methods.noise import Noise, key_of, number_of
+from runtime.methods.protocol import Sample
+
+
+class Monolithic(ABC):
+    """An estimator on whole adapters, which it changes in place."""
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        self.adapters, self.seed = adapters, seed
+        self.epsilon, self.weight_decay = epsilon, weight_decay
+
+    @abstractmethod
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        """Change the adapters by one step."""
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        """z of one tensor: Gaussian, drawn anew in each step."""
+        return Noise(self.seed).draw(number, query, name, self.adapters.tensors[name].shape)
+
+    def loss(
+        self, model: Model, rows: Sequence[Sample], number: int, query: int, by: float
+    ) -> float:
+        """The mean loss at theta + by z."""
+        theta = self.adapters.tensors
+        tensors = {name: theta[name] + self.direction(number, query, name) * by for name in theta}
+        moved = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+        return plain_loss(model, moved, rows)
+
+    def projected(self, model: Model, rows: Sequence[Sample], number: int, query: int) -> float:
+        """SPSA's (loss(theta + eps z) - loss(theta - eps z)) / (2 eps)."""
+        plus = self.loss(model, rows, number, query, self.epsilon)
+        minus = self.loss(model, rows, number, query, -self.epsilon)
+        return (plus - minus) / (2 * self.epsilon)
+
+    def descend(self, number: int, rate: float, weights: Sequence[float]) -> None:
+        """theta <- theta - rate (sum of weight z over the queries + weight_decay theta)."""
+        for name, theta in self.adapters.tensors.items():
+            update = theta * self.weight_decay
+            for query, weight in enumerate(weights):
+                update = update + self.direction(number, query, name) * weight
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors)
+
+
+class MonolithicFZOO(Monolithic):
+    """FZOO with N directions of signs (arXiv 2506.09034)."""
+
+    N = 4
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        shape = self.adapters.tensors[name].shape
+        return Noise(self.seed, "rademacher").draw(number, query, name, shape)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        l0 = plain_loss(model, self.adapters, rows)
+        l = [self.loss(model, rows, number, i, self.epsilon) for i in range(self.N)]  # noqa: E741
+        sigma = statistics.stdev(l)
+        G = [(loss - l0) / (self.epsilon * sigma) / self.N for loss in l]
+        self.descend(number, rate, G)
+
+
+class MonolithicMoments(Monolithic):
+    """MeZO whose estimates are averaged over the last `window` of them (appendix B.2)."""
+
+    window, queries = 4, 2
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.estimates: list[Tensors] = []  # of every step, whole
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        g = [self.projected(model, rows, number, query) for query in range(self.queries)]
+        estimate = {name: mx.zeros_like(theta) for name, theta in self.adapters.tensors.items()}
+        for query in range(self.queries):
+            for name in estimate:
+                z = self.direction(number, query, name)
+                estimate[name] = estimate[name] + z * (g[query] / self.queries)
+        self.estimates.append(estimate)
+        for name, theta in self.adapters.tensors.items():
+            direction = self.averaged(name) + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - direction * rate
+        mx.eval(self.adapters.tensors)
+
+    @abstractmethod
+    def averaged(self, name: str) -> mx.array:
+        """The direction of a step, from all estimates."""
+
+    def average(self, name: str, beta: float, squared: bool = False) -> mx.array:
+        """The weighted average of the latest estimates, or of their squares."""
+        latest = self.estimates[-self.window :][::-1]
+        total = sum(beta**age for age in range(len(latest)))
+        found = mx.zeros_like(self.adapters.tensors[name])
+        for age in reversed(range(len(latest))):
+            G = latest[age][name]
+            found = found + (G * G if squared else G) * (beta**age / total)
+        return found
+
+
+class MonolithicMomentum(MonolithicMoments):
+    """m of the estimates."""
+
+    def averaged(self, name: str) -> mx.array:
+        return self.average(name, 0.9)
+
+
+class MonolithicAdam(MonolithicMoments):
+    """m / (sqrt(v) + 1e-8) of the estimates."""
+
+    def averaged(self, name: str) -> mx.array:
+        return self.average(name, 0.9) / (mx.sqrt(self.average(name, 0.999, True)) + 1e-8)
+
+
+class MonolithicKZOO(Monolithic):
+    """KZOO: a pool of K seeds (arXiv 2312.06353), 4 estimates a step (MeBP's appendix A)."""
+
+    K, queries = 16, 4
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        j = number_of(self.seed, "member", number, query) % self.K
+        shape = self.adapters.tensors[name].shape
+        return mx.random.normal(shape, key=key_of(self.seed, "pool", j, name))
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        g = [self.projected(model, rows, number, i) for i in range(self.queries)]
+        self.descend(number, rate, [one / self.queries for one in g])
+
+
+class MonolithicResidual(Monolithic):
+    """The one-point estimate with residual feedback (MeZO's Definition 8), 2 directions a step."""
+
+    queries = 2
+    before: list[float] | None = None
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        now = [self.loss(model, rows, number, i, self.epsilon) for i in range(self.queries)]
+        before = now if self.before is None else self.before
+        g = [(now[i] - before[i]) / self.epsilon for i in range(self.queries)]
+        self.descend(number, rate, [one / self.queries for one in g])
+        self.before = now
+
+
+class MonolithicMEAZO(Monolithic):
+    """MEAZO's scalar second moment (arXiv 2605.03869), 2 directions a step."""
+
+    q, beta, zeta = 2, 0.999, 1e-8
+    v, t = 0.0, 0
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        delta = [self.projected(model, rows, number, i) for i in range(self.q)]
+        g = sum(delta) / self.q
+        self.t += 1
+        self.v = self.beta * self.v + (1 - self.beta) * g**2
+        root = math.sqrt(self.v / (1 - self.beta**self.t))
+        self.descend(number, rate, [one / (root + self.zeta) / self.q for one in delta])
+
+
+class MonolithicLOZO(Monolithic):
+    """LOZO's directions of rank r, whose V stays for nu steps (arXiv 2410.07698)."""
+
+    r, nu = 2, 3
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        k = number // self.nu
+        U = mx.random.normal((m, self.r), key=key_of(self.seed, "U", number, query, name))
+        V = mx.random.normal((n, self.r), key=key_of(self.seed, "V", k, query, name))
+        return U @ V.T
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        c = self.projected(model, rows, number, 0)
+        self.descend(number, rate, [c / self.r])
+
+
+class MonolithicConMeZO(Monolithic):
+    """ConMeZO (arXiv 2511.02757), Algorithm 1, with the mean over 2 directions a step."""
+
+    n, angle, beta = 2, 1.2, 0.9
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.m = {name: mx.zeros_like(theta) for name, theta in adapters.tensors.items()}
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        u = super().direction(number, query, name)
+        square = sum(float(np.square(np.array(m, np.float64)).sum()) for m in self.m.values())
+        if square == 0:
+            return u
+        d = sum(m.size for m in self.m.values())
+        # m / |m| and sqrt(d) in one factor, so that float32 rounds once
+        along = math.cos(self.angle) * math.sqrt(d / square)
+        return self.m[name] * along + u * math.sin(self.angle)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        g = [self.projected(model, rows, number, query) for query in range(self.n)]
+        directions = {
+            name: [self.direction(number, query, name) for query in range(self.n)]
+            for name in self.m
+        }
+        for name, theta in self.adapters.tensors.items():
+            estimate = sum(z * (g[i] / self.n) for i, z in enumerate(directions[name]))
+            update = estimate + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - update * rate
+            self.m[name] = self.m[name] * self.beta + estimate * (1 - self.beta)
+        mx.eval(self.adapters.tensors, self.m)
+
+
+class MonolithicHiZOO(Monolithic):
+    """HiZOO (arXiv 2402.15173) with the mean over 2 directions a step; S is 1 / Sigma."""
+
+    n, alpha = 2, 1e-3
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.S = {name: mx.ones_like(theta) for name, theta in adapters.tensors.items()}
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        return super().direction(number, query, name) / mx.sqrt(self.S[name])
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        eps, n = self.epsilon, self.n
+        l0 = plain_loss(model, self.adapters, rows)
+        plus = [self.loss(model, rows, number, i, eps) for i in range(n)]
+        minus = [self.loss(model, rows, number, i, -eps) for i in range(n)]
+        g = [(plus[i] - minus[i]) / (2 * eps) for i in range(n)]
+        h = [(plus[i] + minus[i] - 2 * l0) / (2 * eps * eps) for i in range(n)]
+        for name, theta in self.adapters.tensors.items():
+            z = [Noise(self.seed).draw(number, i, name, theta.shape) for i in range(n)]
+            S = self.S[name]
+            hessian = sum(S * (z[i] * z[i]) * (abs(h[i]) / n) for i in range(n))
+            S = self.S[name] = S * (1 - self.alpha) + hessian * self.alpha
+            gradient = sum(z[i] * (g[i] / n) for i in range(n)) / mx.sqrt(S)
+            update = gradient + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors, self.S)
+
+
+class MonolithicScaled(Monolithic):
+    """MeZO's Definitions 6 and 7 with two directions a step, and d of the first step, or of more.
+
+    d is the block vector of the layers' parameter norms, or of Proposition 1's gradient norms.
+    """
+
+    n, of_gradient, unbiased, interval = 2, False, True, 0
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.d: dict[str, float] = {}
+        self.since = 0
+
+    def layers(self, model: Model) -> list[list[str]]:
+        """The tensors of each layer."""
+        starts = [f"{block.name}." for block in model.blocks[1:-1]]
+        found = [[name for name in self.adapters.tensors if name.startswith(s)] for s in starts]
+        return [names for names in found if names]
+
+    def norm(self, model: Model, rows: Sequence[Sample], number: int, layer: int) -> float:
+        theta, names = self.adapters.tensors, self.layers(model)[layer]
+        if not self.of_gradient:
+            squares = [np.square(np.array(theta[name], np.float64)).sum() for name in names]
+            return math.sqrt(sum(map(float, squares)))
+        losses = []
+        for by in (self.epsilon, -self.epsilon):
+            z = {name: super(MonolithicScaled, self).direction(number, self.n + layer, name)
+                 for name in names}  # fmt: skip
+            tensors = {**theta, **{name: theta[name] + z[name] * by for name in names}}
+            moved = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+            losses.append(plain_loss(model, moved, rows))
+        return abs((losses[0] - losses[1]) / (2 * self.epsilon))
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        return super().direction(number, query, name) / self.d[name]
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        if not self.d or (self.interval and number - self.since >= self.interval):
+            self.since = number
+            for layer, names in enumerate(self.layers(model)):
+                norm = self.norm(model, rows, number, layer)
+                self.d |= dict.fromkeys(names, norm)
+        g = [self.projected(model, rows, number, query) for query in range(self.n)]
+        for name, theta in self.adapters.tensors.items():
+            update = theta * self.weight_decay
+            for query in range(self.n):
+                z = super().direction(number, query, name)
+                dz = z * self.d[name] if self.unbiased else z
+                update = update + dz * (g[query] / self.n)
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors)
+
+
+class MonolithicParameterNorm(MonolithicScaled):
+    """Definition 6 with parameter norms, measured again every two steps."""
+
+    interval = 2
+
+
+class MonolithicGradientNorm(MonolithicScaled):
+    """Definition 7 with gradient norms: the normalized gradient."""
+
+    of_gradient, unbiased = True, False
+
+
+class MonolithicGRZO(Monolithic):
+    """GRZO (arXiv 2606.02857): a direction for each row, which share noise up to signs."""
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        U = mx.random.normal((m, n), key=key_of(self.seed, "shared", number, name))
+        r, s = (
+            mx.random.bernoulli(0.5, shape, key=key_of(self.seed, axis, number, query, name)) * 2.0
+            - 1.0
+            for shape, axis in (((m, 1), "rows"), ((1, n), "columns"))
+        )
+        return U * (r @ s)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        sigma, B = self.epsilon, len(rows)
+        delta = [
+            self.loss(model, [row], number, i, sigma) - self.loss(model, [row], number, i, -sigma)
+            for i, row in enumerate(rows)
+        ]
+        s = statistics.pstdev(delta)
+        a = [one / (s + 1e-8) for one in delta]
+        self.descend(number, rate, [one / (2 * sigma) / B for one in a])
+
+
+class MonolithicZOAct(Monolithic):
+    """ZO-Act (arXiv 2607.01125): the coefficients, which are B, of a basis, which is A."""
+
+    n = 2
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        z = super().direction(number, query, name)
+        return z if name.endswith("lora_b") else mx.zeros_like(z)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        basis = {name: a for name, a in self.adapters.tensors.items() if name.endswith("lora_a")}
+        g = [self.projected(model, rows, number, query) for query in range(self.n)]
+        self.descend(number, rate, [one / self.n for one in g])
+        self.adapters.tensors.update(basis)  # no weight decay either
+
+
+class MonolithicZOMuon(Monolithic):
+    """ZO-Muon (arXiv 2602.17155) in subspaces of 3 dimensions that stay for 2 steps."""
+
+    k, interval, n = 3, 2, 2
+
+    def subspace(self, number: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        key = key_of(self.seed, "P", number // self.interval, name)
+        drawn = mx.random.normal((m, min(self.k, m, n)), key=key)
+        return mx.array(np.linalg.qr(np.array(drawn, np.float64))[0].astype(np.float32))
+
+    def psi(self, number: int, query: int, name: str) -> mx.array:
+        m, n = self.adapters.tensors[name].shape
+        key = key_of(self.seed, "Psi", number, query, name)
+        return mx.random.normal((min(self.k, m, n), n), key=key)
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        return self.subspace(number, name) @ self.psi(number, query, name)
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        f = plain_loss(model, self.adapters, rows)
+        g = [
+            (self.loss(model, rows, number, i, self.epsilon) - f) / self.epsilon
+            for i in range(self.n)
+        ]
+        for name, theta in self.adapters.tensors.items():
+            parts = [self.psi(number, i, name) * (g[i] / self.n) for i in range(self.n)]
+            G = sum(parts[1:], parts[0])
+            O = self.subspace(number, name) @ newton_schulz(G)  # noqa: E741
+            self.adapters.tensors[name] = theta - (O + theta * self.weight_decay) * rate
+        mx.eval(self.adapters.tensors)
+
+
+def newton_schulz(G: mx.array) -> mx.array:
+    """Muon's five iterations towards U V^T."""
+    X = G.T if G.shape[0] > G.shape[1] else G
+    X = X / (mx.linalg.norm(X) + 1e-7)
+    for _ in range(5):
+        A = X @ X.T
+        X = X * 3.4445 + (A * -4.7750 + (A @ A) * 2.0315) @ X
+    return X.T if G.shape[0] > G.shape[1] else X
+
+
+class MonolithicLOZOM(MonolithicLOZO):
+    """LOZO-M (arXiv 2410.07698): N of the momentum, projected whenever V is drawn anew."""
+
+    beta = 0.9
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.N = {name: mx.zeros((a.shape[0], self.r)) for name, a in adapters.tensors.items()}
+        self.V: dict[str, mx.array] = {}
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        c = self.projected(model, rows, number, 0)
+        for name, theta in self.adapters.tensors.items():
+            m, n = theta.shape
+            k = number // self.nu
+            U = mx.random.normal((m, self.r), key=key_of(self.seed, "U", number, 0, name))
+            V = mx.random.normal((n, self.r), key=key_of(self.seed, "V", k, 0, name))
+            old = self.V.get(name, V)
+            if not mx.array_equal(old, V):
+                self.N[name] = self.N[name] @ (old.T @ V / n)
+            self.V[name] = V
+            self.N[name] = self.N[name] * self.beta + U * (c / self.r * (1 - self.beta))
+            update = self.N[name] @ V.T + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors, self.N)

@@ -1,0 +1,42 @@
+"""Perplexity of an unchanged checkpoint, before the export quantizes it.
+
+`python -m tests.oracles.perplexity SOURCE TOKENS --rows N` loads a checkpoint into mlx-lm's own
+model in float32 and evaluates the first N rows of a token file (a run's `valid.tokens`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from runtime.machine.backend import prepare
+
+prepare()
+
+from export.sources.open import open_checkpoint  # noqa: E402
+from harness.peers.whole_model import checkpoint_model  # noqa: E402
+from runtime.data.rows import TokenRows  # noqa: E402
+from tests.oracles.dense import evaluate_dense  # noqa: E402
+
+
+def perplexity(source: str, tokens: Path, rows: int) -> dict[str, Any]:
+    """Loss, perplexity and accuracy of the checkpoint at `source`."""
+    with open_checkpoint(source) as checkpoint:
+        model = checkpoint_model(checkpoint)
+        vocabulary = int(checkpoint.config["vocab_size"])
+    return evaluate_dense(model, TokenRows(tokens, vocabulary), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source")
+    parser.add_argument("tokens", type=Path)
+    parser.add_argument("--rows", type=int, default=0)
+    arguments = parser.parse_args()
+    print(json.dumps(perplexity(arguments.source, arguments.tokens, arguments.rows)))
+
+
+if __name__ == "__main__":
+    main()

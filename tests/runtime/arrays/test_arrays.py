@@ -1,0 +1,52 @@
+"""Evaluating results one after another, with little allocated ahead."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from runtime.arrays.arrays import CpuArrays, GpuArrays
+from runtime.machine import backend
+
+VALUES = 500_000
+Rng = np.random.Generator
+
+
+def sums(rng: Rng, count: int) -> list[mx.array]:
+    """Lazy sums over as many arrays, each of which MLX could allocate at once."""
+    x = mx.array(rng.standard_normal(VALUES).astype(np.float32))
+    mx.eval(x)
+    return [mx.tanh(x + index).sum() for index in range(count)]
+
+
+@pytest.mark.parametrize(("working", "share"), [(0, 0), (2, 0), (5, 0), (0, 5), (3, 5)])
+def test_little_is_allocated_ahead_on_a_cpu(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, working: int, share: int
+) -> None:
+    """The array that is computed, and the next, or as many as the work or the plan may take."""
+    monkeypatch.setattr(backend, "_planned", [int(share * VALUES * 4 / backend.AHEAD)])
+    results = sums(rng, 10)
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    CpuArrays().evaluate([mx.stack(results).sum()], working * VALUES * 4)
+    arrays = (mx.get_peak_memory() - before) / (VALUES * 4)
+    print(arrays)
+    assert max(1, share) <= arrays < max(2, working, share) + 1.5  # all ten otherwise
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 61])
+def test_an_evaluation_leaves_the_memory_limit_as_it_was(rng: Rng, limit: int) -> None:
+    before = mx.set_memory_limit(limit)
+    try:
+        for arrays in (CpuArrays(), GpuArrays()):
+            results = sums(rng, 3)
+            arrays.evaluate(results)
+            arrays.evaluate([])
+            assert all(np.isfinite(result.item()) for result in results)
+        assert mx.set_memory_limit(before) == limit
+    finally:
+        mx.set_memory_limit(before)

@@ -1,0 +1,330 @@
+"""Configuration: merging, checking, round trips, and flags derived from the fields."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from dataclasses import MISSING, FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from export.config.export import ExportConfig
+from ondevice.cli.commands import COMMANDS
+from runtime.config import base as config
+from runtime.config.base import load, to_toml
+from runtime.config.methods import METHODS
+from runtime.config.plan import PlanConfig
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
+from runtime.core.units import format_bytes, parse_bytes
+
+ALL = [command.config for command in COMMANDS]
+TRAIN = {"bundle": "b", "data": "d"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("300MB", 300_000_000),
+        ("300 mb", 300_000_000),
+        ("1.5GB", 1_500_000_000),
+        ("512MiB", 512 * 2**20),
+        ("1GiB", 2**30),
+        ("0.1k", 100),
+        ("4096", 4096),
+        (4096, 4096),
+        ("12 B", 12),
+    ],
+)
+def test_sizes_are_read(text: str | int, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MB", "-1MB", "1 XB", "1e9", "0", "0.5", "1,5GB", 0, -5, True]
+)
+def test_what_is_not_a_size_is_refused(text: str | int) -> None:
+    with pytest.raises(UsageError, match="write for example 300MB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (1, "1 byte"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (300_000_000, "300 MB"),
+        (118_400_000, "118 MB"),
+        (1_250_000_000, "1.25 GB"),
+        (20_300_000, "20.3 MB"),
+        (999_999_999, "1 GB"),
+        (-5_000_000, "-5 MB"),
+    ],
+)
+def test_sizes_are_written(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**15))
+def test_a_written_size_reads_back_close_and_never_below_when_rounded_up(size_bytes: int) -> None:
+    assert abs(parse_bytes(format_bytes(size_bytes)) - size_bytes) <= size_bytes / 100
+    assert 0 <= parse_bytes(format_bytes(size_bytes, up=True)) - size_bytes <= size_bytes / 100
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('bundle = "b"\ndata = "d"\nsteps = 7\nlearning_rate = 1\nseed = 3\n')
+    merged = load(TrainConfig, file, {"steps": "9", "bundle": "c"})
+    assert (merged.steps, merged.bundle, merged.seed, merged.batch_size) == (9, "c", 3, 1)
+    assert isinstance(merged.learning_rate, float)
+    assert merged.budget_bytes == 10**9
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    wrong: dict[str, Any] = {
+        "stepz": 3,
+        "max-seq-lenght": 5,
+        "steps": "-3",
+        "budget": "1XB",
+        "learning_rate": "fast",
+        "eval_every": True,
+        "lr_schedule": "sine",
+        "weight_decay": float("nan"),
+    }
+    with pytest.raises(UsageError) as caught:
+        load(TrainConfig, None, wrong)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert "unknown key 'stepz'; did you mean steps?" in message
+    assert "did you mean max_seq_length?" in message
+    assert "lr_schedule is 'sine'; it must be constant, linear or cosine" in message
+    assert "steps is -3; it must be 1 or more" in message
+    for name in ("bundle is missing", "data is missing", "budget", "learning_rate", "eval_every"):
+        assert name in message
+    assert len(message.splitlines()) == 1 + len(wrong) + 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bits", 3),
+        ("embedding_bits", 12),
+        ("group_size", 48),
+        ("lora_rank", 0),
+        ("lora_alpha", 0.0),
+        ("lora_alpha", float("inf")),
+        ("lora_alpha", 10**400),
+        ("lora_targets", "q_proj,,v_proj"),
+        ("seq_lens", ()),
+        ("seq_lens", (0, 64)),
+        ("seq_lens", (64, 64)),
+        ("seq_lens", "256,128"),
+        ("seq_lens", "64,x"),
+        ("seq_lens", 64),
+        ("device", "tpu"),
+        ("force", "maybe"),
+        ("seed", 1.0),
+        ("source", " "),
+    ],
+)
+def test_wrong_values_are_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"\n  {key} is "):
+        load(ExportConfig, None, {"source": "s", "output": "o", key: value})
+
+
+def test_text_in_a_file_is_not_taken_for_a_number(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('bundle = "b"\ndata = "d"\nsteps = "9"\n')
+    with pytest.raises(UsageError, match="steps is '9'; it must be a whole number"):
+        load(TrainConfig, file, {})
+
+
+def test_fields_are_checked_together_and_on_direct_construction() -> None:
+    with pytest.raises(UsageError, match="warmup_steps 101 > steps 100"):
+        load(TrainConfig, None, {**TRAIN, "warmup_steps": 101})
+    with pytest.raises(UsageError, match="steps is 0"):
+        TrainConfig(bundle="b", data="d", steps=0)
+    with pytest.raises(FrozenInstanceError):
+        TrainConfig(bundle="b", data="d").steps = 5  # type: ignore[misc]
+
+
+def test_a_missing_or_broken_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read --config"):
+        load(TrainConfig, tmp_path / "none.toml", {})
+    broken = tmp_path / "broken.toml"
+    for content in (b"steps = ", b"\xff\xfe"):
+        broken.write_bytes(content)
+        with pytest.raises(UsageError, match="is not TOML"):
+            load(TrainConfig, broken, {})
+
+
+def test_layer_names_are_split() -> None:
+    base = {"source": "s", "output": "o"}
+    assert load(ExportConfig, None, base).lora.targets == "all-linear"
+    some = load(ExportConfig, None, {**base, "lora_targets": "q_proj, v_proj"})
+    assert some.lora.targets == ("q_proj", "v_proj")
+
+
+NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {"bundle": NAMES, "data": NAMES},
+        optional={
+            "output": NAMES,
+            "eval_data": NAMES,
+            "steps": st.integers(1, 2**63 - 1),
+            "learning_rate": st.floats(1e-300, 1e300),
+            "weight_decay": st.floats(0, 1e300),
+            "seed": st.integers(0, 2**63 - 1),
+        },
+    )
+)
+def test_a_written_configuration_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
+) -> None:
+    made = TrainConfig(**values)
+    file = tmp_path_factory.mktemp("config") / "train.toml"
+    file.write_text(to_toml(made), encoding="utf-8")
+    assert load(TrainConfig, file, {}) == made
+
+
+def test_tuples_and_flags_round_trip(tmp_path: Path) -> None:
+    made = ExportConfig(source="s", output="o", seq_lens=(8, 16), force=True)
+    text = to_toml(made)
+    assert "seq_lens = [8, 16]\n" in text
+    assert "force = true\n" in text
+    (tmp_path / "e.toml").write_text(text)
+    assert load(ExportConfig, tmp_path / "e.toml", {}) == made
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_every_field_has_help_and_a_flag(cls: type[config.Config]) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(parser, cls)
+    assert config.given(parser.parse_args([]), cls) == {}
+    shown = parser.format_help()
+    for one in fields(cls):
+        assert one.metadata["help"]
+        assert (
+            one.metadata["metavar"]
+            if one.name == cls.positional
+            else "--" + one.name.replace("_", "-")
+        ) in shown
+        if one.default is not MISSING:
+            assert getattr(cls, one.name) == one.default
+
+
+def test_flags_override_and_reach_the_configuration() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(parser, ExportConfig)
+    typed = ["model", "--output=o", "--seq-lens=32,64", "--bits", "8", "--lora-alpha", "4"]
+    namespace = parser.parse_args([*typed, "--force", "--json", "--config", "c.toml"])
+    assert (namespace.config, namespace.json) == (Path("c.toml"), True)
+    overrides = config.given(namespace, ExportConfig)
+    assert set(overrides) == {"source", "output", "seq_lens", "bits", "lora_alpha", "force"}
+    made = load(ExportConfig, None, overrides)
+    assert made == ExportConfig(
+        source="model", output="o", seq_lens=(32, 64), bits=8, lora_alpha=4.0, force=True
+    )
+
+
+def test_importing_the_configuration_loads_nothing_heavy() -> None:
+    code = "import sys, runtime.config.base; print(any(m in sys.modules for m in ('mlx', 'numpy')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_help_is_in_groups_in_their_order() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(parser, TrainConfig)
+    text = parser.format_help()
+    used = {one.metadata["group"] for one in fields(TrainConfig)} | {config.Group.OTHER}
+    headings = [group for group in config.Group if group in used]
+    at = [text.index(f"\n{group}:\n") for group in headings]
+    assert at == sorted(at) and len(at) == 9
+    mezo, evaluation = (
+        headings.index(config.Group.ZEROTH_ORDER),
+        headings.index(config.Group.EVALUATION),
+    )
+    assert at[mezo] < text.rindex("  --epsilon") < at[evaluation] < text.rindex("  --stop-loss")
+    short = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(short, ExportConfig)
+    assert "zeroth-order" not in short.format_help()
+
+
+def test_planning_takes_what_training_takes() -> None:
+    plan, train = ({one.name for one in fields(cls)} for cls in (PlanConfig, TrainConfig))
+    assert plan < train and {"machine", "heap_relief"} <= train and "machine" in plan
+
+
+def test_methods_are_those_of_the_list() -> None:
+    *others, last = METHODS
+    with pytest.raises(UsageError, match=f"it must be {', '.join(others)} or {last}"):
+        load(TrainConfig, None, {**TRAIN, "method": "lomo"})
+    for module in METHODS.values():
+        assert importlib.util.find_spec(module) is not None
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ondevice", *words], capture_output=True, text=True
+    )
+
+
+def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
+    everything = run("--help")
+    assert everything.returncode == 0
+    for command in COMMANDS:
+        names = {one.name for one in fields(command.config)}
+        assert not names & {"config", "json", "resume", "handler", "parser"}  # the parser's own
+        assert f"  {command.name} " in everything.stdout
+        assert len(command.summary) <= 64  # one line of 80 columns
+        shown = run(command.name, "--help")
+        assert shown.returncode == 0 and shown.stdout.startswith(f"usage: ondevice {command.name} ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "bundle"], "no command 'trian'; did you mean train?"),
+        (["lint"], "there are export, inspect, plan, data, train"),
+        (
+            ["train", "bundle", "--lr", "1"],
+            "unrecognized arguments: --lr 1; did you mean --learning",
+        ),
+        (["train", "bundle", "--stepz=3"], "did you mean --steps?"),
+        (
+            ["inspect", "bundle", "more"],
+            "unrecognized arguments: more; see: ondevice inspect --help",
+        ),
+        (
+            ["train", "bundle", "--steps"],
+            "argument --steps: expected one argument; see: ondevice train",
+        ),
+        (["train"], "\n  bundle is missing"),
+        (["--"], "unrecognized arguments: --; see: ondevice --help"),
+        (["-x"], "unrecognized arguments: -x; see: ondevice --help"),
+        (
+            ["generate", "b", "--prompt", "x", "--max-tokens", "0"],
+            "max_tokens is 0; it must be 1 or",
+        ),
+        (["plan", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
+        (["train", "--resume", "run", "--batch-size", "3"], "leave out --batch-size"),
+        (["plan", "b", "--config", "nowhere.toml"], "cannot read --config nowhere.toml"),
+    ],
+)
+def test_usage_errors_say_what_to_do(words: list[str], said: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("ondevice: ") and said in done.stderr, done.stderr

@@ -1,0 +1,88 @@
+"""What is suggested for commands, flags and sizes that are not ours."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from support.runs import here
+
+from ondevice.cli.commands import COMMANDS
+from ondevice.cli.parser import command_parser, long_flags
+from runtime.config.base import load
+from runtime.config.elsewhere import ADVICE, COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
+
+# commands and flags of other helpers' tables that some builds do not have
+OURS = {flag for command in COMMANDS for flag in long_flags(command_parser(command))}
+NAMES = {command.name for command in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["finetune", "b"], "no command 'finetune'; did you mean train?"),
+        (["Fine_Tune"], "did you mean train?"),
+        (["convert"], "did you mean export?"),
+        (["resume"], "did you mean train --resume?"),
+        (["gnerate"], "did you mean generate?"),
+        (["version"], "did you mean --version?"),
+        (["train", "b", "--iters=3"], "did you mean --steps?"),
+        (["train", "b", "--per-device-train-batch-size", "2"], "did you mean --batch-size?"),
+        (["train", "b", "--gradient-accumulation-steps=2"], "did you mean --grad-accumulation?"),
+        (["train", "b", "--lora-r", "4"], "did you mean --lora-rank?"),
+        (["train", "b", "--learning_rate", "1"], "did you mean --learning-rate?"),
+        (["train", "b", "--val-batches", "4"], "did you mean --eval-rows?"),
+        (["train", "b", "--output-dir=x"], "did you mean --output?"),
+        (["train", "b", "--iters=3", "--lr=1"], "did you mean --steps or --learning-rate?"),
+        (["eval", "b", "--adapter-path=x"], "did you mean --adapter?"),
+        (["train", "b", "--num-train-epochs", "3"], "rows / (--batch-size x --grad-accumulation)"),
+        (["train", "b", "--mask-prompt"], "--mask-prompt: prompts have no loss unless --loss-on"),
+        (["train", "b", "--load-in-4bit"], "ondevice export MODEL -o BUNDLE --bits 4"),
+        (["train", "--model", "x"], "a bundle is given without a flag"),
+        (["train", "b", "--use-dora"], "DoRA is not supported"),
+        (["generate", "b", "-p", "hello"], "did you mean --prompt?"),
+        (["chat", "b", "--prompt", "hello"], "`ondevice chat` reads what you say line by line"),
+        (["generate", "b", "--repetition-penalty=1"], "without penalties for repetition"),
+        (["inspect", "b", "--iters"], "see: ondevice inspect --help"),
+        (["train", "b", "--budget", "300"], "did you mean 300MB?"),
+        (["train", "b", "--budget=1.5"], "did you mean 1.5MB?"),
+        (["plan", "b", "--budget=500000"], "must be a size such as 300MB, 1.5GB or 512MiB"),
+    ],
+)
+def test_others_words_are_understood(words: list[str], said: str) -> None:
+    done = here(*words)
+    assert done.returncode == 2
+    assert said in done.stderr, done.stderr
+
+
+def test_a_number_of_bytes_is_a_budget_as_it_was() -> None:
+    config = load(TrainConfig, None, {"bundle": "b", "data": "d", "budget": "300000000"})
+    assert config.budget_bytes == 300_000_000
+
+
+def test_a_number_in_a_file_or_a_call_is_asked_about_too() -> None:
+    with pytest.raises(UsageError, match=r"budget is 300; it must be text; did you mean 300MB\?"):
+        load(TrainConfig, None, {"bundle": "b", "data": "d", "budget": 300})
+
+
+def test_keys_of_files_and_calls_are_understood_too() -> None:
+    given = {"bundle": "b", "data": "d", "iters": 3, "epochs": 2, "lora_r": 4, "zzz": 1}
+    with pytest.raises(UsageError) as problem:
+        load(TrainConfig, None, given)
+    said = str(problem.value)
+    assert "unknown key 'iters'; did you mean steps?" in said
+    assert "unknown key 'lora_r'; did you mean lora_rank?" in said
+    assert "unknown key 'epochs': training is counted in steps" in said
+    assert said.endswith("unknown key 'zzz'")
+
+
+def test_the_tables_name_what_is_not_ours() -> None:
+    """Where a name of another program becomes one of ours, it leaves the table."""
+    assert not set(COMMANDS_ELSEWHERE) & NAMES
+    flags = {flag for flag in FLAGS_ELSEWHERE if flag in OURS}
+    for flag in flags:  # another command may have it; then the tables help the others
+        assert any(flag not in long_flags(command_parser(command)) for command in COMMANDS)
+    assert not set(ADVICE) & {f"--{one.name}" for one in fields(TrainConfig)}
+    assert not set(ADVICE) & set(FLAGS_ELSEWHERE)

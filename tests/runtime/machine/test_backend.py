@@ -1,0 +1,86 @@
+"""This machine and its process as a plan counts them; and the device that a bundle needs."""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+import pytest
+from support.memory import touched
+
+from runtime.core.errors import UsageError
+from runtime.machine import backend
+from runtime.machine.backend import (
+    ROUNDED_TO_BYTES,
+    limit_memory,
+    round_up,
+    this_machine,
+    use_device,
+)
+from runtime.machine.footprint import read_footprint
+
+HELD_BYTES = 50_000_000
+NOISE_BYTES = 4_000_000  # what the process of the tests gives back or takes meanwhile
+
+
+def test_the_process_is_read_in_the_process() -> None:
+    this_machine("cpu", "auto")  # gives back what is free
+    before = this_machine("cpu", "auto").process_bytes
+    held = touched(HELD_BYTES)
+    now = this_machine("cpu", "auto").process_bytes
+    assert now - before == pytest.approx(HELD_BYTES, abs=NOISE_BYTES)
+    reading = read_footprint().footprint_bytes
+    assert reading - NOISE_BYTES < now < reading + NOISE_BYTES
+    held.close()
+    assert this_machine("cpu", "auto").process_bytes == pytest.approx(before, abs=NOISE_BYTES)
+
+
+def test_a_reading_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings of equal processes differ a little; the plan is the same, and for the larger."""
+    for reading in (0, 1, 31_415_926, 31_400_000, 31_399_999, 1 << 40):
+        found = round_up(reading)
+        assert found % ROUNDED_TO_BYTES == 0
+        assert reading < found <= reading + 2 * ROUNDED_TO_BYTES
+    assert round_up(31_415_926) == round_up(31_450_000) == 31_600_000
+    reading = read_footprint()
+    monkeypatch.setattr(backend, "read_footprint", lambda: reading)
+    assert this_machine("cpu", "auto").process_bytes == round_up(reading.footprint_bytes)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "arithmetic"),
+    [
+        ("cpu", "auto", "unpacked"),
+        ("gpu", "auto", "packed"),
+        ("cpu", "packed", "packed"),
+        ("gpu", "unpacked", "unpacked"),
+    ],
+)
+def test_arithmetic_is_the_device_s_unless_it_is_asked_for(
+    device: str, asked: str, arithmetic: str
+) -> None:
+    found = this_machine(device, asked)
+    assert (found.device, found.arithmetic) == (device, arithmetic)
+    heap = sys.platform == "linux" and device == "cpu"
+    assert found.allocator == ("glibc" if heap else "mlx")
+
+
+def test_graphs_for_a_gpu_that_is_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "is_available", lambda device: False)
+    with pytest.raises(UsageError, match="traced for a GPU, and MLX finds none here"):
+        use_device("gpu")
+
+
+def test_only_a_gpu_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU MLX would spin wherever a limit is reached."""
+    monkeypatch.setattr(backend, "_planned", [0])
+    cache, memory = mx.set_cache_limit(0), mx.set_memory_limit(0)
+    try:
+        limit_memory("gpu", 3_000_000, 2_000_000)
+        assert mx.set_memory_limit(0) == 5_000_000
+        limit_memory("cpu", 3_000_000, 2_000_000)
+        assert mx.set_memory_limit(0) > 1 << 50
+        assert mx.set_cache_limit(0) == 2_000_000
+    finally:
+        mx.set_cache_limit(cache)
+        mx.set_memory_limit(memory)

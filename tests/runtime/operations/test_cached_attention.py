@@ -1,0 +1,44 @@
+"""Attention to a ring of past keys: the plain attention of the whole sequence."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from harness.peers import whole_model as reference
+from runtime.arrays.arrays import Arrays, CpuArrays, GpuArrays
+from runtime.operations.cached_attention import slots_of
+from runtime.operations.cached_attention_kernel import Ring
+
+Rng = np.random.Generator
+
+
+@pytest.mark.parametrize("arrays", [CpuArrays(), GpuArrays()], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_parts_of_a_sequence_attend_as_the_whole(
+    rng: Rng, window: int | None, arrays: Arrays
+) -> None:
+    heads, groups, width, out = 4, 2, 8, 6
+    length = int(rng.integers(60, 100))
+
+    def drawn(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+    q, k = drawn(1, heads, length, width), drawn(1, groups, length, width)
+    v, scale = drawn(1, groups, length, out), 0.3
+    expected = reference.attention(q, k, v, scale, window)
+    slots = slots_of(length, window)
+    ring = Ring(mx.zeros((1, groups, slots, width)), mx.zeros((1, groups, slots, out)), arrays)
+    at = 0
+    while at < length:
+        count = min(int(rng.choice([1, 3, 16])), length - at)
+        part = slice(at, at + count)
+        padding = int(rng.integers(0, 17 - count))  # written, and written over by what follows
+        new = [mx.concatenate([one[:, :, part], 1e3 + drawn(1, groups, padding, one.shape[3])], 2)
+               for one in (k, v)]  # fmt: skip
+        ring.write(*new, at)
+        queries = mx.concatenate([q[:, :, part], drawn(1, heads, padding, width)], 2)
+        found = ring.attend(queries, at, scale, window)[:, :, :count]
+        assert mx.allclose(found, expected[:, :, part], rtol=1e-5, atol=1e-5)
+        at += count

@@ -1,0 +1,233 @@
+"""Gated activations: found by the export, and computed by a kernel as their graphs would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from support.models import FAMILIES, model_of
+
+from export.cut.properties import ACTIVATIONS, gated_activation
+from harness.peers.whole_model import relative_error
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError
+from runtime.operations.base import Operation, Visit
+from runtime.operations.elementwise import Activation, Elementwise
+from runtime.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
+from runtime.operations.gated_kernel import gated, gated_vjp
+from runtime.operations.instruction import Instruction
+from runtime.operations.kernel import Run
+from runtime.operations.program import BlockType
+from runtime.operations.values import F32, graph_key
+from runtime.plan.demand import Demand
+from runtime.plan.lower import LoweredModel, Sizes, lower
+from runtime.plan.peak import PeakModel
+
+Tiny = Callable[..., Bundle]
+Rng = np.random.Generator
+CLOSE = 1e-6
+
+
+def normal(rng: Rng, *shape: int) -> mx.array:
+    return mx.array(3 * rng.standard_normal(shape).astype(np.float32))
+
+
+def exact(name: str, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """f and f' in float64, as they are usually written."""
+    if name == "silu":
+        s = 1 / (1 + np.exp(-g))
+        return g * s, s * (1 + g * (1 - s))
+    root = np.sqrt(2 / np.pi)
+    t = np.tanh(root * (g + 0.044715 * g**3))
+    slope = root * (1 + 3 * 0.044715 * g**2)
+    return g * (1 + t) / 2, (1 + t) / 2 + g * (1 - t * t) * slope / 2
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) -> None:
+    shape = (1, int(rng.integers(1, 9)), chunks * CHUNK_VALUES // 8 + int(rng.integers(1, 99)))
+    g, u, dy = (normal(rng, *shape) for _ in range(3))
+    wide = [np.array(x).astype(np.float64) for x in (g, u, dy)]
+    f, slope = exact(name, wide[0])
+    found = (gated(name, g, u), *gated_vjp(name, g, u, dy))
+    expected = (f * wide[1], wide[2] * wide[1] * slope, wide[2] * f)
+    for one, values in zip(found, expected, strict=True):
+        assert relative_error(one, mx.array(values.astype(np.float32))) <= CLOSE
+    for x, before in zip((g, u, dy), wide, strict=True):
+        assert (np.array(x) == before).all()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, name: str) -> None:
+    """Else a tile of tokens, or a lane, would not be what the whole is, bit for bit."""
+    g, u, dy = (normal(rng, 1, 7, CHUNK_VALUES // 5) for _ in range(3))
+    whole = [gated(name, g, u), *gated_vjp(name, g, u, dy)]
+    first, last = sorted(rng.choice(8, 2, replace=False).tolist())
+    part = [mx.contiguous(x[:, first:last]) for x in (g, u, dy)]
+    tile = [gated(name, *part[:2]), *gated_vjp(name, *part)]
+    for one, all_ in zip(tile, whole, strict=True):
+        assert mx.array_equal(one, all_[:, first:last])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_large_values_are_flat_and_no_number_stays_none(name: str) -> None:
+    g = mx.array([-1e4, -200.0, 0.0, 200.0, 1e4, float("nan")])
+    one = mx.ones(g.shape)
+    y, (d_gate, d_up) = gated(name, g, one), gated_vjp(name, g, one, one)
+    expected = [0, 0, 0, 200, 1e4]
+    assert np.array(y)[:-1].tolist() == expected == np.array(d_up)[:-1].tolist()
+    assert np.array(d_gate)[:-1].tolist() == [0, 0, 0.5, 1, 1]
+    assert all(np.isnan(np.array(x)[-1]) for x in (y, d_gate, d_up))
+
+
+def gated_of(bundle: Bundle) -> list[tuple[BlockType, Elementwise]]:
+    return [
+        (block_type, operation)
+        for block_type in bundle.manifest.block_types.values()
+        for operation in block_type.operations
+        if isinstance(operation, Elementwise) and operation.gated
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernel_and_graph_agree(tiny: Tiny, rng: Rng, family: str) -> None:
+    """Forward, and backward whichever of the two gradients are wanted."""
+    bundle = tiny(family)
+    found = gated_of(bundle)
+    layers = [name for name in bundle.manifest.block_types if name.startswith("layer")]
+    assert [block_type.name for block_type, _ in found] == layers
+    model = model_of(bundle, 32)
+    for block_type, operation in found:
+        assert operation.gated == ("gelu_tanh" if family == "gemma3" else "silu")
+        block = next(b for b in bundle.manifest.layers if b.type == block_type.name)
+        width = int(block_type.values[operation.outputs[0]][-1])
+        names = (*operation.inputs, f"~{operation.outputs[0]}")
+        given = {name: normal(rng, 1, 32, width) for name in names}
+
+        def by_kernel(
+            one: Operation,
+            backward: bool,
+            wanted: tuple[str, ...],
+            block_type: BlockType = block_type,
+            block: Any = block,
+            given: dict[str, mx.array] = given,
+        ) -> dict[str, mx.array]:
+            program = block_type.program("cpu")
+            instruction = Instruction(backward, one, wanted, (), ())
+            run = Run(model.executor, block, program, instruction, 32)
+            kernel, values = model.executor.kernels[type(one)], dict(given)
+            if backward:
+                return kernel.backward(run, values, {}, {})
+            kernel.forward(run, [values], [{}])
+            return {name: values[name] for name in wanted}
+
+        on_cpu = operation.on_device("cpu")
+        assert type(on_cpu) is Gated and operation.on_device("gpu") is operation
+        gate, up = operation.inputs
+        cases = [(False, operation.outputs)] + [(True, w) for w in ((gate, up), (gate,), (up,))]
+        for backward, wanted in cases:
+            found_by = [by_kernel(one, backward, wanted) for one in (on_cpu, operation)]
+            assert set(found_by[0]) == set(found_by[1]) == set(wanted)
+            for name in wanted:
+                assert relative_error(found_by[0][name], found_by[1][name]) <= CLOSE
+
+
+def lowered(manifest: Manifest, device: str) -> LoweredModel:
+    return lower(replace(manifest, device=device), 32, Sizes(4096, 16, 0), packed=False)
+
+
+def test_the_plan_counts_a_kernel_on_a_cpu_and_graphs_on_a_gpu(tiny: Tiny) -> None:
+    """And a gradient that nobody wants, which is made all the same."""
+    manifest = tiny("qwen2").manifest
+    block = manifest.layers[0]
+    block_type = manifest.block_types[block.type]
+    at, operation = next(
+        (index, one)
+        for index, one in enumerate(block_type.operations)
+        if isinstance(one, Elementwise) and one.gated
+    )
+    graph = manifest.graphs[graph_key(operation.graph, "vjp", 32)]
+    value = 64 * int(block_type.values[operation.outputs[0]][-1]) * F32  # two tiles of 32 tokens
+
+    def held(device: str, wanted: int) -> int:
+        there = lowered(manifest, device)
+        program = there.layers[0].program
+        names = operation.vjp_outputs[:wanted]
+        visit = Visit(True, names, 1, 64, program.values, block.tensor)
+        return program.operations[at].working_bytes(visit, there.execution)
+
+    assert held("cpu", 2) == SCRATCH_BYTES
+    assert held("cpu", 1) == SCRATCH_BYTES + value
+    assert held("gpu", 2) == graph.workspace_bytes + value  # results of a tile, twice half
+    gpu, cpu = (
+        PeakModel(manifest, lowered(manifest, device), Demand(backward=True), "float32")
+        for device in ("gpu", "cpu")
+    )
+    keys = {graph_key(operation.graph, direction, 32) for direction in ("forward", "vjp")}
+    expected = sum(manifest.graphs[key].nbytes for key in keys)
+    assert gpu.graph_file_bytes() - cpu.graph_file_bytes() == expected
+
+
+def asked(function: Callable[[mx.array, mx.array], mx.array]) -> Activation:
+    def forward(g: mx.array, u: mx.array) -> list[mx.array]:
+        return [function(g, u)]
+
+    def vjp(g: mx.array, u: mx.array, dy: mx.array) -> list[mx.array]:
+        return mx.vjp(forward, [g, u], [dy])[1]
+
+    return gated_activation(forward, vjp, (1, 4, 32))
+
+
+def test_only_what_is_the_activation_is_taken_for_it() -> None:
+    assert asked(lambda g, u: g / (1 + mx.exp(-g)) * u) == "silu"
+    assert asked(lambda g, u: u * nn.gelu_approx(g)) == "gelu_tanh"
+    assert asked(lambda g, u: nn.gelu(g) * u) == ""
+    assert asked(lambda g, u: nn.gelu_fast_approx(g) * u) == ""
+    assert asked(lambda g, u: nn.silu(u) * g) == ""
+    assert asked(lambda g, u: nn.silu(g) + u) == ""
+    assert asked(lambda g, u: nn.relu(g) * u) == ""
+    assert asked(lambda g, u: nn.silu(mx.clip(g, -20, 20)) * u) == ""
+    assert asked(lambda g, u: nn.silu(mx.stop_gradient(g)) * u) == ""
+
+
+LIES: list[dict[str, object]] = [
+    {"tokenwise": False},
+    {"inputs": ("mlp.up_proj.out", "mlp.gate_proj.out")},
+    {"vjp_inputs": ("mlp.up_proj.out", "mlp.gate_proj.out", "~mlp.down_proj.in")},
+    {"vjp_outputs": ("mlp.up_proj.out", "mlp.gate_proj.out")},
+    {"vjp_same": ("~mlp.down_proj.in", "")},
+]
+
+
+def with_operations(manifest: Manifest, operations: tuple[Any, ...]) -> Manifest:
+    changed = replace(manifest.block_types["layer0"], operations=operations)
+    return replace(manifest, block_types={**manifest.block_types, "layer0": changed})
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_operation_that_cannot_be_gated_is_refused(tiny: Tiny, lie: dict[str, object]) -> None:
+    manifest = tiny("qwen2").manifest
+    operations = tuple(
+        replace(one, **lie) if isinstance(one, Elementwise) and one.gated else one
+        for one in manifest.block_types["layer0"].operations
+    )
+    with pytest.raises(BundleError):
+        check_manifest(with_operations(manifest, operations))
+
+
+def test_a_norm_is_not_gated(tiny: Tiny) -> None:
+    manifest = tiny("qwen2").manifest
+    operations = tuple(
+        replace(one, gated="silu") if isinstance(one, Elementwise) else one
+        for one in manifest.block_types["layer0"].operations
+    )
+    with pytest.raises(BundleError, match="silu"):
+        check_manifest(with_operations(manifest, operations))

@@ -1,0 +1,478 @@
+"""Kernels against their oracles: fresh shapes, values and tile sizes in every run."""
+
+from __future__ import annotations
+
+import gc
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from harness.peers import whole_model as reference
+from runtime.arrays.arrays import Arrays, CpuArrays, arrays_for
+from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
+from runtime.arrays.matrices import Matrices
+from runtime.arrays.stored import Extent, Matrix
+from runtime.arrays.values import Lora
+from runtime.operations.attention_kernel import QueryBlocks
+from runtime.operations.base import materialized_bytes
+from runtime.operations.head_kernel import HeadKernel
+from runtime.operations.linear_kernel import LoraProducts
+from runtime.plan.lower import rows_at_once
+from runtime.storage.weights import Tile, Weights
+
+CLOSE = 1e-5
+LAYOUTS = [
+    (bits, group, layout)
+    for bits in (4, 8)
+    for group in (32, 64, 128)
+    for layout in ("symmetric", "affine")
+]
+FLOATS = [(32, 0, "float32"), (16, 0, "float16"), (16, 0, "bfloat16")]
+DEVICES = ("cpu", "gpu")  # whose arrays are used; both run on any machine
+Rng = np.random.Generator
+
+
+@pytest.fixture(params=DEVICES)
+def arrays(request: pytest.FixtureRequest) -> Arrays:
+    return arrays_for(request.param)
+
+
+def stored(
+    folder: Path, rng: Rng, rows: int, groups: int, bits: int, group_size: int, layout: str
+) -> tuple[Weights, Matrix, np.ndarray]:
+    """A random matrix in a weights file, and its values (R, C) in float64 by the format's words.
+
+    `layout` is one of the format's, or the type of values in floating point.
+    """
+    if not group_size:
+        return stored_floats(folder, rng, rows, groups * 23, bits, layout)
+    columns = groups * group_size
+    codes = rng.integers(0, 1 << bits, (rows, columns), dtype=np.uint32)
+    per_word = 32 // bits
+    lanes = codes.reshape(rows, -1, per_word) << (bits * np.arange(per_word, dtype=np.uint32))
+    words = np.bitwise_or.reduce(lanes, axis=2).astype("<u4")
+    dtype = {"symmetric": "float16", "affine": str(rng.choice(["float32", "bfloat16"]))}[layout]
+    # symmetric scales may be negative
+    scales = rng.standard_normal((rows, groups)) / (1 << bits)
+    biases = rng.standard_normal((rows, groups))
+    parts = [words, _stored_floats(scales, dtype), _stored_floats(biases, dtype)]
+    blob, extents = b"", []
+    for part, stored_as in zip(parts, ("uint32", dtype, dtype), strict=True):
+        blob += bytes(-len(blob) % 64)
+        extents.append(Extent(len(blob), part.nbytes, stored_as, part.shape))
+        blob += part.tobytes()
+    weights = weights_of(folder, blob)
+    symmetric = layout == "symmetric"
+    matrix = Matrix(
+        rows, columns, bits, group_size, layout, *extents[:2], None if symmetric else extents[2]
+    )
+    exact_scales = _exact(parts[1], dtype)
+    offset = -(2.0 ** (bits - 1)) * exact_scales if symmetric else _exact(parts[2], dtype)
+    grouped = codes.reshape(rows, groups, group_size)
+    values = grouped * exact_scales[..., None] + offset[..., None]
+    return weights, matrix, values.reshape(rows, columns)
+
+
+def stored_floats(
+    folder: Path, rng: Rng, rows: int, columns: int, bits: int, dtype: str
+) -> tuple[Weights, Matrix, np.ndarray]:
+    """A random matrix in floating point, which does not begin where the file does."""
+    part = _stored_floats(rng.standard_normal((rows, columns)), dtype)
+    extent = Extent(64, part.nbytes, dtype, part.shape)
+    weights = weights_of(folder, bytes(64) + part.tobytes())
+    return weights, Matrix(rows, columns, bits, 0, "float", extent), _exact(part, dtype)
+
+
+def weights_of(folder: Path, blob: bytes) -> Weights:
+    path = folder / "weights.bin"
+    path.write_bytes(blob)
+    manifest = SimpleNamespace(blocks=(), block_types={}, weights_nbytes=len(blob))
+    return Weights(SimpleNamespace(manifest=manifest, weights_path=path))  # type: ignore[arg-type]
+
+
+def _stored_floats(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)
+
+
+def _exact(stored: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored.astype(np.float64)
+
+
+def tiles_of(
+    weights: Weights, matrix: Matrix, arithmetic: str, values: int, arrays: Arrays
+) -> Matrices:
+    """The matrix in tiles of at most so many values."""
+    rows = rows_at_once(matrix.rows, matrix.columns, values)
+    return Matrices(weights, arrays, arithmetic == "packed", {matrix.packed.offset: rows})
+
+
+def normal(rng: Rng, *shape: int) -> mx.array:
+    return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+def close(found: Any, expected: Any, bound: float = CLOSE) -> None:
+    assert tuple(found.shape) == tuple(expected.shape)
+    assert reference.relative_error(found, expected) <= bound
+
+
+# --- dequantizing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
+def test_dequantized_values_are_the_formats(
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
+) -> None:
+    rows, groups = int(rng.integers(1, 40)), int(rng.integers(1, 4))
+    weights, matrix, values = stored(tmp_path, rng, rows, groups, bits, group, layout)
+    tile = weights.tile(matrix, 0, rows)
+    found = np.array(dense(tile, bits, arrays)).astype(np.float64)
+    by_mlx = np.array(reference.dequantized(weights, matrix)).astype(np.float64)
+    if layout != "affine":  # float16 times a few bits: every product is exact in float32
+        assert (found == values).all()
+        assert (by_mlx == values).all()
+    else:
+        np.testing.assert_allclose(found, values, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(by_mlx, values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "group", "layout"), [(4, 32, "affine"), *FLOATS])
+def test_tiles_and_gathered_rows_are_rows_of_the_matrix(
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
+) -> None:
+    weights, matrix, values = stored(tmp_path, rng, 37, 2, bits, group, layout)
+    start, stop = sorted(rng.choice(38, 2, replace=False).tolist())
+    tile = dense(weights.tile(matrix, start, stop), bits, arrays)
+    np.testing.assert_allclose(np.array(tile), values[start:stop], atol=1e-5)
+    rows = rng.integers(0, 37, 50)
+    gathered = tiles_of(weights, matrix, "unpacked", 1000, arrays).rows(matrix, rows)
+    np.testing.assert_allclose(np.array(gathered), values[rows], atol=1e-5)
+
+
+def test_large_tiles_are_the_same_on_two_streams_and_in_any_thread(
+    tmp_path: Path, rng: Rng
+) -> None:
+    rows = SIDE_BY_SIDE // 1024 + int(rng.integers(1, 9))
+    weights, matrix, values = stored(tmp_path, rng, rows, 16, 4, 64, "symmetric")
+
+    def dequantized() -> np.ndarray:
+        return np.array(dense(weights.tile(matrix, 0, rows), 4, CpuArrays()))
+
+    assert (dequantized() == values).all()
+    with ThreadPoolExecutor(1) as other:
+        assert (other.submit(dequantized).result() == values).all()
+
+
+@pytest.mark.parametrize(("bits", "group", "layout"), FLOATS)
+def test_of_a_float_tile_only_the_float32_values_stay(
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
+) -> None:
+    """While it is multiplied; what the file holds is freed before."""
+    weights, matrix, _ = stored(tmp_path, rng, 400, 20, bits, group, layout)
+    matrices = tiles_of(weights, matrix, "unpacked", 1 << 30, arrays)
+    gc.collect()
+    before = mx.get_active_memory()
+    tile = matrices.tile(matrix, 0, matrix.rows)
+    taken = mx.get_active_memory() - before
+    expected = 4 * matrix.rows * matrix.columns
+    assert expected <= taken < 1.1 * expected
+    assert tile.columns[0].shape == (matrix.rows, matrix.columns)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_join_undoes_split(rng: Rng, arrays: Arrays, bits: int) -> None:
+    x = normal(rng, 5, 64)
+    mx.eval(x)
+    assert mx.array_equal(join(split(x, bits, arrays), arrays), x)
+
+
+def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, rng: Rng) -> None:
+    weights, matrix, values = stored(tmp_path, rng, 20, 2, 4, 32, "symmetric")
+    plain = tiles_of(weights, matrix, "unpacked", 500, CpuArrays())
+    ranges = list(plain.ranges(matrix))
+    assert [stop - start for start, stop in ranges] == [7, 7, 6]
+    assert plain.tile(matrix, *ranges[0]) is not plain.tile(matrix, *ranges[0])
+    held = replace(plain, hold=True, _held={})
+    one = held.tile(matrix, *ranges[0])
+    assert held.tile(matrix, *ranges[0]) is one
+    held.release()
+    assert held.tile(matrix, *ranges[0]) is not one
+    kept = replace(plain, materialized={})
+    kept.materialize([matrix])
+    tiles = [kept.tile(matrix, *both) for both in ranges]
+    kept.release()
+    assert [kept.tile(matrix, *both) for both in ranges] == tiles
+    for tile, (start, stop) in zip(tiles, ranges, strict=True):
+        assert (np.array(join(tile.columns, plain.arrays)) == values[start:stop]).all()
+
+
+@pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
+def test_materialized_weights_are_allocated_before_the_first_is_dequantized(
+    tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch, bits: int, group: int, layout: str
+) -> None:
+    """Else they lie between the holes that dequantizing leaves in the heap."""
+    weights, matrix, _ = stored(tmp_path, rng, 64, 4, bits, group, layout)
+    matrices = tiles_of(weights, matrix, "unpacked", 500, CpuArrays())
+    ranges = list(matrices.ranges(matrix))
+    plain = [matrices.tile(matrix, *both) for both in ranges]
+    allocated: list[int] = []
+    read = weights.tile
+
+    def noted(*place: Any) -> Tile:
+        allocated.append(mx.get_active_memory())
+        return read(*place)
+
+    monkeypatch.setattr(weights, "tile", noted)
+    before = mx.get_active_memory()
+    matrices.materialize([matrix])
+    assert len(allocated) == len(ranges) > 1
+    assert allocated[0] - before >= materialized_bytes(matrix)
+    for tile, both in zip(plain, ranges, strict=True):
+        same = matrices.tile(matrix, *both)
+        pairs = [*zip(same.columns, tile.columns, strict=True)]
+        if tile.shift is not None:
+            assert same.shift is not None
+            pairs.append((same.shift, tile.shift))
+        assert all(mx.array_equal(one, other) for one, other in pairs)
+    assert len(allocated) == len(ranges)
+
+
+# --- linear -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
+@pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
+@pytest.mark.parametrize("extras", [(), ("bias",), ("lora",), ("bias", "lora")], ids="+".join)
+def test_linear_and_its_backward(
+    tmp_path: Path,
+    rng: Rng,
+    arrays: Arrays,
+    bits: int,
+    group: int,
+    layout: str,
+    arithmetic: str,
+    extras: tuple[str, ...],
+) -> None:
+    rows, groups, length = (int(n) for n in rng.integers(1, (60, 4, 20)))
+    weights, matrix, values = stored(tmp_path, rng, rows, groups, bits, group, layout)
+    columns, rank = matrix.columns, int(rng.integers(1, 9))
+    x, dy = normal(rng, length, columns), normal(rng, length, rows)
+    bias = normal(rng, rows) if "bias" in extras else None
+    a, b, scale = normal(rng, columns, rank), normal(rng, rank, rows), float(rng.uniform(0.1, 4))
+    lora = Lora(a, b, scale) if "lora" in extras else None
+    values_at_once = int(rng.integers(1, 2 * rows * columns))
+    products = LoraProducts(tiles_of(weights, matrix, arithmetic, values_at_once, arrays))
+    w = mx.array(values.astype(np.float32))
+    factor = scale if lora else 0.0
+
+    def oracle(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        return reference.linear(x, w, bias, a, b, factor)
+
+    (y,), (dx, da, db) = mx.vjp(oracle, [x, a, b], [dy])
+    close(products.forward(x, matrix, bias, lora), y)
+    found = products.backward_input(dy, matrix)
+    if lora is not None:
+        dy_b = products.through_b(dy, lora)
+        found = products.add_lora_input(found, lora, dy_b)
+        found_a, found_b = products.backward_lora(x, dy, lora, dy_b)
+        close(found_a, da)
+        close(found_b, db)
+    close(found, dx)
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize("window", [None, 1, 5, 1000])
+@pytest.mark.parametrize("block", [1, 7, 16, 1000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_and_its_backward(
+    rng: Rng, arrays: Arrays, heads: int, groups: int, window: int | None, block: int, packed: bool
+) -> None:
+    """In a sequence that is one row, and in one of packed rows, which attention does not cross."""
+    length, width, value_width = (int(n) for n in rng.integers((1, 1, 1), (40, 20, 20)))
+    q = normal(rng, 1, heads, length, width)
+    k = normal(rng, 1, groups, length, width)
+    v = normal(rng, 1, groups, length, value_width)
+    d_out = normal(rng, 1, heads, length, value_width)
+    scale = float(rng.uniform(0.05, 1))
+    numbers = np.sort(rng.integers(0, 5, length)) if packed else np.zeros(length, int)
+    starts = np.searchsorted(numbers, numbers).astype(np.int32) if packed else None
+    kernel = QueryBlocks(block, arrays)
+    out, lse = kernel.forward(q, k, v, scale, window, starts)
+    (expected,), gradients = mx.vjp(
+        lambda q, k, v: reference.attention(q, k, v, scale, window, mx.array(numbers)),
+        [q, k, v],
+        [d_out],
+    )
+    close(out, expected)
+    found = kernel.backward(q, k, v, out, lse, d_out, scale, window, starts)
+    # one key: softmax is constant and dq, dk are zero up to rounding
+    floor = 1e-5 * float(mx.linalg.norm(d_out.reshape(-1)))
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert mine.shape == theirs.shape
+        difference = float(mx.linalg.norm((mine - theirs).reshape(-1)))
+        assert difference <= CLOSE * float(mx.linalg.norm(theirs.reshape(-1))) + floor
+
+
+def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> None:
+    q, k, v = (normal(rng, 1, 2, 21, 8) * factor for factor in (100, 100, 1))
+    kernel = QueryBlocks(5, arrays)
+    out, lse = kernel.forward(q, k, v, 1.0, 6)
+    close(out, reference.attention(q, k, v, 1.0, 6), 1e-4)
+    for gradient in kernel.backward(q, k, v, out, lse, normal(rng, *out.shape), 1.0, 6):
+        assert mx.isfinite(gradient).all()
+
+
+def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, arrays: Arrays) -> None:
+    q, k, v = (normal(rng, 1, 2, 30, 8) for _ in range(3))
+    kernel = QueryBlocks(4, arrays)
+    out, _ = kernel.forward(q, k, v, 0.3, 5)
+    far = mx.arange(30)[None, None, :, None]
+    outside = (far > 20) | (far <= 15)
+    moved, _ = kernel.forward(q, mx.where(outside, 1e3, k), mx.where(outside, -1e3, v), 0.3, 5)
+    assert mx.array_equal(out[:, :, 20], moved[:, :, 20])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_does_not_read_the_rows_beside(
+    rng: Rng, arrays: Arrays, window: int | None
+) -> None:
+    """What other rows hold changes no bit of this one."""
+    starts = np.repeat([0, 7, 20, 26], [7, 13, 6, 4]).astype(np.int32)
+    q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
+    inside = (mx.arange(30) >= 7) & (mx.arange(30) < 20)
+    kernel = QueryBlocks(4, arrays)
+
+    def row(k: mx.array, v: mx.array) -> list[mx.array]:
+        out, lse = kernel.forward(q, k, v, 0.3, window, starts)
+        found = [out, *kernel.backward(q, k, v, out, lse, d_out, 0.3, window, starts)]
+        return [one[:, :, 7:20] for one in found]
+
+    moved = [mx.where(inside[None, None, :, None], x, 1e3) for x in (k, v)]
+    for one, other in zip(row(k, v), row(*moved), strict=True):
+        assert mx.array_equal(one, other)
+
+
+def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, arrays: Arrays) -> None:
+    """Their keys are not even multiplied: numbers that no mask could take away do not show."""
+    starts = np.repeat([0, 8, 20], [8, 12, 10]).astype(np.int32)
+    q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
+    kernel = QueryBlocks(4, arrays)
+    before = (mx.arange(30) < 8)[None, None, :, None]
+    k, v = (mx.where(before, mx.nan, x) for x in (k, v))
+    out, lse = kernel.forward(q, k, v, 0.3, None, starts)
+    for one in (out, *kernel.backward(q, k, v, out, lse, d_out, 0.3, None, starts)):
+        assert mx.isnan(one[:, :, :8]).all()
+        assert mx.isfinite(one[:, :, 8:]).all()
+
+
+# --- arrays -----------------------------------------------------------------------------------
+
+
+def test_exponentials_below_the_largest(rng: Rng, arrays: Arrays) -> None:
+    x = rng.standard_normal((40, 100)).astype(np.float32) * 20
+    x[3, 7] = -1e30
+    most = x.max(axis=-1, keepdims=True)
+    given = mx.array(x)
+    top = arrays.row_max(given)
+    assert mx.array_equal(top, mx.array(most))
+    found = np.array(arrays.exp_below(given, top)).astype(np.float64)
+    exact = np.exp((x - most).astype(np.float64))
+    bound = 3e-7 if isinstance(arrays, CpuArrays) else 1e-5  # that of MLX's own
+    np.testing.assert_allclose(found, exact, rtol=bound, atol=1e-37)
+    assert (found.max(axis=-1) == 1.0).all()
+    assert found[3, 7] == 0.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_no_number_stays_none_without_a_warning(arrays: Arrays) -> None:
+    x = mx.array([[np.inf, 1.0], [np.nan, 0.0]])
+    most = arrays.row_max(x)
+    assert np.isnan(np.array(arrays.exp_below(x, most))).tolist() == [[True, False], [True, True]]
+
+
+def test_parts_of_arrays_are_put_added_and_taken(rng: Rng, arrays: Arrays) -> None:
+    x, part = rng.standard_normal((6, 10)), rng.standard_normal((6, 4))
+    where = (slice(None), slice(1, 9, 2))
+    whole = mx.array(x.astype(np.float32))
+    mx.eval(whole)
+    arrays.add_to(whole, where, mx.array(part.astype(np.float32)))
+    x[where] += part
+    np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
+    arrays.put(whole, where, mx.array(part.astype(np.float32)) * 2)
+    x[where] = part * 2
+    np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
+    taken = arrays.contiguous(whole, where)
+    np.testing.assert_allclose(np.array(taken), part * 2, rtol=1e-5, atol=1e-6)
+    mean, weights = rng.standard_normal((6, 1)), rng.standard_normal((6, 4))
+    found = arrays.weighed(taken, mx.array(mean), mx.array(weights), 0.3)
+    np.testing.assert_allclose(
+        np.array(found), (part * 2 - mean) * weights * 0.3, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
+
+
+# --- head -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
+@pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
+def test_head_loss_gradient_and_prediction(
+    tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str, arithmetic: str
+) -> None:
+    vocab, groups, count = (int(n) for n in rng.integers((2, 1, 1), (300, 4, 20)))
+    weights, matrix, values = stored(tmp_path, rng, vocab, groups, bits, group, layout)
+    w = mx.array(values.astype(np.float32))
+    h = normal(rng, count, matrix.columns) * float(rng.choice([0.1, 1, 10]))
+    targets = rng.integers(0, vocab, count)
+    matrices = tiles_of(weights, matrix, arithmetic, 1000, arrays)
+    kernel = HeadKernel(matrices, int(rng.integers(1, vocab + 50)))
+    (trained,) = kernel.run([h], [targets], matrix, gradient=True, predictions=False)
+    scored, half = kernel.run(
+        [h, h[::2] + 0], [targets, targets[::2]], matrix, gradient=False, predictions=True
+    )
+    assert mx.array_equal(half.predicted, scored.predicted[::2])
+    expected = reference.head(h, w, mx.array(targets))
+    dh = mx.grad(lambda h: reference.head(h, w, mx.array(targets)).sum())(h)
+    logits = np.array(h @ w.T)
+    bound = CLOSE * max(1.0, float(np.abs(logits).max()))  # a loss is a difference of logits
+    for result in (trained, scored):
+        np.testing.assert_allclose(np.array(result.loss), np.array(expected), rtol=0, atol=bound)
+    difference = float(mx.linalg.norm((trained.dh - dh).reshape(-1)))
+    size = float(mx.linalg.norm(dh.reshape(-1)) + mx.linalg.norm(w[mx.array(targets)].reshape(-1)))
+    # a logit's rounding, relative to its size, is a relative error of exp(logit)
+    assert difference <= max(CLOSE, 2e-7 * float(np.abs(logits).max())) * size
+    assert scored.dh is None
+    assert trained.predicted is None
+    best = logits[np.arange(count), np.array(scored.predicted)]
+    assert (best >= logits.max(axis=1) - bound).all()
+
+
+def test_head_with_huge_logits_stays_finite(tmp_path: Path, rng: Rng) -> None:
+    weights, matrix, values = stored(tmp_path, rng, 100, 2, 4, 64, "symmetric")
+    h = normal(rng, 6, matrix.columns) * 1e4
+    kernel = HeadKernel(tiles_of(weights, matrix, "unpacked", 1000, CpuArrays()), 7)
+    logits = np.array(h).astype(np.float64) @ values.T
+    targets = logits.argmin(axis=1)
+    (result,) = kernel.run([h], [targets], matrix, gradient=True, predictions=True)
+    np.testing.assert_allclose(np.array(result.loss), np.ptp(logits, axis=1), rtol=1e-4)
+    assert mx.isfinite(result.dh).all()
+    assert result.predicted.tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_relative_error_is_honest() -> None:
+    assert reference.relative_error(mx.zeros(3), mx.zeros(3)) == 0
+    assert math.isinf(reference.relative_error(mx.ones(3), mx.zeros(3)))
+    assert reference.relative_error(mx.array([1.1, 0]), mx.array([1.0, 0])) == pytest.approx(0.1)

@@ -1,0 +1,131 @@
+"""What the C library's heap keeps beyond what is alive: each of the machine's values.
+
+What the values are is measured (`ondevice bench machine`); here is what the planner makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+from support.plans import LINUX, MAC, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
+
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.machine.glibc import unused_bytes
+from runtime.machine.machine import Heap, Machine
+from runtime.operations.base import WHOLE, materialized_bytes
+from runtime.operations.values import F32
+from runtime.plan.allocator import heap_use
+from runtime.plan.lower import Sizes
+from runtime.plan.plan import LEVELS, Plan
+
+Tiny = Callable[..., Bundle]
+NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+SIZES = Sizes(2048, 16, 0, most_tokens=64)
+
+
+def with_heap(**values: float) -> Machine:
+    return msgspec.structs.replace(LINUX, heap=msgspec.structs.replace(NOTHING, **values))
+
+
+def slack(manifest: Manifest, task: Task, sizes: Sizes, **values: float) -> int:
+    """What the heap keeps where only these of its values are not 0."""
+    return predicted(manifest, task, sizes, machine=with_heap(**values)).slack_bytes
+
+
+def beside(plan: Plan) -> int:
+    """What is alive, with the adapters and gradients of a layer."""
+    return plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_slack_is_flat_and_a_share_of_what_is_alive(tiny: Tiny, method: str) -> None:
+    manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024, method)
+    none = predicted(manifest, task, SIZES, machine=with_heap())
+    assert none.slack_bytes == 0
+    assert slack(manifest, task, SIZES, flat_bytes=12_345) == 12_345
+    tenth, fifth = (slack(manifest, task, SIZES, share=share) for share in (0.1, 0.2))
+    assert 0 < tenth < 0.1 * beside(none)  # the current tile is one block and leaves no holes
+    assert fifth == pytest.approx(2 * tenth, abs=2)
+    both = slack(manifest, task, SIZES, flat_bytes=12_345, share=0.1)
+    assert both == 12_345 + tenth
+    backward = slack(manifest, task, SIZES, share=0.1, share_of_backward=0.1)
+    assert backward == (fifth if method == "mebp" else tenth)
+
+
+def test_a_larger_tile_is_no_part_of_what_is_shared(tiny: Tiny) -> None:
+    manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024, "mezo")
+    for sizes in (SIZES, replace(SIZES, tile_values=1 << 20)):
+        plan = predicted(manifest, task, sizes, machine=with_heap(share=1.0))
+        tile = peak_model_of(manifest, task, sizes).execution.largest_tile_bytes()
+        assert plan.slack_bytes <= beside(plan) - tile
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_values_that_are_mapped_leave_fewer_holes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024, method)
+    whole = replace(SIZES, most_tokens=WHOLE)
+    values = {"share": 0.5, "share_beside_mapped": 0.1}
+    before = [slack(manifest, task, sizes, **values) for sizes in (SIZES, whole)]
+    longest = peak_model_of(manifest, task, SIZES).mapped_value
+    monkeypatch.setattr("runtime.machine.glibc.LONG_VALUE_BYTES", longest)
+    tiled, untiled = (slack(manifest, task, sizes, **values) for sizes in (SIZES, whole))
+    assert tiled == pytest.approx(before[0] / 5, abs=2)
+    assert untiled == before[1]  # nothing is mapped where an MLP's values are whole
+    monkeypatch.setattr("runtime.machine.glibc.LONG_VALUE_BYTES", longest + 1)
+    assert slack(manifest, task, SIZES, **values) == before[0]
+    monkeypatch.setattr("runtime.machine.glibc.LARGE_VALUE_BYTES", longest)
+    assert slack(manifest, task, SIZES, **values, share_of_large=0.5) == pytest.approx(
+        before[0] + longest / 2, abs=2
+    )
+    assert slack(manifest, task, whole, **values, share_of_large=0.5) == before[1]
+
+
+def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024)
+    model = peak_model_of(manifest, task, SIZES)
+    logits, last = 1024 * model.execution.chunk_rows * F32, len(manifest.blocks) - 1
+    assert slack(manifest, task, SIZES, share_of_logits=0.5) == logits // 2
+    heap = with_heap(share_of_logits=0.5).heap
+    assert unused_bytes(heap, heap_use(model, 10**6, last)) == logits // 2
+    monkeypatch.setattr("runtime.machine.glibc.MOST_HEAP_BLOCK_BYTES", logits - 1)
+    assert unused_bytes(heap, heap_use(model, 10**6, last)) == 0
+
+
+def test_what_is_kept_has_a_share_of_its_own_and_what_is_materialized_none(tiny: Tiny) -> None:
+    manifest, task = tiny("qwen2").manifest, task_of(64, rows=2)
+    bare, kept = (
+        plan_of(manifest, task, PLENTY, with_heap(share_of_kept=share)) for share in (0.0, 0.5)
+    )
+    assert bare.kept_layers == kept.kept_layers == len(manifest.layers)
+    assert kept.kept_bytes == pytest.approx(1.5 * bare.kept_bytes, rel=1e-6)
+    assert kept.materialized_layers == bare.materialized_layers == len(manifest.layers)
+    weights = [m for block in manifest.layers for m in manifest.matrices_of(block)]
+    assert bare.materialized_bytes == sum(map(materialized_bytes, weights))
+    assert kept.materialized_bytes == bare.materialized_bytes
+
+
+def test_mlx_s_own_allocator_has_no_heap(tiny: Tiny) -> None:
+    manifest, task = tiny("gemma3").manifest, task_of(64)
+    large = Heap(10**9, 9.0, 9.0, 9.0, 9.0)
+    with_one = msgspec.structs.replace(MAC, heap=large)
+    assert plan_of(manifest, task, PLENTY, with_one) == plan_of(manifest, task, PLENTY, MAC)
+
+
+def test_tiles_of_tokens_hold_less_than_whole_values(tiny: Tiny) -> None:
+    manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024)
+    sizes = replace(LEVELS[-1], most_tokens=64)
+    tiled = peak_model_of(manifest, task, sizes)
+    value = tiled.largest_whole_value
+    assert 1024 * manifest.hidden_size * F32 <= value <= tiled.largest_value()
+    assert 0 < tiled.largest_tiled_value < value
+    whole = peak_model_of(manifest, task, replace(sizes, most_tokens=WHOLE))
+    assert value < whole.largest_whole_value == whole.largest_value()
+    assert whole.largest_tiled_value == whole.mapped_value == 0

@@ -1,0 +1,164 @@
+"""Plans for machines that are not this one: a Mac's, made on Linux; and those in files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.plans import EVAL, LINUX, MAC, Task, plan_of, predicted, task_of
+from support.runs import ondevice
+
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BudgetError, UsageError
+from runtime.machine import footprint
+from runtime.machine.machine import Blas, Heap, Machine, read_machine
+from runtime.plan.plan import LEVELS, Plan
+
+Tiny = Callable[..., Bundle]
+TASKS = {
+    "mebp": task_of(64, rows=2),
+    "mezo": task_of(64, "mezo", queries=2),
+    EVAL: task_of(64, EVAL),
+}
+
+
+def differing(one: Plan, other: Plan) -> set[str]:
+    return {name for name in Plan.__struct_fields__ if getattr(one, name) != getattr(other, name)}
+
+
+def changed(**fields: object) -> Machine:
+    return msgspec.structs.replace(LINUX, **fields)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_plan_for_a_mac_is_made_here(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, task: Task
+) -> None:
+    """Of the machine that is given, and of nothing that this one is."""
+    monkeypatch.setattr(footprint, "read_footprint", lambda: pytest.fail("this process was read"))
+    plan = plan_of(tiny("gemma3").manifest, task, 300_000_000, MAC)
+    assert plan.arithmetic == "packed"
+    assert plan.cache_bytes > 0 and plan.slack_bytes == 0
+    assert plan.materialized_layers == plan.materialized_bytes == 0
+    assert plan.process_bytes >= MAC.process_bytes
+    assert plan.tile_values == LEVELS[0].tile_values  # a CPU's tiles stay in its caches
+    assert plan.predicted_peak_bytes == (
+        plan.process_bytes + plan.adapter_bytes + plan.gradient_bytes
+        + plan.live_bytes + plan.cache_bytes + plan.kept_bytes
+    )  # fmt: skip
+    plan_of(tiny("gemma3").manifest, task, plan.minimum_bytes, MAC)
+    with pytest.raises(BudgetError):
+        plan_of(tiny("gemma3").manifest, task, int(0.99 * plan.minimum_bytes), MAC)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_each_fact_of_a_machine_changes_its_own_part_of_a_plan(tiny: Tiny, task: Task) -> None:
+    manifest, sizes = tiny("gemma3").manifest, LEVELS[-1]
+
+    def planned(machine: Machine) -> Plan:
+        return predicted(manifest, task, sizes, machine=machine)
+
+    here = planned(LINUX)
+    assert here.slack_bytes > 0 and here.cache_bytes == 0
+    larger = planned(changed(process_bytes=LINUX.process_bytes + 18_000_000))
+    assert differing(here, larger) == {"process_bytes", "predicted_peak_bytes"}
+    assert larger.predicted_peak_bytes - here.predicted_peak_bytes == 18_000_000
+
+    cached = planned(changed(allocator="mlx"))
+    freed = {"slack_bytes", "cache_bytes", "predicted_peak_bytes", "evaluation_lanes"}
+    assert {"slack_bytes", "cache_bytes"} <= differing(here, cached) <= freed
+    assert cached.slack_bytes == 0 and 0 < cached.cache_bytes <= sizes.cache_bytes
+
+    packed = planned(changed(arithmetic="packed"))
+    adapters = ("adapter_bytes", "gradient_bytes", "scratch_disk_bytes", "bucket", "rows")
+    assert not differing(here, packed) & set(adapters)
+    assert packed.arithmetic == "packed"
+
+    on_gpu = planned(changed(device="gpu"))  # runs graphs where a CPU has kernels
+    assert not differing(here, on_gpu) & {*adapters, "arithmetic", "tile_values", "tile_tokens"}
+    assert here.blocks != on_gpu.blocks
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_plan_is_of_the_machine_s_device_wherever_graphs_were_traced(
+    tiny: Tiny, task: Task
+) -> None:
+    manifest = tiny("gemma3").manifest
+    retraced = msgspec.structs.replace(manifest, device="gpu")
+    for machine in (MAC, LINUX):
+        assert plan_of(manifest, task, machine=machine) == plan_of(retraced, task, machine=machine)
+
+
+@pytest.mark.parametrize("machine", [LINUX, MAC, changed(blas=Blas(8, 1, 2), heap=Heap(1))])
+def test_a_machine_is_read_as_it_was_written(tmp_path: Path, machine: Machine) -> None:
+    path = tmp_path / "machine.json"
+    write(path, msgspec.to_builtins(machine))
+    assert read_machine(path) == machine
+    facts = msgspec.to_builtins(MAC)
+    del facts["blas"], facts["heap"]
+    write(path, facts)
+    assert read_machine(path) == MAC
+
+
+def write(path: Path, facts: object) -> None:
+    """As `ondevice bench machine` does, among the rest of its report."""
+    path.write_text(json.dumps({"benchmark": "machine", "measured_machine": facts, "rows": []}))
+
+
+FACTS = msgspec.to_builtins(LINUX)
+ODD: dict[str, object] = {
+    "text": "this one",
+    "a list": [FACTS],
+    "nothing": {},
+    "another field": {**FACTS, "cores": 8},
+    "no process": {name: fact for name, fact in FACTS.items() if name != "process_bytes"},
+    "text for bytes": {**FACTS, "process_bytes": "30 MB"},
+    "less than nothing": {**FACTS, "process_bytes": -1},
+    "another device": {**FACTS, "device": "tpu"},
+    "another arithmetic": {**FACTS, "arithmetic": "auto"},
+    "another allocator": {**FACTS, "allocator": "jemalloc"},
+    "no threads": {**FACTS, "blas": {"threads": 0}},
+    "a heap of text": {**FACTS, "heap": {"share": "much"}},
+    "another heap": {**FACTS, "heap": {"name": "jemalloc"}},
+    "another BLAS": {**FACTS, "blas": {"name": "MKL"}},
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_what_is_no_machine_is_refused(tmp_path: Path, odd: object) -> None:
+    path = tmp_path / "machine.json"
+    write(path, odd)
+    with pytest.raises(UsageError, match=r"--machine .*machine\.json describes no machine: ") as no:
+        read_machine(path)
+    assert no.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "\0", "[" * 100_000, json.dumps(FACTS)])
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="describes no machine: "):
+        read_machine(path)
+
+
+def test_a_machine_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere.json", tmp_path):
+        with pytest.raises(UsageError, match=f"--machine {path} cannot be read: "):
+            read_machine(path)
+
+
+def test_the_command_plans_for_the_machine_in_a_file(tiny: Tiny, tmp_path: Path) -> None:
+    bundle, path = tiny("gemma3"), tmp_path / "machine.json"
+    write(path, msgspec.to_builtins(MAC))
+    command = ["plan", bundle.path, "--max-seq-length=64", "--budget=300MB", "--batch-size=2"]
+    done = ondevice(*command, f"--machine={path}", "--json")
+    assert done.returncode == 0, done.stderr
+    expected = plan_of(bundle.manifest, TASKS["mebp"], 300_000_000, MAC)
+    assert json.loads(done.stdout) == json.loads(json.dumps(expected.to_json()))
+    refused = ondevice(*command, f"--machine={tmp_path / 'typo'}")
+    assert refused.returncode == 2 and "typo cannot be read" in refused.stderr
+    small = ondevice(*command, f"--machine={path}", "--budget=50MB")  # less than its process
+    assert small.returncode == 3 and "the smallest that fits is" in small.stderr

@@ -1,0 +1,260 @@
+"""The planner: what fits, what is refused, and that its promise holds in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from support.layouts import STORED
+from support.plans import EVAL, LINUX, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
+from support.runs import ondevice, train_arguments
+
+from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BudgetError, UsageError
+from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, prepare
+from runtime.machine.machine import Machine
+from runtime.operations.base import WHOLE
+from runtime.operations.values import F32
+from runtime.plan.lower import Sizes, lower
+from runtime.plan.plan import LEVELS, LONG_TOKENS, MARGIN, choose_bucket
+from runtime.run.open import open_session
+
+Tiny = Callable[..., Bundle]
+
+
+def with_threads(threads: int) -> Machine:
+    """The same machine, whose BLAS has so many."""
+    return msgspec.structs.replace(LINUX, blas=msgspec.structs.replace(LINUX.blas, threads=threads))
+
+
+def test_a_plan_fits_its_budget_and_more_budget_never_buys_less(tiny: Tiny) -> None:
+    manifest = tiny("gemma3").manifest
+    before = 0
+    for megabytes in range(20, 400, 17):
+        budget = megabytes * 1_000_000
+        try:
+            plan = plan_of(manifest, task_of(32), budget)
+        except BudgetError:
+            assert before == 0
+            continue
+        assert plan.minimum_bytes <= budget
+        assert before <= plan.predicted_peak_bytes <= budget
+        assert plan.predicted_peak_bytes == (
+            plan.process_bytes + plan.adapter_bytes + plan.gradient_bytes
+            + plan.live_bytes + plan.slack_bytes + plan.cache_bytes
+            + plan.kept_bytes + plan.materialized_bytes
+        )  # fmt: skip
+        before = plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "llama"])
+def test_the_smallest_budget_is_the_smallest(tiny: Tiny, family: str) -> None:
+    manifest = tiny(family).manifest
+    plan = plan_of(manifest, task_of(64))
+    plan_of(manifest, task_of(64), plan.minimum_bytes)
+    with pytest.raises(BudgetError, match="the smallest that fits is") as refused:
+        plan_of(manifest, task_of(64), int(plan.minimum_bytes * 0.99))
+    assert refused.value.exit_code == 3
+
+
+def test_what_costs_memory(tiny: Tiny) -> None:
+    manifest = tiny("qwen2").manifest
+
+    def cost(task: Task) -> int:
+        return predicted(manifest, task, LEVELS[-1]).predicted_peak_bytes
+
+    assert cost(task_of(64)) > cost(task_of(32)) > cost(task_of(16))
+    assert cost(task_of(32, accumulation=2)) > cost(task_of(32))
+    assert cost(task_of(32, EVAL)) < cost(task_of(32))
+
+
+def test_the_longest_sequence_bucket_is_the_limit(tiny: Tiny) -> None:
+    manifest = tiny("llama").manifest
+    assert choose_bucket(manifest, 1) == manifest.buckets[0]
+    for bucket in manifest.buckets:
+        assert choose_bucket(manifest, bucket) == bucket
+    with pytest.raises(UsageError, match="--seq-lens"):
+        choose_bucket(manifest, manifest.buckets[-1] + 1)
+
+
+def test_measured_is_never_far_over_predicted(
+    tiny: Tiny, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """A fresh process, at random settings: the peak stays below prediction + 2 % and budget."""
+    family, layouts = STORED[int(rng.integers(len(STORED)))]
+    length, rows = int(rng.choice([16, 40, 64])), int(rng.choice([1, 3]))
+    given = {"data": "random:3", "max_seq_length": length, "batch_size": rows}
+    path, run = tiny(family, layouts).path, tmp_path / "run"
+    refused = ondevice(*train_arguments(path, run, 4, **{**given, "budget": "10MB"}))
+    assert refused.returncode == 3, refused.stderr  # its process says what it needs
+    smallest = refused.stderr.split("the smallest that fits is ")[1].split(",")[0]
+    budget = smallest.strip().replace(" ", "")
+    done = ondevice(*train_arguments(path, run, 4, **{**given, "budget": budget}), "--json")
+    assert done.returncode == 0, (family, layouts, length, rows, done.stderr)
+    summary = json.loads(done.stdout)
+    assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
+    assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("bits", "affine", "scales"), [(4, False, 3), (4, True, 4), (8, False, 1), (8, True, 2)]
+)
+def test_a_tile_is_counted_with_its_words_and_scales(
+    tiny: Tiny, bits: int, affine: bool, scales: int
+) -> None:
+    rows, columns, group = 96, 640, 64
+    there = Extent(0, 1, "float32", (1,))
+    layout = "affine" if affine else "symmetric"
+    matrix = Matrix(rows, columns, bits, group, layout, there, there, there if affine else None)
+    manifest = msgspec.structs.replace(tiny("qwen2").manifest, matrices={"one": matrix})
+    for values, tile in ((1 << 30, rows), (20 * columns, 20)):  # whole, and fifths of it
+        execution = lower(manifest, 32, Sizes(values, 16, 0), packed=False).execution
+        assert execution.tile_rows == {"one": tile}
+        words = 3 * tile * columns * bits // 8
+        expected = words + tile * columns * F32 + scales * tile * columns // group * F32
+        assert execution.largest_tile_bytes() == expected
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("dtype", "bits"), FLOAT_BITS.items())
+def test_a_float_tile_is_counted_with_what_it_is_converted_from(
+    tiny: Tiny, dtype: str, bits: int, packed: bool
+) -> None:
+    rows, columns = 96, 641
+    matrix = Matrix(rows, columns, bits, 0, "float", Extent(0, 1, dtype, (1,)))
+    manifest = msgspec.structs.replace(tiny("qwen2").manifest, matrices={"one": matrix})
+    for values, tile in ((1 << 30, rows), (20 * columns, 20)):  # whole, and fifths of it
+        execution = lower(manifest, 32, Sizes(values, 16, 0), packed).execution
+        assert execution.tile_rows == {"one": tile}
+        stored = 0 if dtype == "float32" else 2
+        assert execution.largest_tile_bytes() == tile * columns * (F32 + stored)
+        assert execution.tile_bytes(matrix, tile * columns) == tile * columns * F32
+
+
+def test_what_the_blas_packs_is_counted(tiny: Tiny) -> None:
+    manifest, task = tiny("qwen3").manifest, task_of(32)
+    one, four = (
+        predicted(manifest, task, LEVELS[-1], machine=with_threads(threads)) for threads in (1, 4)
+    )
+    more = 3 * panel(manifest) + shared_rows(manifest)
+    assert four.process_bytes - one.process_bytes == more
+    assert four.predicted_peak_bytes - one.predicted_peak_bytes == more
+
+
+def panel(manifest: Manifest) -> int:
+    """What a second thread packs of its own: no more than the largest tile there is."""
+    most = peak_model_of(manifest, task_of(32), LEVELS[-1]).execution.largest_tile_bytes()
+    assert 0 < most < PANEL_BYTES
+    return most
+
+
+def shared_rows(manifest: Manifest) -> int:
+    """What several threads pack once, for all of them."""
+    rows = peak_model_of(manifest, task_of(32), LEVELS[-1]).packed_rows * ROW_BYTES
+    assert rows > 0
+    return rows
+
+
+def test_a_refusal_says_what_one_thread_would_fit(tiny: Tiny) -> None:
+    manifest = tiny("qwen3").manifest
+    smallest = plan_of(manifest, task_of(16)).minimum_bytes
+    with pytest.raises(BudgetError, match=r"OPENBLAS_NUM_THREADS=1: each of 8 threads"):
+        plan_of(manifest, task_of(16), smallest, with_threads(8))
+
+
+@pytest.mark.skipif(
+    prepare().blas in ("reference", "Accelerate"), reason="there is no OpenBLAS that tells"
+)
+def test_a_machine_is_read_with_the_threads_of_its_blas() -> None:
+    source = """
+import json, msgspec
+from runtime.machine.backend import prepare
+prepare()
+import runtime.run.start
+from runtime.machine.backend import this_machine
+print(json.dumps(msgspec.to_builtins(this_machine("cpu", "auto"))))
+"""
+    for threads in (1, 2):
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(threads)}
+        done = subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        found = msgspec.convert(json.loads(done.stdout), Machine)
+        several = len(os.sched_getaffinity(0)) > 1
+        assert found.blas == with_threads(threads if several else 1).blas
+        assert (found.device, found.arithmetic) == ("cpu", "unpacked")
+
+
+def test_long_rows_go_whole_through_an_mlp_only_where_nothing_is_recomputed(tiny: Tiny) -> None:
+    manifest = tiny("gemma3", seq_lens=(1024,)).manifest
+    task, layers = task_of(1024), len(manifest.layers)
+    rich = plan_of(manifest, task, 10_000_000_000)
+    assert (rich.tile_tokens, rich.kept_layers) == (1024, layers)
+    enough = rich.predicted_peak_bytes - rich.materialized_bytes
+    tiled = plan_of(manifest, task, int(0.98 * enough / MARGIN))
+    assert tiled.tile_tokens == LONG_TOKENS and tiled.kept_layers
+    least = plan_of(manifest, task, tiled.minimum_bytes)
+    assert least.tile_tokens == 64 and not least.kept_layers
+    for method in ("mezo", EVAL):
+        assert plan_of(manifest, task_of(1024, method), 10**10).tile_tokens == LONG_TOKENS
+
+
+def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
+    plan = plan_of(tiny("qwen2").manifest, task_of(32, layout="paper"), 10**12)
+    assert plan.hold and not plan.kept_layers and not plan.materialized_layers
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_the_papers_head_is_dequantized_once(tiny: Tiny, method: str) -> None:
+    manifest = tiny("qwen2").manifest
+    plan = plan_of(manifest, task_of(64, method, layout="paper"), 10**12)
+    values = manifest.vocab_size * manifest.hidden_size * F32
+    logits = 64 * manifest.vocab_size * F32
+    hidden = 64 * manifest.hidden_size * F32
+    most = 1.9 * values + 3 * logits + 6 * hidden
+    assert values + logits < plan.blocks[-1].forward_bytes < most
+
+
+def test_a_session_maps_the_values_whose_slack_is_planned_so(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tiny("llama", seq_lens=(128,))
+    placed: list[int] = []
+    monkeypatch.setattr("runtime.run.open.place_values", placed.append)
+    smallest = plan_of(bundle.manifest, task_of(128)).minimum_bytes
+    for budget in (smallest, PLENTY):
+        open_session(bundle, plan_of(bundle.manifest, task_of(128), budget))
+    hidden = 128 * bundle.manifest.hidden_size * F32
+    assert placed[0] >= hidden  # an MLP runs by tiles of tokens
+    assert placed[1] == 0
+
+
+def test_a_short_row_takes_no_more_than_was_planned(tiny: Tiny) -> None:
+    """Tiles do not divide 97 tokens, which run at 100, in tiles of 50."""
+    bundle = tiny("llama", seq_lens=(32, 97, 100, 128))
+    for most in (WHOLE, 64):
+        sizes = replace(LEVELS[-1], most_tokens=most)
+        plan = predicted(bundle.manifest, task_of(128), sizes, PLENTY)
+        session = open_session(bundle, plan)
+        assert tuple(session.model(n).bucket for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
+
+
+@pytest.mark.parametrize("targets", [(), ("nothing",)])
+def test_nothing_to_train_is_planned_all_the_same(tiny: Tiny, targets: tuple[str, ...]) -> None:
+    manifest = tiny("gemma3", seq_lens=(128,)).manifest
+    manifest = manifest.with_lora(msgspec.structs.replace(manifest.lora, targets=targets))
+    for dtype in ("float32", "bfloat16"):
+        plan = plan_of(manifest, task_of(128, adapter_dtype=dtype))
+        assert plan.adapter_bytes == plan.gradient_bytes == 0
+        assert plan_of(manifest, task_of(128), plan.minimum_bytes).tile_tokens == 64
