@@ -27,7 +27,7 @@ _NO_SEARCH = Search()
 
 def passes_of_row(method: str) -> int:
     """How many forward passes a row counts for that a method runs through the model once."""
-    step = StepConfig(bundle="any", method=method, batch_size=2)  # some need more than one row
+    step = StepConfig(bundle="any", method=method)
     demand = implementation(method).demand(step)
     return PASSES_WITH_BACKWARD if demand.backward else 1
 

@@ -50,14 +50,7 @@ class ZerothOrderKeywords(TypedDict, total=False):
     zo_scaled: str | None
     zo_scaling_interval: int | None
     seed_pool: int | None
-    lozo_rank: int | None
-    lozo_interval: int | None
-    lozo_momentum: float | None
-    muon_rank: int | None
-    muon_interval: int | None
     hessian_smoothing: float | None
-    cone_angle: float | None
-    cone_decay: float | None
 
 
 class StepKeywords(BundleKeywords, LoraKeywords, ZerothOrderKeywords, total=False):

@@ -15,40 +15,23 @@ METHODS: dict[str, str] = {
     "fzoo": "runtime.methods.zeroth.fzoo",
     "kzoo": "runtime.methods.zeroth.kzoo",
     "one-point": "runtime.methods.zeroth.one_point",
-    "meazo": "runtime.methods.meazo",
-    "lozo": "runtime.methods.lozo",
     "hizoo": "runtime.methods.zeroth.hizoo",
-    "conmezo": "runtime.methods.conmezo",
-    "grzo": "runtime.methods.grzo",
     "zo-act": "runtime.methods.zeroth.zo_act",
-    "zo-muon": "runtime.methods.zo_muon",
 }
 
 USUAL = ("mebp", "mezo")
 """What comparisons and benchmarks run where no methods are named."""
 
-QUERIES = {"fzoo": 8, "kzoo": 4, "zo-muon": 4}
+QUERIES = {"fzoo": 8, "kzoo": 4}
 """Directions per step of methods that perturb, where `--queries` is not given: 1 if not here."""
 
 NOISE = {"fzoo": "rademacher"}
 """The distribution of the directions, where `--noise` is not given: gaussian if not here."""
 
-_SEVERAL = (
-    "mezo",
-    "fzoo",
-    "kzoo",
-    "one-point",
-    "meazo",
-    "lozo",
-    "hizoo",
-    "conmezo",
-    "zo-act",
-    "zo-muon",
-)
-_PERTURBING = (*_SEVERAL, "grzo")
+_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "hizoo", "zo-act")
 
 OPTIONS_OF = {
-    "queries": _SEVERAL,
+    "queries": _PERTURBING,
     "noise": _PERTURBING,
     "epsilon": _PERTURBING,
     "objective": _PERTURBING,
@@ -58,14 +41,7 @@ OPTIONS_OF = {
     "zo_scaled": ("mezo",),
     "zo_scaling_interval": ("mezo",),
     "seed_pool": ("kzoo",),
-    "lozo_rank": ("lozo",),
-    "lozo_interval": ("lozo",),
-    "lozo_momentum": ("lozo",),
-    "muon_rank": ("zo-muon",),
-    "muon_interval": ("zo-muon",),
     "hessian_smoothing": ("hizoo",),
-    "cone_angle": ("conmezo",),
-    "cone_decay": ("conmezo",),
 }
 """Options that some methods only have; others refuse them."""
 
@@ -91,11 +67,6 @@ SEARCHES: dict[str, Search] = {
     "fzoo": Search({"learning_rate": (3e-6, 1e-5, 3e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "kzoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
     "one-point": Search({"learning_rate": (1e-7, 1e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
-    "meazo": Search({"learning_rate": (1e-4, 3e-4, 1e-3), "epsilon": (1e-3,)}, 100, 100_000),
-    "lozo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
-    "conmezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
-    "grzo": Search({"learning_rate": (3e-6, 1e-5, 3e-5), "epsilon": (1e-3,)}, 100, 100_000),
     "zo-act": Search({"learning_rate": (3e-7, 1e-6, 3e-6), "epsilon": (1e-3,)}, 100, 100_000),
-    "zo-muon": Search({"learning_rate": (3e-3, 1e-2, 3e-2), "epsilon": (1e-3,)}, 100, 100_000),
     "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from runtime.config.base import Check, Config, Group, choice, option, up_to
@@ -13,10 +12,7 @@ OBJECTIVES = ("loss", "accuracy", "exact", "labels")
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
-MOST_RANK, USUAL_RANK = 1024, 2  # of lozo's directions
-MOST_INTERVAL, USUAL_INTERVAL = 1 << 30, 50  # steps that half of such a direction stays
-USUAL_MUON_RANK, USUAL_MUON_INTERVAL = 64, 100  # of zo-muon's subspaces; the authors'
-USUAL_ANGLE, USUAL_DECAY = 1.35, 0.95  # of conmezo; the authors' for SST-2
+MOST_INTERVAL = 1 << 30  # steps between two measurements of layers' scales
 USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
 
 
@@ -88,60 +84,12 @@ class ZerothOrderOptions(Config):
         up_to(MOST_POOL),
         Group.ZEROTH_ORDER,
     )
-    lozo_rank: int | None = option(
-        None,
-        f"with lozo: rank of the directions U V^T (default: {USUAL_RANK})",
-        up_to(MOST_RANK),
-        Group.ZEROTH_ORDER,
-    )
-    lozo_interval: int | None = option(
-        None,
-        f"with lozo: steps after which V is drawn anew (default: {USUAL_INTERVAL})",
-        up_to(MOST_INTERVAL),
-        Group.ZEROTH_ORDER,
-    )
-    lozo_momentum: float | None = option(
-        None,
-        "with lozo: follow a momentum of the estimates, of which each step keeps so much, such as "
-        "0.9 (LOZO-M; default: none)",
-        Check(lambda value: 0 < value < 1, "above 0 and below 1"),
-        Group.ZEROTH_ORDER,
-    )
-    muon_rank: int | None = option(
-        None,
-        "with zo-muon: dimensions of the random subspace in which it looks for each matrix's "
-        f"gradient (default: {USUAL_MUON_RANK})",
-        up_to(MOST_RANK),
-        Group.ZEROTH_ORDER,
-    )
-    muon_interval: int | None = option(
-        None,
-        "with zo-muon: steps after which the subspaces are drawn anew (default: "
-        f"{USUAL_MUON_INTERVAL})",
-        up_to(MOST_INTERVAL),
-        Group.ZEROTH_ORDER,
-    )
     hessian_smoothing: float | None = option(
         None,
         "with hizoo: how much of its estimate of the loss's curvature each step replaces, between "
         "0 and 1; steps are shorter where the estimate is larger, and near 0 they are mezo's "
         f"(default: {USUAL_SMOOTHING:g})",
         Check(lambda value: 0 < value < 1, "above 0 and below 1"),
-        Group.ZEROTH_ORDER,
-    )
-
-    cone_angle: float | None = option(
-        None,
-        "with conmezo: angle in radians between its directions and the momentum; at pi/2 they are "
-        f"mezo's (default: {USUAL_ANGLE:g})",
-        Check(lambda value: 0 < value <= math.pi / 2, "above 0 and at most pi/2, 1.5708"),
-        Group.ZEROTH_ORDER,
-    )
-    cone_decay: float | None = option(
-        None,
-        "with conmezo: how much of its momentum each step keeps, from 0 to below 1 (default: "
-        f"{USUAL_DECAY:g})",
-        Check(lambda value: 0 <= value < 1, "from 0 to below 1"),
         Group.ZEROTH_ORDER,
     )
 
@@ -183,36 +131,6 @@ class ZerothOrderOptions(Config):
         return USUAL_POOL if self.seed_pool is None else self.seed_pool
 
     @property
-    def lozo_rank_used(self) -> int:
-        """The rank of the directions, where they have a low one."""
-        return USUAL_RANK if self.lozo_rank is None else self.lozo_rank
-
-    @property
-    def lozo_interval_used(self) -> int:
-        """For how many steps half of such a direction stays."""
-        return USUAL_INTERVAL if self.lozo_interval is None else self.lozo_interval
-
-    @property
-    def muon_rank_used(self) -> int:
-        """The dimensions of the subspaces of directions, where they have some."""
-        return USUAL_MUON_RANK if self.muon_rank is None else self.muon_rank
-
-    @property
-    def muon_interval_used(self) -> int:
-        """For how many steps such a subspace stays."""
-        return USUAL_MUON_INTERVAL if self.muon_interval is None else self.muon_interval
-
-    @property
     def hessian_smoothing_used(self) -> float:
         """How much of an estimate of the Hessian a step replaces, where there is one."""
         return USUAL_SMOOTHING if self.hessian_smoothing is None else self.hessian_smoothing
-
-    @property
-    def cone_angle_used(self) -> float:
-        """The angle in radians of the cone of directions, where there is one."""
-        return USUAL_ANGLE if self.cone_angle is None else self.cone_angle
-
-    @property
-    def cone_decay_used(self) -> float:
-        """How much of the momentum in a cone's middle a step keeps, where there is one."""
-        return USUAL_DECAY if self.cone_decay is None else self.cone_decay

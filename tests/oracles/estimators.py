@@ -159,71 +159,6 @@ class MonolithicResidual(Monolithic):
         self.before = now
 
 
-class MonolithicMEAZO(Monolithic):
-    """MEAZO's scalar second moment (arXiv 2605.03869), 2 directions a step."""
-
-    q, beta, zeta = 2, 0.999, 1e-8
-    v, t = 0.0, 0
-
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
-        delta = [self.projected(model, rows, number, i) for i in range(self.q)]
-        g = sum(delta) / self.q
-        self.t += 1
-        self.v = self.beta * self.v + (1 - self.beta) * g**2
-        root = math.sqrt(self.v / (1 - self.beta**self.t))
-        self.descend(number, rate, [one / (root + self.zeta) / self.q for one in delta])
-
-
-class MonolithicLOZO(Monolithic):
-    """LOZO's directions of rank r, whose V stays for nu steps (arXiv 2410.07698)."""
-
-    r, nu = 2, 3
-
-    def direction(self, number: int, query: int, name: str) -> mx.array:
-        m, n = self.adapters.tensors[name].shape
-        k = number // self.nu
-        U = mx.random.normal((m, self.r), key=key_of(self.seed, "U", number, query, name))
-        V = mx.random.normal((n, self.r), key=key_of(self.seed, "V", k, query, name))
-        return U @ V.T
-
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
-        c = self.projected(model, rows, number, 0)
-        self.descend(number, rate, [c / self.r])
-
-
-class MonolithicConMeZO(Monolithic):
-    """ConMeZO (arXiv 2511.02757), Algorithm 1, with the mean over 2 directions a step."""
-
-    n, angle, beta = 2, 1.2, 0.9
-
-    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
-        super().__init__(adapters, seed, epsilon, weight_decay)
-        self.m = {name: mx.zeros_like(theta) for name, theta in adapters.tensors.items()}
-
-    def direction(self, number: int, query: int, name: str) -> mx.array:
-        u = super().direction(number, query, name)
-        square = sum(float(np.square(np.array(m, np.float64)).sum()) for m in self.m.values())
-        if square == 0:
-            return u
-        d = sum(m.size for m in self.m.values())
-        # m / |m| and sqrt(d) in one factor, so that float32 rounds once
-        along = math.cos(self.angle) * math.sqrt(d / square)
-        return self.m[name] * along + u * math.sin(self.angle)
-
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
-        g = [self.projected(model, rows, number, query) for query in range(self.n)]
-        directions = {
-            name: [self.direction(number, query, name) for query in range(self.n)]
-            for name in self.m
-        }
-        for name, theta in self.adapters.tensors.items():
-            estimate = sum(z * (g[i] / self.n) for i, z in enumerate(directions[name]))
-            update = estimate + theta * self.weight_decay
-            self.adapters.tensors[name] = theta - update * rate
-            self.m[name] = self.m[name] * self.beta + estimate * (1 - self.beta)
-        mx.eval(self.adapters.tensors, self.m)
-
-
 class MonolithicHiZOO(Monolithic):
     """HiZOO (arXiv 2402.15173) with the mean over 2 directions a step; S is 1 / Sigma."""
 
@@ -319,30 +254,6 @@ class MonolithicGradientNorm(MonolithicScaled):
     of_gradient, unbiased = True, False
 
 
-class MonolithicGRZO(Monolithic):
-    """GRZO (arXiv 2606.02857): a direction for each row, which share noise up to signs."""
-
-    def direction(self, number: int, query: int, name: str) -> mx.array:
-        m, n = self.adapters.tensors[name].shape
-        U = mx.random.normal((m, n), key=key_of(self.seed, "shared", number, name))
-        r, s = (
-            mx.random.bernoulli(0.5, shape, key=key_of(self.seed, axis, number, query, name)) * 2.0
-            - 1.0
-            for shape, axis in (((m, 1), "rows"), ((1, n), "columns"))
-        )
-        return U * (r @ s)
-
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
-        sigma, B = self.epsilon, len(rows)
-        delta = [
-            self.loss(model, [row], number, i, sigma) - self.loss(model, [row], number, i, -sigma)
-            for i, row in enumerate(rows)
-        ]
-        s = statistics.pstdev(delta)
-        a = [one / (s + 1e-8) for one in delta]
-        self.descend(number, rate, [one / (2 * sigma) / B for one in a])
-
-
 class MonolithicZOAct(Monolithic):
     """ZO-Act (arXiv 2607.01125): the coefficients, which are B, of a basis, which is A."""
 
@@ -357,73 +268,3 @@ class MonolithicZOAct(Monolithic):
         g = [self.projected(model, rows, number, query) for query in range(self.n)]
         self.descend(number, rate, [one / self.n for one in g])
         self.adapters.tensors.update(basis)  # no weight decay either
-
-
-class MonolithicZOMuon(Monolithic):
-    """ZO-Muon (arXiv 2602.17155) in subspaces of 3 dimensions that stay for 2 steps."""
-
-    k, interval, n = 3, 2, 2
-
-    def subspace(self, number: int, name: str) -> mx.array:
-        m, n = self.adapters.tensors[name].shape
-        key = key_of(self.seed, "P", number // self.interval, name)
-        drawn = mx.random.normal((m, min(self.k, m, n)), key=key)
-        return mx.array(np.linalg.qr(np.array(drawn, np.float64))[0].astype(np.float32))
-
-    def psi(self, number: int, query: int, name: str) -> mx.array:
-        m, n = self.adapters.tensors[name].shape
-        key = key_of(self.seed, "Psi", number, query, name)
-        return mx.random.normal((min(self.k, m, n), n), key=key)
-
-    def direction(self, number: int, query: int, name: str) -> mx.array:
-        return self.subspace(number, name) @ self.psi(number, query, name)
-
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
-        f = plain_loss(model, self.adapters, rows)
-        g = [
-            (self.loss(model, rows, number, i, self.epsilon) - f) / self.epsilon
-            for i in range(self.n)
-        ]
-        for name, theta in self.adapters.tensors.items():
-            parts = [self.psi(number, i, name) * (g[i] / self.n) for i in range(self.n)]
-            G = sum(parts[1:], parts[0])
-            O = self.subspace(number, name) @ newton_schulz(G)  # noqa: E741
-            self.adapters.tensors[name] = theta - (O + theta * self.weight_decay) * rate
-        mx.eval(self.adapters.tensors)
-
-
-def newton_schulz(G: mx.array) -> mx.array:
-    """Muon's five iterations towards U V^T."""
-    X = G.T if G.shape[0] > G.shape[1] else G
-    X = X / (mx.linalg.norm(X) + 1e-7)
-    for _ in range(5):
-        A = X @ X.T
-        X = X * 3.4445 + (A * -4.7750 + (A @ A) * 2.0315) @ X
-    return X.T if G.shape[0] > G.shape[1] else X
-
-
-class MonolithicLOZOM(MonolithicLOZO):
-    """LOZO-M (arXiv 2410.07698): N of the momentum, projected whenever V is drawn anew."""
-
-    beta = 0.9
-
-    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
-        super().__init__(adapters, seed, epsilon, weight_decay)
-        self.N = {name: mx.zeros((a.shape[0], self.r)) for name, a in adapters.tensors.items()}
-        self.V: dict[str, mx.array] = {}
-
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
-        c = self.projected(model, rows, number, 0)
-        for name, theta in self.adapters.tensors.items():
-            m, n = theta.shape
-            k = number // self.nu
-            U = mx.random.normal((m, self.r), key=key_of(self.seed, "U", number, 0, name))
-            V = mx.random.normal((n, self.r), key=key_of(self.seed, "V", k, 0, name))
-            old = self.V.get(name, V)
-            if not mx.array_equal(old, V):
-                self.N[name] = self.N[name] @ (old.T @ V / n)
-            self.V[name] = V
-            self.N[name] = self.N[name] * self.beta + U * (c / self.r * (1 - self.beta))
-            update = self.N[name] @ V.T + theta * self.weight_decay
-            self.adapters.tensors[name] = theta - update * rate
-        mx.eval(self.adapters.tensors, self.N)

@@ -27,13 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "fzoo": {"queries": 4},
     "kzoo": {"seed_pool": 16},
     "one-point": {"queries": 2},
-    "meazo": {"queries": 2},
-    "lozo": {"lozo_rank": 2, "lozo_interval": 3},
     "hizoo": {"queries": 2, "hessian_smoothing": 1e-3},
-    "conmezo": {"queries": 2, "cone_angle": 1.2, "cone_decay": 0.9},
     "zo-act": {"queries": 2},
-    "lozo-m": {"method": "lozo", "lozo_rank": 2, "lozo_interval": 3, "lozo_momentum": 0.9},
-    "zo-muon": {"queries": 2, "muon_rank": 3, "muon_interval": 2},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
     "parameter-norm": {

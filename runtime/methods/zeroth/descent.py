@@ -40,11 +40,7 @@ class Descent(ABC):
     scratch_copies: ClassVar[int]  # memory of an update, in multiples of what it updates
     window: int = 0
     smoothing: float = 0.0  # of its estimate of the Hessian; 0 where it has none
-    cone: tuple[float, float] = (0.0, 0.0)  # angle and decay of its momentum; 0 where it has none
-    factor_decay: float = 0.0  # of the momentum of low-rank estimates; 0 where there is none
-    muon: ClassVar[bool] = False  # the noise has a subspace
     scaling: tuple[str, str] = ("", "")  # its layers' scales, and what they change
-    at_once: ClassVar[bool] = False  # an update must reach all tensors before the next direction
 
     def direction(self, tensor: str, z: mx.array) -> mx.array:
         """Along what a tensor is perturbed where its noise is z."""

@@ -47,7 +47,7 @@ class Estimator(ABC):
         """What a step evaluates, in the order of the queries, which count from 0."""
 
     def lanes(self, rows: int) -> list[Lane]:
-        """The hidden states of a step, query after query: here each row at each point."""
+        """The hidden states of a step, query after query: each row at each point."""
         return [
             Lane(point, row)
             for points in by_query(self.points)
@@ -58,10 +58,7 @@ class Estimator(ABC):
     @property
     @abstractmethod
     def compared(self) -> Sequence[tuple[Point, Point]]:
-        """Pairs of points whose losses are all equal only if epsilon is too small.
-
-        A step of few rows may lack some of them.
-        """
+        """Pairs of points whose losses are all equal only if epsilon is too small."""
 
     @abstractmethod
     def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:

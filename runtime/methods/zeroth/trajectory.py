@@ -26,9 +26,7 @@ from runtime.adapters.lora import LoraSettings
 from runtime.bundle.manifest import Manifest
 from runtime.config.shared import ROUNDINGS, STORED
 from runtime.config.zeroth_order import (
-    MOST_INTERVAL,
     MOST_POOL,
-    MOST_RANK,
     MOST_WINDOW,
     SCALED,
     SCALINGS,
@@ -37,9 +35,6 @@ from runtime.core.documents import from_json
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file
 from runtime.methods.adapters import Adapters
-from runtime.methods.cone import ConeDescent
-from runtime.methods.factor_momentum import FactorDescent
-from runtime.methods.muon import MuonDescent
 from runtime.methods.noise import KINDS, Noise
 from runtime.methods.zeroth.descent import AVERAGING, OPTIMIZERS, Descent, Sgd, descent_of
 from runtime.methods.zeroth.hessian import HessianDescent
@@ -49,18 +44,8 @@ from runtime.methods.zeroth.scalar_update import Update
 FORMAT = "ondevice-trajectory-1"
 # fields of the header that logs of plain MeZO lack
 OPTIONAL = (
-    *("optimizer", "window", "pool", "rank", "interval", "trained", "rounding"),
-    *(
-        "hessian_smoothing",
-        "cone_angle",
-        "cone_decay",
-        "scaling",
-        "scaled",
-        "flipout",
-        "frozen",
-        "muon",
-        "factor_decay",
-    ),
+    *("optimizer", "window", "pool", "trained", "rounding"),
+    *("hessian_smoothing", "scaling", "scaled", "frozen"),
 )
 
 
@@ -79,18 +64,13 @@ class Header:
 
     `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
     bundle's default. The fields after `format` are written only where they differ from their
-    defaults, which are MeZO's. `optimizer` and `window` are those of
-    `runtime.methods.zeroth.descent`, and `pool`, `rank`, `interval` and `flipout`
-    those of `Noise`. `hessian_smoothing` is above 0
-    where the descent is that of `runtime.methods.zeroth.hessian`, `cone_angle` where it is that of
-    `runtime.methods.cone`, and `scaling` is no empty text where it is that of
+    defaults, which are MeZO's. `optimizer` and `window` are those of `runtime.methods.zeroth.descent`,
+    and `pool` is that of `Noise`. `hessian_smoothing` is above 0 where the descent is that of
+    `runtime.methods.zeroth.hessian`, and `scaling` is no empty text where it is that of
     `runtime.methods.zeroth.layer_scales`.
-    With `muon` the descent is that of `runtime.methods.muon`, in a subspace of that rank.
-    With a `factor_decay` the descent is that of `runtime.methods.factor_momentum`.
     `frozen` ends the names of tensors that are not trained, where it is no empty text.
-    `trained` is "lora" or "full"; with "full" the noise is that of
-    `runtime.methods.full.row_noise`, both checksums are those of the bundle's
-    weights, and updated weights are rounded as `rounding`
+    `trained` is "lora" or "full"; with "full" the noise is that of `runtime.methods.full.row_noise`,
+    both checksums are those of the bundle's weights, and updated weights are rounded as `rounding`
     says.
     """
 
@@ -104,19 +84,12 @@ class Header:
     optimizer: str = Sgd.optimizer
     window: int = 0
     pool: int = 0
-    rank: int = 0
-    interval: int = 0
     trained: str = "lora"
     rounding: str = "nearest"
     hessian_smoothing: float = 0.0
-    cone_angle: float = 0.0
-    cone_decay: float = 0.0
     scaling: str = ""
     scaled: str = ""
-    flipout: bool = False
     frozen: str = ""
-    muon: bool = False
-    factor_decay: float = 0.0
 
     def check(self) -> None:
         """Raise ValueError for an invalid field, since anybody may have written the file."""
@@ -139,19 +112,6 @@ class Header:
             raise ValueError(f"its window is {self.window!r}, with {self.optimizer}")
         if type(self.pool) is not int or not 0 <= self.pool <= MOST_POOL:
             raise ValueError(f"its pool of directions is {self.pool!r}")
-        rank, interval = self.rank, self.interval
-        if (
-            type(rank) is not int
-            or type(interval) is not int
-            or not 0 <= rank <= MOST_RANK
-            or not bool(rank) <= interval <= MOST_INTERVAL * bool(rank)
-            or (rank and self.pool)
-        ):
-            raise ValueError(f"its directions have rank {rank!r}, V for {interval!r} steps")
-        if type(self.flipout) is not bool or (self.flipout and (rank or self.pool)):
-            raise ValueError(f"its directions share their noise: {self.flipout!r}")
-        if self.flipout and self.trained != "lora":
-            raise ValueError(f"its directions share their noise with {self.trained}")
         if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
             raise ValueError("its checksums are not text")
         if self.trained not in STORED:
@@ -163,27 +123,13 @@ class Header:
             raise ValueError(f"its smoothing of the Hessian is {smoothing!r}")
         if smoothing and (self.optimizer != Sgd.optimizer or self.trained != "lora"):
             raise ValueError(f"it smooths a Hessian with {self.optimizer} of {self.trained}")
-        angle, decay = self.cone_angle, self.cone_decay
-        if not all(type(value) in (int, float) for value in (angle, decay)) or not (
-            angle == decay == 0 or (0 < angle <= math.pi / 2 and 0 <= decay < 1)
-        ):
-            raise ValueError(f"its cone has the angle {angle!r} and the decay {decay!r}")
-        if angle and (self.optimizer != Sgd.optimizer or self.trained != "lora" or smoothing):
-            raise ValueError(f"it has a cone with {self.optimizer} of {self.trained}")
         if (self.scaling, self.scaled) not in (("", ""), *product(SCALINGS, SCALED)):
             raise ValueError(f"its layers have scales of {self.scaling!r} for {self.scaled!r}")
-        plain = (self.optimizer, self.trained, smoothing, angle) == (Sgd.optimizer, "lora", 0, 0)
+        plain = (self.optimizer, self.trained, smoothing) == (Sgd.optimizer, "lora", 0)
         if self.scaling and not plain:
             raise ValueError(f"its layers have scales with {self.optimizer} of {self.trained}")
         if self.frozen not in ("", "lora_a") or (self.frozen and self.trained != "lora"):
             raise ValueError(f"of {self.trained} it does not train {self.frozen!r}")
-        if type(self.muon) is not bool or (self.muon and not (rank and plain)):
-            raise ValueError(f"it descends as Muon, {self.muon!r}, with rank {rank}")
-        decay = self.factor_decay
-        if type(decay) not in (int, float) or not 0 <= decay < 1:
-            raise ValueError(f"its momentum's decay is {decay!r}")
-        if decay and (not (rank and plain) or self.muon):
-            raise ValueError(f"it has a momentum of low rank with rank {rank}")
         if self.settings is not None and (problem := self.settings.problem):
             raise ValueError(f"its LoRA {problem}")
 
@@ -265,11 +211,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
             f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
             f"than these ({found[:12]}); name the ones it started from with --initial"
         )
-    noise = Noise(
-        *(header.seed, header.noise, header.pool, header.rank, header.interval),
-        header.flipout,
-        header.muon,
-    )
+    noise = Noise(header.seed, header.noise, header.pool)
     tensors = dict(initial.tensors)
     trained = [name for name in tensors if not (header.frozen and name.endswith(header.frozen))]
     descent = _descent(header, manifest)
@@ -289,12 +231,6 @@ def _descent(header: Header, manifest: Manifest) -> Descent:
     shapes = Adapters.shapes(manifest)
     if header.hessian_smoothing:
         return HessianDescent(header.hessian_smoothing, shapes, {})
-    if header.cone_angle:
-        return ConeDescent(header.cone_angle, header.cone_decay, shapes, {})
-    if header.factor_decay:
-        return FactorDescent(header.factor_decay, header.rank, shapes, {})
-    if header.muon:
-        return MuonDescent()
     if header.scaling:
         return ScaledDescent(header.scaling, header.scaled, 0, manifest)
     return descent_of(header.optimizer, header.window)

@@ -274,7 +274,7 @@ class ZerothOrder:
         update = Update(number, rate, gradients, self.weight_decay, curvatures, scales)
         self._pending = True
         self.descent.remember(update)
-        if not self.defer or self.descent.at_once:
+        if not self.defer:
             self.settle()
         return StepResult(mean, passes, 0, update.record, objective=share)
 
@@ -284,8 +284,7 @@ class ZerothOrder:
         Raises:
             UsageError: this is the last of MOST_UNMOVED such steps.
         """
-        compared = [pair for pair in self.estimator.compared if losses.keys() >= set(pair)]
-        pairs = [(losses[a], losses[b]) for a, b in compared]
+        pairs = [(losses[a], losses[b]) for a, b in self.estimator.compared]
         unmoved = bool(pairs) and all(a == b != 0 for a, b in pairs)
         self.unmoved = self.unmoved + 1 if unmoved else 0
         if self.unmoved == MOST_UNMOVED:
@@ -367,15 +366,8 @@ class ZerothOrder:
             optimizer=self.descent.optimizer,
             window=self.descent.window,
             pool=noise.pool,
-            rank=noise.rank,
-            interval=noise.interval,
-            flipout=noise.flipout,
             frozen=self.frozen,
-            muon=self.descent.muon,
-            factor_decay=self.descent.factor_decay,
             hessian_smoothing=self.descent.smoothing,
             scaling=self.descent.scaling[0],
             scaled=self.descent.scaling[1],
-            cone_angle=self.descent.cone[0],
-            cone_decay=self.descent.cone[1],
         ).line()

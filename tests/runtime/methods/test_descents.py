@@ -1,4 +1,4 @@
-"""What follows estimates of the gradient: averages, curvature, cones, scales, factors, Muon."""
+"""What follows estimates of the gradient: averages, curvature, scales."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.estimators import config_of, rows_of, started
+from support.estimators import config_of, started
 from support.models import adapters_of, model_of
 from support.plans import LINUX, demand_of
 
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, DivergedError, UsageError
 from runtime.methods.adapters import Adapters
-from runtime.methods.cone import ConeDescent
-from runtime.methods.muon import msign
 from runtime.methods.noise import Noise
 from runtime.methods.registry import method as implementation
 from runtime.methods.zeroth.descent import descent_of
@@ -64,58 +62,6 @@ def test_averages_keep_nothing_but_the_windows_numbers(seed: int) -> None:
     for wrong in ([["2", [1.0]]], [[2, []]], [[2, [float("nan")]]], [2], None):
         with pytest.raises((ValueError, TypeError)):
             descent.restore({"window": wrong})
-
-
-@pytest.mark.parametrize("shape", [(5, 40), (40, 5), (6, 6)])
-def test_singular_values_become_about_one(rng: Rng, shape: tuple[int, int]) -> None:
-    left, right = (np.linalg.qr(rng.standard_normal((n, min(shape))))[0] for n in shape)
-    values = rng.uniform(0.05, 1, min(shape))
-    found = np.array(msign(mx.array((left * values @ right.T).astype(np.float32))), np.float64)
-    inside = left.T @ found @ right
-    assert inside == pytest.approx(np.diag(np.diag(inside)), abs=1e-3)
-    assert np.diag(inside).min() > 0.6 and np.diag(inside).max() < 1.3
-    assert not np.array(msign(mx.zeros(shape))).any()
-
-
-def test_directions_of_muon_stay_in_a_subspace(seed: int) -> None:
-    noise = Noise(seed, rank=3, interval=2, orthonormal=True)
-    drawn = [np.array(noise.draw(step, q, "a", (40, 9))) for step in (0, 1) for q in (0, 1)]
-    assert np.linalg.matrix_rank(np.hstack(drawn), tol=1e-4) == 3
-    later = np.array(noise.draw(2, 0, "a", (40, 9)))
-    assert np.linalg.matrix_rank(np.hstack([drawn[0], later]), tol=1e-4) == 6
-    p = np.array(noise.subspace(0, "a", (40, 2)), np.float64)
-    assert p.shape == (40, 2) and p.T @ p == pytest.approx(np.eye(2), abs=1e-6)
-
-
-def test_a_momentum_of_factors_has_one_direction_of_the_adapters_rank(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match="one direction a step, not for --queries 2"):
-        implementation("lozo").demand(config_of("lozo-m", seed, queries=2))
-    assert implementation("lozo").demand(config_of("lozo-m", seed)).moments == 1
-    bundle = tiny("qwen2")
-    rank = bundle.manifest.lora.rank + 1
-    config = config_of("lozo-m", seed, lozo_rank=rank)
-    with pytest.raises(UsageError, match=f"--lozo-rank {rank} with --lozo-momentum is more than"):
-        started(config, model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, 1, 4)
-
-
-def test_a_save_with_a_momentum_that_is_not_finite_is_refused(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
-) -> None:
-    bundle = tiny("qwen2")
-    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
-    method = started(config_of("lozo-m", seed), model, adapters, tmp_path, 1, 4)
-    method.step(0, 1e-3, [rows_of(bundle, rng, 1)])
-    method.settle()
-    state = tmp_path / "state"
-    method.write(state)
-    method.read(state)
-    whole = state.read_bytes()
-    for damaged in (whole[:-4] + np.float32(np.nan).tobytes(), whole[:-4], whole + b"0000"):
-        state.write_bytes(damaged)
-        with pytest.raises(BundleError, match="is damaged"):
-            method.read(state)
 
 
 def test_a_plan_counts_the_hessian_on_the_disk(tiny: Tiny) -> None:
@@ -177,45 +123,3 @@ def test_a_hessian_beyond_float32_ends_a_run(seed: int, h: float) -> None:
         for step in range(99):
             descent.remember(Update(step, 0.1, (1.0,), 0.0, (h,)))
             descent.apply(Noise(seed), "a", mx.zeros((3, 4)))
-
-
-def test_a_save_with_another_momentum_is_refused(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
-) -> None:
-    bundle = tiny("qwen2")
-    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
-    method = started(config_of("conmezo", seed), model, adapters, tmp_path, 1, 4)
-    method.step(0, 1e-3, [rows_of(bundle, rng, 1)])
-    state = tmp_path / "state"
-    method.write(state)
-    method.read(state)
-    whole = state.read_bytes()
-    begins = whole.index(b"\n") + 1
-    assert len(whole) - begins == 4 * adapters.size
-    for wrong in (1e9, np.inf, np.nan):
-        at = begins + 4 * int(rng.integers(adapters.size))
-        state.write_bytes(whole[:at] + np.float32(wrong).tobytes() + whole[at + 4 :])
-        with pytest.raises(BundleError, match=r"is damaged: .*momentum"):
-            method.read(state)
-
-
-def test_directions_lie_at_the_cones_angle(seed: int) -> None:
-    """Their length is about that of the noise; at a right angle they are the noise."""
-    shapes = {"a": (300, 40), "b": (50, 80)}
-    noise, angle = Noise(seed), 1.0
-    narrow, wide = (ConeDescent(one, 0.9, shapes, {}) for one in (angle, math.pi / 2))
-    for descent in (narrow, wide):
-        descent.remember(Update(0, 0.1, (2.0,), 0.0))
-        for name, shape in shapes.items():
-            descent.apply(noise, name, mx.zeros(shape))
-    momentum = {name: noise.draw(0, 0, name, shape) for name, shape in shapes.items()}
-    fresh = {name: noise.draw(1, 0, name, shape) for name, shape in shapes.items()}
-    a, m = (
-        np.concatenate([np.array(part(name)).ravel() for name in shapes])
-        for part in (lambda name: narrow.direction(name, fresh[name]), momentum.__getitem__)
-    )
-    cosine = a @ m / np.linalg.norm(a) / np.linalg.norm(m)
-    assert cosine == pytest.approx(math.cos(angle), abs=0.03)
-    assert np.linalg.norm(a) == pytest.approx(math.sqrt(a.size), rel=0.05)
-    for name in shapes:
-        assert mx.allclose(wide.direction(name, fresh[name]), fresh[name], atol=1e-6)

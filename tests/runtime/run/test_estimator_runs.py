@@ -15,27 +15,15 @@ CASES: dict[str, dict[str, Any]] = {
     "momentum": {"zo_optimizer": "momentum", "zo_window": 4, "queries": 2},
     "kzoo": {"method": "kzoo", "seed_pool": 5},
     "one-point": {"method": "one-point", "learning_rate": 1e-5},
-    "meazo": {"method": "meazo", "learning_rate": 1e-3},
-    "lozo": {"method": "lozo", "lozo_interval": 3},
     "hizoo": {"method": "hizoo", "queries": 2, "hessian_smoothing": 1e-3},
-    "conmezo": {"method": "conmezo", "queries": 2},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
-    "grzo": {"method": "grzo", "batch_size": 3, "learning_rate": 1e-6},
     "zo-act": {"method": "zo-act", "learning_rate": 1e-3},
-    "zo-muon": {"method": "zo-muon", "muon_rank": 3, "muon_interval": 2, "learning_rate": 1e-2},
-    "lozo-m": {"method": "lozo", "lozo_interval": 3, "lozo_momentum": 0.9},
     "zo-act-adam": {"method": "zo-act", "zo_optimizer": "adam", "zo_window": 3},
     "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
 }
 
 
-SLOW = {
-    "scaled",
-    "grzo",
-    "zo-muon",
-    "lozo-m",
-    "zo-act-adam",
-}  # longer forms of what the others cover
+SLOW = {"scaled", "zo-act-adam"}  # longer forms of what the others cover
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
 
 
