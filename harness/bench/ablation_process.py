@@ -1,4 +1,4 @@
-"""Training without one feature: a process of the benchmarks `zo2-ablation`, `zo2-full` and `bits`.
+"""Training without one feature: a process of `zo2-ablation`, `zo2-full`, `bits` and `machine`.
 
 `python -m harness.bench.ablation_process BUNDLE --without FEATURE`, where FEATURE is
 
@@ -6,6 +6,7 @@
     single-read      reading and dequantizing a block once for all forward passes of a step
     deferred-update  updating a block when the next step visits it, not all after the step
     buffer-reuse     keeping freed memory in the process
+    budget           ending where the footprint has passed the budget
     disk             weights on disk: all are in memory, as in MeZO's Algorithm 1
 
 or `nothing`. Methods that run backward have neither of `single-read` and `deferred-update`.
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from runtime.machine.backend import prepare
@@ -40,7 +42,6 @@ from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import OnDeviceError, UsageError  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.machine.footprint import Meter  # noqa: E402
-from runtime.machine.heap import trim_heap  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.full.row_noise import RowNoise  # noqa: E402
 from runtime.methods.full.weights import FullWeights  # noqa: E402
@@ -48,7 +49,7 @@ from runtime.methods.protocol import Sample, Start, StepLoss  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
 from runtime.methods.zeroth.zeroth_order import ZerothOrder  # noqa: E402
 from runtime.plan.plan import Plan  # noqa: E402
-from runtime.run.budget import check_budget  # noqa: E402
+from runtime.run.budget import check_budget, training_machine  # noqa: E402
 from runtime.run.lora import to_train  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
@@ -56,7 +57,7 @@ from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.saves import SLOTS  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402
 
-FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse", "disk")
+FEATURES = ("prefetch", "single-read", "deferred-update", "buffer-reuse", "budget", "disk")
 OF_FORWARD_ONLY: dict[str, dict[str, Any]] = {
     "single-read": {"lanes": 1},
     "deferred-update": {"defer": False},
@@ -67,10 +68,10 @@ LEFT_CACHED = 0.05  # the largest share of a dropped file that may stay cached
 
 def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict[str, Any]:
     """Train as configured: the time of each step, the peaks, the losses, and the cached share."""
-    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with Meter(budget_bytes=config.budget_bytes) as meter:
         config, bundle = to_train(config, open_checked(config.bundle))
-        plan = plan_training(config, bundle)
-        meter.aim(plan.predicted_peak_bytes)
+        machine = training_machine(config, bundle)
+        plan = plan_training(config, bundle, machine)
         manifest = bundle.manifest
         step, release = _method(config, bundle, plan, without, scratch)
         length = config.max_seq_length or manifest.usual_bucket
@@ -89,7 +90,7 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
             loss = step(number, samples.at(number))
             step_s.append(time.perf_counter() - start)
             losses.append(loss.loss_sum / loss.tokens)
-            if without != "disk":
+            if without not in ("budget", "disk"):
                 check_budget(meter, plan, "an ablation saves nothing")
     return {
         "step_s": step_s[1:],
@@ -99,6 +100,8 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
         "peak_rss_bytes": meter.peak_rss_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "budget_bytes": plan.budget_bytes,
+        "plan": plan.to_json(),
+        "machine_value": msgspec.to_builtins(machine),
     }
 
 

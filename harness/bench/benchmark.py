@@ -19,7 +19,6 @@ from typing import Any
 from harness.bench.published import Source
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of, smallest_megabytes
-from harness.measure.command import flag, ondevice
 from harness.measure.provenance import memory_bytes
 from harness.measure.repeats import Note, Outcome, Process, figures, in_turn, reason
 from harness.measure.training import measure_training
@@ -32,15 +31,11 @@ NOT_PUBLISHED = "not in the paper"
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: a method under a plan; `budget` is empty where the plan is the paper's.
-
-    `heap_relief` is whether training may give free heap memory back near its predicted peak.
-    """
+    """One way to train: a method under a plan; `budget` is empty where the plan is the paper's."""
 
     method: str
     plan: str
     budget: str
-    heap_relief: bool = True
 
     @property
     def label(self) -> str:
@@ -48,8 +43,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        without = "" if self.heap_relief else ", no heap relief"
-        return f"{self.method}, {self.label}{without}"
+        return f"{self.method}, {self.label}"
 
 
 @dataclass(frozen=True)
@@ -143,8 +137,6 @@ class Bench:
             "save_every": 0,
             "profile": profile,
         }
-        if not variant.heap_relief:
-            return self._train_unaided(settings)
         with tempfile.TemporaryDirectory(dir=self.runs) as place:
             run = Path(place) / "run"
             summary = measure_training(settings, run)
@@ -153,17 +145,6 @@ class Bench:
         seconds = [json.loads(line)["seconds"] for line in lines]
         keys = ("peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes", "budget_bytes")
         return {"step_s": seconds[1:], **{key: summary[key] for key in keys}}, summary
-
-    def _train_unaided(self, settings: Mapping[str, object]) -> tuple[Process, dict[str, Any]]:
-        """Train without giving heap memory back, and without ending at the budget."""
-        names = ("method", "budget", "max_seq_length", "steps")
-        flags = [flag(name, settings[name]) for name in names]
-        flags += [flag("seed", self.config.seed), flag("scratch", str(self.runs))]
-        module = "harness.bench.unaided_process"
-        summary = json.loads(ondevice(str(settings["bundle"]), *flags, module=module))
-        peaks = ("peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes")
-        keys = ("step_s", *peaks, "budget_bytes")
-        return {key: summary[key] for key in keys}, summary | {"heap_reliefs": 0}
 
 
 def _without(private: Mapping[str, str], value: Any) -> Any:

@@ -1,6 +1,6 @@
 """`ondevice bench machine`: how this machine's heap behaves, and how fast it is.
 
-Short trainings that never give free memory back show how much the heap holds beyond the memory in
+Short trainings that go on beyond their budget show how much the heap holds beyond the memory in
 use; a least-squares fit over them gives the values of `runtime.machine.machine.Heap`. The commands
 `ondevice plan --machine` and `ondevice train --machine` read the JSON; everything also works
 without it.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from harness.bench.benchmark import (
     Bench,
     Benchmark,
     Row,
+    Variant,
     failed_line,
     measured_variant,
     megabytes,
 )
 from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
+from harness.bench.zo2_ablation import with_plan
 from harness.measure.command import ondevice
-from harness.measure.repeats import Outcome
+from harness.measure.repeats import Outcome, Process, in_turn
 from harness.report.table import Table
 from runtime.bundle.store import open_bundle
 from runtime.config.methods import USUAL
@@ -49,43 +51,52 @@ FEATURES = (
     "share_of_logits",
     "share_of_kept",
 )
+KEPT = ("step_s", "peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes", "budget_bytes")
 Features = dict[str, float]
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = [replace(one, heap_relief=False) for one in bench.ours(*USUAL)]
-        outcomes = bench.in_turn(bundle, length, variants, lambda summary: _extra(bundle, summary))
+        variants = bench.ours(*USUAL)
+        runs = {one.name: partial(_process, bench, bundle, length, one) for one in variants}
+        outcomes = in_turn(runs, bench.config.repeats, bench.note)
         return {
             "speeds": _speeds(),
             "variants": [
-                measured_variant(variant, outcome) | {"extra_bytes": _most(outcome)}
-                for variant, outcome in outcomes.items()
+                measured_variant(one, outcomes[one.name])
+                | {"extra_bytes": _most(outcomes[one.name])}
+                for one in variants
             ],
         }
 
     return bench.rows(measured)
 
 
+def _process(bench: Bench, bundle: Path, length: int, variant: Variant) -> Process:
+    """Train without ending at the budget: what is too little memory here shall be measured."""
+    measured = with_plan(bench, bundle, length, variant, "budget", cold=False)
+    return {key: measured[key] for key in KEPT} | _extra(bundle, measured)
+
+
 def _most(outcome: Outcome) -> int | None:
     return max((process["extra_bytes"] for process in outcome.processes), default=None)
 
 
-def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
     """The bytes beyond the process and the memory in use, and the quantities to fit them by."""
-    plan = msgspec.convert(summary["plan"], Plan)
+    plan = msgspec.convert(measured["plan"], Plan)
     manifest = open_bundle(bundle).manifest
     lowered = lower(manifest, plan.bucket, plan.sizes, plan.arithmetic == "packed")
     tile = lowered.execution.largest_tile_bytes()
     on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
     alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
-    planned_for = msgspec.convert(summary["machine_value"], Machine)
+    planned_for = msgspec.convert(measured["machine_value"], Machine)
     backward = plan.gradient_bytes > 0
     kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
     fixed = plan.process_bytes + alive + int(kept) + plan.materialized_bytes
     fixed += hole_bytes(planned_for.heap, plan.mapped_value_bytes)
     return {
-        "extra_bytes": summary["peak_footprint_bytes"] - fixed,
+        "extra_bytes": measured["peak_footprint_bytes"] - fixed,
         "features": {
             "flat_bytes": 1.0,
             "share": float(max(0, on_heap)),
@@ -94,7 +105,7 @@ def _extra(bundle: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
             "share_of_kept": kept,
         },
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,
-        "machine": summary["machine_value"],
+        "machine": measured["machine_value"],
     }
 
 

@@ -24,7 +24,6 @@ from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import UsageError  # noqa: E402
 from runtime.machine.footprint import Meter  # noqa: E402
-from runtime.machine.heap import trim_heap  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import Start  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
@@ -39,11 +38,10 @@ WARM_STEPS = 2  # before the epoch that is timed
 
 def train_epoch(config: TrainConfig, scratch: Path) -> dict[str, Any]:
     """Train for one epoch: its seconds, what was computed, and the peaks."""
-    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle)
         manifest = bundle.manifest
         plan = plan_training(config, bundle)
-        meter.aim(plan.predicted_peak_bytes)
         rows = ShortRows(config.seed, manifest.vocab_size)
         samples = Samples.of(config, manifest, rows)
         session = open_session(bundle, plan)

@@ -1,8 +1,7 @@
 """`ondevice bench prediction`: the plan's peak against the measured one, over many combinations.
 
 The error is (predicted - measured) / measured: above zero the plan asks for too much, below zero
-for too little. Training may give free heap memory back where it comes near the prediction, which
-hides errors below zero; `--without-relief` measures every combination without that help too.
+for too little.
 Invariant: every combination is in the JSON, with what was measured or why it was not.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,41 +30,22 @@ OTHER_MODELS = ("gemma3-270m", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-g
 # no constant of the planner was fitted to these models, nor to any model at these lengths
 UNSEEN_MODELS = ("llama-135m", "qwen3-0.6b")
 UNSEEN_LENGTHS = (96, 160, 200, 384)
-RELIEFS = "heap_reliefs"
 SHOWN = 5  # of the lowest errors, and of the highest
-UNKNOWN = "unknown"
 Found = dict[str, Any]
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
     def measured(bundle: Path, model: str, length: int) -> Row:
         variants = bench.ours(*USUAL)
-        if bench.config.without_relief:
-            pairs = [(one, replace(one, heap_relief=False)) for one in variants]
-            variants = [one for pair in pairs for one in pair]
-        outcomes = bench.in_turn(bundle, length, variants, _reliefs)
+        outcomes = bench.in_turn(bundle, length, variants, lambda summary: {})
         return {
             "variants": [
-                {
-                    **measured_variant(variant, outcome),
-                    "error": _error(outcome),
-                    RELIEFS: _most_reliefs(outcome),
-                }
+                {**measured_variant(variant, outcome), "error": _error(outcome)}
                 for variant, outcome in outcomes.items()
             ]
         }
 
     return bench.rows(measured)
-
-
-def _reliefs(summary: dict[str, Any]) -> dict[str, Any]:
-    """How often a run gave free heap memory back; None if its summary does not say."""
-    return {RELIEFS: summary.get(RELIEFS)}
-
-
-def _most_reliefs(outcome: Outcome) -> int | None:
-    counts = [process[RELIEFS] for process in outcome.processes]
-    return None if not counts or None in counts else max(counts)
 
 
 def _error(outcome: Outcome) -> float | None:
@@ -132,16 +111,10 @@ def _origin(one: Found) -> str:
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
     every = _combinations(rows)
-    helped = [one for one in every if one["heap_relief"]]
-    alone = [one for one in every if not one["heap_relief"]]
-    title = "Error of the predicted peak, (predicted - measured) / measured"
-    found = [_errors(title, helped)]
-    if alone:
-        found.append(_errors(f"{title}, without heap relief", alone))
-    return [*found, _relief_table(every), _extremes(rows, every)]
+    return [_errors(every), _extremes(rows, every)]
 
 
-def _errors(title: str, found: Sequence[Found]) -> Table:
+def _errors(found: Sequence[Found]) -> Table:
     """The distribution of the errors in every group."""
     lines: list[tuple[str, ...]] = [
         ("of", "combinations", "median %", "p5 %", "p95 %", "lowest %", "highest %",
@@ -155,49 +128,13 @@ def _errors(title: str, found: Sequence[Found]) -> Table:
         counts = (f"{spread['count']:.0f}", f"{spread['within']:.0f}")
         errors = [_percent(spread[key]) for key in keys]
         lines.append((name, counts[0], *errors, counts[1], all_within))
-    return Table(title, lines, 1)
-
-
-def _relief_table(every: Sequence[Found]) -> Table:
-    """How often heap relief helped in every group, and the lowest errors with and without it."""
-    lines: list[tuple[str, ...]] = [
-        ("of", "combinations", "helped in", "times in all", "lowest error %", "without: lowest %",
-         "did not finish"),
-    ]  # fmt: skip
-    for name, group in _groups(every) if every else ():
-        helped = [one for one in group if one["heap_relief"]]
-        alone = [one for one in group if not one["heap_relief"]]
-        lines.append(
-            (
-                *(name, str(len(helped)), *_reliefs_of(helped), _lowest(helped)),
-                *((_lowest(alone), str(_unfinished(alone))) if alone else ("-", "-")),
-            )
-        )
-    return Table("How often free heap memory was given back near the predicted peak", lines, 1)
-
-
-def _reliefs_of(found: Sequence[Found]) -> tuple[str, str]:
-    """In how many combinations heap relief helped, and how many times; of those that finished."""
-    counts = [one[RELIEFS] for one in found if one["processes"]]
-    if not counts or None in counts:
-        return (UNKNOWN, UNKNOWN) if counts else ("-", "-")
-    return str(sum(count > 0 for count in counts)), str(sum(counts))
-
-
-def _lowest(found: Sequence[Found]) -> str:
-    errors = [one["error"] for one in found if one["error"] is not None]
-    return _percent(min(errors)) if errors else "-"
-
-
-def _unfinished(found: Sequence[Found]) -> int:
-    return sum(one["failed"] is not None for one in found)
+    return Table("Error of the predicted peak, (predicted - measured) / measured", lines, 1)
 
 
 def _extremes(rows: Sequence[Row], every: Sequence[Found]) -> Table:
     lines: list[tuple[str, ...]] = [
-        ("model", "tokens", "method", "budget", "heap relief", "measured MB", "predicted MB",
-         "error %"),
-    ]  # fmt: skip
+        ("model", "tokens", "method", "budget", "measured MB", "predicted MB", "error %"),
+    ]
     known = [one for one in every if one["error"] is not None]
     rising = sorted(known, key=lambda one: float(one["error"]))
     for one in [*rising[:SHOWN], *rising[SHOWN:][-SHOWN:]]:
@@ -206,7 +143,6 @@ def _extremes(rows: Sequence[Row], every: Sequence[Found]) -> Table:
             (
                 *(one["model"], str(one["tokens"]), one["method"]),
                 f"{one['budget']} ({process['budget_bytes'] / 1e6:.0f} MB)",
-                _help(one),
                 megabytes(one["peak_footprint_bytes"]),
                 megabytes(process["predicted_peak_bytes"]),
                 _percent(one["error"]),
@@ -214,13 +150,6 @@ def _extremes(rows: Sequence[Row], every: Sequence[Found]) -> Table:
         )
     lines += [line for row in rows for line in failed_line(row, lines[0])]
     return Table("The lowest and the highest errors", lines, 4)
-
-
-def _help(one: Found) -> str:
-    """How often heap relief helped one combination."""
-    if not one["heap_relief"]:
-        return "off"
-    return UNKNOWN if one[RELIEFS] is None else f"{one[RELIEFS]} times"
 
 
 def _percent(value: float) -> str:
@@ -240,9 +169,6 @@ PREDICTION = Benchmark(
         "(--steps 2 --repeats 1)",
         "measured: the footprint of the whole process, the largest of its repeats; most of it is "
         "the interpreter and libraries in the tiny models",
-        "heap relief: training gives free heap memory back where its footprint comes near the "
-        "prediction; --without-relief measures every combination without it too, under the same "
-        "budget, which may then be exceeded (did not finish)",
     ),
     budgets=("min", "2xmin", "1GB"),
     own_lengths=dict.fromkeys(UNSEEN_MODELS, UNSEEN_LENGTHS),

@@ -86,7 +86,15 @@ def _rows(variants: Variants, export: Mapping[str, str], bench: Bench) -> Iterat
 def ablated(
     bench: Bench, bundle: Path, length: int, variant: Variant, without: str, cold: bool
 ) -> Process:
-    """A process of `harness.bench.ablation_process`: its JSON."""
+    """What a process of `harness.bench.ablation_process` measured."""
+    process = with_plan(bench, bundle, length, variant, without, cold)
+    return {key: process[key] for key in process.keys() - {"plan", "machine_value"}}
+
+
+def with_plan(
+    bench: Bench, bundle: Path, length: int, variant: Variant, without: str, cold: bool
+) -> Process:
+    """What a process of `harness.bench.ablation_process` measured, its plan and its machine."""
     settings = {
         "method": variant.method,
         "without": without,

@@ -91,9 +91,6 @@ class BenchConfig(Config):
     peers: str | None = option(
         None, "for peers: the programs to run, as ours,torch-float32", MODEL_NAMES
     )
-    without_relief: bool = option(
-        False, "for prediction: measure each combination without heap relief too"
-    )
     output: str | None = option(None, "JSON file to write (else NAME.json)", FILLED)
 
     @property

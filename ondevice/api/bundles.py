@@ -64,9 +64,8 @@ def export(config: ExportConfig, progress: Progress, said: Said) -> ExportResult
     from export.pack import export_bundle as write_bundle
     from export.passes.engine import ExportEngine
     from runtime.machine.footprint import Meter
-    from runtime.machine.heap import trim_heap
 
-    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with Meter(budget_bytes=config.budget_bytes) as meter:
         engine = partial(ExportEngine, meter, config.budget_bytes, progress, said.note)
         bundle = write_bundle(config, progress, engine)
     quality = bundle.manifest.quality

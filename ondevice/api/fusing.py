@@ -68,14 +68,13 @@ def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
     from export.fused.model import FusedCheckpoint
     from export.passes.engine import ExportEngine
     from runtime.machine.footprint import Meter
-    from runtime.machine.heap import trim_heap
     from runtime.methods.adapters import Adapters
     from runtime.run.lora import refuse_prefix, to_apply
     from runtime.run.open import open_verified
 
     adapter = None if config.adapter is None else Path(config.adapter)
     with (
-        Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter,
+        Meter(budget_bytes=config.budget_bytes) as meter,
         tempfile.TemporaryDirectory() as scratch,
     ):
         bundle = open_verified(config.bundle)

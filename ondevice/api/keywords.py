@@ -85,7 +85,6 @@ class TrainKeywords(StepKeywords, DataKeywords, total=False):
     valid_split: str | None
     profile: bool
     report_to: str
-    heap_relief: bool
     machine: str | Path | None
     steps: int
     learning_rate: float

@@ -105,7 +105,6 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
     from runtime.data.reading import reading_of
     from runtime.data.source import Source
     from runtime.machine.footprint import Meter
-    from runtime.machine.heap import trim_heap
     from runtime.run.open import open_checked
 
     assert config.source is not None
@@ -116,7 +115,7 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
         raise BundleError(f"{bundle.path}: its provenance has the seed {seed!r:.40}")
     with (
         open_checkpoint(config.source, seed=seed) as checkpoint,
-        Meter(budget_bytes=budget, relieve=trim_heap) as meter,
+        Meter(budget_bytes=budget) as meter,
         tempfile.TemporaryDirectory() as scratch,
     ):
         engine = ExportEngine(meter, budget, progress, note, Path(scratch))

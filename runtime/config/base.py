@@ -156,10 +156,15 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
     Values in `overrides` may be text, as typed on the command line. Raises one UsageError that
     lists every unknown key, missing key and wrong value.
     """
+    return from_values(cls, {} if file is None else read_values(file), overrides)
+
+
+def from_values(cls: type[C], in_file: dict[str, Any], overrides: dict[str, Any]) -> C:
+    """As `load`, with what is in the file."""
     known = {one.name: one for one in fields(cls)}
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for key, value in {**(_read(file) if file is not None else {}), **overrides}.items():
+    for key, value in {**in_file, **overrides}.items():
         if key not in known:
             from runtime.config.suggestions import unknown_key  # training need not hold its tables
 
@@ -389,7 +394,12 @@ def _shortened(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_values(file: Path) -> dict[str, Any]:
+    """What the TOML `file` holds; nothing of it is checked.
+
+    Raises:
+        UsageError: it cannot be read, or is no TOML.
+    """
     try:
         return from_toml(read_file(file))
     except OSError as error:

@@ -52,11 +52,6 @@ class TrainConfig(StepConfig, DataOptions):
         "tensorboard",
         "wandb",
     )
-    heap_relief: bool = option(
-        True,
-        "give free heap memory back to the system near the predicted peak",
-        group=Group.MEMORY,
-    )
     machine: str | None = option(
         None,
         "JSON file that `ondevice bench machine` wrote on this machine: how its heap behaves "

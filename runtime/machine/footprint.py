@@ -148,34 +148,16 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
     return read
 
 
-NEAR_BYTES = 1_500_000  # distance from the aim: about what is allocated between two samples
-RELIEF_SAMPLES = 6  # the fewest samples between two calls
-# times the predicted peak: a footprint below it is as predicted, and memory that is given back is
-# soon taken again, page by page, which takes about 7 % of a step where the peak is met exactly
-AIM = 1.01
-
-
 class Meter:
     """Samples the footprint from a daemon thread while the `with` block runs.
 
     `reset_peak` restarts the sampled peak only; the kernel's counts from the process's start.
-    A failed reading ends sampling and is raised by the next property read, never dropped. Near the
-    budget, or near the predicted peak set by `aim`, it calls `relieve`, which should give free
-    memory back to the system.
+    A failed reading ends sampling and is raised by the next property read, never dropped.
     """
 
-    def __init__(
-        self,
-        interval_s: float = 0.004,
-        budget_bytes: int | None = None,
-        relieve: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, interval_s: float = 0.004, budget_bytes: int | None = None) -> None:
         self._interval_s = interval_s
         self._budget_bytes = budget_bytes
-        self._aim_bytes = budget_bytes
-        self._relieve = relieve
-        self._relieved = 0  # the sample at which it was last called
-        self._reliefs = 0
         self._lock = threading.Lock()
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -219,18 +201,6 @@ class Meter:
             self._last = read_footprint()
             self._peak_bytes = max(self._peak_bytes, self._last.footprint_bytes)
             self._samples += 1
-        if self._relieve is None or self._aim_bytes is None:
-            return
-        near = self._last.footprint_bytes > self._aim_bytes - NEAR_BYTES
-        if near and self._samples - self._relieved > RELIEF_SAMPLES:
-            self._relieved = self._samples
-            self._reliefs += 1
-            self._relieve()
-
-    def aim(self, peak_bytes: int) -> None:
-        """Set the predicted peak: near `AIM` times it free memory is given back to the system."""
-        aim = int(AIM * peak_bytes)
-        self._aim_bytes = aim if self._budget_bytes is None else min(aim, self._budget_bytes)
 
     @property
     def now_bytes(self) -> int:
@@ -256,11 +226,6 @@ class Meter:
     def samples(self) -> int:
         """How many readings were taken since the meter was made."""
         return self._samples
-
-    @property
-    def reliefs(self) -> int:
-        """How many times free memory was given back near the prediction."""
-        return self._reliefs
 
     @property
     def over_budget(self) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.config.base import load
-from runtime.config.train import TrainConfig
+from runtime.config.removed import load_run
 from runtime.core.errors import UsageError
 from runtime.methods.adapter_files import AdapterFiles
 from runtime.run.folder import RunFolder
@@ -28,7 +27,7 @@ def bundle_of(source: Path) -> str:
             "--bundle BUNDLE"
         )
     RunFolder(run).check(CONFIG)
-    bundle = load(TrainConfig, run / CONFIG, {}).bundle
+    bundle = load_run(run / CONFIG, {}).bundle
     if not Path(bundle).exists():
         raise UsageError(
             f"{bundle}, the bundle that {run} was trained from, is not there; if it was moved, "

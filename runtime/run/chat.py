@@ -12,7 +12,6 @@ from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import warning
 from runtime.machine.footprint import Meter
-from runtime.machine.heap import trim_heap
 from runtime.run.budget import check_budget
 from runtime.run.generate import (
     Answer,
@@ -41,7 +40,7 @@ class Chat:
         self.config, self._note = config, note
         self.messages: list[dict[str, str]] = []
         self.reset()
-        self._meter = Meter(budget_bytes=config.budget_bytes, relieve=trim_heap)
+        self._meter = Meter(budget_bytes=config.budget_bytes)
         self._adapter = None if config.adapter is None else Path(config.adapter)
         self._generator: Generator[Decodes] | None = None
 
@@ -98,7 +97,7 @@ class Chat:
             *(self._prompts.bundle, self._prompts.encoder, self._context),
             self.config.budget_bytes,
         )
-        self._adapters, self.plan = planned(self._generator, self._adapter, self._meter, self._note)
+        self._adapters, self.plan = planned(self._generator, self._adapter, self._note)
 
     def check(self, state: str) -> None:
         """Raise BudgetError if the footprint has passed the budget."""

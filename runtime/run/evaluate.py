@@ -20,7 +20,6 @@ from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import Source
 from runtime.engine.model import Model
 from runtime.machine.footprint import Meter
-from runtime.machine.heap import trim_heap
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row, StepLoss
 from runtime.operations.head_kernel import HeadResult
@@ -132,7 +131,7 @@ def evaluate_rows(
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
     """`ondevice eval`: loss, perplexity, accuracy and, if asked for, labels, under a budget."""
     tally = None
-    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with Meter(budget_bytes=config.budget_bytes) as meter:
         adapter = None if config.adapter is None else Path(config.adapter)
         bundle = to_apply(
             adapter, open_checked(config.bundle, config.device, events.note), events.note
@@ -146,7 +145,6 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
         if plan.warning:
             events.note(warning(plan.warning))
         events.plan(plan)
-        meter.aim(plan.predicted_peak_bytes)
         rows = source.rows(bundle, scratch, length)
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))

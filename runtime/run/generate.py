@@ -20,7 +20,6 @@ from runtime.data.pieces import read_pieces
 from runtime.data.prompts import Prompt, confined_prompt
 from runtime.machine.cgroup import memory_limit_bytes
 from runtime.machine.footprint import Meter
-from runtime.machine.heap import trim_heap
 from runtime.methods.adapters import Adapters
 from runtime.plan.plan import Plan
 from runtime.run.budget import check_budget, plan_decoding
@@ -281,7 +280,7 @@ class Generating:
 
     def _run(self, note: Note) -> Stream[str, None, None]:
         config = self.config
-        with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+        with Meter(budget_bytes=config.budget_bytes) as meter:
             adapter = None if config.adapter is None else Path(config.adapter)
             bundle = to_apply(adapter, open_checked(config.bundle, config.device, note), note)
             with Prompts(bundle, note) as prompts:
@@ -291,7 +290,7 @@ class Generating:
             if limit is not None:
                 context = _within(limit, len(prompt.tokens), config.max_tokens, note)
             generator = Generator(bundle, prompts.encoder, context, config.budget_bytes)
-            adapters, plan = planned(generator, adapter, meter, note)
+            adapters, plan = planned(generator, adapter, note)
             self.answer.prompt_tokens = len(prompt.tokens)
             for piece in generator.pieces(
                 prompt, adapters, config.max_tokens, sampling_of(config), self.answer
@@ -301,10 +300,8 @@ class Generating:
             self._measured = memory_of(plan, meter)
 
 
-def planned(
-    generator: Generator[E], adapter: Path | None, meter: Meter, note: Note
-) -> tuple[Adapters, Plan]:
-    """The adapter that a command names, and the plan, under whose budget the meter is from now on.
+def planned(generator: Generator[E], adapter: Path | None, note: Note) -> tuple[Adapters, Plan]:
+    """The adapter that a command names, and the plan for generating with it.
 
     Raises:
         BudgetError: nothing fits.
@@ -313,7 +310,6 @@ def planned(
     plan = generator.session(adapters).plan
     if plan.warning:
         note(warning(plan.warning))
-    meter.aim(plan.predicted_peak_bytes)
     return adapters, plan
 
 

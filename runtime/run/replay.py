@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle.store import Bundle
-from runtime.config.base import load
+from runtime.config.removed import load_run
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
@@ -53,7 +53,7 @@ def replay(
         )
     folder = RunFolder(run)
     folder.check(CONFIG)
-    config = load(TrainConfig, run / CONFIG, {})
+    config = load_run(run / CONFIG, {})
     header, updates = read_log(run / TRAJECTORY)
     opened = open_verified(bundle or config.bundle)
     if header.trained == "full":

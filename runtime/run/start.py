@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from runtime.bundle.store import Bundle, open_bundle
-from runtime.config.base import load, to_toml
+from runtime.config.base import to_toml
 from runtime.config.plan import PlanConfig
+from runtime.config.removed import load_run
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, UsageError
@@ -20,7 +21,6 @@ from runtime.core.notes import warning
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
 from runtime.machine.footprint import Meter
-from runtime.machine.heap import trim_heap
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start
@@ -88,7 +88,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
     Raises:
         OnDeviceError: the run was refused, or failed; a refused run leaves no files behind.
     """
-    with _meter(config) as meter:
+    with Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle, config.device, events.note)
         folder = RunFolder(Path(config.output))
         existed = folder.path.exists()
@@ -109,7 +109,6 @@ def _begin(
     """Plan and train a run in its empty folder."""
     config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
     chosen = _plan(config, bundle, _this_machine(config, bundle))
-    meter.aim(chosen.predicted_peak_bytes)
     fixed = _with_absolute_paths(config, folder)
     rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
     for report in reports_of(rows, eval_rows).values():
@@ -118,7 +117,6 @@ def _begin(
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())
         chosen = _plan(config, bundle, _this_machine(config, bundle))  # the packing takes memory
-        meter.aim(chosen.predicted_peak_bytes)
     if eval_rows is None and fixed.eval_every:
         raise UsageError(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
@@ -165,15 +163,18 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]
         folder.prepare_to_resume()
         for name in (CONFIG, PLAN):
             folder.check(name)
-        before = load(TrainConfig, path / CONFIG, {})
+        before = load_run(path / CONFIG, {}, events.note)
         if "bundle" in wanted:
             wanted = {**wanted, "bundle": absolute(wanted["bundle"])}
-        config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path))
+        config = replace(load_run(path / CONFIG, wanted), output=str(path))
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)
         progress = _progress(folder, state)
         _check_steps(config, folder, progress.done)
-        with _meter(config) as meter, reporting(config, path, progress.done, events) as events:
+        with (
+            Meter(budget_bytes=config.budget_bytes) as meter,
+            reporting(config, path, progress.done, events) as events,
+        ):
             return _continue(before, config, folder, state, progress, events, meter)
 
 
@@ -191,7 +192,6 @@ def _continue(
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events)
     _announce(chosen, events)
-    meter.aim(chosen.predicted_peak_bytes)
     rows, eval_rows = open_run_rows(config, bundle, folder.path)
     for name in TOKENS:
         if (path / name).exists():
@@ -274,11 +274,6 @@ def _this_machine(config: TrainConfig, bundle: Bundle) -> Machine:
     if config.machine is None:
         return machine
     return msgspec.structs.replace(machine, heap=read_machine(Path(config.machine)).heap)
-
-
-def _meter(config: TrainConfig) -> Meter:
-    relieve = trim_heap if config.heap_relief else None
-    return Meter(budget_bytes=config.budget_bytes, relieve=relieve)
 
 
 def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:

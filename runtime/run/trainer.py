@@ -311,7 +311,6 @@ class Trainer:
             "peak_rss_bytes": max(
                 [self.meter.peak_rss_bytes, *(entry.peak_rss_bytes for entry in entries)]
             ),
-            "heap_reliefs": self.meter.reliefs,  # of this process
             "mlx_peak_bytes": mx.get_peak_memory(),  # of this process: what MLX had allocated
             "step_s_median": float(np.median(seconds)) if seconds else None,
             "tokens_per_s": _per_second(sum(entry.processed_tokens for entry in entries), seconds),

@@ -113,7 +113,6 @@ def run(
     from runtime.data.rows import split_file
     from runtime.data.text_encoder import load_encoder
     from runtime.machine.footprint import Meter
-    from runtime.machine.heap import trim_heap
     from runtime.run.budget import check_budget
     from runtime.run.generate import Generator, planned
     from runtime.run.open import open_checked
@@ -124,14 +123,14 @@ def run(
     answers = None if config.answers is None else answers_file(Path(config.answers), file)
     asked = _asked(file, config.eval_rows)
     package.load()  # before the plan, which counts what the process has loaded
-    with Meter(budget_bytes=config.budget_bytes, relieve=trim_heap) as meter:
+    with Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle, config.device, note)
         encoder = load_encoder(bundle.path)
         prompts = [_prompt(encoder, question, text) for question, text in asked]
         context = _context(config, bundle.manifest, asked, prompts)
         generator = Generator(bundle, encoder, context, config.budget_bytes)
         adapter = None if config.adapter is None else Path(config.adapter)
-        adapters, plan = planned(generator, adapter, meter, note)
+        adapters, plan = planned(generator, adapter, note)
         start, verdicts = time.perf_counter(), []
         for (question, _), prompt in zip(asked, prompts, strict=True):
             verdicts.append(_answered(generator, adapters, question, prompt, config.max_tokens))

@@ -239,9 +239,6 @@ def test_settings_as_the_benchmarks_take_them() -> None:
     assert (config.budgets, config.model_names) == (("min", "2GB"), ())
     config = BenchConfig(name="x", bundles="/far/away", budget="min", output="o.json", repeats=5)
     assert command(config) == "ondevice bench x --budget=min --repeats=5"
-    assert (
-        command(BenchConfig(name="x", without_relief=True)) == "ondevice bench x --without-relief"
-    )
 
 
 # --- bundles and the page cache ---------------------------------------------------------------

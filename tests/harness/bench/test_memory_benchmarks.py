@@ -18,7 +18,7 @@ from harness.bench.benchmark import Bench, Row
 from harness.bench.breakdown import OTHERS, OWNERS, breakdown
 from harness.bench.budget_curve import CURVE, compare, spaced_budgets
 from harness.bench.footprint import FOOTPRINT
-from harness.bench.prediction import PREDICTION, RELIEFS, distribution, is_within
+from harness.bench.prediction import PREDICTION, distribution, is_within
 from harness.bench.published import MESP_PEAK_MB, MODELS
 from harness.bench.step_profile import PROFILE, REST, order, owners
 from harness.bench.targets import PEAK_MB
@@ -69,8 +69,6 @@ def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
         "target_mb": 128 if method == "mebp" else None,
         "reached": None if peak is None or method == "mezo" else peak <= 128e6,
         "published": {"mebp_table2": None, "mesp": None},
-        "heap_relief": True,
-        RELIEFS: None,
         "breakdown": breakdown(PLAN, 104) if peak else None,
         **more,
     }
@@ -142,7 +140,7 @@ def test_predictions_are_shown_by_group_and_their_extremes() -> None:
         row(64, one("mebp", 0.07), one("mezo", None), model=MODEL),
         {"model": "gemma3-4b", "tokens": 64, "failed": "no bundle: no space"},
     ]
-    errors, _, worst = PREDICTION.tables(rows)
+    errors, worst = PREDICTION.tables(rows)
     assert errors.rows[1] == ("all", "3", "+4.0", "-2.3", "+6.7", "-3.0", "+7.0", "1", "NO")
     assert [line[:2] for line in errors.rows[2:]] == [
         *(("the papers' models", "2"), ("other models", "1"), ("mebp", "2"), ("mezo", "1")),
@@ -160,49 +158,19 @@ def test_predictions_are_shown_by_group_and_their_extremes() -> None:
     assert set(PREDICTION.own_lengths) <= set(PREDICTION.models)
 
 
-def test_heap_relief_is_counted_and_unknown_where_a_summary_does_not_say() -> None:
-    def one(error: float | None, relief: bool, reliefs: int | None = None) -> dict[str, Any]:
-        peak = None if error is None else 1e8
-        return variant("mebp", peak, error=error, heap_relief=relief) | {RELIEFS: reliefs}
-
-    rows = [
-        row(64, one(0.01, True, 3), one(-0.04, False, 0)),
-        row(256, one(0.02, True, 0), one(None, False)),
-    ]
-    with_it, without, relief, worst = PREDICTION.tables(rows)
-    assert with_it.rows[1][1:3] == ("2", "+1.5") and without.rows[1][1:3] == ("1", "-4.0")
-    assert relief.rows[1] == ("all", "2", "1", "3", "+1.0", "-4.0", "1")
-    assert [line[4] for line in worst.rows[1:]] == ["off", "3 times", "0 times"]
-    old = [row(64, one(0.01, True))]
-    _, relief, worst = PREDICTION.tables(old)
-    assert relief.rows[1] == ("all", "1", "unknown", "unknown", "+1.0", "-", "-")
-    assert worst.rows[1][4] == "unknown"
-
-
-def test_without_relief_every_combination_is_also_trained_without_it(
+def test_the_reason_why_a_combination_was_not_measured_has_no_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
-
     def refuses(settings: Any, run: Path) -> dict[str, Any]:
-        seen.append(True)
         raise BudgetError(f"no room in {run}; give more")
-
-    def refuses_too(bundle: str, *flags: str, module: str) -> str:
-        assert module == "harness.bench.unaided_process"
-        seen.append(False)
-        raise BudgetError(f"no room with {' '.join(flags)}; give more")
 
     monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path / "b" / MODEL)
     monkeypatch.setattr(benchmark, "measure_training", refuses)
-    monkeypatch.setattr(benchmark, "ondevice", refuses_too)
-    output = tmp_path / "found.json"
+    output = tmp_path / "prediction.json"
     given = {"models": MODEL, "seq_lens": "16", "budget": "1GB", "bundles": str(tmp_path / "b")}
-    config = BenchConfig(name="prediction", without_relief=True, output=str(output), **given)
-    report = bench(config, lambda text: None)
-    names = [one["name"] for one in report["rows"][0]["variants"]]
-    assert names[:2] == ["mebp, our plan, 1GB", "mebp, our plan, 1GB, no heap relief"]
-    assert sorted(seen) == [False] * 2 + [True] * 2 and len(set(names)) == 4
+    report = bench(BenchConfig(name="prediction", output=str(output), **given), lambda text: None)
+    names = [each["name"] for each in report["rows"][0]["variants"]]
+    assert names == ["mebp, our plan, 1GB", "mezo, our plan, 1GB"]
     assert str(tmp_path) not in output.read_text() and "no room in RUNS" in output.read_text()
 
 

@@ -90,65 +90,6 @@ def test_the_budget_is_compared_with_the_peak() -> None:
         assert not unlimited.over_budget
 
 
-def readings(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
-    """Let the meter read `sizes`, one after the other, then the last of them for ever."""
-    left = iter(sizes)
-    monkeypatch.setattr(
-        memory, "read_footprint", lambda: Footprint(next(left, sizes[-1]), sizes[-1], sizes[-1])
-    )
-
-
-@pytest.mark.parametrize(
-    ("budget", "aim"), [(100_000_000, None), (100_000_000, 50_000_000), (100_000_000, 200_000_000)]
-)
-def test_what_is_free_is_given_back_near_the_budget_or_what_is_aimed_at(
-    monkeypatch: pytest.MonkeyPatch, budget: int, aim: int | None
-) -> None:
-    level = min(budget, int(memory.AIM * (aim or budget))) - memory.NEAR_BYTES
-    given_back: list[int] = []
-    readings(monkeypatch, [level] * 40 + [level + 1] * 40)
-    meter = Meter(budget_bytes=budget, relieve=lambda: given_back.append(meter.samples))
-    if aim is not None:
-        meter.aim(aim)
-    for _ in range(40):
-        assert meter.now_bytes == level
-    assert not given_back
-    for _ in range(40):
-        assert meter.now_bytes == level + 1
-    assert given_back[0] == 41  # at once, and then not at every reading
-    assert len(given_back) == pytest.approx(40 / memory.RELIEF_SAMPLES, abs=1)
-    assert meter.reliefs == len(given_back)
-    assert not meter.over_budget
-
-
-def test_a_large_peak_may_be_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings(monkeypatch, [910_000_000])
-    meter = Meter(budget_bytes=1_000_000_000, relieve=lambda: pytest.fail("it is as predicted"))
-    meter.aim(910_000_000)
-    for _ in range(40):
-        assert meter.now_bytes == 910_000_000
-    assert meter.reliefs == 0
-
-
-def test_without_a_budget_or_an_aim_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings(monkeypatch, [1 << 50])
-    meter = Meter(relieve=lambda: pytest.fail("nothing was aimed at"))
-    for _ in range(40):
-        assert meter.now_bytes == 1 << 50
-    assert meter.reliefs == 0
-
-
-def test_without_a_way_to_give_memory_back_no_relief_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    readings(monkeypatch, [1 << 50])
-    meter = Meter(budget_bytes=1000)
-    meter.aim(100)
-    for _ in range(40):
-        assert meter.now_bytes == 1 << 50
-    assert meter.reliefs == 0
-
-
 PLACED = """
 import ctypes, sys
 import numpy as np

@@ -257,19 +257,13 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     assert adapter(stopped) == before
 
 
-@pytest.mark.parametrize("relief", [True, False])
-def test_heap_reliefs_are_counted_in_the_summary(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relief: bool
+def test_a_run_of_an_earlier_version_goes_on_without_what_was_removed(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process of the tests is far beyond the plan, so that every relief there may be comes."""
     on(monkeypatch)
-    calls: list[None] = []
-    monkeypatch.setattr(start, "trim_heap", lambda: calls.append(None))
-    config = TrainConfig(
-        bundle=str(tiny("gemma3").path), data="random:5", output=str(tmp_path / "run"),
-        max_seq_length=64, budget="40MB", steps=3, heap_relief=relief,
-    )  # fmt: skip
-    summary = start.train(config, Events())
-    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert bool(summary["heap_reliefs"]) == relief
-    assert 0 <= len(calls) - summary["heap_reliefs"] <= 3  # the last came after the summary
+    before = (stopped / "config.toml").read_text()
+    replaced(stopped, "config.toml", before + "heap_relief = true\n")
+    _, said = resumed(stopped)
+    assert "heap_relief was removed and is left out" in said
+    assert adapter(stopped) == adapter(runs[0])
+    assert "heap_relief" not in (stopped / "config.toml").read_text()

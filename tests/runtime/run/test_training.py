@@ -35,7 +35,7 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     expected = {
         "method", "steps", "budget_bytes", "predicted_peak_bytes", "peak_footprint_bytes",
         "peak_rss_bytes", "step_s_median", "tokens_per_s", "final_train_loss", "eval",
-        "heap_reliefs", "scored_tokens_per_s",
+        "scored_tokens_per_s",
     }  # fmt: skip
     assert expected <= set(summary)
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"] == 400_000_000
@@ -100,19 +100,6 @@ def test_in_a_terminal_there_is_a_bar_below_what_is_said(bundle: Path, tmp_path:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert any(line.startswith("training: ") for line in lines)
     assert not any(re.match(r"step \d+ of", line) for line in lines)
-
-
-def test_without_heap_relief_none_is_counted(bundle: Path, tmp_path: Path) -> None:
-    refused = ondevice(*train_arguments(bundle, tmp_path / "run", 3, budget="10MB"))
-    needed = refused.stderr.split("the smallest that fits is ")[1].split(",")[0].split()[0]
-    tight = f"{int(needed) + 2}MB"  # near the prediction all the time; room for the heap's growth
-    done = ondevice(
-        *train_arguments(bundle, tmp_path / "run", 3, budget=tight), "--no-heap-relief", "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["heap_reliefs"] == 0
-    resumed = ondevice("train", "--resume", tmp_path / "run", "--json")
-    assert json.loads(resumed.stdout)["heap_reliefs"] == 0  # the run's own setting
 
 
 def test_a_run_ends_where_its_loss_has_risen(bundle: Path, tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""What was removed from `ondevice train`: a run that an earlier version began may still name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runtime.config.base import from_values, read_values
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
+
+# options without which a run goes on to the same bits, and what is no longer done
+OPTIONS = {"heap_relief": "no heap memory is given back near the predicted peak"}
+METHODS: tuple[str, ...] = ()  # a run of one cannot go on
+
+
+def load_run(
+    file: Path, overrides: dict[str, Any], note: Callable[[str], None] | None = None
+) -> TrainConfig:
+    """The configuration in a run's config.toml, as `load`; `note` is told what is left out of it.
+
+    Raises:
+        UsageError: the run's method was removed, or as `load`.
+    """
+    values = read_values(file)
+    if (name := values.get("method")) in METHODS:
+        raise UsageError(
+            f"{file}: the method {name} was removed; go on with the version of ondevice that began "
+            "this run, or begin another with one of the methods in ondevice train --help"
+        )
+    for key in OPTIONS.keys() & values.keys():
+        del values[key]
+        if note is not None:
+            note(f"{file}: {key} was removed and is left out: {OPTIONS[key]}")
+    return from_values(TrainConfig, values, overrides)
