@@ -41,11 +41,12 @@ from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import OnDeviceError, UsageError  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
+from runtime.engine.sample import Sample  # noqa: E402
 from runtime.machine.footprint import Meter  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.full.row_noise import RowNoise  # noqa: E402
 from runtime.methods.full.weights import FullWeights  # noqa: E402
-from runtime.methods.protocol import Sample, Start, StepLoss  # noqa: E402
+from runtime.methods.protocol import Start, StepLoss  # noqa: E402
 from runtime.methods.registry import method  # noqa: E402
 from runtime.methods.zeroth.zeroth_order import ZerothOrder  # noqa: E402
 from runtime.plan.plan import Plan  # noqa: E402

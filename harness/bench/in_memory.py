@@ -14,9 +14,10 @@ import numpy as np
 from harness.peers.whole_model import plain_loss
 from harness.peers.whole_model_full import MemoryWeights
 from runtime.engine.model import Model
+from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.row_noise import RowNoise
-from runtime.methods.protocol import Sample, StepLoss
+from runtime.methods.protocol import StepLoss
 
 TILE_VALUES = 1 << 19  # of a matrix that are perturbed at once
 

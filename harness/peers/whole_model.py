@@ -26,10 +26,10 @@ from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import FloatTile, WeightSource
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
+from runtime.engine.sample import PackedRows, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import PackedRows, Sample
 from runtime.storage.weights import Weights
 
 Row = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens (T+1,) and the scored positions (N,)

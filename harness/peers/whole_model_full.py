@@ -14,9 +14,9 @@ from runtime.arrays.stored import Block, Matrix
 from runtime.arrays.weight_source import FloatTile
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
+from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.row_noise import RowNoise
-from runtime.methods.protocol import Sample
 from runtime.storage.weights import Weights
 
 F32 = npt.NDArray[np.float32]

@@ -18,11 +18,12 @@ from runtime.arrays.values import Gradients, Loras, Values, accumulate
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
 from runtime.engine.model import Model
+from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
 from runtime.methods.dropout import StepDropout
 from runtime.methods.optimizer import Optimizer, moments
-from runtime.methods.protocol import Models, Sample, Start, StepLoss, StepResult, Update
+from runtime.methods.protocol import Models, Start, StepLoss, StepResult, Update
 from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations
 

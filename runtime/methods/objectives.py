@@ -20,7 +20,7 @@ import numpy.typing as npt
 from runtime.arrays.values import Loras
 from runtime.core.errors import DataError
 from runtime.engine.model import Model
-from runtime.methods.protocol import NumberedRows, Sample
+from runtime.engine.sample import NumberedRows, Sample
 from runtime.operations.head_kernel import HeadResult
 
 Ids = npt.NDArray[np.int64]

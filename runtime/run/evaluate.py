@@ -19,9 +19,10 @@ from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import Source
 from runtime.engine.model import Model
+from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Row, StepLoss
+from runtime.methods.protocol import StepLoss
 from runtime.operations.head_kernel import HeadResult
 from runtime.run.budget import check_budget, plan_evaluation
 from runtime.run.events import Events

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from runtime.engine.model import Model
+from runtime.engine.sample import Row
 from runtime.methods.objectives import Ids, best_labels
-from runtime.methods.protocol import Row
 
 
 @dataclass

@@ -9,7 +9,7 @@ from runtime.config.train import TrainConfig
 from runtime.data.packing import Packing, PackingReport, pack
 from runtime.data.rows import Rows
 from runtime.data.sample_order import SampleOrder
-from runtime.methods.protocol import PackedRows, Row, Sample
+from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.plan.plan import choose_bucket
 
 

@@ -31,8 +31,9 @@ from runtime.bundle.store import open_bundle  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import UsageError  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
+from runtime.engine.sample import Row  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.protocol import Row, StepLoss  # noqa: E402
+from runtime.methods.protocol import StepLoss  # noqa: E402
 from runtime.methods.schedule import learning_rate  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402

@@ -17,9 +17,9 @@ import numpy as np
 
 from harness.peers.whole_model import plain_loss
 from runtime.engine.model import Model
+from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters, Tensors
 from runtime.methods.noise import Noise, key_of, number_of
-from runtime.methods.protocol import Sample
 
 
 class Monolithic(ABC):

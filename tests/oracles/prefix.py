@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from harness.peers.whole_model import Row, dense_model, gradients, packed_gradients
 from runtime.bundle.store import Bundle
+from runtime.engine.sample import PackedRows
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import PackedRows
 
 Attend = Callable[..., mx.array]
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.engine.model import Model
+from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Row, Start
+from runtime.methods.protocol import Start
 from runtime.methods.registry import method as implementation
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from support.models import row_of

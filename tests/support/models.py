@@ -17,10 +17,11 @@ from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model, Positions
+from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.backprop import Backprop
 from runtime.methods.dropout import StepDropout
-from runtime.methods.protocol import PackedRows, Row, Sample, StepLoss
+from runtime.methods.protocol import StepLoss
 from runtime.operations.base import WHOLE
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.schedule import backward_schedule

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Loras, Moved
 from runtime.engine.model import Model
+from runtime.engine.sample import Sample
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, Perturbation
-from runtime.methods.protocol import Sample, StepResult
+from runtime.methods.protocol import StepResult
 from runtime.methods.zeroth.estimator import Lane, Point
 from runtime.methods.zeroth.scalar_update import Update
 from runtime.methods.zeroth.trajectory import Header

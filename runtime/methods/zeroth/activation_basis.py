@@ -22,8 +22,8 @@ from runtime.arrays.stored import Block
 from runtime.arrays.values import Loras, Watch
 from runtime.core.errors import DivergedError, UsageError
 from runtime.engine.model import Model
+from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Sample
 from runtime.storage.activations import Activations
 
 ITERATIONS = 4  # AGZO takes "a few"

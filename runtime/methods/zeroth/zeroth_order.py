@@ -29,10 +29,11 @@ from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import require_file, storage_errors
 from runtime.engine.model import Model
+from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.objectives import MeanLoss, Objective, Scored, shares
-from runtime.methods.protocol import Models, Sample, StepLoss, StepResult
+from runtime.methods.protocol import Models, StepLoss, StepResult
 from runtime.methods.zeroth.descent import Descent, Sgd
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.zeroth.layer_scales import (

@@ -21,7 +21,8 @@ import numpy as np
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
-from runtime.methods.protocol import NumberedRows, Row, Start
+from runtime.engine.sample import NumberedRows, Row
+from runtime.methods.protocol import Start
 from runtime.methods.zeroth.activation_basis import PASSES, set_bases
 from runtime.methods.zeroth.forward_only import demand_of, start_with
 from runtime.methods.zeroth.mezo import TwoPoint

@@ -29,9 +29,9 @@ from support.models import (
 from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
+from runtime.engine.sample import PackedRows, Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
-from runtime.methods.protocol import PackedRows, Row
 from runtime.operations.attention import Attention
 from runtime.run.evaluate import evaluate
 

@@ -18,8 +18,8 @@ from runtime.arrays.stored import Block
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
 from runtime.engine.model import Model
+from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import PackedRows, Row, Sample
 from runtime.methods.zeroth.activation_basis import ITERATIONS, PASSES, set_bases
 from runtime.storage.activations import Activations
 

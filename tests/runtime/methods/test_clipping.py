@@ -19,11 +19,11 @@ from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DivergedError, UsageError
+from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.backprop import MeBP
 from runtime.methods.clipping import Clipping
 from runtime.methods.optimizer import Optimizer
-from runtime.methods.protocol import Row
 from runtime.plan.demand import Demand
 from runtime.plan.plan import Planner, Request
 from runtime.run import budget

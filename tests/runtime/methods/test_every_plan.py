@@ -17,11 +17,11 @@ from support.plans import LINUX, PLENTY, predicted, task_of
 
 from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
+from runtime.engine.sample import Sample
 from runtime.methods.adapters import DTYPES, Adapters
 from runtime.methods.backprop import MeBP
 from runtime.methods.dropout import StepDropout
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Sample
 from runtime.methods.zeroth.forward_only import MOST_LANES
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder

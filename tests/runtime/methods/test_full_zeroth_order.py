@@ -14,12 +14,12 @@ from support.models import model_of, packed_of, row_of
 from harness.peers.whole_model_full import MonolithicFullMeZO
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
+from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, slot_layouts
 from runtime.methods.full.zeroth_order import FullZerothOrder
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Row
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.scalar_update import Update
 from runtime.storage.activations import Activations

@@ -16,10 +16,10 @@ from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
 from runtime.engine.model import Model
+from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.backprop import Backprop
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Row
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import MOST_UNMOVED, ZerothOrder
 from runtime.storage.activations import Activations

@@ -18,10 +18,10 @@ from runtime.bundle.store import Bundle
 from runtime.config.zeroth_order import OBJECTIVES
 from runtime.core.errors import DataError
 from runtime.engine.model import Model
+from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.objectives import MOST_LABELS, labels_of, objective_of
-from runtime.methods.protocol import PackedRows, Row, Sample
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.storage.activations import Activations

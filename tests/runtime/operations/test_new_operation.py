@@ -139,7 +139,7 @@ import numpy as np
 import runtime, ondevice, harness
 from runtime.operations.dummy import Scale
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Row
+from runtime.engine.sample import Row
 from runtime.plan.peak import PeakModel
 from support.bundles import as_it_lies
 from support.models import mebp, model_of

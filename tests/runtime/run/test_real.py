@@ -15,10 +15,10 @@ from support.plans import plan_of, task_of
 from harness.peers import whole_model as reference
 from runtime.arrays.values import Gradients
 from runtime.bundle.store import Bundle
+from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.backprop import Backprop
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import Row
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.open import open_session
