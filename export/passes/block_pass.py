@@ -6,6 +6,7 @@ Between two stops the values of every row are in a scratch file, so that one row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from runtime.arrays.arrays import view
 from runtime.arrays.values import Values
 from runtime.engine.model import Model, Positions
+from runtime.engine.visits import visit
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Row
 from runtime.operations.program import Program
@@ -62,12 +64,12 @@ class RowPass:
 
     def embed(self) -> None:
         """Run the first block."""
-        for index, (row, model) in enumerate(zip(self.rows, self.models, strict=True)):
-            x = model.embed(row.tokens[:-1].astype(np.int64))
-            self.values.put(index, {_input_of(model, 1): x})
-            del x
-            self.watch()
-        self._release(0)
+        with self._visit(0):
+            for index, (row, model) in enumerate(zip(self.rows, self.models, strict=True)):
+                x = model.embed(row.tokens[:-1].astype(np.int64))
+                self.values.put(index, {_input_of(model, 1): x})
+                del x
+                self.watch()
 
     def layer(self, index: int) -> Iterator[RowProducts]:
         """Run a layer, stopping before every product.
@@ -76,21 +78,21 @@ class RowPass:
         """
         lowered = self.models[0].lowered.blocks[index]
         begin = 0
-        for stop, instruction in enumerate(lowered.forward):
-            names = instruction.operation.matrices(lowered.block.tensor)
-            if not names:
-                continue
-            self._run(index, begin, stop)
-            begin = stop
-            (name,) = instruction.operation.activations
-            yield RowProducts(names, partial(self._inputs, name))
-        self._run(index, begin, len(lowered.forward))
-        for row, model in enumerate(self.models):
-            values = self.values.get(row)
-            output = values.pop(model.lowered.blocks[index].program.output)
-            self.values.put(row, {_input_of(model, index + 1): output})
-            del output
-        self._release(index)
+        with self._visit(index):
+            for stop, instruction in enumerate(lowered.forward):
+                names = instruction.operation.matrices(lowered.block.tensor)
+                if not names:
+                    continue
+                self._run(index, begin, stop)
+                begin = stop
+                (name,) = instruction.operation.activations
+                yield RowProducts(names, partial(self._inputs, name))
+            self._run(index, begin, len(lowered.forward))
+            for row, model in enumerate(self.models):
+                values = self.values.get(row)
+                output = values.pop(model.lowered.blocks[index].program.output)
+                self.values.put(row, {_input_of(model, index + 1): output})
+                del output
 
     def head(self) -> RowProducts:
         """What the head is about to multiply."""
@@ -104,10 +106,10 @@ class RowPass:
         return self.models[row].hidden(x, scored)
 
     def _hidden(self) -> Iterator[F32]:
-        for index, row in enumerate(self.rows):
-            yield view(self.hidden(index, np.arange(len(row.tokens) - 1)))
-            self.watch()
-        self._release(-1)
+        with self._visit(-1):
+            for index, row in enumerate(self.rows):
+                yield view(self.hidden(index, np.arange(len(row.tokens) - 1)))
+                self.watch()
 
     def _run(self, index: int, begin: int, stop: int) -> None:
         """Run the instructions begin:stop of a block for every row."""
@@ -134,10 +136,13 @@ class RowPass:
             yield view(value)[: len(row.tokens) - 1]
             self.watch()
 
-    def _release(self, index: int) -> None:
-        for group in self.groups:
-            model = self.models[group[0]]
-            model.release(model.blocks[index])
+    def _visit(self, index: int) -> ExitStack:
+        """A visit of a block by the models of all buckets: each holds tiles of its own."""
+        models = {model.bucket: model for model in self.models}
+        with ExitStack() as visiting:
+            for model in models.values():
+                visiting.enter_context(visit(model, index))
+            return visiting.pop_all()
 
 
 def _groups(models: Sequence[Model], most: int) -> list[list[int]]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from runtime.config.base import Check, Config, Group, choice, option, up_to
 from runtime.config.methods import QUERIES
+from runtime.config.objectives import OBJECTIVES
 
 SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
-OBJECTIVES = ("loss", "accuracy", "exact", "labels")
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
@@ -112,8 +112,8 @@ class ZerothOrderOptions(Config):
 
     @property
     def objective_name(self) -> str:
-        """What a zeroth-order method improves."""
-        return self.objective or OBJECTIVES[0]
+        """What training improves."""
+        return self.objective or next(iter(OBJECTIVES))
 
     @property
     def zo_optimizer_name(self) -> str:

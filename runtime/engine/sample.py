@@ -84,3 +84,9 @@ class PackedRows:
 
 Sample = Row | PackedRows
 """One element of a batch: what goes through the blocks as one hidden state."""
+
+
+def first_scored(sample: Sample) -> npt.NDArray[np.int64]:
+    """Where each row's first scored position is among those of the sample."""
+    counts = [len(row.scored) for row in sample.rows]
+    return np.cumsum([0, *counts[:-1]])

@@ -1,17 +1,20 @@
 """Memory-efficient backpropagation: Algorithm 1 of the MeBP paper.
 
 Forward block by block, keeping only each block's input; then the blocks in reverse, each
-recomputing what its backward needs. All rows of a micro-batch visit a block together, so a block's
-gradients are complete, applied and freed before the next block's backward begins. With clipping
-they go to a scratch file instead, and are applied once their norm is known.
+recomputing what its backward needs: `Backprop.gradients` has the algorithm. All rows of a
+micro-batch visit a block together, so a block's gradients are complete, applied and freed before
+the next block's backward begins. With clipping they go to a scratch file instead, and are applied
+once their norm is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
+
+import mlx.core as mx
 
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
@@ -19,11 +22,15 @@ from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
+from runtime.engine.visits import Visit, visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
 from runtime.methods.dropout import StepDropout
 from runtime.methods.optimizer import Optimizer, moments
 from runtime.methods.protocol import Models, Start, StepLoss, StepResult, Update
+from runtime.objectives.next_token import NextToken
+from runtime.objectives.protocol import Loss, chunks, grouped, score
+from runtime.objectives.registry import loss_of
 from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations
 
@@ -45,37 +52,110 @@ class Backprop:
     lanes: int = 1
     kept_layers: int = 0
     dropout: StepDropout | None = None
+    loss: Loss = field(default_factory=NextToken)
 
-    def gradients(self, rows: Sequence[Sample], tokens: int, update: Update) -> StepLoss:
-        """Compute the gradients of sum(loss) / `tokens` over `rows`, and hand them to `update`."""
-        kept = self._forward(rows)
-        result = self._head(rows, tokens)
-        blocks = self.model.blocks
-        last = self.model.lowered.first_adapted
-        for index in range(len(blocks) - 2, last - 1, -1):
-            block = blocks[index]
-            if index > last:
-                self.model.read_ahead(blocks[index - 1])
-            with self.model.profile.block(block.label, "backward"):
-                total = self._block(index, rows, kept)
-                self.model.release(block)
-                with self.model.profile.span("optimizer"):
-                    update(block, total)
-                del total
+    def gradients(self, rows: Sequence[Sample], divisor: int, update: Update) -> StepLoss:
+        """Compute the gradients of sum(loss) / `divisor` over `rows`, and hand them to `update`.
+
+        Algorithm 1 of the paper, `Backpropagation(x)`, whose checkpoints are our activations:
+
+            for each checkpoint index i in [1, ..., n]
+                Load base_weights_i <- LazyLoadAndDecompressWeights(i)
+                Compute ckpts_i <- forward_i(lora_weights_i, base_weights_i, ckpts_i-1)
+                Mmap ckpts_i and add to ckpts_storage
+            for each checkpoint index i in [n, ..., 1]
+                Load base_weights_i <- LazyLoadAndDecompressWeights(i)
+                Compute (lora_grads_i, ckpts_grads_i) <-
+                    backward_i(lora_weights_i, base_weights_i, ckpts_i-1, ckpts_grads_i+1)
+                Remove ckpts_i from ckpts_storage
+                Update lora_grads <- lora_grads U {lora_grads_i}
+
+        Here the weights are loaded a tile at a time, while their block is visited. The gradient of
+        a block's input takes the place of that input. The adapters' gradients are not collected:
+        `update` has a block's as soon as all rows have gone back through it.
+        """
+        kept: Kept = {}
+        with visit(self.model, 0):
+            for row, sample in enumerate(rows):
+                self.activations.put(1, row, self.model.embed(sample.inputs))
+        for layer in visits(self.model):
+            self._forward(layer, rows, kept)
+        with visit(self.model, -1):
+            loss = self._head(rows, divisor)
+        trained = range(self.model.lowered.first_adapted, len(self.model.blocks) - 1)
+        for layer in visits(self.model, trained, "backward"):
+            total = self._backward(layer, rows, kept)
+            layer.release()  # before the optimizer takes memory
+            with self.model.profile.span("optimizer"):
+                update(layer.block, total)
+            del total
+        return loss
+
+    def _forward(self, layer: Visit, rows: Sequence[Sample], kept: Kept) -> None:
+        """Store the layer's outputs, and put into `kept` what spares its backward recomputation."""
+        index, block = layer.index, layer.block
+        loras = self.adapters.loras(block)
+        keeps = index >= len(self.model.blocks) - 1 - self.kept_layers
+        lanes = 1 if keeps else self.lanes
+        for first in range(0, len(rows), lanes):
+            group = range(first, min(first + lanes, len(rows)))
+            xs = [self.activations.get(index, row) for row in group]
+            given = [self._of_row(block, loras, row) for row in group]
+            offsets = [rows[row].offsets for row in group]
+            if keeps:
+                y, kept[index, first] = self.model.forward_keeping(
+                    block, xs.pop(), given[0], offsets[0]
+                )
+                self.activations.put(index + 1, first, y)
+                del y
+                continue
+            ys = self.model.forward_lanes(block, xs, given, offsets)
+            for row in group:
+                self.activations.put(index + 1, row, ys.pop(0))
+
+    def _head(self, rows: Sequence[Sample], divisor: int) -> StepLoss:
+        """The losses; the gradients of the head's inputs take the place of these inputs."""
+        model, head = self.model, len(self.model.blocks) - 1
+        result = StepLoss(0.0, 0, 0)
+
+        def positions(group: Sequence[int]) -> int:
+            return sum(len(rows[row].targets) for row in group)
+
+        groups = grouped(range(len(rows)), self.loss.together)
+        for chunk in chunks(groups, model.bucket, positions):
+            numbers = [row for group in chunk for row in group]
+            samples = [rows[row] for row in numbers]
+            hs = [
+                model.hidden(self.activations.get(head, row), rows[row].scored) for row in numbers
+            ]
+            scored = score(model, samples, hs, gradient=True, predictions=self.loss.predicts)
+            hs.clear()
+            dhs: list[mx.array] = []
+            for group in chunk:
+                seen = [scored.pop(0) for _ in group]
+                entropy = sum(one.cross_entropy for one in seen)
+                result += StepLoss(entropy, 0, positions(group), self.loss.value(seen))
+                dhs += self.loss.gradients(seen)
+                del seen
+            for row in numbers:
+                x, dh = self.activations.get(head, row), dhs.pop(0) * (1.0 / divisor)
+                self.activations.put(head, row, model.head_backward(x, dh, rows[row].scored))
+                del x, dh
         return result
 
-    def _block(self, index: int, rows: Sequence[Sample], kept: Kept) -> Gradients:
-        block = self.model.blocks[index]
+    def _backward(self, layer: Visit, rows: Sequence[Sample], kept: Kept) -> Gradients:
+        """The layer's gradients over all rows; those of its inputs take the place of these."""
+        index, block = layer.index, layer.block
         loras = self.adapters.loras(block)
         total: Gradients = {}
-        for row, item in enumerate(rows):
+        for row, sample in enumerate(rows):
             dx, gradients = self.model.backward(
                 block,
                 self.activations.get(index, row),
                 self.activations.get(index + 1, row),
                 self._of_row(block, loras, row),
                 kept=kept.pop((index, row), None),
-                offsets=item.offsets,
+                offsets=sample.offsets,
             )
             if dx is not None:
                 self.activations.put(index, row, dx)
@@ -85,84 +165,6 @@ class Backprop:
 
     def _of_row(self, block: Block, loras: Loras, row: int) -> Loras:
         return loras if self.dropout is None else self.dropout.of_row(block, loras, row)
-
-    def _forward(self, rows: Sequence[Sample]) -> Kept:
-        kept: Kept = {}
-        blocks = self.model.blocks
-        with self.model.profile.block(blocks[0].label, "forward"):
-            for row, item in enumerate(rows):
-                self.activations.put(1, row, self.model.embed(item.inputs))
-            self.model.release(blocks[0])
-        for index, block in enumerate(blocks[1:-1], start=1):
-            self.model.read_ahead(blocks[index + 1])
-            loras = self.adapters.loras(block)
-            with self.model.profile.block(block.label, "forward"):
-                if index >= len(blocks) - 1 - self.kept_layers:
-                    self._forward_keeping(index, rows, loras, kept)
-                else:
-                    self._forward_lanes(index, rows, loras)
-            self.model.release(block)
-        return kept
-
-    def _forward_keeping(
-        self, index: int, rows: Sequence[Sample], loras: Loras, kept: Kept
-    ) -> None:
-        for row, item in enumerate(rows):
-            x = self.activations.get(index, row)
-            block = self.model.blocks[index]
-            given = self._of_row(block, loras, row)
-            y, kept[index, row] = self.model.forward_keeping(block, x, given, item.offsets)
-            self.activations.put(index + 1, row, y)
-            del x, y
-
-    def _forward_lanes(self, index: int, rows: Sequence[Sample], loras: Loras) -> None:
-        for first in range(0, len(rows), self.lanes):
-            group = range(first, min(first + self.lanes, len(rows)))
-            xs = [self.activations.get(index, row) for row in group]
-            offsets = [rows[row].offsets for row in group]
-            block = self.model.blocks[index]
-            given = [self._of_row(block, loras, row) for row in group]
-            ys = self.model.forward_lanes(block, xs, given, offsets)
-            for row in group:
-                self.activations.put(index + 1, row, ys.pop(0))
-
-    def _head(self, rows: Sequence[Sample], tokens: int) -> StepLoss:
-        """The losses; the gradients of the head's inputs replace these inputs."""
-        head = len(self.model.blocks) - 1
-        block = self.model.blocks[head]
-        result = StepLoss(0.0, 0, 0)
-        with self.model.profile.block(block.label, "forward"):
-            for group in _groups(rows, self.model.bucket):
-                hs = [
-                    self.model.hidden(self.activations.get(head, row), rows[row].scored)
-                    for row in group
-                ]
-                scored = self.model.losses(hs, [rows[row].targets for row in group], True)
-                hs.clear()
-                for row in group:
-                    one = scored.pop(0)
-                    loss = float(one.loss.sum().item())  # type: ignore[arg-type]
-                    result += StepLoss(loss, 0, len(rows[row].targets))
-                    assert one.dh is not None
-                    x = self.activations.get(head, row)
-                    dx = self.model.head_backward(x, one.dh * (1.0 / tokens), rows[row].scored)
-                    self.activations.put(head, row, dx)
-                    del x, dx, one
-        self.model.release(block)
-        return result
-
-
-def _groups(rows: Sequence[Sample], most: int) -> list[list[int]]:
-    """Groups of rows for one pass over the vocabulary, of at most `most` scored positions."""
-    groups: list[list[int]] = []
-    room = 0
-    for index, row in enumerate(rows):
-        if not groups or len(row.targets) > room:
-            groups.append([])
-            room = most
-        groups[-1].append(index)
-        room -= len(row.targets)
-    return groups
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class MeBP:
     kept_layers: int = 0
     clipping: Clipping | None = None
     seed: int = 0  # of the dropout
+    loss: Loss = field(default_factory=NextToken)
     keeps_log: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
@@ -185,7 +188,7 @@ class MeBP:
         With clipping they are held in its scratch file, until their norm is known.
         """
         self.optimizer.begin(number, rate)
-        tokens = sum(len(row.targets) for part in parts for row in part)
+        divisor = self.loss.count([row for part in parts for row in part])
         held: dict[Block, Gradients] = {}
 
         def hold(block: Block, gradients: Gradients) -> None:
@@ -196,17 +199,24 @@ class MeBP:
         for rows in parts:
             model = self.models(max(len(row.inputs) for row in rows))
             pass_ = Backprop(
-                model, self.adapters, self.activations, self.lanes, self.kept_layers, dropout
+                model,
+                self.adapters,
+                self.activations,
+                self.lanes,
+                self.kept_layers,
+                dropout,
+                self.loss,
             )
             dropout = replace(dropout, first_row=dropout.first_row + len(rows))
             update: Update = self.optimizer.apply if len(parts) == 1 else hold
             if self.clipping is not None:
                 update = self.clipping.store
-            loss += pass_.gradients(rows, tokens, update)
+            loss += pass_.gradients(rows, divisor, update)
         for block, gradients in held.items():
             self.optimizer.apply(block, gradients)
         norm = None if self.clipping is None else self.clipping.apply(self.optimizer)
-        return StepResult(loss, sum(map(len, parts)), gradient_norm=norm)
+        shown = self.loss.shown(loss.objective_sum / divisor)
+        return StepResult(loss, sum(map(len, parts)), gradient_norm=norm, shown=shown)
 
     def settle(self) -> None:
         """Does nothing: each update is applied at once, so none is pending."""
@@ -248,4 +258,5 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
         begin.plan.kept_layers,
         Clipping(begin.adapters, most, begin.scratch) if most else None,
         config.seed,
+        loss_of(config.objective_name, begin.rows, config.method),
     )

@@ -15,6 +15,7 @@ import numpy as np
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Lora, Loras, Watch
 from runtime.core.errors import DivergedError, UsageError
+from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import key_of
 from runtime.methods.protocol import Models
@@ -40,12 +41,10 @@ def fill_prefix(models: Models, adapters: Adapters, seed: int, most: int) -> Non
     tokens = np.array(drawn * manifest.vocab_size).astype(np.int64)
     tokens = np.minimum(tokens, manifest.vocab_size - 1)
     model = models(rows)
-    x = model.embed(tokens)
-    model.release(model.blocks[0])
-    for at, block in enumerate(model.blocks[1:-1], start=1):
-        model.read_ahead(model.blocks[at + 1])
-        x = model.forward_lanes(block, [x], [_watching(adapters, block)])[0]
-        model.release(block)
+    with visit(model, 0):
+        x = model.embed(tokens)
+    for layer in visits(model):
+        x = model.forward(layer.block, x, _watching(adapters, layer.block))
 
 
 def _watching(adapters: Adapters, block: Block) -> Loras:

@@ -6,8 +6,8 @@ architectures. It declares what it needs (`runtime.plan.demand`) before anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,20 +27,23 @@ if TYPE_CHECKING:  # only runs that train all parameters load it
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Summed loss over `tokens` scored positions, and how many were predicted right.
+    """Summed cross entropy over `tokens` scored positions, and how many were predicted right.
 
-    `correct` is counted in evaluation only; training leaves it 0.
+    `correct` is counted in evaluation only; training leaves it 0. `objective_sum` is what
+    backpropagation has followed, before it is divided.
     """
 
     loss_sum: float
     correct: int
     tokens: int
+    objective_sum: float = 0.0
 
     def __add__(self, other: StepLoss) -> StepLoss:
         return StepLoss(
             self.loss_sum + other.loss_sum,
             self.correct + other.correct,
             self.tokens + other.tokens,
+            self.objective_sum + other.objective_sum,
         )
 
 
@@ -51,8 +54,8 @@ class StepResult:
     `loss` is that of the batch; `forward_passes` counts samples run forward for the objective (not
     recomputation); `skipped` is above 0 if nothing was learned because a loss was not finite, and
     counts such steps in a row; `record` is the step's line in the trajectory log; `gradient_norm`
-    is that of all gradients before they were clipped, None where none are; `objective` is the share
-    of right answers, where that is what is raised instead of lowering the loss.
+    is that of all gradients before they were clipped, None where none are; `shown` are
+    further figures for the metrics, such as the share of right answers that is raised.
     """
 
     loss: StepLoss
@@ -60,7 +63,7 @@ class StepResult:
     skipped: int = 0
     record: list[Any] | None = None
     gradient_norm: float | None = None
-    objective: float | None = None
+    shown: Mapping[str, float] = field(default_factory=dict)
 
 
 class Update(Protocol):
@@ -85,7 +88,7 @@ class Method(Protocol):
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """Step `number` (0-based) at learning rate `rate` over micro-batches of samples.
 
-        The objective is the mean loss over all scored tokens of all parts.
+        The objective is the mean over all parts together.
         """
         ...
 

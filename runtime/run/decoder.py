@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.operations.values import CHUNK_TOKENS
 from runtime.run.open import Session
@@ -94,21 +95,19 @@ class Decoder:
         model, first = self.session.decoding(length), len(self.tokens)
         chunks = [np.array(tokens[at : at + length]) for at in range(0, len(tokens), length)]
         positions = [first + at for at in range(0, len(tokens), length)]
-        xs = [model.embed(chunk) for chunk in chunks]
-        model.release(model.blocks[0])
-        for index, block in enumerate(model.blocks[1:-1], start=1):
-            model.read_ahead(model.blocks[index + 1])
+        with visit(model, 0):
+            xs = [model.embed(chunk) for chunk in chunks]
+        for layer in visits(model):
+            block = layer.block
             loras = self.adapters.loras(block)
             xs = model.decode_lanes(block, xs, loras, positions, self._cache[block])
-            model.release(block)
         self.tokens += tokens
         self._written = max(self._written, positions[-1] + length)
         if not wanted:
             return None
         x = xs.pop()
         xs.clear()
-        h = model.hidden(x, np.array([len(chunks[-1]) - 1]))
-        del x
-        logits = model.logits(h)
-        model.release(model.blocks[-1])
-        return logits
+        with visit(model, -1):
+            h = model.hidden(x, np.array([len(chunks[-1]) - 1]))
+            del x
+            return model.logits(h)

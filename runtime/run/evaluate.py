@@ -6,9 +6,8 @@ import math
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import mlx.core as mx
 import msgspec
 import numpy as np
 
@@ -20,18 +19,18 @@ from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import Source
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
+from runtime.engine.visits import visit, visits
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
-from runtime.operations.head_kernel import HeadResult
+from runtime.objectives.accuracy import Accuracy
+from runtime.objectives.next_token import NextToken
+from runtime.objectives.protocol import Objective, grouped, score
 from runtime.run.budget import check_budget, plan_evaluation
 from runtime.run.events import Events
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.signals import Stop
-
-if TYPE_CHECKING:  # training does not count labels
-    from runtime.run.label_tally import LabelTally
 
 
 def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
@@ -55,47 +54,46 @@ def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
 
 
 def evaluate(
-    model: Model, adapters: Adapters, rows: Sequence[Row], tally: LabelTally | None = None
-) -> list[StepLoss]:
-    """Loss and accuracy of each row, forward only; all rows visit each block together.
+    model: Model, adapters: Adapters, rows: Sequence[Row], objectives: Sequence[Objective]
+) -> list[list[float]]:
+    """What each group of rows adds to each objective, forward only.
 
-    A `tally` of labels counts the rows too.
+    All rows visit each block together, and the head once for all objectives.
     """
-    xs = [model.embed(row.inputs) for row in rows]
-    model.release(model.blocks[0])
-    for index, block in enumerate(model.blocks[1:-1], start=1):
-        model.read_ahead(model.blocks[index + 1])
-        xs = model.forward_lanes(block, xs, [adapters.loras(block)] * len(rows))
-        model.release(block)
-    hs = [model.hidden(xs.pop(0), row.scored) for row in rows]
-    found = model.losses(hs, [row.targets for row in rows], gradient=False, predictions=True)
-    if tally is not None:
-        tally.add(model, hs, rows)
-    model.release(model.blocks[-1])
-    return [_count(one, row) for one, row in zip(found, rows, strict=True)]
+    with visit(model, 0):
+        xs = [model.embed(row.inputs) for row in rows]
+    for layer in visits(model):
+        xs = model.forward_lanes(layer.block, xs, [adapters.loras(layer.block)] * len(rows))
+    with visit(model, -1):
+        hs = [model.hidden(xs.pop(0), row.scored) for row in rows]
+        predictions = any(objective.predicts for objective in objectives)
+        scored = score(model, rows, hs, predictions=predictions)
+        return [
+            [objective.value(group) for group in grouped(scored, objective.together)]
+            for objective in objectives
+        ]
 
 
-def _count(found: HeadResult, row: Row) -> StepLoss:
-    assert found.predicted is not None
-    right = found.predicted == mx.array(row.targets.astype("int32"))
-    loss = float(found.loss.sum().item())  # type: ignore[arg-type]
-    return StepLoss(loss, int(right.sum().item()), len(row.targets))  # type: ignore[arg-type]
+def _side_by_side(
+    session: Session, rows: Rows, count: int, together: int
+) -> Iterator[tuple[Model, list[Row]]]:
+    """The first `count` rows in order, those of one bucket that visit blocks together, by model.
 
-
-def _side_by_side(session: Session, rows: Rows, count: int) -> Iterator[list[Row]]:
-    """The first `count` rows in order, in groups of one bucket that visit blocks together."""
-    group: list[Row] = []
-    for index in range(count):
-        row = Row(*rows.row(index))
-        if group and (
-            len(group) == session.plan.evaluation_lanes
-            or session.model(len(row.inputs)) is not session.model(len(group[0].inputs))
-        ):
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
+    `together` neighbours are never parted.
+    """
+    waiting: list[Row] = []
+    current: Model | None = None
+    for numbers in grouped(range(count), together):
+        group = [Row(*rows.row(index)) for index in numbers]
+        model = session.model(max(len(row.inputs) for row in group))
+        full = len(waiting) + len(group) > session.plan.evaluation_lanes
+        if current is not None and (full or model is not current):
+            yield current, waiting
+            waiting = []
+        current = model
+        waiting += group
+    if current is not None:
+        yield current, waiting
 
 
 def evaluate_rows(
@@ -107,9 +105,11 @@ def evaluate_rows(
     what: str,
     meter: Meter,
     stop: Stop | None = None,
-    tally: LabelTally | None = None,
+    objectives: Sequence[Objective] = (),
 ) -> dict[str, Any]:
-    """Evaluate the first `limit` rows (0: all, of random rows one), and `tally` their labels.
+    """Evaluate the first `limit` rows (0: all, of random rows one): see `summarize`.
+
+    What further `objectives` show of their means is added.
 
     Raises:
         BudgetError: the footprint has passed the meter's budget.
@@ -118,15 +118,28 @@ def evaluate_rows(
     if not limit and isinstance(rows, RandomRows):
         limit = 1
     count = min(len(rows), limit) if limit else len(rows)
+    together = math.lcm(*(objective.together for objective in objectives))
     losses: list[StepLoss] = []
-    for group in _side_by_side(session, rows, count):
-        losses += evaluate(session.model(len(group[0].inputs)), adapters, group, tally)
+    sums, counts = [0.0] * len(objectives), [0] * len(objectives)
+    for model, chosen in _side_by_side(session, rows, count, together):
+        measured = (NextToken(), Accuracy(), *objectives)
+        entropies, misses, *others = evaluate(model, adapters, chosen, measured)
+        losses += [
+            StepLoss(entropy, -round(miss), len(row.targets))
+            for entropy, miss, row in zip(entropies, misses, chosen, strict=True)
+        ]
+        for number, (objective, values) in enumerate(zip(objectives, others, strict=True)):
+            sums[number] += sum(values)
+            counts[number] += objective.count(chosen)
         events.evaluation(what, len(losses), count)
         check_budget(meter, session.plan, f"{what} ended at row {len(losses)}")
         if stop is not None and stop.signal is not None and len(losses) < count:
             name = signal.Signals(stop.signal).name
             raise InterruptedRunError(f"{name}: {what} ended at row {len(losses)} of {count}")
-    return summarize(losses)
+    result = summarize(losses)
+    for objective, total, divisor in zip(objectives, sums, counts, strict=True):
+        result |= objective.shown(total / divisor)
+    return result
 
 
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
@@ -152,12 +165,19 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
         session = open_session(bundle, plan)
         adapters = Adapters.applied(manifest, adapter).in_dtype(config.adapter_dtype)
         if config.task == "labels":
-            from runtime.methods.objectives import labels_of
+            from runtime.objectives.labels import labels_of
             from runtime.run.label_tally import LabelTally
 
             tally = LabelTally(labels_of(rows, "--task labels", "rows"))
         result = evaluate_rows(
-            session, adapters, rows, config.eval_rows, events, "evaluating", meter, tally=tally
+            session,
+            adapters,
+            rows,
+            config.eval_rows,
+            events,
+            "evaluating",
+            meter,
+            objectives=[] if tally is None else [tally],
         )
         measured = {
             "data": msgspec.to_builtins(rows.report, str_keys=True),
@@ -169,5 +189,5 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
     if tally is not None:  # the tokenizer names the labels once the footprint has been measured
         from runtime.data.text_encoder import load_encoder
 
-        result |= tally.summary(load_encoder(bundle.path).show)
+        result["labels"] = tally.summary(load_encoder(bundle.path).show)
     return {"task": config.task, **result, **measured}

@@ -239,8 +239,8 @@ class Trainer:
         }
         if result.skipped:
             entry["skipped"] = True
-        if result.objective is not None:
-            entry["objective"] = result.objective
+        entry |= result.shown
+        if "objective" in result.shown:  # a share: in some steps it stays as it is
             entry["learned"] = result.record is not None and any(result.record[1] or ())
         if result.gradient_norm is not None:
             entry["gradient_norm"] = _finite(result.gradient_norm)

@@ -22,6 +22,8 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.backprop import Backprop
 from runtime.methods.dropout import StepDropout
 from runtime.methods.protocol import StepLoss
+from runtime.objectives.next_token import NextToken
+from runtime.objectives.protocol import Loss
 from runtime.operations.base import WHOLE
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.schedule import backward_schedule
@@ -101,8 +103,9 @@ def mebp(
     folder: Path,
     kept: int = 0,
     dropout: StepDropout | None = None,
+    loss: Loss | None = None,
 ) -> tuple[StepLoss, dict[str, mx.array]]:
-    """One step's loss and its gradients by full name."""
+    """One step's loss and its gradients by full name; of `loss`, or of the cross entropy."""
     manifest = model.bundle.manifest
     shape = (1, model.bucket, manifest.hidden_size)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
@@ -114,10 +117,10 @@ def mebp(
             assert names[0] not in found
             found.update(zip(names, pair, strict=True))
 
-    tokens = sum(len(row.targets) for row in rows)
-    backprop = Backprop(model, adapters, scratch, 1, kept, dropout)
-    result = backprop.gradients(rows, tokens, update)
-    assert result.tokens == tokens
+    loss = loss or NextToken()
+    backprop = Backprop(model, adapters, scratch, 1, kept, dropout, loss)
+    result = backprop.gradients(rows, loss.count(rows), update)
+    assert result.tokens == sum(len(row.targets) for row in rows)
     return result, found
 
 

@@ -62,15 +62,12 @@ class FullZerothOrder(ZerothOrder):
         return Moved(Perturbation(self.weights, number, point.query, by))
 
     def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
-        block = model.blocks[0]
-        with model.profile.block(block.label, "forward"):
-            for slot, lane in enumerate(lanes):
-                x = model.embed(rows[lane.row].inputs, self._loras[lane.point])
-                self.activations.put(0, slot, x)
-                del x
-            self._catch_up(block, model)
-            self._visited(block, model)
-            model.release(block)
+        for slot, lane in enumerate(lanes):
+            x = model.embed(rows[lane.row].inputs, self._loras[lane.point])
+            self.activations.put(0, slot, x)
+            del x
+        self._catch_up(model.blocks[0], model)
+        self._visited(model.blocks[0], model)
 
     def _perturb(
         self,

@@ -19,10 +19,11 @@ import mlx.core as mx
 import numpy as np
 
 from runtime.arrays.stored import Block
-from runtime.arrays.values import Loras, Watch
+from runtime.arrays.values import Watch
 from runtime.core.errors import DivergedError, UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
+from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.storage.activations import Activations
 
@@ -51,20 +52,19 @@ def set_bases(
                 f"--lora-rank {rank} is too large for a basis of the inputs of {name}, which have "
                 f"{columns} values; give {columns} or less"
             )
-    for slot, row in enumerate(rows):
-        activations.put(0, slot, model.embed(row.inputs))
-    model.release(model.blocks[0])
-    *blocks, head = model.blocks[1:]
-    last = max((at for at, block in enumerate(blocks) if manifest.adapted(block)), default=-1)
-    for at, block in enumerate(blocks[: last + 1]):
-        model.read_ahead((*blocks, head)[at + 1])
+    with visit(model, 0):
+        for slot, row in enumerate(rows):
+            activations.put(0, slot, model.embed(row.inputs))
+    last = max((at for at, block in enumerate(model.blocks) if manifest.adapted(block)), default=0)
+    for layer in visits(model, range(1, last + 1)):
+        block = layer.block
         if manifest.adapted(block):
             for _ in range(ITERATIONS):
                 _iterate(model, block, adapters, rows, activations)
         for slot, row in enumerate(rows):
-            y = _forward(model, block, adapters.loras(block), row, activations.get(0, slot))
+            loras = adapters.loras(block)
+            y = model.forward(block, activations.get(0, slot), loras, row.offsets)
             activations.put(0, slot, y)
-        model.release(block)
 
 
 def _iterate(
@@ -82,7 +82,7 @@ def _iterate(
             name: replace(lora, watch=Watch(partial(_add, sums, name, lora.a), len(row.inputs)))
             for name, lora in loras.items()
         }
-        _forward(model, block, watched, row, activations.get(0, slot))
+        model.forward(block, activations.get(0, slot), watched, row.offsets)
     del loras
     for name in list(sums):
         tensor = f"{block.tensor(name)}.lora_a"
@@ -90,10 +90,6 @@ def _iterate(
         if not np.isfinite(found).all():
             raise DivergedError(f"the inputs of {block.tensor(name)} are not finite")
         adapters.tensors[tensor] = mx.array(np.linalg.qr(found)[0].astype(np.float32))
-
-
-def _forward(model: Model, block: Block, loras: Loras, row: Sample, x: mx.array) -> mx.array:
-    return model.forward_lanes(block, [x], [loras], [row.offsets])[0]
 
 
 def _add(sums: Sums, name: str, q: mx.array, x: mx.array) -> None:

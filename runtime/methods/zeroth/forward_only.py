@@ -10,12 +10,12 @@ from runtime.config.train import TrainConfig
 from runtime.config.zeroth_order import SCALED
 from runtime.core.errors import UsageError
 from runtime.methods.noise import Noise
-from runtime.methods.objectives import MeanLoss, Objective, objective_of
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth.descent import Descent, descent_of
 from runtime.methods.zeroth.estimator import Estimator, by_query
 from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.objectives.registry import objective_of
 from runtime.plan.demand import Demand, lane_choices
 from runtime.storage.activations import Activations
 
@@ -96,7 +96,7 @@ def start_with(
         config.weight_decay,
         descent or _descent(config, begin),
         begin.plan.lanes,
-        _objective(config, begin),
+        objective_of(config.objective_name, begin.rows),
     )
 
 
@@ -114,13 +114,6 @@ def _noise_bytes(config: StepConfig) -> int:
     from runtime.methods.full.row_noise import noise_bytes  # other runs need it not
 
     return noise_bytes(config.rounding != "nearest")
-
-
-def _objective(config: TrainConfig, begin: Start) -> Objective:
-    if config.objective_name == "loss":
-        return MeanLoss()
-    assert begin.rows is not None, "an objective over labels needs the rows"
-    return objective_of(config.objective_name, begin.rows)
 
 
 def _hidden_states(config: StepConfig, estimator: Estimator) -> int:

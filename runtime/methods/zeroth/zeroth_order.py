@@ -30,9 +30,9 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import require_file, storage_errors
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
+from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.objectives import MeanLoss, Objective, Scored, shares
 from runtime.methods.protocol import Models, StepLoss, StepResult
 from runtime.methods.zeroth.descent import Descent, Sgd
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
@@ -46,6 +46,8 @@ from runtime.methods.zeroth.layer_scales import (
 )
 from runtime.methods.zeroth.scalar_update import Update
 from runtime.methods.zeroth.trajectory import Header, digest
+from runtime.objectives.next_token import NextToken
+from runtime.objectives.protocol import Loss, Objective, chunks, score
 from runtime.storage.activations import Activations
 
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
@@ -67,7 +69,7 @@ class ZerothOrder:
     weight_decay: float = 0.0
     descent: Descent = field(default_factory=Sgd)
     lanes: int = 2
-    objective: Objective = field(default_factory=MeanLoss)
+    objective: Objective = field(default_factory=NextToken)
     defer: bool = True
     frozen: str = ""  # the end of the names of tensors that are not trained, where there are any
     skipped: int = 0  # losses in a row that were not finite
@@ -82,20 +84,20 @@ class ZerothOrder:
         model = self.models(max(len(row.inputs) for row in rows))
         measured = self._measured(model, number, rows)
         lanes = self.estimator.lanes(len(rows))
-        losses, values = self._forward(model, number, rows, lanes)
-        return self._learn(number, rate, rows, lanes, losses, values, measured)
+        losses, means = self._forward(model, number, rows, lanes)
+        return self._learn(number, rate, rows, lanes, losses, means, measured)
 
     def _forward(
         self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> tuple[list[float], list[float]]:
+    ) -> tuple[list[float], dict[Point, float]]:
         """See `_losses`; every block is visited once, so the pending update is applied to all."""
-        self._embed(model, rows, lanes)
-        for index, block in enumerate(model.blocks[1:-1], start=1):
-            model.read_ahead(model.blocks[index + 1])
-            with model.profile.block(block.label, "forward"):
-                self._block(model, block, number, rows, lanes)
+        with visit(model, 0):
+            self._embed(model, rows, lanes)
+        for layer in visits(model):
+            self._block(model, layer.block, number, rows, lanes)
         self._pending = False
-        return self._losses(model, rows, lanes)
+        with visit(model, -1):
+            return self._losses(model, rows, lanes)
 
     def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> LayerNorms | None:
         """The norms of the layers, by which this step's directions are divided; None if not due."""
@@ -112,10 +114,10 @@ class ZerothOrder:
                 for sign in (PLUS, MINUS)
             ]
             self._only = moved
-            losses, values = self._forward(model, number, rows, lanes)
+            losses, means = self._forward(model, number, rows, lanes)
             self._only = {}
             finite = all(map(math.isfinite, losses))
-            return Seen(self._means(rows, lanes, values), len(lanes), finite)
+            return Seen(means, len(lanes), finite)
 
         if descent.of_gradient:
             layers = by_layer(descent.layers, len(self._points), len(self.estimator.points) // 2)
@@ -126,32 +128,18 @@ class ZerothOrder:
             found = LayerNorms([norm_of(tensors[name] for name in of) for of in names])
         return found._replace(norms=descent.scale(found.norms))
 
-    def _means(
-        self, rows: Sequence[Sample], lanes: Sequence[Lane], values: Sequence[float]
-    ) -> dict[Point, float]:
-        """What the objective is at each point."""
-        sums = dict.fromkeys((lane.point for lane in lanes), 0.0)
-        counts = dict.fromkeys(sums, 0)
-        for lane, value in zip(lanes, values, strict=True):
-            sums[lane.point] += value
-            counts[lane.point] += self.objective.count(rows[lane.row])
-        return {point: value / counts[point] for point, value in sums.items()}
-
     @cached_property
     def _points(self) -> list[list[Point]]:
         """The points of each query."""
         return by_query(self.estimator.points)
 
     def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
-        block = model.blocks[0]
-        with model.profile.block(block.label, "forward"):
-            for row, item in enumerate(rows):
-                x = model.embed(item.inputs)
-                for slot, lane in enumerate(lanes):
-                    if lane.row == row:
-                        self.activations.put(0, slot, x)
-                del x
-            model.release(block)
+        for row, item in enumerate(rows):
+            x = model.embed(item.inputs)
+            for slot, lane in enumerate(lanes):
+                if lane.row == row:
+                    self.activations.put(0, slot, x)
+            del x
 
     def _block(
         self,
@@ -182,7 +170,6 @@ class ZerothOrder:
             del loras  # before the next group's are drawn
             if first == 0:
                 self._visited(block, model)
-        model.release(block)
 
     def _perturb(
         self,
@@ -220,33 +207,33 @@ class ZerothOrder:
 
     def _losses(
         self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> tuple[list[float], list[float]]:
-        """The summed loss of every lane, and what it adds to the objective."""
+    ) -> tuple[list[float], dict[Point, float]]:
+        """The summed cross entropy of every lane, and the objective's mean at each point."""
         head, objective = model.blocks[-1], self.objective
+        groups: dict[tuple[Point, int], list[int]] = {}  # slots, which an objective sees together
+        for slot, lane in enumerate(lanes):
+            groups.setdefault((lane.point, lane.row // objective.together), []).append(slot)
         losses: list[float] = []
-        values: list[float] = []
-        with model.profile.block(head.label, "forward"):
-            self._catch_up(head, model)
-            for first in range(0, len(lanes), self.lanes):
-                group = lanes[first : first + self.lanes]
-                loras = [self._outside_layers(lane) for lane in group]
-                hs = [
-                    model.hidden(self.activations.get(0, first + i), rows[lane.row].scored, own)
-                    for i, (lane, own) in enumerate(zip(group, loras, strict=True))
-                ]
-                targets = [rows[lane.row].targets for lane in group]
-                results = model.losses(
-                    hs, targets, gradient=False, predictions=objective.predicts, loras=loras
-                )
-                if first == 0:
-                    self._visited(head, model)
-                losses += [float(result.loss.sum().item()) for result in results]  # type: ignore[arg-type]
-                values += [
-                    objective.value(Scored(model, rows[lane.row], h, result, own))
-                    for lane, h, result, own in zip(group, hs, results, loras, strict=True)
-                ]
-        model.release(head)
-        return losses, values
+        sums = dict.fromkeys((lane.point for lane in lanes), 0.0)
+        counts = dict.fromkeys(sums, 0)
+        self._catch_up(head, model)
+        for chunk in chunks(list(groups.values()), self.lanes, len):
+            slots = [slot for group in chunk for slot in group]
+            loras = [self._outside_layers(lanes[slot]) for slot in slots]
+            samples = [rows[lanes[slot].row] for slot in slots]
+            hs = [
+                model.hidden(self.activations.get(0, slot), sample.scored, own)
+                for slot, sample, own in zip(slots, samples, loras, strict=True)
+            ]
+            scored = score(model, samples, hs, predictions=objective.predicts, loras=loras)
+            if not losses:
+                self._visited(head, model)
+            losses += [one.cross_entropy for one in scored]
+            for group in chunk:
+                point, seen = lanes[group[0]].point, [scored.pop(0) for _ in group]
+                sums[point] += objective.value(seen)
+                counts[point] += objective.count([one.sample for one in seen])
+        return losses, {point: total / counts[point] for point, total in sums.items()}
 
     def _learn(
         self,
@@ -255,7 +242,7 @@ class ZerothOrder:
         rows: Sequence[Sample],
         lanes: Sequence[Lane],
         losses: Sequence[float],
-        values: Sequence[float],
+        means: Losses,
         measured: LayerNorms | None,
     ) -> StepResult:
         tokens = sum(len(row.targets) for row in rows)
@@ -265,19 +252,18 @@ class ZerothOrder:
             self.skipped += 1
             return StepResult(mean, passes, self.skipped, [rate, None])
         self.skipped = 0
-        found = self._means(rows, lanes, values)
-        share = shares(self.objective, list(found.values()))
-        if share is None:  # a share of right answers often stays as it is
-            self._check_moved(found)
-        gradients = self.estimator.gradients(found, self.epsilon)
-        curvatures = self.estimator.curvatures(found, self.epsilon)
+        shown = self.objective.shown(sum(means.values()) / len(means))
+        if isinstance(self.objective, Loss):  # a share of right answers often stays as it is
+            self._check_moved(means)
+        gradients = self.estimator.gradients(means, self.epsilon)
+        curvatures = self.estimator.curvatures(means, self.epsilon)
         scales = tuple(measured.norms) if measured else ()
         update = Update(number, rate, gradients, self.weight_decay, curvatures, scales)
         self._pending = True
         self.descent.remember(update)
         if not self.defer:
             self.settle()
-        return StepResult(mean, passes, 0, update.record, objective=share)
+        return StepResult(mean, passes, 0, update.record, shown=shown)
 
     def _check_moved(self, losses: Losses) -> None:
         """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.

@@ -15,21 +15,22 @@ from support.runs import adapter, here, ondevice, train_arguments
 
 from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
-from runtime.config.zeroth_order import OBJECTIVES
+from runtime.config.objectives import OBJECTIVES
 from runtime.core.errors import DataError
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.objectives import MOST_LABELS, labels_of, objective_of
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.objectives.labels import MOST_LABELS, labels_of
+from runtime.objectives.registry import objective_of
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
 EPSILON = 0.02
-SHARES = OBJECTIVES[1:]
+SHARES = tuple(OBJECTIVES)[1:]
 
 
 class Listed:
@@ -126,7 +127,7 @@ def test_numbers_are_differences_of_shares(
     result = method.step(0, 0.1, [samples])
     assert result.record is not None
     assert result.record[1] == pytest.approx([(minus - plus) / (2 * EPSILON)], abs=1e-9)
-    assert result.objective == pytest.approx((plus + minus) / 2)
+    assert result.shown == {"objective": pytest.approx((plus + minus) / 2)}
     losses = [reference.plain_loss(model, adapters, [row]) for row in rows]
     assert result.loss.tokens == sum(len(row.targets) for row in rows)
     assert 0.2 < result.loss.loss_sum / result.loss.tokens / np.mean(losses) < 5  # still the loss
@@ -142,7 +143,7 @@ def test_a_share_that_stays_ends_no_run(tiny: Tiny, rng: Rng, seed: int, tmp_pat
     method = method_of(model, adapters, tmp_path, seed, "exact", rows)
     before = {name: np.array(value) for name, value in adapters.tensors.items()}
     for step in range(12):
-        assert method.step(step, 0.1, [rows]).objective == 0
+        assert method.step(step, 0.1, [rows]).shown == {"objective": 0}
     method.settle()
     assert all(
         mx.array_equal(adapters.tensors[name], mx.array(old)) for name, old in before.items()

@@ -1,0 +1,14 @@
+"""What training can improve, by name: where the code of each objective is.
+
+Objectives are named here and nowhere else, and `--objective` takes these names. The first one is
+what training improves where no other is asked for.
+"""
+
+from __future__ import annotations
+
+OBJECTIVES: dict[str, str] = {
+    "loss": "runtime.objectives.next_token",
+    "accuracy": "runtime.objectives.accuracy",
+    "exact": "runtime.objectives.exact_match",
+    "labels": "runtime.objectives.labels",
+}

@@ -1,0 +1,36 @@
+"""The cross entropy of the next token: the mean over all scored positions.
+
+    loss = -log p(target | what precedes it)
+
+`runtime.operations.head_kernel` computes it and its gradient while it streams the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from runtime.engine.sample import NumberedRows, Sample
+from runtime.objectives.protocol import Group, Loss
+
+
+class NextToken(Loss):
+    """The cross entropy of the scored tokens."""
+
+    def count(self, samples: Sequence[Sample]) -> int:
+        return sum(len(sample.targets) for sample in samples)
+
+    def value(self, group: Group) -> float:
+        return sum(scored.cross_entropy for scored in group)
+
+    def gradients(self, group: Group) -> list[mx.array]:
+        return [scored.gradient for scored in group]
+
+    def shown(self, mean: float) -> dict[str, float]:
+        """Nothing: it is the cross entropy."""
+        return {}
+
+
+def objective(rows: NumberedRows | None) -> NextToken:
+    return NextToken()
