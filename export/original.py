@@ -25,7 +25,7 @@ from runtime.bundle.float_manifest import float_manifest
 from runtime.bundle.quality import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, DataError, UsageError
-from runtime.methods.protocol import Row
+from runtime.engine.sample import Row
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"

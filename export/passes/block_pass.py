@@ -18,9 +18,9 @@ import numpy.typing as npt
 from runtime.arrays.arrays import view
 from runtime.arrays.values import Values
 from runtime.engine.model import Model, Positions
+from runtime.engine.sample import Row
 from runtime.engine.visits import visit
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Row
 from runtime.operations.program import Program
 from runtime.operations.values import bytes_at
 from runtime.plan.lower import LoweredBlock

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from export.passes.engine import ExportEngine
     from runtime.arrays.weight_source import RowReader
     from runtime.bundle.quality import Quality
+    from runtime.engine.sample import Row
     from runtime.methods.adapters import Adapters
-    from runtime.methods.protocol import Row
 
 Progress = Callable[[str, int, int], None]
 

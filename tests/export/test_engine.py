@@ -22,8 +22,8 @@ from harness.peers.whole_model import batch_loss, build_model
 from runtime.bundle.float_manifest import float_manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
+from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
-from runtime.methods.protocol import Row
 
 F32 = npt.NDArray[np.float32]
 LENGTHS = (31, 9, 20, 32, 12)

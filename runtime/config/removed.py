@@ -12,7 +12,7 @@ from runtime.core.errors import UsageError
 
 # options without which a run goes on to the same bits, and what is no longer done
 OPTIONS = {"heap_relief": "no heap memory is given back near the predicted peak"}
-METHODS: tuple[str, ...] = ()  # a run of one cannot go on
+METHODS = ("lozo", "meazo", "conmezo", "grzo", "zo-muon")  # a run of one cannot go on
 
 
 def load_run(
