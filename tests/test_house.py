@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from support.pages import PAGES
 from support.source_rules import (
     PACKAGES,
-    ROOT,
     calls_of_sleep,
     classes_told_apart,
     draws_without_the_seed,
@@ -159,11 +159,10 @@ def test_classes_of_operations_are_told_apart_where_they_belong() -> None:
 
 
 def test_words_that_are_gone_do_not_come_back() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
     none(
         [
             f"{relative(path)}:{number}: {line}"
-            for path in [*modules(*PACKAGES, "tests"), *pages]
+            for path in [*modules(*PACKAGES, "tests"), *PAGES]
             if relative(path) not in SAYS_GONE_WORDS
             for number, line in lines_with(path.read_text(), GONE)
         ]

@@ -11,10 +11,22 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.pages import FENCE, PAGES, README, ROOT, lines_of, scripts, section
+from support.pages import (
+    CHANGELOG,
+    FENCE,
+    PAGES,
+    README,
+    ROOT,
+    USER_PAGES,
+    lines_of,
+    scripts,
+    section,
+)
 from support.runs import here
 
 MOST_WORDS = 1200
+MOST_WORDS_OF_USER_PAGES = 15_000  # of docs/*.md together
+MOST_LINES_OF_CHANGELOG = 40  # until a version is released
 # flags that the pages describe and that are being added; remove them from here once they exist
 AWAITED: set[str] = set()
 
@@ -50,6 +62,15 @@ def slug(heading: str) -> str:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().split()) <= MOST_WORDS
+
+
+def test_the_user_pages_are_short() -> None:
+    words = {page.name: len(page.read_text().split()) for page in USER_PAGES}
+    assert sum(words.values()) <= MOST_WORDS_OF_USER_PAGES, words
+
+
+def test_the_changelog_is_short() -> None:
+    assert len(CHANGELOG.read_text().splitlines()) <= MOST_LINES_OF_CHANGELOG
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -93,7 +93,8 @@ def _bars(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("measured", type=Path, nargs="?", default=DOCS / "bench" / "peers.json")
+    measured = DOCS / "lab" / "bench" / "peers.json"
+    parser.add_argument("measured", type=Path, nargs="?", default=measured)
     parser.add_argument("--output", type=Path, default=DOCS / "footprint-and-time.png")
     arguments = parser.parse_args(argv)
     draw(json.loads(arguments.measured.read_text()), arguments.output)

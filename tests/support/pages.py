@@ -1,4 +1,7 @@
-"""The README and the pages of docs: their fenced scripts, and the commands of ondevice in them."""
+"""The README and the pages of docs: their fenced scripts, and the commands of ondevice in them.
+
+The log of experiments is no page: it keeps the names and commands of its time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
+CHANGELOG = ROOT / "CHANGELOG.md"
+LOG = ROOT / "docs" / "lab" / "log.md"
+USER_PAGES = sorted(ROOT.glob("docs/*.md"))
+LAB_PAGES = [page for page in sorted(ROOT.glob("docs/lab/*.md")) if page != LOG]
+PAGES = (README, ROOT / "CONTRIBUTING.md", CHANGELOG, *USER_PAGES, *LAB_PAGES)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
