@@ -16,7 +16,7 @@ from runtime.config.shared import StepConfig
 from runtime.data.rows import count_rows
 from runtime.data.run_rows import TOKENS
 from runtime.methods.registry import method as implementation
-from runtime.plan.demand import Demand
+from runtime.methods.registry import passes_before
 
 UNBOUNDED_STEPS = 1_000_000  # where time ends a run
 EVALUATIONS = 20  # at most, of a run, unless --eval-every is given
@@ -34,7 +34,8 @@ def passes_of_row(method: str) -> int:
 
 def passes_of_step(config: CompareConfig, method: str) -> int:
     """The forward passes of one step."""
-    return _demand(config, method).hidden_states * passes_of_row(method)
+    demand = implementation(method).demand(_step(config, method))
+    return demand.hidden_states * passes_of_row(method)
 
 
 def first_passes(config: CompareConfig, method: str, run: Path | None = None) -> int:
@@ -43,17 +44,14 @@ def first_passes(config: CompareConfig, method: str, run: Path | None = None) ->
     What a run's method has needed is known from its settings and the number of its rows, so runs
     need not have written it down.
     """
-    demand = _demand(config, method)
-    rows = demand.first_rows
-    if run is not None and rows and (tokens := run / TOKENS[0]).exists():
-        rows = min(rows, count_rows(tokens))
-    return rows * demand.first_passes
+    tokens = None if run is None else run / TOKENS[0]
+    rows = None if tokens is None or not tokens.exists() else count_rows(tokens)
+    return passes_before(_step(config, method), rows)
 
 
-def _demand(config: CompareConfig, method: str) -> Demand:
+def _step(config: CompareConfig, method: str) -> StepConfig:
     queries = config.queries if method in OPTIONS_OF["queries"] else None
-    step = StepConfig(bundle="any", method=method, batch_size=config.batch_size, queries=queries)
-    return implementation(method).demand(step)
+    return StepConfig(bundle="any", method=method, batch_size=config.batch_size, queries=queries)
 
 
 def step_limit(config: CompareConfig, method: str) -> int:

@@ -7,9 +7,13 @@ where there is one. It is the same in any order of execution, on resume, and on 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import mlx.core as mx
+
+from runtime.config.zeroth_order import MOST_POOL
 
 
 def number_of(*parts: int | str) -> int:
@@ -37,6 +41,23 @@ class Noise:
     seed: int
     kind: str = "gaussian"
     pool: int = 0
+    log_fields: ClassVar[tuple[str, ...]] = ("pool",)
+
+    @classmethod
+    def of_log(cls, seed: int, kind: str, fields: Mapping[str, Any]) -> Noise:
+        """The noise that a log's header describes."""
+        return cls(seed, kind, fields.get("pool", 0))
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        """See `runtime.methods.zeroth.log_fields`."""
+        pool = fields["pool"]
+        if type(pool) is not int or not 0 <= pool <= MOST_POOL:
+            raise ValueError(f"its pool of directions is {pool!r}")
+
+    def header(self) -> dict[str, Any]:
+        """What a log's header says of it besides its seed and kind."""
+        return {"pool": self.pool} if self.pool else {}
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
         """z of `tensor`, float32, with mean 0 and variance 1 in every element."""

@@ -29,8 +29,6 @@ class Demand:
     trains_weights: whether all weights are trained, in place of adapters.
     noise_bytes: memory in which noise for the weights is drawn.
     packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
-    first_rows: rows that are run forward before the first step, or all that there are, if fewer.
-    first_passes: how often each of them passes through a block then, at most.
     """
 
     rows: int = 1
@@ -50,8 +48,6 @@ class Demand:
     trains_weights: bool = False
     noise_bytes: int = 0
     packs: bool = False
-    first_rows: int = 0
-    first_passes: int = 0
 
 
 def lane_choices(most: int, fewest: int = 1) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from runtime.core.paths import text_path
 from runtime.machine.backend import use_device
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
+from runtime.methods.zeroth.log_header import Header, digest
 from runtime.methods.zeroth.scalar_update import Update
-from runtime.methods.zeroth.trajectory import Header, check_belongs, digest, read_log, rebuild
+from runtime.methods.zeroth.trajectory import check_belongs, read_log, rebuild
 from runtime.run.best import best_of
 from runtime.run.folder import INITIAL, SUMMARY, TRAJECTORY, RunFolder
 from runtime.run.open import open_verified
@@ -53,10 +54,10 @@ def replay(
         )
     folder = RunFolder(run)
     folder.check(CONFIG)
-    config = load_run(run / CONFIG, {})
     header, updates = read_log(run / TRAJECTORY)
+    config = load_run(run / CONFIG, {})
     opened = open_verified(bundle or config.bundle)
-    if header.trained == "full":
+    if FullWeights.wrote(header.more):
         return _replay_weights(folder, config, header, updates, opened, output)
     opened = opened.with_lora(header.settings or opened.manifest.lora)
     use_device(choose_device(config.device, opened.manifest))

@@ -20,8 +20,10 @@ from runtime.methods.full.row_noise import DRAWS, RowNoise
 from runtime.methods.full.stored_floats import expand
 from runtime.methods.full.weights import FullWeights, slot_layouts
 from runtime.methods.full.zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
+from runtime.methods.noise import Noise
+from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.scalar_update import Update
-from runtime.methods.zeroth.trajectory import Header, read_log
+from runtime.methods.zeroth.trajectory import read_log
 from runtime.run.folder import TRAJECTORY
 from runtime.storage.read_ahead import ReadAhead
 from runtime.storage.saves import SLOTS
@@ -51,8 +53,11 @@ def open_weights(
         BundleError: the log is damaged, or the slots cannot be read.
         StorageError: the disk has no room for the slots.
     """
-    header, updates = read_log(run / TRAJECTORY) if done else (None, [])
-    pool = 0 if header is None else header.pool  # a new run's method sets it
+    noise = Noise(config.seed, config.noise_kind)  # a new run's method replaces it
+    updates: list[Update | None] = []
+    if done:
+        header, updates = read_log(run / TRAJECTORY)
+        noise = Noise.of_log(config.seed, config.noise_kind, header.more)
     manifest = bundle.manifest
     assert config.rounding is not None, "the configuration of a run names its rounding"
     what = (manifest.weights_sha256, config.seed, config.noise_kind, config.rounding)
@@ -62,7 +67,7 @@ def open_weights(
         manifest,
         Weights(bundle, prefetch),
         slots,
-        RowNoise(config.seed, config.noise_kind, pool),
+        RowNoise.like(noise),
         config.rounding,
         done,
         dict(enumerate(updates[:done])),
@@ -89,13 +94,13 @@ def write_trained(
         UsageError: there is something at `output` already.
     """
     manifest = bundle.manifest
-    noise = RowNoise(header.seed, header.noise, header.pool)
+    noise = RowNoise.like(Noise.of_log(header.seed, header.noise, header.more))
     trained = FullWeights(
         manifest,
         Weights(bundle),
         None,
         noise,
-        header.rounding,
+        FullWeights.rounding_in(header.more),
         len(updates),
         dict(enumerate(updates)),
     )

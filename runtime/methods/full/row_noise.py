@@ -100,6 +100,11 @@ class RowNoise:
     pool: int = 0
     _tile: F32 = field(default_factory=lambda: np.empty(0, np.float32), repr=False)
 
+    @classmethod
+    def like(cls, noise: Noise) -> RowNoise:
+        """The noise of the same seed, kind and pool."""
+        return cls(noise.seed, noise.kind, noise.pool)
+
     def draw(self, step: int, query: int, tensor: str, start: int, out: F32) -> None:
         """Fill `out` (R, C) with z of rows start:start+R of `tensor`, contiguous."""
         rows, columns = out.shape

@@ -12,7 +12,9 @@ run (`runtime.storage.slots`); a version is the number of steps that a block has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -22,8 +24,10 @@ from runtime.arrays.arrays import quiet, view
 from runtime.arrays.stored import ITEM_BYTES, Block, Matrix
 from runtime.arrays.weight_source import FloatTile, WeightSource, new_rows
 from runtime.bundle.manifest import Manifest
+from runtime.config.shared import ROUNDINGS
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.stored_floats import F32, Octets, expand, rounded
+from runtime.methods.noise import Noise
 from runtime.methods.zeroth.scalar_update import Update
 from runtime.operations.values import F32 as F32_BYTES
 from runtime.storage.read_ahead import ReadAhead
@@ -88,6 +92,7 @@ class FullWeights:
     and every read applies all updates to the bundle's weights.
     """
 
+    log_fields: ClassVar[tuple[str, ...]] = ("trained", "rounding")
     manifest: Manifest
     base: WeightSource
     slots: Slots | None
@@ -101,6 +106,33 @@ class FullWeights:
     _visit: _Visit | None = field(default=None, init=False)
     _buffers: dict[str, F32] = field(default_factory=dict, init=False, repr=False)
     _drawn: tuple[object, ...] = field(default=(), init=False, repr=False)
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        """See `runtime.methods.zeroth.log_fields`."""
+        trained, rounding = fields.get("trained"), cls.rounding_in(fields)
+        if trained != "full":
+            raise ValueError(f"what it trains is {trained!r}")
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"its rounding is {rounding!r}")
+        if others := fields.keys() - {*cls.log_fields, *Noise.log_fields}:
+            raise ValueError(f"it trains all weights, and has {', '.join(sorted(others))}")
+
+    @classmethod
+    def wrote(cls, fields: Mapping[str, Any]) -> bool:
+        """Whether a log with these fields is that of all weights; else it is of adapters."""
+        return "trained" in fields
+
+    @classmethod
+    def rounding_in(cls, fields: Mapping[str, Any]) -> str:
+        """How a log with these fields rounds updated weights."""
+        rounding: str = fields.get("rounding", ROUNDINGS[0])
+        return rounding
+
+    def header(self) -> dict[str, Any]:
+        """Its `log_fields`, as a log's header holds them."""
+        rounds = {} if self.rounding == ROUNDINGS[0] else {"rounding": self.rounding}
+        return {"trained": "full", **rounds}
 
     def __post_init__(self) -> None:
         self.tensors = trained_tensors(self.manifest)

@@ -20,8 +20,8 @@ from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, Perturbation
 from runtime.methods.protocol import StepResult
 from runtime.methods.zeroth.estimator import Lane, Point
+from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.scalar_update import Update
-from runtime.methods.zeroth.trajectory import Header
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 
 
@@ -37,7 +37,7 @@ class FullZerothOrder(ZerothOrder):
 
     def __post_init__(self) -> None:
         noise = self.noise
-        self.weights.noise = RowNoise(noise.seed, noise.kind, noise.pool)
+        self.weights.noise = RowNoise.like(noise)
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`."""
@@ -97,16 +97,6 @@ class FullZerothOrder(ZerothOrder):
 
     def log_header(self) -> str:
         """The header of the log from which `ondevice replay` rebuilds the run's weights."""
-        weights = self.weights
-        sha256 = weights.manifest.weights_sha256
-        return Header(
-            weights.noise.seed,
-            weights.noise.kind,
-            self.weight_decay,
-            sha256,
-            sha256,
-            {},
-            pool=weights.noise.pool,
-            trained="full",
-            rounding=weights.rounding,
-        ).line()
+        noise, sha256 = self.noise, self.weights.manifest.weights_sha256
+        more = {**noise.header(), **self.weights.header()}
+        return Header(noise.seed, noise.kind, self.weight_decay, sha256, sha256, more=more).line()

@@ -21,26 +21,90 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
+from runtime.arrays.stored import Block
+from runtime.bundle.manifest import Manifest
+from runtime.config.zeroth_order import MOST_WINDOW
 from runtime.methods.noise import Noise
+from runtime.methods.zeroth.estimator import Losses
 from runtime.methods.zeroth.scalar_update import Update
 
 BETA1, BETA2, ZETA = 0.9, 0.999, 1e-8
 
 
+class Seen(NamedTuple):
+    """What the objective was at some points, after how many forward passes."""
+
+    means: Losses
+    forward_passes: int
+    finite: bool  # whether all losses were
+
+
+class Measured(NamedTuple):
+    """What a descent has measured before a step, which the step's update will hold as extras."""
+
+    extras: Sequence[float] = ()
+    forward_passes: int = 0
+    finite: bool = True  # whether all losses were
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a descent can look at before a step, on the step's own batch.
+
+    `alone` evaluates the two points of each of some queries, each of which moves one block only.
+    Such queries count from `first`, behind the step's own; `together` fit into one call.
+    """
+
+    theta: Mapping[str, mx.array]
+    epsilon: float
+    first: int
+    together: int
+    alone: Callable[[Mapping[int, Block]], Seen]
+
+
 class Descent(ABC):
     """Applies updates in the order in which they are remembered, each to every tensor."""
 
-    optimizer: ClassVar[str]  # its name, one of OPTIMIZERS
     scratch_copies: ClassVar[int]  # memory of an update, in multiples of what it updates
-    window: int = 0
-    smoothing: float = 0.0  # of its estimate of the Hessian; 0 where it has none
-    scaling: tuple[str, str] = ("", "")  # its layers' scales, and what they change
+    log_fields: ClassVar[tuple[str, ...]] = ()  # of a log's header that only it writes
+
+    @classmethod
+    @abstractmethod
+    def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> Descent:
+        """The descent that wrote these fields of a log's header, at its beginning."""
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        """See `runtime.methods.zeroth.log_fields`; only one that has fields is asked."""
+        raise NotImplementedError(cls.__name__)
+
+    @classmethod
+    def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
+        """Check what follows the gradients in a step's line of the log.
+
+        Raises:
+            ValueError: it is not this descent's.
+        """
+        if extras:
+            raise ValueError("holds more than projected gradients")
+
+    def header(self) -> dict[str, Any]:
+        """Its `log_fields`, as a log's header holds them."""
+        return {}
+
+    def due(self, step: int) -> bool:
+        """Whether it must `measure` before a step."""
+        return False
+
+    def measure(self, probe: Probe) -> Measured:
+        """Measure what the next directions depend on; all updates are applied."""
+        return Measured()
 
     def direction(self, tensor: str, z: mx.array) -> mx.array:
         """Along what a tensor is perturbed where its noise is z."""
@@ -81,7 +145,11 @@ class Descent(ABC):
 class Sgd(Descent):
     """Each estimate on its own."""
 
-    optimizer, scratch_copies = "sgd", 3  # theta, z and their sum
+    scratch_copies = 3  # theta, z and their sum
+
+    @classmethod
+    def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> Sgd:
+        return cls()
 
     def remember(self, update: Update) -> None:
         self._latest = update
@@ -94,11 +162,30 @@ class Sgd(Descent):
 class Averages(Descent):
     """What momentum and Adam share: the numbers of the latest `window` estimates."""
 
+    optimizer: ClassVar[str]
+    log_fields = ("optimizer", "window")
     window: int
     _kept: deque[Update] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._kept = deque(maxlen=self.window)
+
+    @classmethod
+    def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> Averages:
+        return AVERAGING[fields["optimizer"]](fields["window"])
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        optimizer, window = fields.get("optimizer"), fields.get("window")
+        if optimizer not in AVERAGING:
+            raise ValueError(
+                f"its optimizer is {optimizer!r}; it must be one of {', '.join(AVERAGING)}"
+            )
+        if type(window) is not int or not 1 <= window <= MOST_WINDOW:
+            raise ValueError(f"its window is {window!r}, with {optimizer}")
+
+    def header(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "window": self.window}
 
     def remember(self, update: Update) -> None:
         self._kept.append(update)
@@ -157,9 +244,9 @@ class Adam(Averages):
 
 
 AVERAGING: dict[str, type[Averages]] = {one.optimizer: one for one in (Momentum, Adam)}
-OPTIMIZERS = (Sgd.optimizer, *AVERAGING)
+BY_NAME: dict[str, type[Descent]] = {"sgd": Sgd, **AVERAGING}
 
 
 def descent_of(optimizer: str, window: int) -> Descent:
-    """The descent of one of OPTIMIZERS; plain SGD has no window."""
+    """The descent of one of BY_NAME; plain SGD has no window."""
     return AVERAGING[optimizer](window) if optimizer in AVERAGING else Sgd()

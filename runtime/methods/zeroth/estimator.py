@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class Point(NamedTuple):
@@ -41,6 +41,8 @@ def by_query(points: Sequence[Point]) -> list[list[Point]]:
 class Estimator(ABC):
     """How a step's losses become one number per direction; all state is a few scalars."""
 
+    log_fields: ClassVar[tuple[str, ...]] = ()  # of a log's header that only it writes
+
     @property
     @abstractmethod
     def points(self) -> Sequence[Point]:
@@ -64,9 +66,23 @@ class Estimator(ABC):
     def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
         """One number per query: what its direction is multiplied by. All losses are finite."""
 
-    def curvatures(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
-        """The second difference along each query's direction; none where nothing uses them."""
+    def extras(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
+        """What else of the losses the descent needs, as numbers of the step's update."""
         return ()
+
+    @classmethod
+    def trains(cls, tensor: str) -> bool:
+        """Whether it moves a tensor of the adapters."""
+        return True
+
+    def header(self) -> dict[str, Any]:
+        """Its `log_fields`, as a log's header holds them."""
+        return {}
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        """See `runtime.methods.zeroth.log_fields`; only one that has fields is asked."""
+        raise NotImplementedError(cls.__name__)
 
     def state(self) -> dict[str, Any]:
         """What a save must hold for the next step, as JSON."""

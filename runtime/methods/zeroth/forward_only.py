@@ -7,13 +7,11 @@ from functools import partial
 
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
-from runtime.config.zeroth_order import SCALED
 from runtime.core.errors import UsageError
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth.descent import Descent, descent_of
+from runtime.methods.zeroth.descent import Descent, Sgd
 from runtime.methods.zeroth.estimator import Estimator, by_query
-from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.registry import objective_of
 from runtime.plan.demand import Demand, lane_choices
@@ -22,7 +20,7 @@ from runtime.storage.activations import Activations
 MOST_LANES = 16  # hidden states side by side, where they fit
 
 
-def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
+def demand_of(config: StepConfig, estimator: Estimator, descent: type[Descent] = Sgd) -> Demand:
     """Needs a checkpoint for each hidden state, and a copy of a block's adapters for each point.
 
     The copies of a query are freed once its hidden states are done.
@@ -42,18 +40,6 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
             "from small differences between losses, to which random masks add noise; leave it out, "
             "or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
         )
-    descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
-    if config.trains_all and descent.window:
-        raise UsageError(
-            f"--zo-optimizer {descent.optimizer} is not for --trainable full: every step would "
-            "draw the noise of all parameters again for each estimate in its window; leave it out"
-        )
-    if config.trains_all and config.zo_scaling is not None:
-        raise UsageError(
-            f"--zo-scaling {config.zo_scaling} is not for --trainable full: its scales are those "
-            "of layers' adapters; leave it out, or give --trainable lora"
-        )
-    scratch = ScaledDescent.scratch_copies if config.zo_scaling else descent.scratch_copies
     points = estimator.points
     of_query = max(map(len, by_query(points)))
     hidden_states = _hidden_states(config, estimator)
@@ -63,7 +49,7 @@ def demand_of(config: StepConfig, estimator: Estimator) -> Demand:
         slots=1,
         lanes=lane_choices(min(MOST_LANES, hidden_states), fewest=2),
         adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
-        scratch_copies=max(3, scratch),  # z, theta and their sum; or an update's
+        scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
         trains_weights=config.trains_all,
         noise_bytes=_noise_bytes(config),
     )
@@ -78,7 +64,7 @@ def start_with(
 ) -> ZerothOrder:
     """The method of an estimator at its beginning.
 
-    Without `noise`, a step has its own; without `descent`, it is that of the configuration.
+    Without `noise`, each step draws its own; without `descent`, it is plain SGD.
     """
     slots = _hidden_states(config, estimator)
     make: Callable[..., ZerothOrder] = ZerothOrder
@@ -94,18 +80,10 @@ def start_with(
         config.epsilon,
         estimator,
         config.weight_decay,
-        descent or _descent(config, begin),
+        descent or Sgd(),
         begin.plan.lanes,
         objective_of(config.objective_name, begin.rows),
     )
-
-
-def _descent(config: TrainConfig, begin: Start) -> Descent:
-    """What follows the estimates, as the options of mezo say."""
-    if config.zo_scaling is None:
-        return descent_of(config.zo_optimizer_name, config.zo_window_size)
-    scaled, interval = config.zo_scaled or SCALED[0], config.zo_scaling_interval or 0
-    return ScaledDescent(config.zo_scaling, scaled, interval, begin.adapters.manifest)
 
 
 def _noise_bytes(config: StepConfig) -> int:

@@ -7,19 +7,22 @@ smoothing and w the weight decay:
     S <- (1 - a) S + a (1/n) sum_i |h_i| S z_i^2
     theta <- theta - rate ((1/n) sum_i g_i z_i / sqrt(S) + w theta)
 
-The second line takes the new S. S has the size of the adapters, and lies where the caller says.
+The second line takes the new S. S has the size of the adapters, and lies where the caller says. An
+update has h_i as its extras.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
-from typing import IO
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import IO, Any
 
 import mlx.core as mx
 import numpy as np
 
+from runtime.bundle.manifest import Manifest
 from runtime.core.errors import DivergedError
+from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Descent
 from runtime.methods.zeroth.scalar_update import Update
@@ -28,8 +31,8 @@ from runtime.methods.zeroth.scalar_update import Update
 class HessianDescent(Descent):
     """Each estimate of the gradient on its own, scaled, and the estimate of the Hessian."""
 
-    optimizer = "sgd"
     scratch_copies = 4  # theta, S, z and what becomes of them, tensor by tensor
+    log_fields = ("hessian_smoothing",)
 
     def __init__(
         self,
@@ -38,10 +41,28 @@ class HessianDescent(Descent):
         estimate: MutableMapping[str, mx.array],
     ) -> None:
         """`estimate` will hold S by tensor; all of `shapes` become ones in it."""
-        self.smoothing = smoothing
+        self._smoothing = smoothing
         self._shapes, self._estimate = dict(shapes), estimate
         for tensor, shape in shapes.items():
             estimate[tensor] = mx.ones(shape)
+
+    @classmethod
+    def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> HessianDescent:
+        return cls(fields["hessian_smoothing"], Adapters.shapes(manifest), {})
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        smoothing = fields["hessian_smoothing"]
+        if type(smoothing) not in (int, float) or not 0 < smoothing < 1:
+            raise ValueError(f"its smoothing of the Hessian is {smoothing!r}")
+
+    @classmethod
+    def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
+        if len(extras) != len(gradients):
+            raise ValueError("holds no second difference for each gradient")
+
+    def header(self) -> dict[str, Any]:
+        return {"hessian_smoothing": self._smoothing}
 
     def remember(self, update: Update) -> None:
         self._latest = update
@@ -58,15 +79,15 @@ class HessianDescent(Descent):
         """
         latest, s = self._latest, self._estimate[tensor]
         seen = mx.zeros(value.shape)
-        for query, h in enumerate(latest.curvatures):
+        for query, h in enumerate(latest.extras):
             z = noise.draw(latest.step, query, tensor, value.shape)
-            seen = seen + s * mx.square(z) * (abs(h) / len(latest.curvatures))
+            seen = seen + s * mx.square(z) * (abs(h) / len(latest.extras))
             mx.eval(seen)  # so that no more than one direction is in memory
-        s = s * (1 - self.smoothing) + seen * self.smoothing
+        s = s * (1 - self._smoothing) + seen * self._smoothing
         if not _is_scale(s):
             raise DivergedError(
                 f"in step {latest.step} the estimate of the curvature for {tensor} has left the "
-                f"range of float32; lower --hessian-smoothing (now {self.smoothing:g}) or "
+                f"range of float32; lower --hessian-smoothing (now {self._smoothing:g}) or "
                 "--learning-rate"
             )
         self._estimate[tensor] = s

@@ -42,7 +42,7 @@ class ThreePoint(TwoPoint):
     def points(self) -> Sequence[Point]:
         return [THETA, *super().points]
 
-    def curvatures(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
+    def extras(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
         return tuple(
             (losses[plus] + losses[minus] - 2 * losses[THETA]) / (2 * epsilon * epsilon)
             for plus, minus in self.compared
@@ -61,12 +61,7 @@ def demand(config: StepConfig) -> Demand:
             "curvature for each trained value, which would be another copy of the model; give "
             "--method mezo, or --trainable lora"
         )
-    return replace(
-        demand_of(config, ThreePoint(config.directions)),
-        moments=1,
-        scratch_copies=HessianDescent.scratch_copies,
-        trains_weights=False,
-    )
+    return replace(demand_of(config, ThreePoint(config.directions), HessianDescent), moments=1)
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:

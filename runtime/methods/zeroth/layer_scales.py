@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,56 +31,58 @@ from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import SCALED, SCALINGS
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Descent
-from runtime.methods.zeroth.estimator import MINUS, PLUS, Losses, Point
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen
+from runtime.methods.zeroth.estimator import MINUS, PLUS, Point
 from runtime.methods.zeroth.scalar_update import Update, projected_gradient
-
-
-class LayerNorms(NamedTuple):
-    """Norms of the layers that have adapters, in their order, and what measuring them took."""
-
-    norms: Sequence[float]
-    forward_passes: int = 0
-    finite: bool = True  # whether all losses were
-
-
-class Seen(NamedTuple):
-    """What the objective was at some points, after how many forward passes."""
-
-    means: Losses
-    forward_passes: int
-    finite: bool
 
 
 class ScaledDescent(Descent):
     """Each estimate of the gradient on its own, along directions that are scaled by layer."""
 
-    optimizer = "sgd"
     scratch_copies = 4  # theta, z, z scaled, and their sum
+    log_fields = ("scaling", "scaled")
 
     def __init__(self, scaling: str, scaled: str, interval: int, manifest: Manifest) -> None:
         """`interval` is in steps; 0 measures the scales only once."""
-        self.scaling = (scaling, scaled)
-        self._interval = interval
+        self._scaling, self._scaled, self._interval = scaling, scaled, interval
         self.layers: tuple[Block, ...] = tuple(filter(manifest.adapted, manifest.blocks))
-        self._index = {
-            full: index
-            for index, block in enumerate(self.layers)
-            for full in manifest.adapter_shapes(block)
-        }
+        self._names = [list(manifest.adapter_shapes(block)) for block in self.layers]
+        self._index = {full: index for index, of in enumerate(self._names) for full in of}
         self._scales: tuple[float, ...] = ()  # of the next directions
         self._latest_scales: tuple[float, ...] = ()  # of the latest update
         self._measured = 0  # in which step they were
 
-    @property
-    def of_gradient(self) -> bool:
-        """Whether the scales are norms of the gradient, and not of the parameters."""
-        return self.scaling[0] == SCALINGS[1]
+    @classmethod
+    def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> ScaledDescent:
+        return cls(fields["scaling"], fields["scaled"], 0, manifest)
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        scaling, scaled = fields.get("scaling"), fields.get("scaled")
+        if scaling not in SCALINGS or scaled not in SCALED:
+            raise ValueError(f"its layers have scales of {scaling!r} for {scaled!r}")
+
+    @classmethod
+    def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
+        if not all(map(is_scale, extras)):
+            raise ValueError("holds a scale that is no number above 0")
+
+    def header(self) -> dict[str, Any]:
+        return {"scaling": self._scaling, "scaled": self._scaled}
 
     def due(self, step: int) -> bool:
-        """Whether the scales must be measured before a step."""
         waited = step - self._measured
         return not self._latest_scales or bool(self._interval and waited >= self._interval)
+
+    def measure(self, probe: Probe) -> Measured:
+        """The scales of the next directions, one for each layer."""
+        if self._scaling == SCALINGS[0]:
+            theta = probe.theta
+            measured = Measured([norm_of(theta[name] for name in of) for of in self._names])
+        else:
+            groups = by_layer(self.layers, probe.first, probe.together)
+            measured = gradient_norms(groups, probe.epsilon, probe.alone)
+        return measured._replace(extras=self.scale(measured.extras))
 
     def scale(self, norms: Sequence[float]) -> tuple[float, ...]:
         """Let the next directions have the scales of these norms, one per layer; return them."""
@@ -93,15 +95,17 @@ class ScaledDescent(Descent):
 
     def remember(self, update: Update) -> None:
         self._latest = update
-        if update.scales:
-            if len(update.scales) != len(self.layers):
-                raise ValueError(f"{len(update.scales)} scales for {len(self.layers)} layers")
-            self._scales = self._latest_scales = update.scales
+        if update.extras:
+            if len(update.extras) != len(self.layers):
+                raise ValueError(f"{len(update.extras)} scales for {len(self.layers)} layers")
+            self._scales = self._latest_scales = update.extras
             self._measured = update.step
+        elif not self._latest_scales:
+            raise ValueError("it comes before any scales of the layers")
 
     def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
         latest = self._latest
-        by = self._latest_scales[self._index[tensor]] if self.scaling[1] == SCALED[0] else 1.0
+        by = self._latest_scales[self._index[tensor]] if self._scaled == SCALED[0] else 1.0
         total = value * latest.weight_decay
         for query, gradient in enumerate(latest.gradients):
             z = noise.draw(latest.step, query, tensor, value.shape) * by
@@ -146,7 +150,7 @@ def gradient_norms(
     groups: Sequence[Mapping[int, Block]],
     epsilon: float,
     alone: Callable[[Mapping[int, Block]], Seen],
-) -> LayerNorms:
+) -> Measured:
     """Proposition 1 for each layer of each group; `alone` moves each layer of a group by itself."""
     norms: list[float] = []
     passes, finite = 0, True
@@ -156,4 +160,4 @@ def gradient_norms(
         for query in group:
             plus, minus = seen.means[Point(query, PLUS)], seen.means[Point(query, MINUS)]
             norms.append(abs(projected_gradient(plus, minus, epsilon)))
-    return LayerNorms(norms, passes, finite)
+    return Measured(norms, passes, finite)

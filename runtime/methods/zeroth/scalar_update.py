@@ -1,9 +1,7 @@
 """Updates described by a few scalars: steps along noise that is drawn again, never stored.
 
 Each step of a zeroth-order method is its learning rate and one projected gradient per direction
-(MeZO, section 2.1: storage-efficient zeroth-order optimization), and with methods that estimate the
-Hessian one second difference besides. Where layers have scales, those of a step that measured them
-are there too.
+(MeZO, section 2.1: storage-efficient zeroth-order optimization), and what else the descent needs.
 """
 
 from __future__ import annotations
@@ -24,14 +22,13 @@ class Update:
     rate: float
     gradients: tuple[float, ...]  # projected, one per query
     weight_decay: float
-    curvatures: tuple[float, ...] = ()  # second differences, one per query, or none
-    scales: tuple[float, ...] = ()  # one per layer, if this step has measured them
+    extras: tuple[float, ...] = ()  # what they are, the descent says
 
     @property
     def record(self) -> list[Any]:
         """Its line in the trajectory log."""
-        more = [list(found) for found in (self.curvatures, self.scales) if found]
-        return [self.rate, list(self.gradients), *more]
+        extras = [list(self.extras)] if self.extras else []
+        return [self.rate, list(self.gradients), *extras]
 
     def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
         """The tensor after the update, evaluated."""

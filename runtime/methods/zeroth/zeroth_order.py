@@ -17,7 +17,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,18 +33,10 @@ from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Models, StepLoss, StepResult
-from runtime.methods.zeroth.descent import Descent, Sgd
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
-from runtime.methods.zeroth.layer_scales import (
-    LayerNorms,
-    ScaledDescent,
-    Seen,
-    by_layer,
-    gradient_norms,
-    norm_of,
-)
+from runtime.methods.zeroth.log_header import Header, digest
 from runtime.methods.zeroth.scalar_update import Update
-from runtime.methods.zeroth.trajectory import Header, digest
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.protocol import Loss, Objective, chunks, score
 from runtime.storage.activations import Activations
@@ -71,7 +62,6 @@ class ZerothOrder:
     lanes: int = 2
     objective: Objective = field(default_factory=NextToken)
     defer: bool = True
-    frozen: str = ""  # the end of the names of tensors that are not trained, where there are any
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
@@ -99,11 +89,10 @@ class ZerothOrder:
         with visit(model, -1):
             return self._losses(model, rows, lanes)
 
-    def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> LayerNorms | None:
-        """The norms of the layers, by which this step's directions are divided; None if not due."""
-        descent = self.descent
-        if not isinstance(descent, ScaledDescent) or not descent.due(number):
-            return None
+    def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> Measured:
+        """What the descent measures on this step's batch before its directions are drawn."""
+        if not self.descent.due(number):
+            return Measured()
         self.settle()
 
         def alone(moved: Mapping[int, Block]) -> Seen:
@@ -119,19 +108,11 @@ class ZerothOrder:
             finite = all(map(math.isfinite, losses))
             return Seen(means, len(lanes), finite)
 
-        if descent.of_gradient:
-            layers = by_layer(descent.layers, len(self._points), len(self.estimator.points) // 2)
-            found = gradient_norms(layers, self.epsilon, alone)
-        else:
-            tensors = self.adapters.tensors
-            names = map(self._names, descent.layers)
-            found = LayerNorms([norm_of(tensors[name] for name in of) for of in names])
-        return found._replace(norms=descent.scale(found.norms))
-
-    @cached_property
-    def _points(self) -> list[list[Point]]:
-        """The points of each query."""
-        return by_query(self.estimator.points)
+        together = max(1, len(self.estimator.points) // 2)
+        queries = len(by_query(self.estimator.points))
+        return self.descent.measure(
+            Probe(self.adapters.tensors, self.epsilon, queries, together, alone)
+        )
 
     def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
         for row, item in enumerate(rows):
@@ -243,12 +224,12 @@ class ZerothOrder:
         lanes: Sequence[Lane],
         losses: Sequence[float],
         means: Losses,
-        measured: LayerNorms | None,
+        measured: Measured,
     ) -> StepResult:
         tokens = sum(len(row.targets) for row in rows)
         mean = StepLoss(sum(losses) / (len(lanes) // len(rows)), 0, tokens)
-        passes = len(lanes) + (measured.forward_passes if measured else 0)
-        if not all(map(math.isfinite, losses)) or (measured and not measured.finite):
+        passes = len(lanes) + measured.forward_passes
+        if not (measured.finite and all(map(math.isfinite, losses))):
             self.skipped += 1
             return StepResult(mean, passes, self.skipped, [rate, None])
         self.skipped = 0
@@ -256,9 +237,8 @@ class ZerothOrder:
         if isinstance(self.objective, Loss):  # a share of right answers often stays as it is
             self._check_moved(means)
         gradients = self.estimator.gradients(means, self.epsilon)
-        curvatures = self.estimator.curvatures(means, self.epsilon)
-        scales = tuple(measured.norms) if measured else ()
-        update = Update(number, rate, gradients, self.weight_decay, curvatures, scales)
+        extras = (*measured.extras, *self.estimator.extras(means, self.epsilon))
+        update = Update(number, rate, gradients, self.weight_decay, extras)
         self._pending = True
         self.descent.remember(update)
         if not self.defer:
@@ -296,7 +276,7 @@ class ZerothOrder:
                 self._apply(self._names(block))
 
     def _trained(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if not (self.frozen and name.endswith(self.frozen))]
+        return [name for name in names if self.estimator.trains(name)]
 
     def _apply(self, names: Iterable[str]) -> None:
         tensors = self.adapters.tensors
@@ -343,18 +323,7 @@ class ZerothOrder:
         manifest, noise = self.adapters.manifest, self.noise
         lora = manifest.lora.to_json()
         weights, initial = manifest.weights_sha256, digest(self.adapters)
+        more = {**self.descent.header(), **noise.header(), **self.estimator.header()}
         return Header(
-            noise.seed,
-            noise.kind,
-            self.weight_decay,
-            weights,
-            initial,
-            lora,
-            optimizer=self.descent.optimizer,
-            window=self.descent.window,
-            pool=noise.pool,
-            frozen=self.frozen,
-            hessian_smoothing=self.descent.smoothing,
-            scaling=self.descent.scaling[0],
-            scaled=self.descent.scaling[1],
+            noise.seed, noise.kind, self.weight_decay, weights, initial, lora, more=more
         ).line()

@@ -14,7 +14,9 @@ So this is LoRA whose A is Q and is never trained; M is B, and begins as zeros.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +26,32 @@ from runtime.core.errors import UsageError
 from runtime.engine.sample import NumberedRows, Row
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth.activation_basis import PASSES, set_bases
+from runtime.methods.zeroth.descent import BY_NAME, descent_of
 from runtime.methods.zeroth.forward_only import demand_of, start_with
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.demand import Demand
+
+BASIS = "lora_a"  # how the names of the matrices Q end
+
+
+@dataclass
+class Coefficients(TwoPoint):
+    """SPSA of the coefficients alone: the basis stays, and so no weight decay reaches it either."""
+
+    log_fields = ("frozen",)
+
+    @classmethod
+    def trains(cls, tensor: str) -> bool:
+        return not tensor.endswith(BASIS)
+
+    def header(self) -> dict[str, Any]:
+        return {"frozen": BASIS}
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        if fields["frozen"] != BASIS:
+            raise ValueError(f"it does not train {fields['frozen']!r:.80}, but {BASIS} alone stays")
 
 
 def demand(config: StepConfig) -> Demand:
@@ -47,15 +71,25 @@ def demand(config: StepConfig) -> Demand:
             f"--trainable prefix is not for {config.method}, which trains coefficients of a basis "
             "of matrices' inputs; give --method mezo, or --trainable lora"
         )
-    found = demand_of(config, TwoPoint(config.directions))
-    first_rows = found.hidden_states  # their slots hold the rows of the basis
-    return replace(found, trains_weights=False, first_rows=first_rows, first_passes=PASSES)
+    return replace(
+        demand_of(config, Coefficients(config.directions), BY_NAME[config.zo_optimizer_name]),
+        trains_weights=False,
+    )
+
+
+def first_passes(config: StepConfig, rows: int | None = None) -> int:
+    """The forward passes that find the bases, at most; `rows` are those of the training data.
+
+    As many rows as a step has hidden states are run, whose slots they take.
+    """
+    most = demand(config).hidden_states
+    return PASSES * (most if rows is None else min(most, rows))
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     """The method at its beginning, where it finds the bases, or after a save, which holds them."""
-    method = start_with(config, begin, TwoPoint(config.directions))
-    method.frozen = "lora_a"
+    descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
+    method = start_with(config, begin, Coefficients(config.directions), descent=descent)
     if begin.fresh:
         assert begin.rows is not None, "a basis of inputs needs rows"
         rows = _chosen(begin.rows, method.activations.rows)

@@ -14,7 +14,7 @@ from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
-from runtime.methods.zeroth.trajectory import digest
+from runtime.methods.zeroth.log_header import digest
 from runtime.run.evaluate import summarize
 from runtime.run.folder import EVALUATIONS, RunFolder
 

@@ -1,0 +1,97 @@
+"""The first line of a trajectory log: which run it belongs to, and how its noise is drawn.
+
+Every log has the fields of `Header`. What else it holds is in `more`: a descent, the noise, an
+estimator or the trained weights wrote it, and `runtime.methods.zeroth.log_fields` says which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from runtime.adapters.lora import LoraSettings
+from runtime.methods.adapters import Adapters
+from runtime.methods.noise import KINDS
+
+FORMAT = "ondevice-trajectory-1"
+REQUIRED = ("seed", "noise", "weight_decay", "weights_sha256", "initial_sha256")
+COMMON = (*REQUIRED, "lora", "format")
+
+
+def digest(adapters: Adapters) -> str:
+    """SHA-256 over the adapters' names and float32 values, in program order."""
+    sha256 = hashlib.sha256()
+    for name in Adapters.shapes(adapters.manifest):
+        sha256.update(name.encode())
+        sha256.update(np.array(adapters.tensors[name], copy=False).tobytes())
+    return sha256.hexdigest()
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every log says.
+
+    `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
+    bundle's default, and where all parameters are trained. `more` comes after these in the line.
+    """
+
+    seed: int
+    noise: str
+    weight_decay: float
+    weights_sha256: str
+    initial_sha256: str
+    lora: dict[str, Any] = field(default_factory=dict)
+    format: str = FORMAT
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Header:
+        """The header of a line that was read, checked but for `more`.
+
+        Raises:
+            ValueError: a common field is missing or invalid, since anybody may have written it.
+        """
+        missing = [name for name in REQUIRED if name not in facts]
+        if missing:
+            raise ValueError(f"its header lacks {', '.join(missing)}")
+        common = {name: facts[name] for name in COMMON if name in facts}
+        more = {name: value for name, value in facts.items() if name not in COMMON}
+        header = cls(**common, more=more)
+        header._check()
+        return header
+
+    def _check(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"its format is {self.format!r}, not {FORMAT!r}")
+        if self.noise not in KINDS:
+            raise ValueError(f"its noise is {self.noise!r}; it must be one of {', '.join(KINDS)}")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"its seed is {self.seed!r}")
+        decay = self.weight_decay
+        if type(decay) not in (int, float) or not 0 <= decay < math.inf:
+            raise ValueError(f"its weight decay is {decay!r}")
+        if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
+            raise ValueError("its checksums are not text")
+        if self.settings is not None and (problem := self.settings.problem):
+            raise ValueError(f"its LoRA {problem}")
+
+    @property
+    def settings(self) -> LoraSettings | None:
+        """The LoRA settings, None if the log has none. Raises ValueError if they are invalid."""
+        try:
+            return msgspec.convert(self.lora, LoraSettings) if self.lora else None
+        except msgspec.ValidationError as problem:
+            raise ValueError(f"its LoRA settings: {problem}") from None
+
+    def line(self) -> str:
+        """The first line of the log."""
+        facts = asdict(self)
+        more = facts.pop("more")
+        return json.dumps({**facts, **more}) + "\n"
