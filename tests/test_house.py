@@ -44,7 +44,7 @@ CLASSES = {one.__name__ for one in OPERATIONS}
 OWN_NAMES = (
     "runtime/operations/",
     "runtime/config/methods.py",
-    *(f"{module.replace('.', '/')}.py" for module in METHODS.values()),
+    *(f"{method.module.replace('.', '/')}.py" for method in METHODS.values()),
 )
 OWN_CLASSES = (
     "export/cut/",

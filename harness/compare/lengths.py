@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.config.compare import EVAL_EVERY, CompareConfig, by_method
-from runtime.config.methods import OPTIONS_OF, SEARCHES, Search
+from runtime.config.methods import METHODS
 from runtime.config.shared import StepConfig
 from runtime.data.rows import count_rows
 from runtime.data.run_rows import TOKENS
@@ -22,7 +22,6 @@ UNBOUNDED_STEPS = 1_000_000  # where time ends a run
 EVALUATIONS = 20  # at most, of a run, unless --eval-every is given
 LAST_TRIAL = 4  # the run is so many times as long as the last trials of its sweep
 PASSES_WITH_BACKWARD = 3  # forward, forward again, and the gradient
-_NO_SEARCH = Search()
 
 
 def passes_of_row(method: str) -> int:
@@ -50,7 +49,7 @@ def first_passes(config: CompareConfig, method: str, run: Path | None = None) ->
 
 
 def _step(config: CompareConfig, method: str) -> StepConfig:
-    queries = config.queries if method in OPTIONS_OF["queries"] else None
+    queries = config.queries if "queries" in METHODS[method].options else None
     return StepConfig(bundle="any", method=method, batch_size=config.batch_size, queries=queries)
 
 
@@ -74,7 +73,7 @@ def _step_limit(config: CompareConfig, method: str, before: int = 0) -> int:
         return min(limits)
     if config.max_seconds:
         return UNBOUNDED_STEPS
-    return SEARCHES.get(method, _NO_SEARCH).most_steps
+    return METHODS[method].search.most_steps
 
 
 def evaluated_every(config: CompareConfig, method: str) -> int:
@@ -92,7 +91,7 @@ def sweep_steps(config: CompareConfig, method: str, trials: int) -> list[int]:
     After each round the better half goes on, for twice as many steps, until one is left.
     """
     rounds = max(1, (trials - 1).bit_length())
-    default = SEARCHES.get(method, _NO_SEARCH).sweep_steps
+    default = METHODS[method].search.sweep_steps
     if config.sweep_steps is not None:
         first = by_method(config.sweep_steps, int).get(method, default)
     elif config.max_forward_passes:

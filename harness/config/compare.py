@@ -24,7 +24,7 @@ from runtime.config.base import (
     up_to,
 )
 from runtime.config.lora import LoraOptions
-from runtime.config.methods import METHODS, SEARCHES, USUAL, Search
+from runtime.config.methods import METHODS, USUAL
 from runtime.config.shared import (
     MOST_ROWS,
     TRAIN_DATA,
@@ -40,11 +40,10 @@ from runtime.config.zeroth_order import MOST_QUERIES
 
 T = TypeVar("T")
 EVAL_EVERY = 50
-_SWEEP_STEPS = ",".join(f"{name}={search.sweep_steps}" for name, search in SEARCHES.items())
+_SWEEP_STEPS = ",".join(f"{name}={method.search.sweep_steps}" for name, method in METHODS.items())
 SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
 COUNTED = ("steps", "eval_every", "sweep_steps")
 BY_METHOD = (*COUNTED, *SEARCHED.values())  # options that can differ between methods
-_NO_SEARCH = Search()
 
 
 def by_method(text: str, read: Callable[[str], T]) -> dict[str, T]:
@@ -96,11 +95,11 @@ _NAMES = Check(
 
 
 def _searched(option: str) -> str:
-    """The values of SEARCHES for a training option, as they are typed."""
+    """The values to try for a training option, as they are typed."""
     return ",".join(
-        f"{name}={':'.join(f'{value:g}' for value in search.values[option])}"
-        for name, search in SEARCHES.items()
-        if option in search.values
+        f"{name}={':'.join(f'{value:g}' for value in method.search.values[option])}"
+        for name, method in METHODS.items()
+        if option in method.search.values
     )
 
 
@@ -244,9 +243,9 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     def searched(self, method: str) -> dict[str, tuple[float, ...]]:
         """The values that the sweep of a method tries, by training option.
 
-        Values that name no method apply to the methods that have the option in SEARCHES.
+        Values that name no method apply to the methods that try the option by default.
         """
-        default = SEARCHES.get(method, _NO_SEARCH).values
+        default = METHODS[method].search.values
         found = {}
         for searched, field_name in SEARCHED.items():
             text = getattr(self, field_name)

@@ -1,49 +1,14 @@
-"""The training methods by name: where each one's code is, and what a comparison tries for it.
+"""The training methods: of each one where its code is, its options, and what a comparison tries.
 
-Methods are named here and nowhere else. Other code asks the module that METHODS names, or a table
-such as SEARCHES, and does not compare names. Tables and plots show the methods in this order.
+Methods are named here and nowhere else. Other code asks METHODS, or the module that it names, and
+does not compare names. Tables and plots show the methods in this order. The command line checks
+options by this table, since the modules themselves import MLX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-METHODS: dict[str, str] = {
-    "mebp": "runtime.methods.backprop",
-    "mezo": "runtime.methods.zeroth.mezo",
-    "fzoo": "runtime.methods.zeroth.fzoo",
-    "kzoo": "runtime.methods.zeroth.kzoo",
-    "one-point": "runtime.methods.zeroth.one_point",
-    "hizoo": "runtime.methods.zeroth.hizoo",
-    "zo-act": "runtime.methods.zeroth.zo_act",
-}
-
-USUAL = ("mebp", "mezo")
-"""What comparisons and benchmarks run where no methods are named."""
-
-QUERIES = {"fzoo": 8, "kzoo": 4}
-"""Directions per step of methods that perturb, where `--queries` is not given: 1 if not here."""
-
-NOISE = {"fzoo": "rademacher"}
-"""The distribution of the directions, where `--noise` is not given: gaussian if not here."""
-
-_PERTURBING = ("mezo", "fzoo", "kzoo", "one-point", "hizoo", "zo-act")
-
-OPTIONS_OF = {
-    "queries": _PERTURBING,
-    "noise": _PERTURBING,
-    "epsilon": _PERTURBING,
-    "objective": _PERTURBING,
-    "zo_optimizer": ("mezo", "zo-act"),
-    "zo_window": ("mezo", "zo-act"),
-    "zo_scaling": ("mezo",),
-    "zo_scaled": ("mezo",),
-    "zo_scaling_interval": ("mezo",),
-    "seed_pool": ("kzoo",),
-    "hessian_smoothing": ("hizoo",),
-}
-"""Options that some methods only have; others refuse them."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +25,74 @@ class Search:
     most_steps: int = 1_000
 
 
-# most_steps: how long the methods are trained in Figure 1 of MeBP's paper
-SEARCHES: dict[str, Search] = {
-    "mebp": Search({"learning_rate": (1e-4, 3e-4, 1e-3)}, 20, 1_000),
-    "mezo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
-    "fzoo": Search({"learning_rate": (3e-6, 1e-5, 3e-5), "epsilon": (1e-3,)}, 100, 100_000),
-    "kzoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
-    "one-point": Search({"learning_rate": (1e-7, 1e-6, 1e-5), "epsilon": (1e-3,)}, 100, 100_000),
-    "zo-act": Search({"learning_rate": (3e-7, 1e-6, 3e-6), "epsilon": (1e-3,)}, 100, 100_000),
-    "hizoo": Search({"learning_rate": (1e-5, 3e-5, 1e-4), "epsilon": (1e-3,)}, 100, 100_000),
+@dataclass(frozen=True)
+class Method:
+    """One method.
+
+    `options` are those that not all methods have; methods without them refuse them. `queries` and
+    `noise` are the directions of a step, and their distribution, where the options of these names
+    are not given.
+    """
+
+    module: str
+    options: tuple[str, ...] = ()
+    search: Search = field(default_factory=Search)
+    queries: int = 1
+    noise: str = "gaussian"
+
+
+def _perturbing(*rates: float) -> Search:
+    """With as many steps as MeBP's paper trains such methods for in its Figure 1."""
+    return Search({"learning_rate": rates, "epsilon": (1e-3,)}, 100, 100_000)
+
+
+_PERTURBING = ("queries", "noise", "epsilon", "objective")
+_AVERAGING = ("zo_optimizer", "zo_window")
+_SCALING = ("zo_scaling", "zo_scaled", "zo_scaling_interval")
+
+METHODS: dict[str, Method] = {
+    "mebp": Method(
+        "runtime.methods.backprop", search=Search({"learning_rate": (1e-4, 3e-4, 1e-3)})
+    ),
+    "mezo": Method(
+        "runtime.methods.zeroth.mezo",
+        (*_PERTURBING, *_AVERAGING, *_SCALING),
+        _perturbing(1e-5, 3e-5, 1e-4),
+    ),
+    "fzoo": Method(
+        "runtime.methods.zeroth.fzoo",
+        _PERTURBING,
+        _perturbing(3e-6, 1e-5, 3e-5),
+        queries=8,
+        noise="rademacher",
+    ),
+    "kzoo": Method(
+        "runtime.methods.zeroth.kzoo",
+        (*_PERTURBING, "seed_pool"),
+        _perturbing(1e-5, 3e-5, 1e-4),
+        queries=4,
+    ),
+    "one-point": Method(
+        "runtime.methods.zeroth.one_point", _PERTURBING, _perturbing(1e-7, 1e-6, 1e-5)
+    ),
+    "hizoo": Method(
+        "runtime.methods.zeroth.hizoo",
+        (*_PERTURBING, "hessian_smoothing"),
+        _perturbing(1e-5, 3e-5, 1e-4),
+    ),
+    "zo-act": Method(
+        "runtime.methods.zeroth.zo_act",
+        (*_PERTURBING, *_AVERAGING),
+        _perturbing(3e-7, 1e-6, 3e-6),
+    ),
 }
+
+USUAL = ("mebp", "mezo")
+"""What comparisons and benchmarks run where no methods are named."""
+
+_OPTIONS = dict.fromkeys(option for method in METHODS.values() for option in method.options)
+OPTIONS_OF: dict[str, tuple[str, ...]] = {
+    option: tuple(name for name, method in METHODS.items() if option in method.options)
+    for option in _OPTIONS
+}
+"""The methods that have an option which not all have."""

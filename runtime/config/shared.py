@@ -22,7 +22,7 @@ from runtime.config.base import (
     up_to,
 )
 from runtime.config.lora import LoraOptions, dropout_field
-from runtime.config.methods import METHODS, OPTIONS_OF, QUERIES
+from runtime.config.methods import METHODS, OPTIONS_OF
 from runtime.config.zeroth_order import ZerothOrderOptions
 from runtime.core.units import parse_bytes
 
@@ -341,4 +341,4 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     @property
     def directions(self) -> int:
         """The random directions of a step, for methods that perturb."""
-        return QUERIES.get(self.method, 1) if self.queries is None else self.queries
+        return METHODS[self.method].queries if self.queries is None else self.queries

@@ -18,7 +18,7 @@ from runtime.config.base import (
     refuse,
     required,
 )
-from runtime.config.methods import NOISE
+from runtime.config.methods import METHODS
 from runtime.config.shared import (
     TRAIN_DATA,
     DataOptions,
@@ -90,7 +90,7 @@ class TrainConfig(StepConfig, DataOptions):
     noise: str = choice(
         "auto",
         "distribution of the directions; auto: rademacher (signs) with "
-        f"{', '.join(name for name, kind in NOISE.items() if kind == 'rademacher')}, "
+        f"{', '.join(name for name, method in METHODS.items() if method.noise == 'rademacher')}, "
         "else gaussian",
         "auto",
         "gaussian",
@@ -177,4 +177,4 @@ class TrainConfig(StepConfig, DataOptions):
     @property
     def noise_kind(self) -> str:
         """The distribution of the directions, for methods that perturb."""
-        return NOISE.get(self.method, "gaussian") if self.noise == "auto" else self.noise
+        return METHODS[self.method].noise if self.noise == "auto" else self.noise

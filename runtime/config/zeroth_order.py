@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.base import Check, Config, Group, choice, option, up_to
-from runtime.config.methods import QUERIES
+from runtime.config.methods import METHODS
 from runtime.config.objectives import OBJECTIVES
 
 SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
+_SEVERAL = {name: method.queries for name, method in METHODS.items() if method.queries > 1}
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
@@ -20,13 +21,13 @@ USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
 class ZerothOrderOptions(Config):
     """Options on which the memory of a zeroth-order step depends, or that only some methods have.
 
-    Which methods have which is in `runtime.config.methods.OPTIONS_OF`.
+    Which methods have which is in `runtime.config.methods.METHODS`.
     """
 
     queries: int | None = option(
         None,
         "random directions per step, whose estimates are averaged (default: "
-        f"{', '.join(f'{count} with {name}' for name, count in QUERIES.items())}, else 1)",
+        f"{', '.join(f'{count} with {name}' for name, count in _SEVERAL.items())}, else 1)",
         up_to(MOST_QUERIES),
         Group.ZEROTH_ORDER,
     )

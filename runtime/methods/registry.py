@@ -12,7 +12,7 @@ from runtime.methods.protocol import Implementation
 
 def method(name: str) -> Implementation:
     """The module of a method that `runtime.config.methods` lists."""
-    return cast(Implementation, import_module(METHODS[name]))
+    return cast(Implementation, import_module(METHODS[name].module))
 
 
 def passes_before(config: StepConfig, rows: int | None) -> int:

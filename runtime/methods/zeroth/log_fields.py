@@ -39,8 +39,8 @@ OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
 T = TypeVar("T", bound=type[Owner])
 
 REMOVED = {
-    "rank": "LOZO and ZO-Muon",
-    "interval": "LOZO and ZO-Muon",
+    "rank": "LOZO or ZO-Muon",
+    "interval": "LOZO or ZO-Muon",
     "factor_decay": "LOZO-M",
     "cone_angle": "ConMeZO",
     "cone_decay": "ConMeZO",
@@ -60,14 +60,14 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name in REMOVED:
             raise ValueError(
-                f"its header has {name!r}, of {REMOVED[name]}, which this version no longer has; "
-                "replay it with the version that wrote it"
+                f"its header has {name!r}, and the method that writes it, {REMOVED[name]}, was "
+                "removed; replay it with the version that wrote it"
             )
         if name not in known:
             raise ValueError(f"its header has an unknown field, {name!r:.80}")
     descents = _writers(DESCENTS, fields)
     if len(descents) > 1:
-        names = [name for one in descents for name in one.log_fields if name in fields]
+        names = [name for descent in descents for name in descent.log_fields if name in fields]
         raise ValueError(f"its header has fields of several descents: {', '.join(names)}")
     for owner in _writers(OWNERS, fields):
         owner.check_fields(fields)
@@ -81,9 +81,9 @@ def descent_in(fields: Mapping[str, Any]) -> type[Descent]:
 def trained_in(fields: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     """Those of the adapters' tensors that the estimator trained."""
     estimators = _writers(ESTIMATORS, fields)
-    return [name for name in tensors if all(one.trains(name) for one in estimators)]
+    return [name for name in tensors if all(estimator.trains(name) for estimator in estimators)]
 
 
 def _writers(owners: Iterable[T], fields: Mapping[str, Any]) -> list[T]:
     """The owners of at least one of the fields."""
-    return [one for one in owners if not fields.keys().isdisjoint(one.log_fields)]
+    return [owner for owner in owners if not fields.keys().isdisjoint(owner.log_fields)]

@@ -34,7 +34,7 @@ from harness.measure import command, process
 from harness.measure.training import measure_training
 from runtime.config import base as config
 from runtime.config.base import load
-from runtime.config.methods import METHODS, SEARCHES
+from runtime.config.methods import METHODS
 from runtime.core.errors import (
     BudgetError,
     BundleError,
@@ -89,7 +89,7 @@ def test_flags_and_files_hold_every_setting(tmp_path: Path) -> None:
     made = config.load(CompareConfig, None, config.given(parser.parse_args(typed), CompareConfig))
     assert made.method_names == ("mebp", "mezo")
     assert made.searched("mebp") == {"learning_rate": (2e-4,)}  # it has no epsilon
-    rates = SEARCHES["mezo"].values["learning_rate"]  # not named, so as they are by default
+    rates = METHODS["mezo"].search.values["learning_rate"]  # not named, so as they are by default
     assert made.searched("mezo") == {"learning_rate": rates, "epsilon": (0.001, 0.01)}
     (tmp_path / "c.toml").write_text(config.to_toml(made))
     assert config.load(CompareConfig, tmp_path / "c.toml", {}) == made

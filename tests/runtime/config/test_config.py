@@ -272,8 +272,8 @@ def test_methods_are_those_of_the_list() -> None:
     *others, last = METHODS
     with pytest.raises(UsageError, match=f"it must be {', '.join(others)} or {last}"):
         load(TrainConfig, None, {**TRAIN, "method": "lomo"})
-    for module in METHODS.values():
-        assert importlib.util.find_spec(module) is not None
+    for method in METHODS.values():
+        assert importlib.util.find_spec(method.module) is not None
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,8 @@
-"""Directions and numbers of single methods; options and logs that are refused."""
+"""Directions and numbers of single methods; options that are refused."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,8 @@ from support.models import adapters_of, model_of
 
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
-from runtime.core.errors import BundleError, UsageError
-from runtime.methods.adapters import Adapters
+from runtime.core.errors import UsageError
 from runtime.methods.registry import method as implementation
-from runtime.methods.zeroth.log_header import digest
-from runtime.methods.zeroth.scalar_update import Update
-from runtime.methods.zeroth.trajectory import read_log, rebuild
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
@@ -106,66 +100,3 @@ def test_fzoo_needs_two_directions(seed: int) -> None:
 def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         TrainConfig(bundle="a bundle", data="random:0", **options)
-
-
-def test_a_log_of_unknown_or_odd_options_is_refused(
-    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
-) -> None:
-    bundle = tiny("qwen2")
-    log = tmp_path / "log"
-    plain, averaged = (
-        json.loads(
-            started(
-                config_of(case, seed),
-                model_of(bundle, 16),
-                adapters_of(bundle, rng),
-                tmp_path,
-                1,
-                4,
-            ).log_header()
-        )
-        for case in ("mezo", "adam")
-    )
-    more = {"optimizer", "window", "pool", "hessian_smoothing", "scaling"}
-    assert not more & set(plain)  # as in the logs of earlier versions
-    for header, lie in (
-        (plain, {"optimizer": "adagrad"}), (plain, {"optimizer": "adam"}), (plain, {"window": 3}),
-        (averaged, {"window": 0}), (averaged, {"window": 10**9}), (averaged, {"window": 2.0}),
-        (plain, {"pool": -1}), (plain, {"pool": "16"}), (plain, {"pool": 1 << 40}),
-        (averaged, {"window": True}), (averaged, {"more": 1}),
-        (averaged, {"hessian_smoothing": 0.1}), (plain, {"hessian_smoothing": 1.0}),
-        (plain, {"hessian_smoothing": "1e-6"}), (plain, {"hessian_smoothing": -1e-6}),
-        (plain, {"hessian_smoothing": 0.1, "trained": "full"}), (plain, {"scaling": "norm"}),
-        (plain, {"frozen": "lora_b"}), (plain, {"frozen": "lora_a", "trained": "full"}),
-        (plain, {"scaling": "gradient-norm"}),
-        (plain, {"scaled": "variance"}),
-        (averaged, {"scaling": "gradient-norm", "scaled": "variance"}),
-    ):  # fmt: skip
-        log.write_text(json.dumps({**header, **lie}) + "\n")
-        with pytest.raises(BundleError, match="not a trajectory"):
-            read_log(log)
-    log.write_text(json.dumps(averaged) + "\n[0.1, [1.0, 2.0]]\n")
-    header_, updates = read_log(log)
-    assert header_.more == {"optimizer": "adam", "window": 4}
-    assert updates == [Update(0, 0.1, (1.0, 2.0), 0.0)]
-    curved = {**plain, "hessian_smoothing": 0.1}
-    log.write_text(json.dumps(curved) + "\n[0.1, [1.0, 2.0], [3.0, -4.0]]\n[0.1, null]\n")
-    assert read_log(log)[1] == [Update(0, 0.1, (1.0, 2.0), 0.0, (3.0, -4.0)), None]
-    scaled = {**plain, "scaling": "parameter-norm", "scaled": "variance"}
-    log.write_text(json.dumps(scaled) + "\n[0.1, null]\n[0.1, [1.0], [3.0]]\n[0.1, [1.0]]\n")
-    assert [one and one.extras for one in read_log(log)[1]] == [None, (3.0,), ()]
-    initial = Adapters.initial(bundle.manifest, seed)
-    header_ = replace(read_log(log)[0], initial_sha256=digest(initial))
-    with pytest.raises(BundleError, match="1 scales for"):
-        rebuild(header_, read_log(log)[1], initial)
-    for header, line in (
-        (plain, "[0.1, [1.0], [2.0]]"), (plain, "[0.1, null, [2.0]]"), (curved, "[0.1, [1.0]]"),
-        (curved, "[0.1, [1.0], [2.0, 3.0]]"), (curved, "[0.1, [1.0], [1e999]]"),
-        (curved, "[0.1, [1.0], null]"), (curved, "[0.1, null, null]"),
-        (scaled, "[0.1, [1.0], []]"), (scaled, "[0.1, [1.0], [0.0]]"),
-        (scaled, "[0.1, [1.0], [1e999]]"), (scaled, "[0.1, [1.0], ['a']]".replace("'", '"')),
-        (scaled, "[0.1, [1.0], [2.0], [2.0]]"),
-    ):  # fmt: skip
-        log.write_text(f"{json.dumps(header)}\n{line}\n")
-        with pytest.raises(BundleError, match="not a trajectory"):
-            read_log(log)

@@ -83,7 +83,7 @@ def start(config, begin):
         Activations(begin.scratch, begin.block_count, rows, shape),
     )
 '''
-LINE = '    "dummy": "runtime.methods.dummy",\n'
+LINE = '    "dummy": Method("runtime.methods.dummy"),\n'
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runtime" / "methods" / "dummy.py").write_text(DUMMY)
     table = folder / "ondevice" / "methods.py"
     text = table.read_text()
-    last = text.index("}\n", text.index("METHODS: dict"))
+    last = text.index("\n}\n", text.index("METHODS: dict")) + 1
     table.write_text(text[:last] + LINE + text[last:])
     return folder
 
