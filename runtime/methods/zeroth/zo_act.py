@@ -77,7 +77,7 @@ def demand(config: StepConfig) -> Demand:
     )
 
 
-def first_passes(config: StepConfig, rows: int | None = None) -> int:
+def first_passes(config: StepConfig, rows: int | None) -> int:
     """The forward passes that find the bases, at most; `rows` are those of the training data.
 
     As many rows as a step has hidden states are run, whose slots they take.
