@@ -188,7 +188,7 @@ COMMANDS = (
         "print a script by which a shell completes commands and options",
         'For bash, put `eval "$(ondevice completion bash)"` into ~/.bashrc; for zsh the same with '
         "zsh into ~/.zshrc, after compinit; for fish `ondevice completion fish | source` into "
-        "~/.config/fish/config.fish.",
+        "~/.config/fish/config.fish; for tcsh write it to a file, and source that in ~/.tcshrc.",
         "ondevice.cli.completion_config.CompletionConfig",
         "completion",
         group=CommandGroup.MACHINE,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from runtime.config.base import Check, Config, option
 
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class CompletionConfig(Config):
 
     shell: str = option(
         MISSING,
-        "shell that completes: bash, zsh or fish",
-        Check(SHELLS.__contains__, "bash, zsh or fish"),
+        "shell that completes: bash, zsh, fish or tcsh",
+        Check(SHELLS.__contains__, "bash, zsh, fish or tcsh"),
         metavar=f"{{{','.join(SHELLS)}}}",
     )

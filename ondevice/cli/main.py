@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> None:
-    parser = whole_parser(words[0] if words else "")
+    parser = whole_parser(*words[:1])
     if not words:
         parser.print_help()
         sys.exit(UsageError.exit_code)

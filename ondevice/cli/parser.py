@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)  # argparse's own says nothing of a full disk
 
 
-def whole_parser(typed: str) -> Parser:
-    """All commands, with the options of the one that was typed."""
+def whole_parser(*typed: str) -> Parser:
+    """All commands, with the options of those that were typed."""
     parser = Parser(
         prog="ondevice",
         usage="ondevice COMMAND [options]",
@@ -48,7 +48,7 @@ def whole_parser(typed: str) -> Parser:
     )
     commands = parser.add_subparsers(prog="ondevice", metavar="COMMAND", help=argparse.SUPPRESS)
     for command in COMMANDS:
-        if command.name == typed:
+        if command.name in typed:
             _add_command(commands, command)
         else:
             commands.add_parser(command.name, add_help=False)
