@@ -13,49 +13,39 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from harness.bench.benchmark import Bench, Benchmark, failures, remarks
-from harness.bench.bits import BITS
-from harness.bench.block_profiles import FIGURE2, TABLE3
-from harness.bench.budget_curve import CURVE
-from harness.bench.doctor import DOCTOR
-from harness.bench.footprint import FOOTPRINT
-from harness.bench.generation import GENERATION
-from harness.bench.machine import MACHINE
-from harness.bench.mebp_tables import TABLE2, TABLE4
-from harness.bench.packing import PACKING
-from harness.bench.peers import PEERS
-from harness.bench.prediction import PREDICTION
-from harness.bench.step_profile import PROFILE
-from harness.bench.zo2_ablation import ZO2_ABLATION, ZO2_FULL
 from harness.config.bench import BenchConfig
 from harness.measure.bundles import check_models
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
 from harness.measure.repeats import Note
+from harness.report.chart import standalone
 from runtime.core.errors import InterruptedRunError, UsageError
 from runtime.core.files import storage_errors, write_atomic
 from runtime.core.units import format_bytes
 
-BENCHMARKS: dict[str, Benchmark] = {
-    "mebp-table2": TABLE2,
-    "mebp-table3": TABLE3,
-    "mebp-table4": TABLE4,
-    "mebp-figure2": FIGURE2,
-    "zo2-ablation": ZO2_ABLATION,
-    "zo2-full": ZO2_FULL,
-    "footprint": FOOTPRINT,
-    "prediction": PREDICTION,
-    "curve": CURVE,
-    "bits": BITS,
-    "profile": PROFILE,
-    "packing": PACKING,
-    "peers": PEERS,
-    "generation": GENERATION,
-    "machine": MACHINE,
-    "doctor": DOCTOR,
+# where each benchmark stands in this package; it is imported when it is named, or listed
+BENCHMARKS: dict[str, str] = {
+    "mebp-table2": "mebp_tables.TABLE2",
+    "mebp-table3": "block_profiles.TABLE3",
+    "mebp-table4": "mebp_tables.TABLE4",
+    "mebp-figure2": "block_profiles.FIGURE2",
+    "zo2-ablation": "zo2_ablation.ZO2_ABLATION",
+    "zo2-full": "zo2_ablation.ZO2_FULL",
+    "footprint": "footprint.FOOTPRINT",
+    "prediction": "prediction.PREDICTION",
+    "curve": "budget_curve.CURVE",
+    "bits": "bits.BITS",
+    "profile": "step_profile.PROFILE",
+    "packing": "packing.PACKING",
+    "peers": "peers.PEERS",
+    "generation": "generation.GENERATION",
+    "machine": "machine.MACHINE",
+    "doctor": "doctor.DOCTOR",
 }
 LOCAL = ("bundles", "output", "python")  # paths of one machine
 
@@ -129,8 +119,8 @@ def _measure(
     report["complete"] = True
     report |= benchmark.facts(report["rows"])
     _write(report, output)
-    for name, png in benchmark.pictures(report["rows"]).items():
-        write_atomic(output.with_name(f"{output.stem}-{name}.png"), png)
+    for name, charts in benchmark.pictures(report["rows"]).items():
+        write_atomic(output.with_name(f"{output.stem}-{name}.svg"), standalone(charts))
 
 
 def _write(report: Mapping[str, Any], output: Path) -> None:
@@ -141,13 +131,23 @@ def find(name: str) -> Benchmark:
     """The benchmark of a name.
 
     Raises:
-        UsageError: there is none; the message lists them.
+        UsageError: there is none, and the message lists them; or a part that it needs is missing.
     """
     if name not in BENCHMARKS:
-        known = [f"{key}: {one.text}" for key, one in BENCHMARKS.items()]
+        known = [f"{key}: {_text(key)}" for key in BENCHMARKS]
         what = f"no benchmark {name!r}; there are" if name else "name a benchmark:"
         raise UsageError("\n  ".join([what, *known]))
-    return BENCHMARKS[name]
+    module, _, value = BENCHMARKS[name].partition(".")
+    benchmark: Benchmark = getattr(import_module(f"{__package__}.{module}"), value)
+    return benchmark
+
+
+def _text(name: str) -> str:
+    """What a benchmark measures, or why it does not run here."""
+    try:
+        return find(name).text
+    except UsageError as problem:
+        return str(problem)
 
 
 def to_text(report: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from harness.measure.bundles import bundle_of, smallest_megabytes
 from harness.measure.provenance import memory_bytes
 from harness.measure.repeats import Note, Outcome, Process, figures, in_turn, reason
 from harness.measure.training import measure_training
+from harness.report.chart import Chart
 from harness.report.table import Table
 from runtime.core.errors import OnDeviceError
 
@@ -164,7 +165,7 @@ def measured_variant(variant: Variant, outcome: Outcome) -> dict[str, Any]:
     return {"name": variant.name, **asdict(variant), **figures(outcome)}
 
 
-def _no_pictures(rows: Sequence[Row]) -> dict[str, bytes]:
+def _no_pictures(rows: Sequence[Row]) -> dict[str, list[Chart]]:
     return {}
 
 
@@ -177,7 +178,7 @@ class Benchmark:
     """One entry of `ondevice bench`.
 
     `models`, `lengths` (for some models `own_lengths`) and `budgets` are measured where the command
-    line names no others; `pictures` returns PNG bytes by file name suffix.
+    line names no others; `pictures` returns charts by file name suffix.
     """
 
     text: str
@@ -187,7 +188,7 @@ class Benchmark:
     rows: Callable[[Bench], Iterator[Row]]
     tables: Callable[[Sequence[Row]], list[Table]]
     notes: Sequence[str] = ()
-    pictures: Callable[[Sequence[Row]], Mapping[str, bytes]] = _no_pictures
+    pictures: Callable[[Sequence[Row]], Mapping[str, Sequence[Chart]]] = _no_pictures
     facts: Callable[[Sequence[Row]], Mapping[str, Any]] = _no_facts
     budgets: Sequence[str] = ("1GB",)
     own_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -34,7 +34,8 @@ from harness.bench.published import (
     MODELS,
 )
 from harness.measure.repeats import Outcome, Process, spread
-from harness.report.blocks import draw_blocks
+from harness.report.blocks import block_charts
+from harness.report.chart import Chart
 from harness.report.table import Table
 
 OWNERS = ("unpack", "read")
@@ -213,15 +214,14 @@ def _blockwise(rows: Sequence[Row]) -> list[Table]:
     return [Table("Memory and time of a block", _lines(rows, head, cells), 3)]
 
 
-def pictures(rows: Sequence[Row]) -> Mapping[str, bytes]:
+def pictures(rows: Sequence[Row]) -> Mapping[str, list[Chart]]:
     """Memory and time of every block, forward and backward, a picture for each row."""
-    found = {}
+    drawn = {}
     for row in rows:
         measured = {one["name"]: one["blocks"] for one in row.get("variants", ()) if one["blocks"]}
         if measured:
-            _, png = draw_blocks(measured, list(measured))
-            found[f"{row['model']}-{row['tokens']}"] = png
-    return found
+            drawn[f"{row['model']}-{row['tokens']}"] = block_charts(measured)
+    return drawn
 
 
 TABLE3 = Benchmark(

@@ -26,7 +26,7 @@ from harness.bench.benchmark import (
     times,
 )
 from harness.measure.bundles import smallest_megabytes
-from harness.report.figure import log_scale, new_figure, png, style
+from harness.report.chart import Chart, Line
 from harness.report.table import Table
 from runtime.config.methods import USUAL
 
@@ -157,40 +157,36 @@ def _cells(one: Mapping[str, Any], shown: set[str]) -> tuple[str, ...]:
     )
 
 
-def _pictures(rows: Sequence[Row]) -> Mapping[str, bytes]:
+def _pictures(rows: Sequence[Row]) -> Mapping[str, list[Chart]]:
     """Seconds of a step against the budget, a picture for each row."""
-    found = {}
+    drawn = {}
     for row in rows:
-        curves: dict[str, list[dict[str, float]]] = {}
+        measured: dict[str, list[dict[str, Any]]] = {}
         for one in row.get("variants", ()):
             if one["processes"]:
-                point = {"megabytes": _budget(one) / 1e6, **one["step_s"]}
-                curves.setdefault(one["method"], []).append(point)
-        if curves:
-            found[f"{row['model']}-{row['tokens']}"] = draw(curves)
-    return found
+                measured.setdefault(one["method"], []).append(one)
+        if measured:
+            drawn[f"{row['model']}-{row['tokens']}"] = [_chart(measured)]
+    return drawn
 
 
-def draw(curves: Mapping[str, list[dict[str, float]]]) -> bytes:
-    """The picture, as PNG bytes: medians, with bars from the least to the most.
-
-    curves: points of each method, with `megabytes`, `median`, `low` and `high` (seconds).
-    """
-    figure, (axes,) = new_figure(1, 1, 3.9)
-    for index, (name, points) in enumerate(curves.items()):
-        rising = sorted(points, key=lambda point: point["megabytes"])
-        places, values = ([point[key] for point in rising] for key in ("megabytes", "median"))
-        bars = [
-            [point["median"] - point["low"] for point in rising],
-            [point["high"] - point["median"] for point in rising],
-        ]
-        axes.errorbar(places, values, bars, label=name, linewidth=1.6, capsize=3, **style(index))
-    log_scale(axes)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("budget (MB)")
-    axes.set_ylabel("time per step (s)")
-    axes.legend(frameon=False)
-    return png(figure)
+def _chart(measured: Mapping[str, Sequence[dict[str, Any]]]) -> Chart:
+    """Medians of each method, with bars from the least to the most."""
+    lines = []
+    for index, (name, variants) in enumerate(measured.items()):
+        rising = sorted(variants, key=_budget)
+        times = [one["step_s"] for one in rising]
+        points = [(_budget(one) / 1e6, one["step_s"]["median"]) for one in rising]
+        ranges = [(time["low"], time["high"]) for time in times]
+        lines.append(Line(name, index, points, marked=True, ranges=ranges))
+    return Chart(
+        "Time per step against the budget",
+        "s",
+        lines,
+        from_zero=True,
+        across="budget (MB)",
+        logarithmic=True,
+    )
 
 
 CURVE = Benchmark(

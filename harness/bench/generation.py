@@ -18,10 +18,13 @@ from harness.bench.benchmark import Bench, Benchmark, Row, around, megabytes
 from harness.measure.command import ondevice
 from harness.measure.other_load import other_load
 from harness.measure.repeats import Outcome, Process, in_turn, most, spread, turn_ratio
-from harness.peers.launch import cores, environment, run_peer
+from harness.measure.repository import repository_only
 from harness.report.table import Table
 from runtime.core.errors import OnDeviceError, UsageError
 from runtime.data.prompts import confined_prompt
+
+with repository_only():
+    from harness.peers.launch import cores, environment, run_peer
 
 PROMPT = (
     "The lighthouse stood at the end of the harbour, and for a hundred years its lamp had been "

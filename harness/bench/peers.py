@@ -24,11 +24,14 @@ from harness.bench.benchmark import (
     seconds,
 )
 from harness.measure.repeats import Outcome, figures, in_turn, most, time_ratio, turn_ratio
-from harness.peers.launch import Setup, cores, inherited
-from harness.peers.programs import DEFAULT, METHOD, OURS, PROGRAMS
-from harness.peers.trainer import ALPHA, RANK
+from harness.measure.repository import repository_only
 from harness.report.table import Table
 from runtime.core.errors import UsageError
+
+with repository_only():
+    from harness.peers.launch import Setup, cores, inherited
+    from harness.peers.programs import DEFAULT, METHOD, OURS, PROGRAMS
+    from harness.peers.trainer import ALPHA, RANK
 
 OPTION = "--python"
 BUSY_CORES = 0.1  # more than an idle system uses

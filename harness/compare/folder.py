@@ -2,7 +2,7 @@
 
 config.toml   the settings
 sweep/   runs/   profile/   a run folder for each trial, each method, each method's profile
-compare.json   compare.txt   compare.html   *.png   what was found
+compare.json   compare.txt   compare.html   *.svg   what was found
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ Invariant: the text and the page show the same cells, all drawn from `compare.js
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.compare.plots import draw
 from harness.compare.tables import tables
-from harness.report.figure import Picture
-from harness.report.page import bullets, page, paragraph, picture
+from harness.report.chart import Chart, standalone
+from harness.report.page import bullets, page, paragraph
 from harness.report.table import Table
 from runtime.core.files import write_atomic
 
@@ -21,8 +21,8 @@ from runtime.core.files import write_atomic
 def write_report(report: Mapping[str, Any], place: Path) -> None:
     """Write `compare.json`, `compare.txt`, `compare.html` and the plots."""
     pictures = draw(report)
-    for name, (_, png) in pictures.items():
-        write_atomic(place / name, png)
+    for name, charts in pictures.items():
+        write_atomic(place / f"{name}.svg", standalone(charts))
     write_atomic(place / "compare.txt", (to_text(report) + "\n").encode())
     write_atomic(place / "compare.html", to_html(report, pictures).encode())
     write_atomic(place / "compare.json", (json.dumps(report, allow_nan=False) + "\n").encode())
@@ -34,8 +34,8 @@ def to_text(report: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in report["notes"])])
 
 
-def to_html(report: Mapping[str, Any], pictures: Mapping[str, Picture]) -> str:
-    """The page; `pictures` are captions and PNG bytes by file name."""
+def to_html(report: Mapping[str, Any], pictures: Mapping[str, Sequence[Chart]]) -> str:
+    """The page; `pictures` are the charts of each."""
     levels, *others = (table.html() for table in tables(report))
     facts = [("setting", "value"), *((key, _shown(value)) for key, value in _facts(report).items())]
     parts = [
@@ -43,7 +43,7 @@ def to_html(report: Mapping[str, Any], pictures: Mapping[str, Picture]) -> str:
         paragraph(report["verdict"]),
         levels,
         bullets("Notes", report["notes"]),
-        *(picture(caption, png) for caption, png in pictures.values()),
+        *(chart.html() for charts in pictures.values() for chart in charts),
         *others,
         Table("Settings", facts, left=2).html(),
     ]

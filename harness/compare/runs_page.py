@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compare.curve import Curve, Point, make_curve
+from harness.report.blocks import DIRECTIONS, block_charts
 from harness.report.chart import Chart, Level, Line
 from harness.report.page import page, paragraph
 from harness.report.table import Table
@@ -24,7 +25,6 @@ from runtime.core.units import format_bytes, format_seconds
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"
-DIRECTIONS = ("forward", "backward")
 MEASURED = tuple(f"{one}_{what}" for one in DIRECTIONS for what in ("s", "peak_bytes"))
 ENDS = {"steps": "all steps done"}  # of a summary's "stopped", where its own word says too little
 OPTIONAL = ("loss", "gradient_norm")
@@ -58,11 +58,6 @@ class Run:
     def evaluated(self, value: Callable[[Point], float]) -> list[tuple[float, float]]:
         """A value of every evaluation."""
         return [(float(point.step), value(point)) for point in self.curve.points]
-
-    def profiled(self, key: str, scale: float) -> list[tuple[float, float]]:
-        """A measurement of every block that has it, by the block's place."""
-        found = [(float(place), one.get(key)) for place, one in enumerate(self.blocks)]
-        return [(place, value * scale) for place, value in found if value is not None]
 
 
 def write_page(paths: Sequence[Path], output: Path, samples: int = 0) -> list[Run]:
@@ -178,10 +173,14 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     """Every chart that the page may show; those of what was not measured are empty."""
 
     def lines(
-        values: Callable[[Run], list[tuple[float, float]]], what: str = "", **look: bool
+        values: Callable[[Run], list[tuple[float, float]]],
+        what: str = "",
+        marked: bool = False,
+        faint: bool = False,
     ) -> list[Line]:
         return [
-            Line(f"{run.name}{what}", index, values(run), **look) for index, run in enumerate(runs)
+            Line(f"{run.name}{what}", index, values(run), marked, faint)
+            for index, run in enumerate(runs)
         ]
 
     budgets: dict[int, Level] = {}
@@ -235,31 +234,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
             lines(lambda run: run.steps(lambda e: e["seconds"])),
             from_zero=True,
         ),
-        *_charts_of_blocks(runs),
-    ]
-
-
-def _charts_of_blocks(runs: Sequence[Run]) -> list[Chart]:
-    """Memory and time of each block, of the runs that were profiled."""
-    # "model.layers.3" is shown as 3; the other blocks have names of their own
-    places = [one["name"].rpartition(".")[2] for one in max((run.blocks for run in runs), key=len)]
-
-    def lines(key: str, scale: float) -> list[Line]:
-        return [
-            Line(
-                f"{run.name}, {direction}",
-                index,
-                run.profiled(f"{direction}_{key}", scale),
-                faint=direction == "forward",
-            )
-            for direction in DIRECTIONS
-            for index, run in enumerate(runs)
-        ]
-
-    look: dict[str, Any] = {"from_zero": True, "across": "block", "places": places}
-    return [
-        Chart("Most memory allocated in each block", "MB", lines("peak_bytes", 1e-6), **look),
-        Chart("Time per step in each block", "s", lines("s", 1.0), **look),
+        *block_charts({run.name: run.blocks for run in runs}),
     ]
 
 

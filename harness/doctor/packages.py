@@ -17,7 +17,7 @@ EXTRAS = {  # what they are for
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",
     "tensorboard": "ondevice train --report-to tensorboard",
     "wandb": "ondevice train --report-to wandb",
-    "bench": "PyTorch and PEFT beside ours (ondevice bench peers)",
+    "bench": "PyTorch and PEFT beside ours, and pictures in PNG",
     "dev": "tests and checks of ondevice itself",
 }
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")

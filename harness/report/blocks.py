@@ -1,57 +1,45 @@
-"""The picture of a profile: memory and time of every block."""
+"""The charts of a profile: memory and time of every block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
+from harness.report.chart import Chart, Line
 
-from harness.report.figure import Picture, new_figure, png, style
+DIRECTIONS = ("forward", "backward")
 
 
-def draw_blocks(measured: Mapping[str, list[dict[str, Any]]], order: list[str]) -> Picture:
+def block_charts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
     """Memory and time of each block, forward and backward (the MeBP paper's Figure 2).
 
-    measured: by method, the blocks of a run's profile.  order: the methods' lines, for colours.
+    measured: by the name of a run, the blocks of its profile; none where it was not profiled.
     """
-    figure, (memory, time) = new_figure(2, 1, 6.2)
     # "model.layers.3" is shown as 3; the other blocks have names of their own
-    names = [block["name"].rpartition(".")[2] for block in max(measured.values(), key=len)]
-    rows: tuple[tuple[Axes, str, Callable[[float], float]], ...] = (
-        (memory, "{}_peak_bytes", lambda value: value / 1e6),
-        (time, "{}_s", lambda value: value),
-    )
-    for axes, key, scaled in rows:
-        for name, blocks in measured.items():
-            look = style(order.index(name))
-            for direction, line in (("forward", "-"), ("backward", "--")):
-                values = [block.get(key.format(direction)) or 0.0 for block in blocks]
-                places = [index for index, value in enumerate(values) if value]
-                if places:  # some methods, and some blocks, run forward only
-                    axes.plot(
-                        places,
-                        [scaled(values[index]) for index in places],
-                        label=f"{name}, {direction}",
-                        linestyle=line,
-                        markersize=3.5,
-                        linewidth=1.4,
-                        **look,
-                    )
-        places = _ticks(len(names))
-        axes.set_xticks(places, [names[place] for place in places])
-        axes.set_ylim(bottom=0)
-    memory.set_ylabel("most memory allocated (MB)")
-    time.set_ylabel("time per step (s)")
-    time.set_xlabel("block (numbers are layers)")
-    memory.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return "Memory and time of each block", png(figure)
+    places = [block["name"].rpartition(".")[2] for block in max(measured.values(), key=len)]
+
+    def lines(key: str, scale: float) -> list[Line]:
+        return [
+            Line(
+                f"{name}, {direction}",
+                index,
+                _points(blocks, f"{direction}_{key}", scale),
+                faint=direction == "forward",
+            )
+            for direction in DIRECTIONS
+            for index, (name, blocks) in enumerate(measured.items())
+        ]
+
+    look: dict[str, Any] = {"from_zero": True, "across": "block", "places": places}
+    return [
+        Chart("Most memory allocated in each block", "MB", lines("peak_bytes", 1e-6), **look),
+        Chart("Time per step in each block", "s", lines("s", 1.0), **look),
+    ]
 
 
-def _ticks(blocks: int) -> list[int]:
-    """The blocks with a label: embedding, head, and layers that leave room for these words."""
-    first, last = 0, blocks - 1
-    every = max(1, -(-blocks // 24))
-    room = 2 if blocks > 12 else 1
-    layers = range(1, last, every)
-    return [first, *(one for one in layers if room <= one <= last - room), last]
+def _points(
+    blocks: Sequence[Mapping[str, Any]], key: str, scale: float
+) -> list[tuple[float, float]]:
+    """A measurement of every block that has it, by the block's place."""
+    values = [(float(place), block.get(key)) for place, block in enumerate(blocks)]
+    return [(place, value * scale) for place, value in values if value is not None]

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure.command import ondevice
-from harness.report.figure import new_figure, png, style
 from runtime.core.errors import OnDeviceError, UsageError
 from runtime.core.files import write_atomic
 
@@ -86,9 +85,11 @@ def curves(out: Path) -> Curves:
 
 def draw(folders: Sequence[Path], target: Path) -> None:
     """Write the picture and its figures, `target` with the suffix .json."""
+    from harness.tasks.figure import new_figure, png, style
+
     measured = {folder.name: curves(folder) for folder in folders}
     bases = list(dict.fromkeys(base for found in measured.values() for base in found))
-    figure, axes = new_figure(1, len(folders), 3.9)
+    figure, axes = new_figure(len(folders), 3.9)
     for one, (task, found) in zip(axes, measured.items(), strict=True):
         for base, runs in found.items():
             steps = sorted(set.intersection(*(set(run) for run in runs)))

@@ -52,7 +52,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _eval_calls(config: EvalConfig, as_json: bool) -> None:
     """Have function calls generated and judged, and keep the answers where they are wanted."""
-    from harness.tasks.bfcl.score import describe, run
+    from harness.measure.repository import repository_only
+
+    with repository_only():
+        from harness.tasks.bfcl.score import describe, run
 
     with task_bar("question") as progress:
         report = run(config, lambda done, total: progress("answering", done, total), note)

@@ -226,8 +226,10 @@ def test_the_curve_is_drawn_and_told() -> None:
     rows = [row(256, budgeted(100, 4.0, 4.2, 1), budgeted(200, 3.0, 3.2, 2), variant("mezo", None))]
     (table,) = CURVE.tables(rows)
     assert table.rows[1][-1] == "tile_values 1" and table.rows[3][4] == "did not run"
-    (name,) = CURVE.pictures(rows)
-    assert name == "qwen2.5-0.5b-256" and CURVE.pictures(rows)[name].startswith(b"\x89PNG")
+    ((name, (chart,)),) = CURVE.pictures(rows).items()
+    assert name == "qwen2.5-0.5b-256" and [line.name for line in chart.lines] == ["mebp"]
+    assert chart.lines[0].points == [(100, pytest.approx(4.1)), (200, pytest.approx(3.1))]
+    assert chart.lines[0].ranges == [(4.0, 4.2), (3.0, 3.2)] and chart.svg().count("range") == 2
     assert CURVE.pictures([row(256)]) == {}
 
 
@@ -307,7 +309,8 @@ def test_own_lengths_hold_where_no_others_are_asked_for(
     made = benches.Benchmark(
         "text", None, (MODEL, "tiny-llama"), (3,), rows, lambda rows: [], own_lengths=own
     )
-    monkeypatch.setitem(BENCHMARKS, "some", made)
+    monkeypatch.setattr(benchmark, "SOME", made, raising=False)
+    monkeypatch.setitem(BENCHMARKS, "some", "benchmark.SOME")
     given = {"name": "some", "bundles": str(tmp_path / "b"), "output": str(tmp_path / "x.json")}
     bench(BenchConfig(**given), lambda text: None)
     bench(BenchConfig(**given, seq_lens="5", budget="2xmin"), lambda text: None)
@@ -359,7 +362,7 @@ def test_curve(bundles: Path, tmp_path: Path) -> None:
     assert len(found["variants"]) == 4
     assert "tile_values" in found["variants"][0]["processes"][0]["choices"]
     assert text.count("of the smallest of 2 budgets takes x") == 2
-    assert (tmp_path / f"found-{MODEL}-16.png").exists()
+    assert (tmp_path / f"found-{MODEL}-16.svg").exists()
 
 
 def test_machine(bundles: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from support.runs import here
 
-from harness.bench.bench import BENCHMARKS
+from harness.bench.bench import find
 from harness.bench.doctor import MODELS, markdown
 from harness.config.bench import BenchConfig
 from harness.doctor import computing, machine, packages
@@ -195,7 +195,7 @@ def test_a_row_that_failed_says_so() -> None:
     assert (
         markdown(report).splitlines()[-1] == "| A\\|B | 2 | 1 byte | x | 1 | 1 0123456789ab dirty |"
     )
-    tables = BENCHMARKS["doctor"].tables(report["rows"])
+    tables = find("doctor").tables(report["rows"])
     assert "no bundle" in tables[0].text()
 
 

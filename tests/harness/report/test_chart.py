@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy as np
@@ -12,8 +13,10 @@ from support.lengths import at_length
 
 from harness.report.chart import (
     BOTTOM,
+    DARK,
     HEIGHT,
     LEFT,
+    LIGHT,
     MOST_PLACES,
     MOST_POINTS,
     RIGHT,
@@ -23,10 +26,13 @@ from harness.report.chart import (
     Level,
     Line,
     bin_size,
+    log_ticks,
     shown,
+    standalone,
     thinned,
     ticks,
 )
+from runtime.config.methods import METHODS
 
 Rng = np.random.Generator
 
@@ -39,7 +45,7 @@ def drawn(chart: Chart) -> list[ElementTree.Element]:
 
 def path_of(chart: Chart, kind: str) -> list[tuple[float, float]]:
     """The corners of the first path of a kind."""
-    paths = [one.get("d", "") for one in drawn(chart) if one.get("class") == kind]
+    paths = [one.get("d", "") for one in drawn(chart) if kind in one.get("class", "").split()]
     return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", paths[0])]
 
 
@@ -88,7 +94,7 @@ def test_places_have_their_names(count: int) -> None:
 def test_a_level_is_inside_the_axes(rng: Rng) -> None:
     height = float(rng.uniform(50, 500))
     chart = Chart("x", "MB", [Line("a", 0, [(1, 1), (2, 3)])], [Level("budget", 0, height)])
-    (level, _) = [one for one in drawn(chart) if one.get("class") == "level"]
+    (level, _) = [one for one in drawn(chart) if "level" in one.get("class", "").split()]
     found = re.match(rf"M{LEFT} ([\d.]+)H", level.get("d", ""))
     assert found is not None and TOP <= float(found[1]) <= HEIGHT - BOTTOM
 
@@ -108,6 +114,55 @@ def test_long_lines_are_means_and_say_so(rng: Rng) -> None:
     short = points[:MOST_POINTS]
     assert thinned(short) == short and bin_size(len(short)) == 1
     assert "means of" not in Chart("x", "s", [Line("a", 0, short)]).html()
+
+
+def test_a_logarithmic_axis_has_equal_factors_at_equal_distances(rng: Rng) -> None:
+    low = float(10 ** rng.uniform(-3, 4))
+    points = [(0.0, 9.0), *((low * 3**power, 1.0) for power in range(4))]
+    chart = Chart("x", "s", [Line("a", 0, points)], logarithmic=True)
+    corners = path_of(chart, "line")
+    assert len(corners) == 4  # not what stands at 0
+    assert np.ptp(np.diff([x for x, _ in corners])) < 0.3
+    assert corners[0][0] >= LEFT and corners[-1][0] <= WIDTH - RIGHT
+
+
+@at_length("draws", 200, 5000)
+def test_logarithmic_ticks_enclose_the_values(rng: Rng, draws: int) -> None:
+    for _ in range(draws):
+        low = float(10 ** rng.uniform(-6, 6))
+        high = low * float(10 ** rng.choice([0.0, rng.uniform(0, 6)]))
+        found = log_ticks(low, high)
+        assert found[0] <= low and high <= found[-1] and 2 <= len(found) <= 20
+        assert all(b / a > 1.9 for a, b in pairwise(found))
+        assert all(f"{one:.0e}"[0] in "125" for one in found)
+
+
+def test_what_lies_above_the_ceiling_is_drawn_at_the_top() -> None:
+    chart = Chart("x", "s", [Line("a", 0, [(0, 0), (1, 10), (2, 1e9)])], ceiling=10)
+    assert [y for _, y in path_of(chart, "line")] == [HEIGHT - BOTTOM, TOP, TOP]
+
+
+def test_every_method_has_a_look_of_its_own() -> None:
+    assert len({Line("", index, []).path for index in range(len(METHODS))}) == len(METHODS)
+
+
+def test_a_file_has_its_charts_one_legend_and_both_schemes() -> None:
+    names = [f"<run> & {'long ' * 9}{number}" for number in range(4)]
+    lines = [Line(name, index, [(1, 2), (2, 3)]) for index, name in enumerate(names)]
+    levels = [Level("budget", 1, 2.5), Level("", 0, 2.0)]
+    text = standalone([Chart("first", "s", lines, levels), Chart("second", "MB", lines, levels)])
+    root = ElementTree.fromstring(text)
+    _, _, width, height = map(float, root.get("viewBox", "").split())
+    texts = [one.text for one in root.iter() if one.tag.endswith("}text")]
+    assert [texts.count(name) for name in (*names, "budget", "first", "second")] == [1] * 7
+    legend = [one.get("transform", "") for one in root if one.tag.endswith("}g")][2:]
+    places = [tuple(map(float, re.findall(r"[\d.]+", one))) for one in legend]
+    assert len(set(places)) == 5 and all(x < width and y < height for x, y in places)
+    style = next(one.text or "" for one in root if one.tag.endswith("}style"))
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    for colours, rules in ((LIGHT, light), (DARK, dark)):
+        assert all(f" {colours[name]};" in rules for name in colours)
+    assert b"var(" not in text and b"http" not in text.replace(b"http://www.w3.org/2000/svg", b"")
 
 
 def test_text_is_only_text() -> None:
