@@ -55,7 +55,6 @@ svg.chart .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 svg.chart .faint { stroke-width: 1.1; opacity: 0.55; }
 svg.chart .level { stroke-dasharray: 6 4; stroke-width: 1.4; fill: none; }
 svg.chart .range { stroke-width: 1.1; }
-svg.chart circle { stroke: none; }
 """
 PAGE_STYLE = (
     f"""{FORMS}{_paints(lambda name: f"var(--{name})")}
