@@ -13,6 +13,7 @@ import pytest
 from support.pages import PAGES
 from support.source_rules import (
     PACKAGES,
+    ROOT,
     calls_of_sleep,
     classes_told_apart,
     draws_without_the_seed,

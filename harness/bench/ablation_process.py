@@ -36,6 +36,7 @@ prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
+from harness.measure.repository import repository_only  # noqa: E402
 from runtime.bundle.store import Bundle, open_bundle  # noqa: E402
 from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
@@ -120,8 +121,9 @@ def _method(
         from runtime.run.trained_weights import open_weights  # heavier than adapters need
 
         if without == "disk":
-            from harness.bench.in_memory import InMemoryMeZO  # the oracles take 40 MB
-            from harness.peers.whole_model_full import MemoryWeights, all_weights
+            with repository_only():
+                from harness.peers.in_memory import InMemoryMeZO  # takes 40 MB
+                from harness.peers.whole_model_full import MemoryWeights, all_weights
 
             memory = MemoryWeights(bundle, all_weights(bundle))
             models = open_session(bundle, planned, memory).model
