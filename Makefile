@@ -1,5 +1,6 @@
 # make demo and make test set up everything from nothing, in a virtual environment of their own.
-# make test is the gate; make test-all adds the tests that only repeat its tests at more length.
+# make test is the gate; make test-all adds the tests that only repeat its tests at more length;
+# make test-night runs what draws with SEEDS fresh seeds each.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,9 @@ BFCL := bfcl-eval>=2026.3.23,<2027
 # Two processes; whichever has no tests left takes over some of the other's.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: setup blas demo test test-all check clean
+SEEDS ?= 50
+
+.PHONY: setup blas demo test test-all test-night check clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +42,10 @@ test: setup check
 
 test-all: setup check
 	$(PYTEST) -m 'slow or not slow'
+
+# Folders of tests that passed are removed, since there are tens of thousands of them.
+test-night: setup
+	$(PYTEST) -m 'draws and not slow' --fresh-seeds=$(SEEDS) -o tmp_path_retention_policy=failed
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from runtime.machine.backend import prepare  # noqa: E402
 
 prepare()  # before MLX is imported
 
+import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from support.bundles import runnable, settings  # noqa: E402
@@ -44,6 +46,38 @@ from runtime.bundle.store import Bundle  # noqa: E402
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 
+# its examples are drawn from the test's seed, and none is kept for the next run
+hypothesis.settings.register_profile("seeded", derandomize=True)
+hypothesis.settings.load_profile("seeded")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fresh-seeds",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run every test that draws N times, each with a seed that is drawn for it",
+    )
+
+
+def draws(item: pytest.Function | pytest.Metafunc) -> bool:
+    return "seed" in item.fixturenames or hypothesis.is_hypothesis_test(item.function)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    fresh = metafunc.config.getoption("--fresh-seeds")
+    if fresh and draws(metafunc):
+        numbers = range(1, fresh + 1)
+        metafunc.parametrize("draw", numbers, indirect=True, ids=[f"draw{i}" for i in numbers])
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for item in items:
+        if draws(item):
+            item.add_marker(pytest.mark.draws)
+
 
 def pytest_collection_finish() -> None:
     """Leave what is imported and collected out of garbage collections, which it makes slow."""
@@ -51,12 +85,30 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def draw(request: pytest.FixtureRequest) -> int:
+    """The number of the fresh draw, from 1; 0 is the fixed one."""
+    return int(getattr(request, "param", 0))
+
+
 @pytest.fixture
-def seed() -> int:
-    """A seed of its own for every test and run; pytest shows it where the test fails."""
-    value = int(os.environ[SEED]) if SEED in os.environ else secrets.randbits(32)
+def seed(request: pytest.FixtureRequest, draw: int) -> int:
+    """The test's own seed, the same in every run but for fresh draws; shown where it fails."""
+    if SEED in os.environ:
+        value = int(os.environ[SEED])
+    elif draw:
+        value = secrets.randbits(32)
+    else:
+        value = zlib.crc32(request.node.nodeid.encode())
     print(f"{SEED}={value}")
     return value
+
+
+@pytest.fixture(autouse=True)
+def examples(request: pytest.FixtureRequest) -> None:
+    """Let hypothesis draw from the test's seed too."""
+    if hypothesis.is_hypothesis_test(request.function):
+        hypothesis.seed(request.getfixturevalue("seed"))(request.function)
 
 
 @pytest.fixture

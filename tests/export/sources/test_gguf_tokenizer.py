@@ -96,7 +96,7 @@ def spm_reference(metadata: dict[str, Any], text: str) -> list[str]:
 SPM = load(convert_tokenizer(spm_metadata(prefix=False, add_bos=False), "test"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet="abc \n\té", max_size=20))
 def test_sentencepiece_merges_as_defined(text: str) -> None:
     encoded = SPM.encode(text)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.tasks import calls
@@ -75,7 +75,6 @@ def test_every_run_of_examples_has_every_action_once() -> None:
     assert turns[0] != turns[1]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(SPLITS), st.integers(0, 30), st.integers(0, 30))
 def test_a_longer_list_begins_with_the_shorter(seed: int, split: str, a: int, b: int) -> None:
     assert generate(seed, a + b, split)[:a] == generate(seed, a, split)

@@ -72,7 +72,6 @@ def test_sizes_are_written(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**15))
 def test_a_written_size_reads_back_close_and_never_below_when_rounded_up(size_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(size_bytes)) - size_bytes) <= size_bytes / 100
@@ -176,7 +175,7 @@ def test_layer_names_are_split() -> None:
 NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.fixed_dictionaries(
         {"bundle": NAMES, "data": NAMES},

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data import packing
@@ -37,7 +37,6 @@ def plain_best_fit(lengths: Lengths, ordered: list[int]) -> list[list[int]]:
     return sorted(found, key=lambda sequence: place[sequence[0]])
 
 
-@settings(deadline=None)
 @given(ROWS, st.integers(0, 2**32))
 def test_every_row_is_in_one_sequence_that_holds_it(rows: list[int], seed: int) -> None:
     lengths = np.array(rows)
@@ -50,7 +49,6 @@ def test_every_row_is_in_one_sequence_that_holds_it(rows: list[int], seed: int) 
     assert sequences == sequences_of(pack(lengths, LENGTH, seed))
 
 
-@settings(deadline=None)
 @given(ROWS, st.integers(0, 2**32))
 def test_packing_is_the_plain_best_fit(rows: list[int], seed: int) -> None:
     lengths = np.array(rows)

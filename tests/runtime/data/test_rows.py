@@ -114,7 +114,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
             RandomRows(0, 10, 4, 1).row(index)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.binary(max_size=200), st.integers(0, 200))
 def test_no_bytes_crash_the_reader(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int
@@ -172,7 +172,6 @@ def test_the_hash_is_splitmix64() -> None:
     assert plain_hash(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 2**31 - 1))
 def test_rows_and_orders_follow_the_plain_hash(seed: int, index: int, vocab_size: int) -> None:
     tokens, scored = RandomRows(seed, vocab_size, 4, 2**41).row(index)
@@ -190,7 +189,6 @@ def test_random_seeds_are_read_from_the_flag() -> None:
             data.random_seed(wrong)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(1, 300))
 def test_an_order_is_a_permutation(seed: int, epoch: int, n: int) -> None:
     assert sorted(order(seed, epoch, n).tolist()) == list(range(n))

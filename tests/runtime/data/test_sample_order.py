@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data import sample_order
@@ -24,7 +24,6 @@ def by_seed(seed: int, n: int, count: int) -> list[int]:
     return [int(row) for epoch in range(count // n + 1) for row in order(seed, epoch, n)][:count]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1))
 def test_the_sample_of_a_position_needs_no_history(seed: int, n: int, positions: list[int]) -> None:
     unbroken = by_seed(seed, n, 201)
@@ -32,21 +31,18 @@ def test_the_sample_of_a_position_needs_no_history(seed: int, n: int, positions:
     assert [found.sample(position) for position in positions] == [unbroken[p] for p in positions]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), LENGTHS)
 def test_one_sample_a_step_comes_in_the_order_of_the_seed(seed: int, lengths: list[int]) -> None:
     n = len(lengths)
     assert samples(seed, lengths, 1, 2 * n) == by_seed(seed, n, 2 * n)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(2, 9))
 def test_samples_of_one_bucket_come_in_the_order_of_the_seed(seed: int, n: int, step: int) -> None:
     lengths = [17 + number % 16 for number in range(n)]
     assert samples(seed, lengths, step, 2 * n) == by_seed(seed, n, 2 * n)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), LENGTHS, st.integers(2, 9), st.integers(1, 4))
 def test_every_epoch_has_every_sample_once(
     seed: int, lengths: list[int], step: int, window: int
@@ -60,7 +56,6 @@ def test_every_epoch_has_every_sample_once(
         assert found == samples(seed, lengths, step, 4 * n)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), LENGTHS, st.integers(2, 9))
 def test_steps_are_of_one_bucket_but_for_few(seed: int, lengths: list[int], step: int) -> None:
     """Of an epoch, at most one step for each border between buckets, and the two at its ends."""

@@ -50,7 +50,6 @@ def test_text_is_tokenized_in_another_process(bundle: Path, tmp_path: Path) -> N
     assert [path.name for path in out.parent.iterdir()] == ["train.tokens"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(2, 99), max_size=30)), st.integers(1, 9), st.booleans())
 def test_each_token_is_a_target_once(parts: list[list[int]], length: int, with_bos: bool) -> None:
     tokens = [token for part in parts for token in part]
@@ -68,7 +67,7 @@ def test_each_token_is_a_target_once(parts: list[list[int]], length: int, with_b
         assert all(a[-1] == b[0] for a, b in pairwise(rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(["the", "cat ", "\n", "\n\n", " a", "  ", "1!", "!\n"])))
 def test_chunks_give_the_tokens_of_the_whole(words: list[str]) -> None:
     text = "".join(words)
