@@ -47,7 +47,12 @@ from runtime.bundle.store import Bundle  # noqa: E402
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 
 # its examples are drawn from the test's seed, and none is kept for the next run
-hypothesis.settings.register_profile("seeded", derandomize=True)
+hypothesis.settings.register_profile(
+    "seeded",
+    derandomize=True,
+    deadline=None,  # as below, since a busy machine is slow at everything
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("seeded")
 
 

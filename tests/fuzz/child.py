@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from support.waiting import HANGS_S
+
 from runtime.core.errors import OnDeviceError
 
 SECONDS = 10  # of the CPU that a case may take
-WAITING_S = 60  # on the clock: a case takes tenths of a second, so it waits for what never comes
+WAITING_S = HANGS_S  # on the clock, for a case that waits for what never comes
 MEMORY_BYTES = 4 << 30  # that a case may map beyond what is imported
 FILE_BYTES = 1 << 30  # that a file may have
 PR_SET_PDEATHSIG = 1  # of Linux's prctl

@@ -58,7 +58,7 @@ def here(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 # a signal where progress is told, before its bar shows it
 STRUCK = """
-import os, signal, sys
+import signal, sys
 from contextlib import contextmanager
 
 import ondevice.cli.progress as progress
@@ -68,7 +68,7 @@ numbers, moment, *arguments = sys.argv[1:]
 def told(where):
     if moment == where:
         for number in numbers.split(","):
-            os.kill(os.getpid(), int(number))
+            signal.raise_signal(int(number))
 
 def striking(bar, where):
     @contextmanager

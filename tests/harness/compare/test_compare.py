@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,7 +19,6 @@ import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
 from support.curves import curve_of
-from support.waiting import wait_until
 
 from harness.compare.compare import compare
 from harness.compare.curve import read_curve
@@ -322,35 +321,65 @@ def bundle(tiny: Tiny) -> Path:
     return tiny("gemma3", seq_lens=(16, 32), device="auto").path
 
 
+# Imported at the start of every Python: a run interrupts the command that started it at its step 5,
+# and goes on when that has asked it to end, so that no clock decides how far it is.
+INTERRUPTING = """
+import os, signal, sys, time
+
+if "train" in sys.orig_argv:
+    import ondevice.cli.progress as progress
+    bar = progress.step_bar
+
+    def told(show, entry, *what):
+        if entry["step"] == 5:
+            arrived = []
+            handler = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+            os.kill(os.getppid(), signal.SIGTERM)
+            while not arrived:
+                time.sleep(0.01)
+            signal.signal(signal.SIGTERM, handler)
+            signal.raise_signal(signal.SIGTERM)
+        show(entry, *what)
+
+    from contextlib import contextmanager
+
+    @contextmanager
+    def interrupting(*a, **k):
+        with bar(*a, **k) as show:
+            yield lambda *what: told(show, *what)
+
+    progress.step_bar = interrupting
+"""
+
+
 def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     """Interrupted in the middle of a run, gone on with, refused with other settings."""
     out = tmp_path / "out"
     arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
     arguments += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
-    arguments += ["--steps=mebp=100,mezo=10", "--eval-every=mebp=50,mezo=5", "--sweep-steps=3"]
+    arguments += ["--steps=mebp=20,mezo=10", "--eval-every=mebp=10,mezo=5", "--sweep-steps=3"]
     arguments += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
-    started = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    metrics = out / "runs" / "mebp" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text(), started)
-    started.send_signal(signal.SIGTERM)
-    _, said = started.communicate()
-    assert started.returncode == 130 and "same command again" in said, said
-    assert "Traceback" not in said
-    saved = list((out / "runs" / "mebp" / "saves").glob("step-*"))
-    assert len(saved) == 1 and not (out / "runs" / "mebp" / "summary.json").exists()
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    started = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    assert started.returncode == 130 and "same command again" in started.stderr, started.stderr
+    assert "Traceback" not in started.stderr
+    (saved,) = (out / "runs" / "mebp" / "saves").glob("step-*")
+    assert saved.name == "step-00000005" and not (out / "runs" / "mebp" / "summary.json").exists()
     swept = {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
     assert len(swept) == 2
     done = subprocess.run([*arguments, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "resuming after step" in done.stderr
+    assert "resuming after step 5" in done.stderr
     assert swept == {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
     report = json.loads(done.stdout)
     assert report == json.loads((out / "compare.json").read_text())
     mebp, mezo = report["methods"]["mebp"], report["methods"]["mezo"]
-    assert mebp["curve"]["steps"]["step"] == list(range(1, 101))
-    assert [point["step"] for point in mebp["curve"]["points"]] == [0, 50, 100]
+    assert mebp["curve"]["steps"]["step"] == list(range(1, 21))
+    assert [point["step"] for point in mebp["curve"]["points"]] == [0, 10, 20]
     assert [point["step"] for point in mezo["curve"]["points"]] == [0, 5, 10]
-    assert mebp["last"]["forward_passes"] == 100 * 2 * 3  # forward, again, and the gradient
+    assert mebp["last"]["forward_passes"] == 20 * 2 * 3  # forward, again, and the gradient
     assert mezo["last"]["forward_passes"] == 10 * 2 * 2
     assert mebp["curve"]["points"][0]["loss"] == mezo["curve"]["points"][0]["loss"]
     assert mebp["stopped"] == mezo["stopped"] == "steps"

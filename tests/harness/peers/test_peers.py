@@ -99,20 +99,23 @@ def test_reasons_name_no_interpreter() -> None:
 
 def test_our_own_processes_are_no_neighbours() -> None:
     busy_s = 0.5
-    works = f"import time\nwhile time.process_time() < {busy_s}: pass\nprint(flush=True)"
+    works = (
+        f"import time\nend_s = time.process_time() + {busy_s}\n"
+        "while time.process_time() < end_s: pass\nprint(flush=True)"
+    )
     with other_load() as alone:
         subprocess.run([sys.executable, "-c", works], check=True, stdout=subprocess.DEVNULL)
-    before = time.monotonic()
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", f"{works}\ninput()"],  # not ended, so not yet ours
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as neighbour,
-        other_load() as beside,
-    ):
-        assert neighbour.stdout is not None
-        neighbour.stdout.readline()
+    with subprocess.Popen(
+        [sys.executable, "-c", f"input()\n{works}\ninput()"],  # not ended, so not yet ours
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as neighbour:
+        assert neighbour.stdin is not None and neighbour.stdout is not None
+        before = time.monotonic()
+        with other_load() as beside:  # from before its work to its end, however long it takes
+            neighbour.stdin.write(b"\n")
+            neighbour.stdin.flush()
+            neighbour.stdout.readline()
         seconds = time.monotonic() - before
     if not STAT.exists():
         assert alone.cores is None

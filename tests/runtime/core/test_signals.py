@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
@@ -28,7 +27,7 @@ def test_signals_are_handled_and_given_back() -> None:
         signal.signal(number, earlier)
     with handled(lambda number, frame: arrived.append(number)):
         for number in ENDING:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
     assert arrived == list(ENDING)
     assert all(signal.getsignal(number) is earlier for number in ENDING)
 
@@ -37,7 +36,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     arrived: list[int] = []
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with handled(lambda number, frame: arrived.append(number)):
-        os.kill(os.getpid(), signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     assert arrived == []
 
