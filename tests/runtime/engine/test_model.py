@@ -32,6 +32,8 @@ from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.dropout import StepDropout
+from runtime.objectives.accuracy import Accuracy
+from runtime.objectives.next_token import NextToken
 from runtime.operations.attention import Attention
 from runtime.run.evaluate import evaluate
 
@@ -163,8 +165,8 @@ def test_dropout_is_for_training_only(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
     model = model_of(bundle, 32)
     plain, exact = mebp(model, adapters, rows, tmp_path)
     _, masked = mebp(model, adapters, rows, tmp_path, 0, StepDropout(1, adapters.dropout, 0))
-    evaluated = sum(one.loss_sum for one in evaluate(model, adapters, rows))
-    assert evaluated == pytest.approx(plain.loss_sum, rel=1e-6)
+    (losses,) = evaluate(model, adapters, rows, [NextToken()])
+    assert sum(losses) == pytest.approx(plain.loss_sum, rel=1e-6)
     assert not any(mx.allclose(masked[name], exact[name], rtol=1e-3) for name in exact)
 
 
@@ -284,14 +286,15 @@ def test_evaluation_counts_right_predictions(tiny: Tiny, rng: Rng) -> None:
     at = int(rows[0].scored[0])
     best = logits_of(model, adapters, rows[0].inputs)[at].argmax().item()
     rows[0].tokens[at + 1] = int(best)
-    for row, result in zip(rows, evaluate(model, adapters, rows), strict=True):
+    objectives = [NextToken(), Accuracy()]
+    losses, shares = evaluate(model, adapters, rows, objectives)
+    for row, loss_sum, share in zip(rows, losses, shares, strict=True):
         logits = dense(mx.array(row.tokens)[None, :-1])[0, mx.array(row.scored)]
         right = logits.argmax(axis=-1) == mx.array(row.targets)
-        assert result.correct == int(right.sum())
-        assert result.tokens == len(row.targets)
+        assert -share == int(right.sum())
         loss = float(reference.batch_loss(dense, [(row.tokens, row.scored)]))
-        assert result.loss_sum / result.tokens == pytest.approx(loss, rel=1e-5)
-    assert evaluate(model, adapters, rows[:1])[0].correct >= 1
+        assert loss_sum / len(row.targets) == pytest.approx(loss, rel=1e-5)
+    assert -evaluate(model, adapters, rows[:1], objectives)[1][0] >= 1
 
 
 def test_positions_without_a_target_get_no_gradient(tiny: Tiny, rng: Rng) -> None:
