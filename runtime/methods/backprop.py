@@ -133,7 +133,7 @@ class Backprop:
             dhs: list[mx.array] = []
             for group in chunk:
                 seen = [scored.pop(0) for _ in group]
-                entropy = sum(one.cross_entropy for one in seen)
+                entropy = sum(sample.cross_entropy for sample in seen)
                 result += StepLoss(entropy, 0, positions(group), self.loss.value(seen))
                 dhs += self.loss.gradients(seen)
                 del seen

@@ -153,5 +153,7 @@ def score(
     loras = [{}] * len(hs) if loras is None else loras
     targets = [sample.targets for sample in samples]
     heads = model.losses(hs, targets, gradient, predictions, loras)
-    given = zip(samples, hs, heads, loras, strict=True)
-    return [Scored(model, *one) for one in given]
+    return [
+        Scored(model, sample, h, head, own)
+        for sample, h, head, own in zip(samples, hs, heads, loras, strict=True)
+    ]

@@ -209,11 +209,11 @@ class ZerothOrder:
             scored = score(model, samples, hs, predictions=objective.predicts, loras=loras)
             if not losses:
                 self._visited(head, model)
-            losses += [one.cross_entropy for one in scored]
+            losses += [lane.cross_entropy for lane in scored]
             for group in chunk:
                 point, seen = lanes[group[0]].point, [scored.pop(0) for _ in group]
                 sums[point] += objective.value(seen)
-                counts[point] += objective.count([one.sample for one in seen])
+                counts[point] += objective.count([lane.sample for lane in seen])
         return losses, {point: total / counts[point] for point, total in sums.items()}
 
     def _learn(
