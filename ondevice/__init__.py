@@ -1,9 +1,10 @@
 """Fine-tune language models with LoRA on the device that holds the data, inside a memory budget.
 
 `export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate`, `compare_with_source`,
-`generate`, `chat`, `adapter` and `fuse` do what the command line does, with the same options and
-defaults; errors are those of `runtime.core.errors`. Importing this package loads nothing heavy, no
-MLX and no NumPy: a name is loaded when it is first used.
+`generate`, `chat`, `adapter` and `fuse` do what the command line does. The options, with the same
+defaults, are in the command's configuration, such as `TrainConfig`. Errors are those of
+`runtime.core.errors`. Importing this package loads nothing heavy, no MLX and no NumPy: a name is
+loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from runtime.core.version import __version__
 
 if TYPE_CHECKING:
+    from export.config.adapter import AdapterConfig
+    from export.config.export import ExportConfig
+    from export.config.fuse import FuseConfig
     from ondevice.api.bundles import export_bundle, open_bundle
     from ondevice.api.conversation import Conversation, chat
     from ondevice.api.converting import adapter
@@ -34,20 +38,32 @@ if TYPE_CHECKING:
     from ondevice.api.use import compare_with_source, evaluate, generate
     from runtime.bundle.quality import Quality
     from runtime.bundle.store import Bundle
+    from runtime.config.evaluate import EvalConfig
+    from runtime.config.generate import ChatConfig, GenerateConfig
+    from runtime.config.plan import PlanConfig
+    from runtime.config.train import TrainConfig
     from runtime.core import errors
 
 __all__ = [
+    "AdapterConfig",
     "AdapterResult",
     "Bundle",
+    "ChatConfig",
     "Conversation",
+    "EvalConfig",
     "Evaluation",
     "EvaluationResult",
+    "ExportConfig",
     "ExportResult",
+    "FuseConfig",
     "FuseResult",
+    "GenerateConfig",
     "Generation",
     "MemoryPlan",
+    "PlanConfig",
     "Quality",
     "Step",
+    "TrainConfig",
     "TrainResult",
     "__version__",
     "adapter",
@@ -66,12 +82,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api.bundles": ("export_bundle", "open_bundle"),
-    "api.conversation": ("Conversation", "chat"),
-    "api.converting": ("adapter",),
-    "api.fusing": ("fuse",),
-    "api.process": ("prepare",),
-    "api.results": (
+    "ondevice.api.bundles": ("export_bundle", "open_bundle"),
+    "ondevice.api.conversation": ("Conversation", "chat"),
+    "ondevice.api.converting": ("adapter",),
+    "ondevice.api.fusing": ("fuse",),
+    "ondevice.api.process": ("prepare",),
+    "ondevice.api.results": (
         "AdapterResult",
         "Evaluation",
         "EvaluationResult",
@@ -82,10 +98,17 @@ _MODULES = {
         "Step",
         "TrainResult",
     ),
-    "api.training": ("plan", "resume", "train"),
-    "api.use": ("compare_with_source", "evaluate", "generate"),
-    "bundle.quality": ("Quality",),
-    "bundle.store": ("Bundle",),
+    "ondevice.api.training": ("plan", "resume", "train"),
+    "ondevice.api.use": ("compare_with_source", "evaluate", "generate"),
+    "runtime.bundle.quality": ("Quality",),
+    "runtime.bundle.store": ("Bundle",),
+    "export.config.adapter": ("AdapterConfig",),
+    "runtime.config.evaluate": ("EvalConfig",),
+    "export.config.export": ("ExportConfig",),
+    "export.config.fuse": ("FuseConfig",),
+    "runtime.config.generate": ("ChatConfig", "GenerateConfig"),
+    "runtime.config.plan": ("PlanConfig",),
+    "runtime.config.train": ("TrainConfig",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -96,7 +119,7 @@ def __getattr__(name: str) -> Any:
         return import_module("runtime.core.errors")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    found = getattr(import_module(_PLACES[name]), name)
     globals()[name] = found
     return found
 

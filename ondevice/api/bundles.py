@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Unpack
 
 from export.config.export import ExportConfig
-from ondevice.api.keywords import ExportKeywords
-from ondevice.api.options import configured, taking
-from ondevice.api.process import Note, Said, prepare
+from ondevice.api.process import Note, Progress, Said, prepare, silent
 from ondevice.api.results import ExportResult
 from runtime.bundle import store
 from runtime.bundle.store import Bundle
 from runtime.core.notes import warning
-
-Progress = Callable[[str, int, int], None]
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
 
 
 def open_bundle(path: str | Path) -> Bundle:
@@ -35,28 +25,21 @@ def open_bundle(path: str | Path) -> Bundle:
     return store.open_bundle(path)
 
 
-@taking(ExportConfig)
 def export_bundle(
-    source: str | Path,
-    output: str | Path,
-    *,
-    on_progress: Progress | None = None,
-    on_note: Note | None = None,
-    **options: Unpack[ExportKeywords],
+    config: ExportConfig, *, on_progress: Progress = silent, on_note: Note | None = None
 ) -> ExportResult:
     """Convert a checkpoint to a bundle, as `ondevice export` does.
 
     on_progress(what, done, total) is called while it works, on_note(text) with lines for people.
 
     Raises:
-        UsageError: an option is wrong, the output exists, or there is no such checkpoint.
+        UsageError: the output exists, or there is no such checkpoint.
         BudgetError: the budget is too small, or was passed.
         BundleError: the checkpoint is damaged or not supported.
         StorageError: the disk is full, or the output cannot be written.
     """
-    config = configured(ExportConfig, {"source": source, "output": output, **options})
     prepare(keep_heap=False)
-    return export(config, on_progress or _silent, Said(on_note))
+    return export(config, on_progress, Said(on_note))
 
 
 def export(config: ExportConfig, progress: Progress, said: Said) -> ExportResult:

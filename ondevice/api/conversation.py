@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self
 
-from ondevice.api.keywords import ChatKeywords
-from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare, refuse_threads
 from ondevice.api.results import Generation
-from runtime.bundle.store import Bundle
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 
@@ -20,19 +16,12 @@ if TYPE_CHECKING:
     from runtime.run.chat import Chat
 
 
-@taking(ChatConfig)
-def chat(
-    bundle: str | Path | Bundle, *, on_note: Note | None = None, **options: Unpack[ChatKeywords]
-) -> Conversation:
+def chat(config: ChatConfig, *, on_note: Note | None = None) -> Conversation:
     """A conversation with a model, with or without an adapter, as `ondevice chat` holds it.
 
     It is a context manager: the model is in memory inside the `with` statement.
     on_note(text) receives lines for people.
-
-    Raises:
-        UsageError: an option is wrong.
     """
-    config = configured(ChatConfig, {"bundle": bundle, **options})
     prepare()
     return Conversation(config, on_note)
 
@@ -118,6 +107,6 @@ class Conversation:
     def _open(self) -> Chat:
         if self._chat is None:
             raise UsageError(
-                "the conversation is not open: with ondevice.chat(bundle) as conversation: ..."
+                "the conversation is not open: with ondevice.chat(config) as conversation: ..."
             )
         return self._chat

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
 
 from export.config.adapter import AdapterConfig
-from ondevice.api.keywords import AdapterKeywords
-from ondevice.api.options import configured, taking
 from ondevice.api.process import Note, Said, prepare
 from ondevice.api.results import AdapterResult
 
 
-@taking(AdapterConfig)
-def adapter(
-    run: str | Path,
-    to: str,
-    output: str | Path,
-    *,
-    on_note: Note | None = None,
-    **options: Unpack[AdapterKeywords],
-) -> AdapterResult:
+def adapter(config: AdapterConfig, *, on_note: Note | None = None) -> AdapterResult:
     """Write a trained adapter for PEFT, llama.cpp or mlx-lm, as `ondevice adapter` does.
 
     on_note(text) receives lines for people.
 
     Raises:
-        UsageError: an option is wrong, the output exists, or the format cannot hold the adapter.
+        UsageError: the output exists, or the format cannot hold the adapter.
         BundleError: the bundle or the adapter cannot be used.
         StorageError: it cannot be written.
     """
-    config = configured(AdapterConfig, {"run": run, "to": to, "output": output, **options})
     prepare()
     return convert(config, Said(on_note))
 

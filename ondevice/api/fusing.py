@@ -6,14 +6,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from export.config.fuse import FuseConfig
-from ondevice.api.keywords import FuseKeywords
-from ondevice.api.options import configured, taking
-from ondevice.api.process import Note, Said, prepare
+from ondevice.api.process import Note, Progress, Said, prepare, silent
 from ondevice.api.results import FuseResult
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
@@ -28,39 +26,25 @@ if TYPE_CHECKING:
     from runtime.engine.sample import Row
     from runtime.methods.adapters import Adapters
 
-Progress = Callable[[str, int, int], None]
-
-
 LOST_NATS = 0.05
 """Nats per token, of loss or KL divergence, from which fusing counts as having lost much."""
 
 
-@taking(FuseConfig)
 def fuse(
-    bundle: str | Path | Bundle,
-    output: str | Path,
-    *,
-    on_progress: Progress | None = None,
-    on_note: Note | None = None,
-    **options: Unpack[FuseKeywords],
+    config: FuseConfig, *, on_progress: Progress = silent, on_note: Note | None = None
 ) -> FuseResult:
     """Add an adapter to the weights of its bundle, as `ondevice fuse` does.
 
     on_progress(what, done, total) is called while it works, on_note(text) with lines for people.
 
     Raises:
-        UsageError: an option is wrong, the output exists, or the format cannot hold the model.
+        UsageError: the output exists, or the format cannot hold the model.
         BudgetError: the process has passed the budget.
         BundleError, DataError: the bundle, the adapter or the data cannot be used.
         StorageError: the disk has too little space, and nothing is left behind.
     """
-    config = configured(FuseConfig, {"bundle": bundle, "output": output, **options})
     prepare(keep_heap=False)
-    return fuse_as(config, on_progress or _silent, Said(on_note))
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    return fuse_as(config, on_progress, Said(on_note))
 
 
 def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:

@@ -10,6 +10,11 @@ from runtime.core.errors import UsageError
 from runtime.core.notes import warned_of
 
 Note = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 class Said:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
-from ondevice.api.keywords import PlanKeywords, TrainKeywords
-from ondevice.api.options import configured, plain, taking
-from ondevice.api.process import Note, Said, prepare
+from ondevice.api.process import Note, Progress, Said, prepare, silent
 from ondevice.api.results import Evaluation, MemoryPlan, Step, TrainResult
-from runtime.bundle.store import Bundle
 from runtime.config.plan import PlanConfig
 from runtime.config.train import TrainConfig
 
@@ -20,21 +17,16 @@ if TYPE_CHECKING:
 OnStep = Callable[[Step], None]
 OnEvaluation = Callable[[str, Evaluation], None]
 OnPlan = Callable[[MemoryPlan], None]
-Progress = Callable[[str, int, int], None]
 
 
-@taking(PlanConfig)
-def plan(
-    bundle: str | Path | Bundle, *, on_note: Note | None = None, **options: Unpack[PlanKeywords]
-) -> MemoryPlan:
+def plan(config: PlanConfig, *, on_note: Note | None = None) -> MemoryPlan:
     """How training would use a memory budget, as `ondevice plan` shows it; nothing is trained.
 
     Raises:
-        UsageError: an option is wrong, or rows are longer than the bundle has graphs for.
+        UsageError: rows are longer than the bundle has graphs for.
         BudgetError: nothing fits; the message has the smallest budget that does.
         BundleError: the bundle is damaged, or its graphs cannot be traced.
     """
-    config = configured(PlanConfig, {"bundle": bundle, **options})
     prepare()
     from runtime.run.start import show_plan
 
@@ -43,17 +35,14 @@ def plan(
     return MemoryPlan.of(found.to_json(), said.notes)
 
 
-@taking(TrainConfig)
 def train(
-    bundle: str | Path | Bundle,
-    data: str | Path,
+    config: TrainConfig,
     *,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Progress = silent,
     on_plan: OnPlan | None = None,
     on_note: Note | None = None,
-    **options: Unpack[TrainKeywords],
 ) -> TrainResult:
     """Train in a new run, as `ondevice train` does; the run is also an adapter.
 
@@ -63,14 +52,13 @@ def train(
     kill would: `resume` goes on from its last save.
 
     Raises:
-        UsageError: an option is wrong, or the run exists.
+        UsageError: the run exists, or an option does not fit the bundle or the data.
         BudgetError: the budget is too small, or was passed; then the state is saved.
         BundleError, DataError: the bundle, the adapter or the data cannot be used.
         StorageError: the disk is full, or the run cannot be written.
         DivergedError: the loss is not finite; the last save is intact.
         InterruptedRunError: a signal, such as Ctrl-C's, ended the run; its state is saved.
     """
-    config = configured(TrainConfig, {"bundle": bundle, "data": data, **options})
     prepare()
     from runtime.run import start
 
@@ -82,14 +70,14 @@ def train(
 def resume(
     run: str | Path,
     *,
-    bundle: str | Path | Bundle | None = None,
+    bundle: str | Path | None = None,
     budget: str | None = None,
     steps: int | None = None,
     patience: int | None = None,
     device: str | None = None,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Progress = silent,
     on_plan: OnPlan | None = None,
     on_note: Note | None = None,
 ) -> TrainResult:
@@ -103,13 +91,13 @@ def resume(
         OnDeviceError: as `train`; and UsageError, if `run` holds no run or has done more steps.
     """
     wanted = {
-        "bundle": bundle,
+        "bundle": None if bundle is None else str(bundle),
         "budget": budget,
         "steps": steps,
         "patience": patience,
         "device": device,
     }
-    given = {name: plain(value) for name, value in wanted.items() if value is not None}
+    given = {name: value for name, value in wanted.items() if value is not None}
     prepare()
     from runtime.run import start
 
@@ -129,19 +117,17 @@ def _events(
     said: Said,
     on_step: OnStep | None,
     on_evaluation: OnEvaluation | None,
-    on_progress: Progress | None,
+    on_progress: Progress,
     on_plan: OnPlan | None,
 ) -> Events:
     """The callbacks of a run, as the runtime calls them."""
     from runtime.run.events import Events
 
-    events = Events(note=said.note)
+    events = Events(note=said.note, evaluation=on_progress)
     if on_step is not None:
         events.step = lambda entry, steps: on_step(Step.of(entry, steps))
     if on_evaluation is not None:
         events.evaluated = lambda when, found: on_evaluation(when, Evaluation.of(found))
-    if on_progress is not None:
-        events.evaluation = on_progress
     if on_plan is not None:
         events.plan = lambda chosen: on_plan(MemoryPlan.of(chosen.to_json(), said.notes))
     return events

@@ -6,31 +6,17 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Unpack
 
-from ondevice.api.keywords import EvaluateKeywords, GenerateKeywords, SourceKeywords
-from ondevice.api.options import configured, taking
-from ondevice.api.process import Note, Said, prepare
+from ondevice.api.process import Note, Progress, Said, prepare, silent
 from ondevice.api.results import EvaluationResult, Generation
 from runtime.bundle.quality import Quality
-from runtime.bundle.store import Bundle
 from runtime.config.evaluate import EvalConfig
 from runtime.config.generate import GenerateConfig
 from runtime.core.errors import BundleError, UsageError
 
-Progress = Callable[[str, int, int], None]
-_OF_A_BUNDLE = ("adapter", "task", "max_tokens", "answers", "adapter_dtype")  # not of a comparison
-_OF_THE_COMMAND = ("source", "max_tokens", "answers")  # options that only `ondevice eval` has
 
-
-@taking(EvalConfig, *_OF_THE_COMMAND)
 def evaluate(
-    bundle: str | Path | Bundle,
-    data: str | Path,
-    *,
-    on_progress: Progress | None = None,
-    on_note: Note | None = None,
-    **options: Unpack[EvaluateKeywords],
+    config: EvalConfig, *, on_progress: Progress = silent, on_note: Note | None = None
 ) -> EvaluationResult:
     """Measure the loss or labels of a bundle, with or without an adapter, as `ondevice eval` does.
 
@@ -38,13 +24,13 @@ def evaluate(
     is not finite is None, and no error.
 
     Raises:
-        UsageError: an option is wrong, or rows are longer than the bundle has graphs for.
+        UsageError: rows are longer than the bundle has graphs for, or `config` names a source or
+            the task bfcl.
         BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle, the adapter or the data cannot be used.
     """
-    config = configured(EvalConfig, {"bundle": bundle, "data": data, **options})
     if config.source is not None:
-        raise UsageError("source is what compare_with_source(bundle, source, data) takes")
+        raise UsageError("a source is for compare_with_source(config); leave it out")
     if config.task == "bfcl":
         raise UsageError("task bfcl is for the command `ondevice eval` alone; take another task")
     prepare()
@@ -52,9 +38,7 @@ def evaluate(
     from runtime.run.events import Events
 
     said = Said(on_note)
-    events = Events(note=said.note)
-    if on_progress is not None:
-        events.evaluation = on_progress
+    events = Events(note=said.note, evaluation=on_progress)
     with tempfile.TemporaryDirectory() as scratch:
         found = run_eval(config, Path(scratch), events)
     return EvaluationResult.of(
@@ -68,15 +52,8 @@ def evaluate(
     )
 
 
-@taking(EvalConfig, *_OF_A_BUNDLE)
 def compare_with_source(
-    bundle: str | Path | Bundle,
-    source: str | Path,
-    data: str | Path,
-    *,
-    on_progress: Progress | None = None,
-    on_note: Note | None = None,
-    **options: Unpack[SourceKeywords],
+    config: EvalConfig, *, on_progress: Progress = silent, on_note: Note | None = None
 ) -> Quality:
     """Measure how far a bundle's predictions are from those of the checkpoint it was exported from.
 
@@ -84,17 +61,14 @@ def compare_with_source(
     on_progress(what, done, total) counts blocks, on_note(text) receives lines for people.
 
     Raises:
-        UsageError: an option is wrong, or the checkpoint is not that of the bundle.
+        UsageError: `config` names no source, or a checkpoint that is not that of the bundle.
         BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle, the checkpoint or the data cannot be used.
     """
-    config = configured(EvalConfig, {"bundle": bundle, "source": source, "data": data, **options})
+    if config.source is None:
+        raise UsageError("there is nothing to compare with: give the checkpoint as source")
     prepare()
-    return beside_source(config, on_progress or _silent, Said(on_note).note)
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    return beside_source(config, on_progress, Said(on_note).note)
 
 
 def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality:
@@ -125,25 +99,21 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
         return engine.compare(original, checkpoint, bundle, rows, config.data)
 
 
-@taking(GenerateConfig)
 def generate(
-    bundle: str | Path | Bundle,
-    prompt: str,
+    config: GenerateConfig,
     *,
     on_text: Callable[[str], None] | None = None,
     on_note: Note | None = None,
-    **options: Unpack[GenerateKeywords],
 ) -> Generation:
     """Continue a prompt, with or without an adapter, as `ondevice generate` does.
 
     on_text(piece) receives the continuation as it grows, on_note(text) lines for people.
 
     Raises:
-        UsageError: an option is wrong, or the prompt is too long.
+        UsageError: the prompt is too long.
         BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle or the adapter cannot be used, or has no tokenizer.
     """
-    config = configured(GenerateConfig, {"bundle": bundle, "prompt": prompt, **options})
     prepare()
     from runtime.run.generate import generate as pieces_of
 
@@ -154,4 +124,4 @@ def generate(
             pieces.append(piece)
             if on_text is not None and piece:
                 on_text(piece)
-    return Generation(prompt, "".join(pieces), **generating.facts, notes=said.notes)
+    return Generation(config.prompt, "".join(pieces), **generating.facts, notes=said.notes)

@@ -139,12 +139,20 @@ def output_option(default: Any, text: str, metavar: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of configurations; creating one with a value that is not allowed raises UsageError."""
+    """Base of configurations; creating one with a value that is not allowed raises UsageError.
+
+    A `Path` is kept as text, a list as a tuple, and a whole number where any number may be as one.
+    """
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
 
     def __post_init__(self) -> None:
-        refuse(type(self), _problems(type(self), vars(self)))
+        values = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(self).items()
+        }
+        refuse(type(self), _problems(type(self), values))
+        vars(self).update({one.name: _normal(one, values[one.name]) for one in fields(self)})
 
 
 C = TypeVar("C", bound=Config)
@@ -175,7 +183,7 @@ def from_values(cls: type[C], in_file: dict[str, Any], overrides: dict[str, Any]
             with suppress(ValueError):  # `_problems` reports it as a value of the wrong type
                 values[key] = _type_of(known[key]).from_text(value)
     refuse(cls, problems + _problems(cls, values))
-    return cls(**{key: _normal(known[key], value) for key, value in values.items()})
+    return cls(**values)
 
 
 def to_toml(config: Config) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import re
@@ -10,29 +9,20 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 from support.bundles import Tiny
-from support.keywords import PLACE, written
 from support.runs import here
 from support.text_bundle import text_bundle, text_checkpoint
 
 import ondevice
-from export.config.adapter import AdapterConfig
-from export.config.export import ExportConfig
-from export.config.fuse import FuseConfig
 from ondevice.api.process import Said
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle
-from runtime.config.base import Config
-from runtime.config.evaluate import EvalConfig
-from runtime.config.generate import ChatConfig, GenerateConfig
-from runtime.config.plan import PlanConfig
-from runtime.config.train import TrainConfig
+from runtime.config.base import load
 from runtime.core.errors import BudgetError, BundleError, UsageError
 from runtime.core.notes import warning
 from runtime.machine.backend import TOO_LATE, prepare
@@ -46,22 +36,6 @@ ROWS = [
     ("fan off ->", " no"),
     ("fan on ->", " yes"),
     ("lamp off ->", " no"),
-]
-
-FUNCTIONS = [  # with the command's configuration, and what the function leaves out
-    (ondevice.export_bundle, ExportConfig, set()),
-    (ondevice.fuse, FuseConfig, set()),
-    (ondevice.plan, PlanConfig, set()),
-    (ondevice.train, TrainConfig, set()),
-    (ondevice.evaluate, EvalConfig, {"source", "max_tokens", "answers"}),
-    (ondevice.generate, GenerateConfig, set()),
-    (ondevice.chat, ChatConfig, set()),
-    (ondevice.adapter, AdapterConfig, set()),
-    (
-        ondevice.compare_with_source,
-        EvalConfig,
-        {"adapter", "task", "max_tokens", "answers", "adapter_dtype"},
-    ),
 ]
 
 
@@ -95,26 +69,16 @@ def test_every_public_name_is_there() -> None:
     assert (ROOT / "ondevice" / "py.typed").is_file()
 
 
-def test_keywords_are_the_options() -> None:
-    """After a change of options: python -m tests.support.keywords"""
-    assert PLACE.read_text() == written()
-
-
-@pytest.mark.parametrize(
-    ("function", "config", "without"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_signatures_show_the_options(
-    function: Callable[..., object], config: type[Config], without: set[str]
-) -> None:
-    shown = inspect.signature(function).parameters
-    assert not without & {*shown}
-    for one in fields(config):
-        if one.name in without:
-            continue
-        if shown[one.name].kind is inspect.Parameter.KEYWORD_ONLY:
-            default = inspect.Parameter.empty if one.default is MISSING else one.default
-            assert shown[one.name].default == default
-            assert f"    {one.name}: {one.metadata['help']}" in str(function.__doc__)
+def test_configurations_are_checked_and_in_one_form() -> None:
+    source, seq_lens = Path("model"), [16, 32]
+    config = ondevice.ExportConfig(source=source, output="b", seq_lens=seq_lens)  # type: ignore[arg-type]
+    typed = {"source": "model", "output": "b", "seq_lens": "16,32"}
+    assert config == load(ondevice.ExportConfig, None, typed)
+    assert (config.source, config.seq_lens) == ("model", (16, 32))
+    rate = ondevice.TrainConfig(bundle="b", data="d", learning_rate=1).learning_rate
+    assert isinstance(rate, float)
+    with pytest.raises(UsageError, match=r"batch_size is 'many'.*\n  steps is 0;"):
+        ondevice.TrainConfig(bundle="b", data="d", steps=0, batch_size="many")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +127,17 @@ def test_the_page_s_examples_run(
 def test_a_run_is_the_command_s(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same bits as the command's, by Path and open bundle; nothing is printed."""
+    """The same bits as the command's; nothing is printed."""
     bundle = tiny("qwen2")
     options = {"max_seq_length": 16, "steps": 2, "budget": "500MB", "seed": 3, "method": "mezo"}
     steps: list[ondevice.Step] = []
-    result = ondevice.train(
-        bundle,
-        "random:5",
-        output=tmp_path / "ours",
-        on_step=steps.append,
+    config = ondevice.TrainConfig(
+        bundle=str(bundle.path),
+        data="random:5",
+        output=str(tmp_path / "ours"),
         **options,  # type: ignore[arg-type]
     )
+    result = ondevice.train(config, on_step=steps.append)
     assert capsys.readouterr() == ("", "")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     done = here("train", bundle.path, "--data=random:5", f"--output={tmp_path / 'theirs'}", *flags)
@@ -186,13 +150,15 @@ def test_a_run_is_the_command_s(
     assert result.predicted_peak_bytes <= result.budget_bytes == 500_000_000
     assert result.run == tmp_path / "ours"
     assert (result.method, result.steps, result.stopped) == ("mezo", 2, "steps")
-    further = ondevice.resume(result.run, bundle=bundle, steps=3)
+    further = ondevice.resume(result.run, bundle=bundle.path, steps=3)
     assert further.steps == 3
 
 
 def test_a_plan_is_the_command_s(tiny: Tiny) -> None:
     bundle = tiny("qwen2")
-    found = ondevice.plan(str(bundle.path), max_seq_length=16, budget="500MB")
+    found = ondevice.plan(
+        ondevice.PlanConfig(bundle=str(bundle.path), max_seq_length=16, budget="500MB")
+    )
     done = here("plan", bundle.path, "--max-seq-length=16", "--budget=500MB", "--json")
     theirs = json.loads(done.stdout)
     assert {*found.facts} == {*theirs}
@@ -201,17 +167,17 @@ def test_a_plan_is_the_command_s(tiny: Tiny) -> None:
 
 
 def test_errors_are_the_command_s(tiny: Tiny, tmp_path: Path) -> None:
-    path = tiny("qwen2").path
-    with pytest.raises(UsageError, match="unknown key 'iters'"):
-        ondevice.train(path, "random:0", iters=3)  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="source is what compare_with_source"):
-        ondevice.evaluate(path, "random:0", source="x")  # type: ignore[call-arg]
+    path = str(tiny("qwen2").path)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'iters'"):
+        ondevice.TrainConfig(bundle=path, data="random:0", iters=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="a source is for compare_with_source"):
+        ondevice.evaluate(ondevice.EvalConfig(bundle=path, data="random:0", source="x"))
+    with pytest.raises(UsageError, match="give the checkpoint as source"):
+        ondevice.compare_with_source(ondevice.EvalConfig(bundle=path, data="random:0"))
+    with pytest.raises(UsageError, match="task bfcl is for the command"):
+        ondevice.evaluate(ondevice.EvalConfig(bundle=path, data="random:0", task="bfcl"))
     with pytest.raises(BudgetError, match="smallest that fits"):
-        ondevice.plan(path, budget="1MB", max_seq_length=16)
-    with pytest.raises(UsageError, match="leave out --arithmetic"):
-        ondevice.compare_with_source(path, "x", "random:0", arithmetic="packed")
-    with pytest.raises(UsageError, match="--adapter-dtype has no effect without --adapter"):
-        ondevice.evaluate(path, "random:0", adapter_dtype="bfloat16")
+        ondevice.plan(ondevice.PlanConfig(bundle=path, budget="1MB", max_seq_length=16))
     with pytest.raises(BundleError):
         ondevice.open_bundle(tmp_path)
     with pytest.raises(UsageError, match="no run to resume"):
@@ -222,7 +188,9 @@ def test_a_conversation_is_the_command_s(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = text_bundle(place / "chat", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    conversation = ondevice.chat(bundle, max_tokens=5, context=64, system="dog")
+    conversation = ondevice.chat(
+        ondevice.ChatConfig(bundle=str(bundle.path), max_tokens=5, context=64, system="dog")
+    )
     with pytest.raises(UsageError, match="is not open"):
         conversation.say("hello")
     pieces: list[str] = []
@@ -266,7 +234,7 @@ def test_other_threads_are_refused(tiny: Tiny) -> None:
 
     def work() -> None:
         try:
-            ondevice.plan(bundle, max_seq_length=16)
+            ondevice.plan(ondevice.PlanConfig(bundle=str(bundle.path), max_seq_length=16))
         except UsageError as problem:
             refused.append(str(problem))
 
@@ -301,24 +269,24 @@ def test_mlx_that_came_first_is_warned_of() -> None:
 
 
 USER = """
-from pathlib import Path
-
 import ondevice
 
-result: ondevice.TrainResult = ondevice.train(
-    Path("b"), "d", steps=3, on_step=lambda step: print(step.loss), learning_rate=1e-3
-)
+config = ondevice.TrainConfig(bundle="b", data="d", steps=3, learning_rate=1e-3)
+result: ondevice.TrainResult = ondevice.train(config, on_step=lambda step: print(step.loss))
 best: int | None = result.best_step
-plan: ondevice.MemoryPlan = ondevice.plan(ondevice.open_bundle("b"), budget="1GB")
-bits: float = ondevice.export_bundle("m", "b", seq_lens=(16,)).bundle.manifest.bits_per_weight
-loss: float | None = ondevice.evaluate("b", "d", adapter=result.run).loss
-text: str = ondevice.generate("b", "p").text
-with ondevice.chat("b", context=64) as conversation:
+plan: ondevice.MemoryPlan = ondevice.plan(ondevice.PlanConfig(bundle="b", budget="1GB"))
+exported = ondevice.export_bundle(ondevice.ExportConfig(source="m", output="b", seq_lens=(16,)))
+bits: float = exported.bundle.manifest.bits_per_weight
+held_out = ondevice.EvalConfig(bundle="b", data="d", adapter=str(result.run))
+loss: float | None = ondevice.evaluate(held_out).loss
+text: str = ondevice.generate(ondevice.GenerateConfig(bundle="b", prompt="p")).text
+with ondevice.chat(ondevice.ChatConfig(bundle="b", context=64)) as conversation:
     said: str = conversation.say("hello").text
-rank: int = ondevice.adapter("r", "peft", "p", bundle=Path("b")).lora.rank
-lost: float = ondevice.compare_with_source("b", "m", "d").divergence
-ondevice.train("b", "d", iters=3)
-ondevice.train("b", "d", steps="3")
+peft = ondevice.AdapterConfig(run="r", to="peft", output="p", bundle="b")
+rank: int = ondevice.adapter(peft).lora.rank
+lost: float = ondevice.compare_with_source(held_out).divergence
+ondevice.TrainConfig(bundle="b", data="d", iters=3)
+ondevice.TrainConfig(bundle="b", data="d", steps="3")
 """
 
 

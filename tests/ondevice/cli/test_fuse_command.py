@@ -98,12 +98,10 @@ def test_the_function_does_what_the_command_does(tiny: Tiny, tmp_path: Path, rng
     given = {"data": "random:1", "max_seq_length": 30, "eval_rows": 1}
     seen: list[str] = []
     try:
-        found = ondevice.fuse(
-            *(bundle, tmp_path / "out"),
-            adapter=adapter,
-            on_progress=lambda *w: seen.append(w[0]),
-            **given,
+        config = ondevice.FuseConfig(
+            bundle=bundle.path, output=tmp_path / "out", adapter=adapter, **given
         )
+        found = ondevice.fuse(config, on_progress=lambda *w: seen.append(w[0]))
     finally:
         prepare()  # fusing has the heap kept otherwise
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]

@@ -178,7 +178,9 @@ def test_an_error_of_the_caller_ends_the_measurement(bundle: Bundle) -> None:
         raise RuntimeError(piece)
 
     with pytest.raises(RuntimeError) as found:  # whose frames stay in memory, as in a notebook
-        ondevice.generate(bundle, "the", on_text=fail)
+        ondevice.generate(
+            ondevice.GenerateConfig(bundle=str(bundle.path), prompt="the"), on_text=fail
+        )
     assert "footprint-meter" not in {one.name for one in threading.enumerate()}, found
 
 
