@@ -23,11 +23,11 @@ import mlx.nn as nn  # noqa: E402
 import mlx.optimizers as optim  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
-from runtime.config.removed import load_run  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from harness.peers.whole_model import dense_model, gradients  # noqa: E402
 from runtime.bundle.store import open_bundle  # noqa: E402
+from runtime.config.removed import load_run  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import UsageError  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
