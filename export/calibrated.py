@@ -7,9 +7,9 @@ their quantized values.
 from __future__ import annotations
 
 from export.cut.model import Cut
-from export.packed import Packing
 from export.passes.block_pass import RowPass, RowProducts
 from export.quantize.calibrate import Calibration
+from export.stored import QuantizedForm
 from export.tensors import Tensors
 from runtime.arrays.stored import Block
 
@@ -46,12 +46,12 @@ def _write_products(
     names = [name for name in products.names if tensors.is_quantized(name)]
     factor = calibration.factor(products, tied) if names else None
     for name in products.names:
-        packing = tensors.stored[name]
+        form = tensors.stored[name]
         if factor is None or name not in names:
             tensors.matrix(name)
         else:
-            assert isinstance(packing, Packing)
-            tensors.packed(name, calibration.slices(name, packing, factor, tensors))
+            assert isinstance(form, QuantizedForm)
+            tensors.packed(name, calibration.slices(name, form, factor, tensors))
 
 
 def _matrices(cut: Cut, block: Block) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ from typing import Any
 from export.calibrated import write_calibrated
 from export.config.export import ExportConfig
 from export.cut.model import Cut
-from export.packed import Packing, Stored
 from export.passes.block_pass import RowPass
 from export.passes.engine import ExportEngine
 from export.quantize.bits import Candidate, choose_bits
 from export.quantize.calibrate import Calibration
 from export.quantize.sensitivity import Sensitivities
 from export.sources.source import Checkpoint
+from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
 from runtime.bundle.float_manifest import float_manifest
 from runtime.bundle.quality import Quality
@@ -55,7 +55,7 @@ class Original:
         asked = {
             name: one
             for name, one in tensors.stored.items()
-            if isinstance(one, Packing) and self._is_layer(name)
+            if isinstance(one, QuantizedForm) and self._is_layer(name)
         }
         if self.config.calibrate is not None:
             rows, _ = self._split()
@@ -223,6 +223,6 @@ def original_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:
     return Bundle(bundle.path, manifest, bundle.graphs_path)
 
 
-def _bytes(tensors: Tensors, name: str, stored: Stored) -> int:
+def _bytes(tensors: Tensors, name: str, stored: StoredForm) -> int:
     rows, columns = tensors.shape(name)
     return int(rows * columns * stored.bits_per_weight / 8)

@@ -16,8 +16,8 @@ import numpy as np
 
 from export.config.export import EIGHT_BIT, ExportConfig
 from export.cut.model import Cut
-from export.packed import FloatType, Packing, Plain, Stored
 from export.sources.source import Checkpoint, slices
+from export.stored import FloatForm, FloatType, QuantizedForm, StoredForm
 from runtime.config.base import flag
 from runtime.core.errors import UsageError
 
@@ -44,18 +44,18 @@ def matrices(cut: Cut) -> Iterator[Use]:
 
 def stored_forms(
     config: ExportConfig, checkpoint: Checkpoint, cut: Cut
-) -> tuple[dict[str, Stored], frozenset[str]]:
+) -> tuple[dict[str, StoredForm], frozenset[str]]:
     """The stored form of each matrix, and the matrices that keep a quantized source's integers.
 
     Raises:
         UsageError: the group size does not divide a matrix, or an option contradicts the source.
     """
     _check_names(config, cut)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredForm] = {}
     kept: set[str] = set()
     for use in matrices(cut):
         if config.is_full:
-            found[use.name] = Plain(cast(FloatType, config.storage))
+            found[use.name] = FloatForm(cast(FloatType, config.storage))
             continue
         asked = config.bits if use.adaptable else config.head_bits
         ready = checkpoint.prequantized(f"{use.name}.weight")
@@ -64,7 +64,7 @@ def stored_forms(
             kept.add(use.name)
         else:
             found[use.name] = _form(config, checkpoint, use, asked)
-    quantized = [n for n, one in found.items() if isinstance(one, Packing) and n not in kept]
+    quantized = [n for n, one in found.items() if isinstance(one, QuantizedForm) and n not in kept]
     unused = sorted(config.changed & {"calibrate", "group_size", "layout", "eight_bit"})
     if unused and not quantized:
         raise UsageError(
@@ -97,9 +97,9 @@ def linear_names(cut: Cut) -> set[str]:
 
 def _form(
     config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | str | None
-) -> Stored:
+) -> StoredForm:
     if asked == 32:
-        return Plain("float32")
+        return FloatForm("float32")
     if asked == 16:
         return _short_form(checkpoint, f"{use.name}.weight")
     bits = 4 if asked in (None, "auto") else int(asked)
@@ -115,21 +115,21 @@ def _form(
         )
     symmetric = bits == 8 or config.layout == "symmetric"
     layout: Literal["symmetric", "affine"] = "symmetric" if symmetric else "affine"
-    return Packing(bits, group, layout, "float16")
+    return QuantizedForm(bits, group, layout, "float16")
 
 
-def _short_form(checkpoint: Checkpoint, tensor: str) -> Plain:
+def _short_form(checkpoint: Checkpoint, tensor: str) -> FloatForm:
     """bfloat16, unless float16 holds all values exactly and bfloat16 does not."""
-    forms = {Plain("float16"), Plain("bfloat16")}
+    forms = {FloatForm("float16"), FloatForm("bfloat16")}
     for start, stop in slices(*checkpoint.shape(tensor)):
         values = checkpoint.rows(tensor, start, stop)
         forms = {f for f in forms if (f.rounded(values).astype(np.float32) == values).all()}
         if not forms:
             break
-    return Plain("float16") if forms == {Plain("float16")} else Plain("bfloat16")
+    return FloatForm("float16") if forms == {FloatForm("float16")} else FloatForm("bfloat16")
 
 
-def stored_bytes(checkpoint: Checkpoint, stored: Mapping[str, Stored]) -> int:
+def stored_bytes(checkpoint: Checkpoint, stored: Mapping[str, StoredForm]) -> int:
     """The bytes of all tensors in a bundle, without padding."""
     bits = 0.0
     for name in checkpoint.names():

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from export.cut.model import Cut
-from export.packed import F32, PackedRows, Packing, Plain, Stored
 from export.quantize.search import Quantized, quantize_rows
 from export.sources.source import Checkpoint, slices
+from export.stored import F32, FloatForm, QuantizedForm, QuantizedRows, StoredForm
 from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import BundleWriter
 from runtime.core.errors import BundleError
@@ -31,7 +31,7 @@ class Tensors:
         self,
         checkpoint: Checkpoint,
         writer: BundleWriter,
-        stored: dict[str, Stored],
+        stored: dict[str, StoredForm],
         kept: frozenset[str],
         progress: Progress,
     ) -> None:
@@ -47,13 +47,13 @@ class Tensors:
         written = self.matrices.get(name.removesuffix(".weight"))
         if written is None or written.scales is None:
             return self.checkpoint.rows(name, start, stop)
-        packing = self.stored[name.removesuffix(".weight")]
-        assert isinstance(packing, Packing)
+        form = self.stored[name.removesuffix(".weight")]
+        assert isinstance(form, QuantizedForm)
         words, scales = (
             self._written(extent, start, stop) for extent in (written.packed, written.scales)
         )
         biases = None if written.biases is None else self._written(written.biases, start, stop)
-        return PackedRows(words, scales, biases).values(packing)
+        return QuantizedRows(words, scales, biases).values(form)
 
     def _written(self, extent: Extent, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows of a tensor that is in the weights file."""
@@ -78,7 +78,7 @@ class Tensors:
 
     def is_quantized(self, name: str) -> bool:
         """Whether a matrix is quantized here, and neither copied nor kept in floating point."""
-        return isinstance(self.stored[name], Packing) and name not in self.kept
+        return isinstance(self.stored[name], QuantizedForm) and name not in self.kept
 
     def vector(self, name: str, shape: tuple[int, ...]) -> None:
         """Write a vector, unless it is there already."""
@@ -94,7 +94,7 @@ class Tensors:
         if name in self.matrices:
             return
         stored = self.stored[name]
-        if isinstance(stored, Plain):
+        if isinstance(stored, FloatForm):
             self._plain(name, stored)
         elif self.is_quantized(name):
             self.packed(name, self._rounded(name, stored))
@@ -107,8 +107,8 @@ class Tensors:
 
         `measured` says whether they come with the errors of quantization.
         """
-        packing = self.stored[name]
-        assert isinstance(packing, Packing)
+        form = self.stored[name]
+        assert isinstance(form, QuantizedForm)
         rows, columns = self.checkpoint.shape(f"{name}.weight")
         scales: list[bytes] = []
         biases: list[bytes] = []
@@ -119,29 +119,29 @@ class Tensors:
             for one in parts:
                 if one.overflows:
                     raise BundleError(
-                        f"{name}.weight holds values too large for {packing.scale_dtype} scales: "
+                        f"{name}.weight holds values too large for {form.scale_dtype} scales: "
                         f"{self.checkpoint.remedy}"
                     )
-                scales.append(one.rows.scales.astype(packing.scale_dtype).tobytes())
+                scales.append(one.rows.scales.astype(form.scale_dtype).tobytes())
                 if one.rows.biases is not None:
-                    biases.append(one.rows.biases.astype(packing.scale_dtype).tobytes())
+                    biases.append(one.rows.biases.astype(form.scale_dtype).tobytes())
                 squares += one.square_sum
                 errors += one.error_sum
                 peak = max(peak, one.error_max)
                 yield one.rows.words.tobytes()
                 self._advance(name, len(one.rows.words) * columns)
 
-        extent = self.writer.tensor(words(), "uint32", (rows, columns * packing.bits // 32))
-        groups = (rows, columns // packing.group_size)
+        extent = self.writer.tensor(words(), "uint32", (rows, columns * form.bits // 32))
+        groups = (rows, columns // form.group_size)
         self.matrices[name] = Matrix(
             rows,
             columns,
-            packing.bits,
-            packing.group_size,
-            packing.layout,
+            form.bits,
+            form.group_size,
+            form.layout,
             extent,
-            self.writer.tensor(scales, packing.scale_dtype, groups),
-            self.writer.tensor(biases, packing.scale_dtype, groups) if biases else None,
+            self.writer.tensor(scales, form.scale_dtype, groups),
+            self.writer.tensor(biases, form.scale_dtype, groups) if biases else None,
             _errors(squares, errors, peak, rows * columns) if measured else {},
         )
 
@@ -160,16 +160,16 @@ class Tensors:
         _check(f"{name}.weight", value, start)
         return value
 
-    def _rounded(self, name: str, packing: Packing) -> Iterator[Quantized]:
+    def _rounded(self, name: str, form: QuantizedForm) -> Iterator[Quantized]:
         for start, stop in self.ranges(name):
-            yield quantize_rows(self.source_rows(name, start, stop), packing)
+            yield quantize_rows(self.source_rows(name, start, stop), form)
 
     def _copied(self, name: str) -> Iterator[Quantized]:
         """The matrix as the checkpoint packs it, with the errors where that is not exact."""
         tensor = f"{name}.weight"
         is_exact = self.checkpoint.packed_exactly(tensor)
-        packing = self.stored[name]
-        assert isinstance(packing, Packing)
+        form = self.stored[name]
+        assert isinstance(form, QuantizedForm)
         for start, stop in self.ranges(name):
             rows = self.checkpoint.packed_rows(tensor, start, stop)
             for numbers in (rows.scales, rows.biases):
@@ -179,7 +179,7 @@ class Tensors:
                 yield Quantized(rows, 0.0, 0.0, 0.0)
                 continue
             values = self.checkpoint.rows(tensor, start, stop)
-            difference = rows.values(packing) - values
+            difference = rows.values(form) - values
             yield Quantized(
                 rows,
                 float(np.square(values, dtype=np.float64).sum()),
@@ -187,7 +187,7 @@ class Tensors:
                 float(np.abs(difference).max(initial=0.0)),
             )
 
-    def _plain(self, name: str, stored: Plain) -> None:
+    def _plain(self, name: str, stored: FloatForm) -> None:
         """Write a matrix in floating point."""
         rows, columns = self.checkpoint.shape(f"{name}.weight")
         squares = errors = peak = 0.0

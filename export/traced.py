@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 
+from export.bundle import no_progress, set_device, write_graphs
 from export.cut.model import cut_model
-from export.pack import no_progress, set_device, write_graphs
 from export.sources.families import MODEL_TYPES
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest

@@ -40,8 +40,8 @@ from support.layouts import LAYOUTS, relaid  # noqa: E402
 from support.models import BUCKETS  # noqa: E402
 from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
+from export.bundle import export_bundle  # noqa: E402
 from export.config.export import ExportConfig  # noqa: E402
-from export.pack import export_bundle  # noqa: E402
 from runtime.bundle.store import Bundle  # noqa: E402
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run

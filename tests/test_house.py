@@ -28,10 +28,10 @@ from support.source_rules import (
 from runtime.config.methods import METHODS
 from runtime.operations import cached_attention, gated, logits, placed, tiled
 from runtime.operations.base import Operation
-from runtime.operations.table import Stored
+from runtime.operations.table import StoredOperation
 
 OPERATIONS: tuple[type[Operation], ...] = (
-    *get_args(Stored),
+    *get_args(StoredOperation),
     gated.Gated,
     tiled.Tiled,
     placed.Placed,

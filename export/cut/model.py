@@ -44,7 +44,7 @@ from runtime.operations.embedding import Embedding
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
 from runtime.operations.program import BlockType
-from runtime.operations.table import Stored
+from runtime.operations.table import StoredOperation
 from runtime.operations.values import Shape, T, shape_at
 
 
@@ -145,7 +145,9 @@ def _cut_ends(taps: Taps, cut: Cut) -> None:
     parameters = _parameters(taps.model)
     shape: Shape = (1, T, width)
 
-    def end(name: str, source: str, target: str, consumer: int) -> tuple[list[Stored], BlockType]:
+    def end(
+        name: str, source: str, target: str, consumer: int
+    ) -> tuple[list[StoredOperation], BlockType]:
         alias = passes[consumer - 1] == consumer - 1
         output = source if alias else target
         values = {source: shape, output: shape}
@@ -222,7 +224,7 @@ class _Cutter:
         values: dict[str, Shape] = {"x": (1, T, width)}
         known: dict[int, str] = {}  # names by id of the arrays that taps read; q, k, v share one
         outputs: list[str] = []  # names of the taps' outputs, in call order
-        operations: list[Stored] = []
+        operations: list[StoredOperation] = []
         graphs: list[ElementwiseGraph] = []
         signatures: list[str] = []
         needed: dict[str, tuple[int, ...]] = {}

@@ -15,8 +15,8 @@ from export.config.export import ExportConfig
 from export.cut.model import Cut
 from export.fused.checkpoint import check_space
 from export.fused.model import FusedCheckpoint
-from export.packed import Plain
 from export.recipe import stored_bytes, stored_forms
+from export.stored import FloatForm
 from export.tensors import Tensors
 from runtime.bundle.quality import Quality
 from runtime.bundle.store import Bundle, BundleWriter
@@ -63,7 +63,7 @@ def write_bundle(
             path = model.bundle.path / name
             with reading_errors(path):
                 writer.file(name, read_file(path))
-        floats = all(isinstance(one, Plain) for one in stored.values())
+        floats = all(isinstance(one, FloatForm) for one in stored.values())
         fused = msgspec.structs.replace(
             manifest,
             weights_nbytes=nbytes,

@@ -19,10 +19,10 @@ import numpy as np
 
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import TYPES, Slices
-from export.packed import FloatType
 from export.sources.families import transformers_config
 from export.sources.hf import TOKENIZER_FILES
 from export.sources.shards import INDEX
+from export.stored import FloatType
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import StorageError
 from runtime.core.files import fsync_path, storage_errors

@@ -22,9 +22,9 @@ from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import TYPES, Slices
 from export.gguf_type import is_model
-from export.packed import F32, FloatType
 from export.sources.gguf_config import ROPE_FREQS
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
+from export.stored import F32, FloatType
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import UsageError
 from runtime.core.files import fsync_path, storage_errors

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32, FloatType, PackedRows, Packing, Plain, Stored
 from export.sources.families import MODEL_TYPES, completed_config, expected_shapes
 from export.sources.source import Checkpoint, check_tensors
+from export.stored import F32, FloatForm, FloatType, QuantizedForm, QuantizedRows, StoredForm
 from runtime.adapters.fused import adapters_in, digest_of, refuse_held
 from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import TOKENIZER, Bundle
@@ -102,24 +102,24 @@ class FusedCheckpoint(Checkpoint):
                 )
         return found
 
-    def prequantized(self, name: str) -> Packing | None:
+    def prequantized(self, name: str) -> QuantizedForm | None:
         base = name.removesuffix(_WEIGHT)
         matrix = self.bundle.manifest.matrices.get(base)
         if matrix is None or matrix.is_float or base in self.added:
             return None
         return _packing(matrix)
 
-    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
+    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
         self._check_rows(name, start, stop)
         if self.prequantized(name) is None:
             return super().packed_rows(name, start, stop)
         return self._packed(self._matrix(name), start, stop)
 
-    def stored(self) -> tuple[dict[str, Stored], frozenset[str]]:
+    def stored(self) -> tuple[dict[str, StoredForm], frozenset[str]]:
         """How the bundle stores each matrix, and those whose integers nothing is added to."""
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredForm] = {}
         for name, matrix in self.bundle.manifest.matrices.items():
-            plain = Plain(cast(FloatType, matrix.packed.dtype))
+            plain = FloatForm(cast(FloatType, matrix.packed.dtype))
             found[name] = plain if matrix.is_float else _packing(matrix)
         kept = {name for name in found if self.prequantized(f"{name}{_WEIGHT}") is not None}
         return found, frozenset(kept)
@@ -139,11 +139,11 @@ class FusedCheckpoint(Checkpoint):
     def _matrix(self, name: str) -> Matrix:
         return self.bundle.manifest.matrices[name.removesuffix(_WEIGHT)]
 
-    def _packed(self, matrix: Matrix, start: int, stop: int) -> PackedRows:
+    def _packed(self, matrix: Matrix, start: int, stop: int) -> QuantizedRows:
         """Rows of a quantized matrix as they are stored."""
         assert matrix.scales is not None, "a quantized matrix has scales"
         biases = None if matrix.biases is None else self._read(matrix.biases, start, stop)
-        return PackedRows(
+        return QuantizedRows(
             self._read(matrix.packed, start, stop), self._read(matrix.scales, start, stop), biases
         )
 
@@ -191,10 +191,10 @@ def _checked_config(bundle: Bundle, shapes: dict[str, tuple[int, ...]]) -> dict[
     return completed_config(manifest.family, manifest.config, where)
 
 
-def _packing(matrix: Matrix) -> Packing:
+def _packing(matrix: Matrix) -> QuantizedForm:
     """The stored form of a quantized matrix; float32 holds scales of bfloat16 exactly."""
     assert matrix.scales is not None and matrix.layout != "float"
     scales: Literal["float16", "float32"] = (
         "float16" if matrix.scales.dtype == "float16" else "float32"
     )
-    return Packing(matrix.bits, matrix.group_size, matrix.layout, scales)
+    return QuantizedForm(matrix.bits, matrix.group_size, matrix.layout, scales)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32, FloatType
+from export.stored import F32, FloatType
 from runtime.core.errors import BundleError
 from runtime.core.notes import Progress
 

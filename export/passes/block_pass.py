@@ -28,7 +28,6 @@ from runtime.run.open import Session
 from runtime.storage.row_values import RowValues
 
 F32 = npt.NDArray[np.float32]
-Watch = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class RowPass:
         session: Session,
         rows: Sequence[Row],
         scratch: Path,
-        watch: Watch,
+        check_budget: Callable[[], None],
         adapters: Adapters | None = None,
     ) -> None:
         self.rows = rows
         self.adapters = adapters
-        self.watch = watch
+        self.check_budget = check_budget
         self.models = [session.model(len(row.tokens) - 1) for row in rows]
         self.groups = _groups(self.models, session.plan.lanes)
         sizes = [_waiting_bytes(self.models[group[0]]) for group in self.groups]
@@ -69,7 +68,7 @@ class RowPass:
                 x = model.embed(row.tokens[:-1].astype(np.int64))
                 self.values.put(index, {_input_of(model, 1): x})
                 del x
-                self.watch()
+                self.check_budget()
 
     def layer(self, index: int) -> Iterator[RowProducts]:
         """Run a layer, stopping before every product.
@@ -109,7 +108,7 @@ class RowPass:
         with self._visit(-1):
             for index, row in enumerate(self.rows):
                 yield view(self.hidden(index, np.arange(len(row.tokens) - 1)))
-                self.watch()
+                self.check_budget()
 
     def _run(self, index: int, begin: int, stop: int) -> None:
         """Run the instructions begin:stop of a block for every row."""
@@ -128,13 +127,13 @@ class RowPass:
             )
             for row, values in zip(group, lanes, strict=True):
                 self.values.put(row, values)
-            self.watch()
+            self.check_budget()
 
     def _inputs(self, name: str) -> Iterator[F32]:
         for index, row in enumerate(self.rows):
             value = self.values.get(index)[name].squeeze(0)
             yield view(value)[: len(row.tokens) - 1]
-            self.watch()
+            self.check_budget()
 
     def _visit(self, index: int) -> ExitStack:
         """A visit of a block by the models of all buckets: each holds tiles of its own."""

@@ -26,7 +26,7 @@ from runtime.core.notes import Progress
 from runtime.core.units import format_bytes
 from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows
-from runtime.data.source import Source
+from runtime.data.source import TokenSource
 from runtime.engine.divergence import HEAD_VALUES, Divergence, compare_heads
 from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
@@ -85,13 +85,13 @@ class ExportEngine:
         """
         reading = reading_of(DataOptions() if options is None else options)
         name = "export.tokens" if options is None else "calibration.tokens"
-        found = Source(name, data, "train", reading).rows(bundle, self.scratch, length)
+        found = TokenSource(name, data, "train", reading).rows(bundle, self.scratch, length)
         if options is not None and found.report is not None:
             self.note(f"{data}: {found.report.describe(bundle.manifest.buckets)}")
         return _spread(found, tokens)
 
     def first_rows(
-        self, bundle: Bundle, source: Source, length: int | None, count: int
+        self, bundle: Bundle, source: TokenSource, length: int | None, count: int
     ) -> list[Row]:
         """The first `count` rows of held-out data; 0: all, of random rows one.
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32
+from export.stored import F32
 
 Floats = npt.NDArray[np.floating[Any]]
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from export.packed import MatrixRows, Packing
 from export.passes.block_pass import RowProducts
 from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
 from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessian
 from export.quantize.search import Quantized
 from export.sources.source import SLICE_VALUES
+from export.stored import MatrixRows, QuantizedForm
 from runtime.core.errors import DataError
 
 DAMPING, DAMPING_OF_FEW = 0.01, 0.1
@@ -63,14 +63,14 @@ class Calibration:
     def needed_bytes(self, rows: int, columns: int) -> int:
         """Bytes of the Gram matrix of a matrix (R, C), and of what is done with it at most."""
         block, taken = min(self.block, columns), min(rows, max(1, SLICE_VALUES // columns))
-        largest = Packing(8, ALIGN // 4, "affine", "float32")
+        largest = QuantizedForm(8, ALIGN // 4, "affine", "float32")
         quantizing = 4 * taken * columns + gptq_bytes(taken, columns, block, largest)
         most = max(add_bytes(columns, block), prepare_bytes(block), quantizing)
         return gram_bytes(columns, block) + most
 
     def slices(
-        self, name: str, packing: Packing, factor: Factor, source: MatrixRows
+        self, name: str, form: QuantizedForm, factor: Factor, source: MatrixRows
     ) -> Iterator[Quantized]:
         """A matrix, quantized slice by slice of rows."""
         for start, stop in source.ranges(name):
-            yield gptq(source.source_rows(name, start, stop), factor, packing)
+            yield gptq(source.source_rows(name, start, stop), factor, form)

@@ -22,9 +22,9 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32, PackedRows, Packing, pack_codes
 from export.quantize.gram import Gram
 from export.quantize.search import CHUNK_VALUES, Floats, Quantized, fit_rows
+from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 from runtime.core.errors import DataError
 
 DAMPING_LIMIT = 1.0  # of the mean diagonal
@@ -83,17 +83,17 @@ def prepare(gram: Gram, damping: float = 0.01) -> Factor:
     return Factor(gram.columns, tuple(chunks), used)
 
 
-def gptq_bytes(rows: int, columns: int, block: int, packing: Packing, threads: int = 2) -> int:
+def gptq_bytes(rows: int, columns: int, block: int, form: QuantizedForm, threads: int = 2) -> int:
     """What `gptq` takes on top of its rows and the factor, with its result."""
     tile, width = min(rows, TILE_ROWS), min(columns, block)
-    numbers = 2 if packing.layout == "affine" else 1
-    groups = numbers * rows * (columns // packing.group_size)
-    working = tile * (9 * width + 8 * BLOCK + 16 * columns // packing.group_size * numbers)
+    numbers = 2 if form.layout == "affine" else 1
+    groups = numbers * rows * (columns // form.group_size)
+    working = tile * (9 * width + 8 * BLOCK + 16 * columns // form.group_size * numbers)
     searched = 16 * min(CHUNK_VALUES, rows * columns)
-    packed = rows * columns * packing.bits // 8
+    packed = rows * columns * form.bits // 8
     return (
         rows * columns
-        + 2 * groups * np.dtype(packing.scale_dtype).itemsize
+        + 2 * groups * np.dtype(form.scale_dtype).itemsize
         + max(threads * max(working, searched), 3 * packed)
         + (1 << 18)
     )
@@ -168,7 +168,7 @@ def _cholesky(a: F32) -> bool:
     return True
 
 
-def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantized:
+def gptq(w: F32, factor: Factor, form: QuantizedForm, threads: int = 2) -> Quantized:
     """Quantize rows (R, C) of finite values so that their products with the inputs change least.
 
     Rows are independent: a matrix may come in slices. Scales and biases are those of
@@ -177,13 +177,13 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
     rows, columns = w.shape
     if columns != factor.columns:
         raise ValueError(f"rows of {columns} columns, and a factor for {factor.columns}")
-    scales, biases = fit_rows(w, packing, threads)
+    scales, biases = fit_rows(w, form, threads)
     codes = np.empty(w.shape, np.uint8)
 
     def work(task: tuple[int, Chunk]) -> tuple[float, float, float]:
         start, chunk = task
         part = slice(start, start + TILE_ROWS)
-        steps = _Steps(scales[part], None if biases is None else biases[part], packing)
+        steps = _Steps(scales[part], None if biases is None else biases[part], form)
         d = np.ascontiguousarray(w[part].T[chunk.order])
         squares = _square_sum(d)
         with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
@@ -193,7 +193,7 @@ def gptq(w: F32, factor: Factor, packing: Packing, threads: int = 2) -> Quantize
     with ThreadPoolExecutor(threads) as pool:
         sums = list(pool.map(work, product(range(0, rows, TILE_ROWS), factor.chunks)))
     return Quantized(
-        PackedRows(pack_codes(codes, packing.bits), scales, biases),
+        QuantizedRows(words_of(codes, form.bits), scales, biases),
         sum(s[0] for s in sums),
         sum(s[1] for s in sums),
         max((s[2] for s in sums), default=0.0),
@@ -207,11 +207,11 @@ def _square_sum(d: F32) -> float:
 class _Steps:
     """The numbers that a row's groups can stand for, by group: (C / group_size, R) float32."""
 
-    def __init__(self, scales: Floats, biases: Floats | None, packing: Packing) -> None:
-        self.group_size = packing.group_size
-        self.zero = np.float32(2 ** (packing.bits - 1) if biases is None else 0)
+    def __init__(self, scales: Floats, biases: Floats | None, form: QuantizedForm) -> None:
+        self.group_size = form.group_size
+        self.zero = np.float32(2 ** (form.bits - 1) if biases is None else 0)
         self.low = -self.zero
-        self.high = np.float32(2**packing.bits - 1) - self.zero
+        self.high = np.float32(2**form.bits - 1) - self.zero
         # an infinite scale is refused elsewhere: it must only not spread to other columns
         self.scale = _finite(scales)
         self.bias = None if biases is None else _finite(biases)

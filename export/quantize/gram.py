@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from export.packed import F32
+from export.stored import F32
 
 ALIGN = 128  # columns: blocks start at multiples, which are starts of groups too
 TILE = 128  # rows of a block that are computed at a time

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32, PackedRows, Packing, pack_codes
 from export.quantize import affine, symmetric
+from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 
 CHUNK_VALUES = 1 << 16  # searched at once: so many fit a core's cache
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Quantized:
     error's magnitude.
     """
 
-    rows: PackedRows
+    rows: QuantizedRows
     square_sum: float
     error_sum: float
     error_max: float
@@ -46,32 +46,32 @@ class Quantized:
         return not (finite and (biases is None or np.isfinite(biases).all()))
 
 
-def quantize_rows(w: F32, packing: Packing, threads: int = 2) -> Quantized:
+def quantize_rows(w: F32, form: QuantizedForm, threads: int = 2) -> Quantized:
     """Quantize rows (R, C) of finite values; the group size must divide C.
 
     Scales and biases that are too large for their type are infinite.
     """
-    groups = _groups(w, packing)
+    groups = _groups(w, form)
     codes = np.empty(groups.shape, np.uint8)
-    scales = np.empty(len(groups), packing.scale_dtype)
-    biases = np.empty(len(groups), packing.scale_dtype) if packing.layout == "affine" else None
+    scales = np.empty(len(groups), form.scale_dtype)
+    biases = np.empty(len(groups), form.scale_dtype) if form.layout == "affine" else None
 
     def work(part: slice) -> tuple[float, float, float]:
         w = groups[part]
-        scale, bias = _fit(w, packing)
+        scale, bias = _fit(w, form)
         scales[part] = scale
         if biases is not None:
             biases[part] = bias
         with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
-            codes[part], error = _round(w, scale, bias, packing.bits)
+            codes[part], error = _round(w, scale, bias, form.bits)
             squares = float(np.square(w, dtype=np.float64).sum())
             errors = float(np.square(error, dtype=np.float64).sum())
         return squares, errors, float(np.abs(error).max(initial=0.0))
 
     sums = _in_parts(work, groups, threads)
-    by_row = (len(w), w.shape[1] // packing.group_size)
-    rows = PackedRows(
-        pack_codes(codes.reshape(w.shape), packing.bits),
+    by_row = (len(w), w.shape[1] // form.group_size)
+    rows = QuantizedRows(
+        words_of(codes.reshape(w.shape), form.bits),
         scales.reshape(by_row),
         biases if biases is None else biases.reshape(by_row),
     )
@@ -83,19 +83,19 @@ def quantize_rows(w: F32, packing: Packing, threads: int = 2) -> Quantized:
     )
 
 
-def fit_rows(w: F32, packing: Packing, threads: int = 2) -> tuple[Floats, Floats | None]:
+def fit_rows(w: F32, form: QuantizedForm, threads: int = 2) -> tuple[Floats, Floats | None]:
     """The scales and biases (R, C / group_size) at which `quantize_rows` stores rows (R, C)."""
-    groups = _groups(w, packing)
-    by_row = (len(w), w.shape[1] // packing.group_size)
-    parts = _in_parts(lambda part: _fit(groups[part], packing), groups, threads)
+    groups = _groups(w, form)
+    by_row = (len(w), w.shape[1] // form.group_size)
+    parts = _in_parts(lambda part: _fit(groups[part], form), groups, threads)
     scales = np.concatenate([scale for scale, _ in parts]).reshape(by_row)
-    if packing.layout == "symmetric":
+    if form.layout == "symmetric":
         return scales, None
     return scales, np.concatenate([bias for _, bias in parts]).reshape(by_row)
 
 
-def _groups(w: F32, packing: Packing) -> F32:
-    return np.ascontiguousarray(w).reshape(-1, packing.group_size)
+def _groups(w: F32, form: QuantizedForm) -> F32:
+    return np.ascontiguousarray(w).reshape(-1, form.group_size)
 
 
 def _in_parts(work: Callable[[slice], T], groups: F32, threads: int) -> list[T]:
@@ -105,9 +105,9 @@ def _in_parts(work: Callable[[slice], T], groups: F32, threads: int) -> list[T]:
         return list(pool.map(work, [slice(i, i + step) for i in range(0, len(groups), step)]))
 
 
-def _fit(w: F32, packing: Packing) -> tuple[Floats, Floats | None]:
+def _fit(w: F32, form: QuantizedForm) -> tuple[Floats, Floats | None]:
     with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
-        return FITS[packing.layout](w, packing.bits, packing.scale_dtype)
+        return FITS[form.layout](w, form.bits, form.scale_dtype)
 
 
 def _round(

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32, MatrixRows, Packing
 from export.quantize.search import quantize_rows
+from export.stored import F32, MatrixRows, QuantizedForm
 from runtime.core.files import storage_errors
 
 
@@ -28,9 +28,11 @@ class Sensitivities:
     matrices are computed once, and wait in scratch files.
     """
 
-    def __init__(self, source: MatrixRows, packings: Mapping[str, Packing], scratch: Path) -> None:
-        self.source, self.packings, self.scratch = source, packings, scratch
-        self.squares: dict[str, float] = dict.fromkeys(packings, 0.0)
+    def __init__(
+        self, source: MatrixRows, forms: Mapping[str, QuantizedForm], scratch: Path
+    ) -> None:
+        self.source, self.packings, self.scratch = source, forms, scratch
+        self.squares: dict[str, float] = dict.fromkeys(forms, 0.0)
         self._errors: dict[str, npt.NDArray[np.float32]] = {}
         self._block = ""
 
@@ -56,11 +58,11 @@ class Sensitivities:
             self._errors.clear()
             self._block = block
         if name not in self._errors:
-            packing = self.packings[name]
+            form = self.packings[name]
             with storage_errors(self.scratch), tempfile.TemporaryFile(dir=self.scratch) as file:
                 for start, stop in self.source.ranges(name):
                     values = self.source.source_rows(name, start, stop)
-                    rounded = quantize_rows(values, packing).rows.values(packing)
+                    rounded = quantize_rows(values, form).rows.values(form)
                     file.write((rounded - values).tobytes())
                 file.flush()
                 shape = self.source.shape(name)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import F32
+from export.stored import F32
 
 # candidates, by bits: by how much the largest value lies beyond the integers' negative end
 STRETCH = {4: np.linspace(-0.15, 0.45, 19), 8: np.linspace(-0.01, 0.03, 5)}

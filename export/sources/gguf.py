@@ -16,7 +16,6 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from export.packed import PackedRows, Packing
 from export.sources.families import expected_shapes, normalise_config
 from export.sources.gguf_blocks import Transcoding, transcode, transcoding
 from export.sources.gguf_config import ROPE_FREQS, read_config
@@ -24,6 +23,7 @@ from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import F32, Checkpoint, check_tensors
+from export.stored import QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_GGUF, checked
 from runtime.core.errors import BundleError
 
@@ -70,15 +70,15 @@ class GGUFCheckpoint(Checkpoint):
             values -= 1
         return values
 
-    def prequantized(self, name: str) -> Packing | None:
+    def prequantized(self, name: str) -> QuantizedForm | None:
         known = self._transcoding(name)
-        return None if known is None else known.packing
+        return None if known is None else known.form
 
     def packed_exactly(self, name: str) -> bool:
         known = self._transcoding(name)
         return known is not None and known.is_exact
 
-    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
+    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
         index = self._index(name, start, stop)
         if self._transcoding(name) is None:
             return super().packed_rows(name, start, stop)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K, dequantize
 
-from export.packed import F32, PackedRows, Packing, pack_codes
+from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 
 CHUNK_VALUES = 1 << 16  # converted at once: so many fit a core's cache
 Octets = npt.NDArray[np.uint8]
@@ -41,7 +41,7 @@ class Transcoding:
     `is_exact` says whether the values remain the same bit for bit.
     """
 
-    packing: Packing
+    form: QuantizedForm
     is_exact: bool
     groups: Callable[[Octets], _Groups]
 
@@ -51,25 +51,25 @@ def transcoding(type_: GGMLQuantizationType) -> Transcoding | None:
     return _TRANSCODINGS.get(type_)
 
 
-def transcode(rows: Octets, type_: GGMLQuantizationType) -> PackedRows:
+def transcode(rows: Octets, type_: GGMLQuantizationType) -> QuantizedRows:
     """Rows (R, bytes of a row) of a type that has a transcoding, as a bundle packs them."""
     known = _TRANSCODINGS[type_]
     values, octets = GGML_QUANT_SIZES[type_]
     blocks = rows.reshape(-1, octets)
-    words = np.empty((len(blocks), values * known.packing.bits // 32), np.uint32)
-    scales = np.empty((len(blocks), values // known.packing.group_size), np.float16)
-    biases = np.empty_like(scales) if known.packing.layout == "affine" else None
+    words = np.empty((len(blocks), values * known.form.bits // 32), np.uint32)
+    scales = np.empty((len(blocks), values // known.form.group_size), np.float16)
+    biases = np.empty_like(scales) if known.form.layout == "affine" else None
     step = max(1, CHUNK_VALUES // values)
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
         found = known.groups(blocks[part])
-        words[part] = pack_codes(found.codes, known.packing.bits)
+        words[part] = words_of(found.codes, known.form.bits)
         with np.errstate(over="ignore"):  # infinite where it is too large, as in a damaged file
             scales[part] = found.scales
             if biases is not None:
                 biases[part] = found.biases
     count = len(rows)
-    return PackedRows(
+    return QuantizedRows(
         words.reshape(count, -1),
         scales.reshape(count, -1),
         None if biases is None else biases.reshape(count, -1),
@@ -191,16 +191,16 @@ def _whole_steps(values: F32, factors: F32) -> tuple[Octets, F32]:
     return codes.astype(np.uint8), steps * signs
 
 
-_KNOWN: dict[str, tuple[Packing, bool, Callable[[Octets], _Groups]]] = {
-    "Q4_0": (Packing(4, 32, "symmetric", "float16"), True, _q4_0),
-    "Q4_1": (Packing(4, 32, "affine", "float16"), True, _q4_1),
-    "Q5_0": (Packing(8, 32, "symmetric", "float16"), True, _q5_0),
-    "Q5_1": (Packing(8, 32, "affine", "float16"), True, _q5_1),
-    "Q8_0": (Packing(8, 32, "symmetric", "float16"), True, _q8_0),
-    "Q2_K": (Packing(8, 32, "symmetric", "float16"), False, _q2_k),
-    "Q3_K": (Packing(8, 128, "symmetric", "float16"), True, _q3_k),
-    "Q4_K": (Packing(4, 32, "affine", "float16"), False, _q4_k),
-    "Q5_K": (Packing(8, 32, "affine", "float16"), False, _q5_k),
-    "Q6_K": (Packing(8, 32, "symmetric", "float16"), False, _q6_k),
+_KNOWN: dict[str, tuple[QuantizedForm, bool, Callable[[Octets], _Groups]]] = {
+    "Q4_0": (QuantizedForm(4, 32, "symmetric", "float16"), True, _q4_0),
+    "Q4_1": (QuantizedForm(4, 32, "affine", "float16"), True, _q4_1),
+    "Q5_0": (QuantizedForm(8, 32, "symmetric", "float16"), True, _q5_0),
+    "Q5_1": (QuantizedForm(8, 32, "affine", "float16"), True, _q5_1),
+    "Q8_0": (QuantizedForm(8, 32, "symmetric", "float16"), True, _q8_0),
+    "Q2_K": (QuantizedForm(8, 32, "symmetric", "float16"), False, _q2_k),
+    "Q3_K": (QuantizedForm(8, 128, "symmetric", "float16"), True, _q3_k),
+    "Q4_K": (QuantizedForm(4, 32, "affine", "float16"), False, _q4_k),
+    "Q5_K": (QuantizedForm(8, 32, "affine", "float16"), False, _q5_k),
+    "Q6_K": (QuantizedForm(8, 32, "symmetric", "float16"), False, _q6_k),
 }
 _TRANSCODINGS = {GGMLQuantizationType[name]: Transcoding(*one) for name, one in _KNOWN.items()}

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from export.packed import PackedRows, Packing
 from export.sources.families import check_architecture, expected_shapes, normalise_config
 from export.sources.json_file import read_json
 from export.sources.mlx_quantized import find_layouts, repacked, unpacked_shape
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile, StoredTensor
 from export.sources.shards import open_shards
 from export.sources.source import F32, Checkpoint, check_tensors
+from export.stored import QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead, kind_of
@@ -74,14 +74,14 @@ class HFCheckpoint(Checkpoint):
         layout = self._layouts.get(name)
         if layout is None:
             return self._tensors[name].rows(start, stop).astype(np.float32, copy=False)
-        return self.packed_rows(name, start, stop).values(layout.packing)
+        return self.packed_rows(name, start, stop).values(layout.form)
 
-    def prequantized(self, name: str) -> Packing | None:
+    def prequantized(self, name: str) -> QuantizedForm | None:
         self.shape(name)
         layout = self._layouts.get(name)
-        return None if layout is None else layout.packing
+        return None if layout is None else layout.form
 
-    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
+    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
         self._check_rows(name, start, stop)
         layout = self._layouts.get(name)
         if layout is None:
@@ -90,9 +90,9 @@ class HFCheckpoint(Checkpoint):
         weight, scales, biases = (
             self._tensors[base + part].rows(start, stop) for part in ("weight", "scales", "biases")
         )
-        words = repacked(weight, layout.bits, layout.packing.bits)
-        dtype = layout.packing.scale_dtype
-        return PackedRows(words, scales.astype(dtype), biases.astype(dtype))
+        words = repacked(weight, layout.bits, layout.form.bits)
+        dtype = layout.form.scale_dtype
+        return QuantizedRows(words, scales.astype(dtype), biases.astype(dtype))
 
     def tokenizer_files(self) -> dict[str, bytes]:
         paths = [self._folder / name for name in TOKENIZER_FILES]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import Packing, pack_codes
 from export.sources.safetensors_file import FLOAT_TYPES, StoredTensor
+from export.stored import QuantizedForm, words_of
 from runtime.core.errors import BundleError
 
 _PART_TYPES = {"weight": ("U32",), "scales": FLOAT_TYPES, "biases": FLOAT_TYPES}
@@ -28,7 +28,7 @@ class Layout:
     """
 
     bits: int
-    packing: Packing
+    form: QuantizedForm
 
 
 def find_layouts(
@@ -72,7 +72,7 @@ def find_layouts(
         halves = all(tensors[f"{base}.{part}"].dtype == "F16" for part in ("scales", "biases"))
         found[f"{base}.weight"] = Layout(
             bits,
-            Packing(
+            QuantizedForm(
                 4 if bits <= 4 else 8, group_size, "affine", "float16" if halves else "float32"
             ),
         )
@@ -98,7 +98,7 @@ def repacked(words: npt.NDArray[np.uint32], bits: int, new_bits: int) -> npt.NDA
     eights[..., :bits] = octets
     shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
     codes = (eights.view("<u8") >> shifts).astype(np.uint8) & np.uint8(2**bits - 1)
-    return pack_codes(codes.reshape(len(words), -1), new_bits)
+    return words_of(codes.reshape(len(words), -1), new_bits)
 
 
 def _integers(settings: Any, where: str) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.packed import PackedRows, Packing
+from export.stored import QuantizedForm, QuantizedRows
 from runtime.core.errors import BundleError
 
 F32 = npt.NDArray[np.float32]
@@ -65,7 +65,7 @@ class Checkpoint(ABC):
     def rows(self, name: str, start: int, stop: int) -> F32:
         """Rows start:stop of a tensor, (stop - start, in) or (stop - start,), as a fresh array."""
 
-    def prequantized(self, name: str) -> Packing | None:
+    def prequantized(self, name: str) -> QuantizedForm | None:
         """How `packed_rows` packs a matrix that the source holds quantized, else None."""
         self.shape(name)
         return None
@@ -74,7 +74,7 @@ class Checkpoint(ABC):
         """Whether `packed_rows` stand for the same values as `rows`, bit for bit."""
         return self.prequantized(name) is not None
 
-    def packed_rows(self, name: str, start: int, stop: int) -> PackedRows:
+    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
         """Rows start:stop of a matrix, packed as `prequantized` says.
 
         They stand for the same values as `rows`, or for the nearest. Raises BundleError for a

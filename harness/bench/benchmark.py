@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.bench.published import Source
+from harness.bench.published import Publication
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of, smallest_megabytes
 from harness.measure.provenance import memory_bytes
@@ -182,7 +182,7 @@ class Benchmark:
     """
 
     text: str
-    source: Source | None
+    source: Publication | None
     models: Sequence[str]
     lengths: Sequence[int]
     rows: Callable[[Bench], Iterator[Row]]

@@ -11,7 +11,7 @@ MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "gemma3-1b", "gemma3-4b"
 
 
 @dataclass(frozen=True)
-class Source:
+class Publication:
     """Where published figures come from, and which of our methods they are compared with."""
 
     paper: str
@@ -53,20 +53,20 @@ _MEBP = (
 _IPHONE = "iPhone 15 Pro Max, 8 GB"
 _BOTH = ("mebp", "mezo")
 _SETTING = "batch 1, LoRA rank 8 on all linear layers, mean of 10 runs, phys_footprint"
-MEBP_TABLE2 = Source(_MEBP, "Table 2", _IPHONE, f"256 tokens, {_SETTING}", _BOTH)
-MEBP_TABLE3 = Source(_MEBP, "Table 3", _IPHONE, f"256 tokens, {_SETTING}", ("mebp",))
-MEBP_TABLE4 = Source(_MEBP, "Table 4", _IPHONE, f"Qwen2.5 1.5B, {_SETTING}", _BOTH)
-MEBP_FIGURE2 = Source(
+MEBP_TABLE2 = Publication(_MEBP, "Table 2", _IPHONE, f"256 tokens, {_SETTING}", _BOTH)
+MEBP_TABLE3 = Publication(_MEBP, "Table 3", _IPHONE, f"256 tokens, {_SETTING}", ("mebp",))
+MEBP_TABLE4 = Publication(_MEBP, "Table 4", _IPHONE, f"Qwen2.5 1.5B, {_SETTING}", _BOTH)
+MEBP_FIGURE2 = Publication(
     _MEBP, "Figure 2", _IPHONE, f"Qwen2.5 1.5B, 256 tokens, {_SETTING}", ("mebp",)
 )
-MESP = Source(
+MESP = Publication(
     "MeSP, arXiv 2602.13069",
     "peak memory by model and by length",
     "iPhone 17 Pro",
     "batch 1, SGD, phys_footprint",
     ("mebp",),
 )
-ZO2_TABLE3 = Source(
+ZO2_TABLE3 = Publication(
     "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU "
     "Memory",
     "Table 3",

@@ -44,7 +44,7 @@ def export_bundle(
 
 def export(config: ExportConfig, progress: Progress, said: Said) -> ExportResult:
     """Export under the configuration's budget, in a process that is set up for it."""
-    from export.pack import export_bundle as write_bundle
+    from export.bundle import export_bundle as write_bundle
     from export.passes.engine import ExportEngine
     from runtime.machine.footprint import Meter
 

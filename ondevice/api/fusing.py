@@ -19,8 +19,8 @@ from runtime.core.notes import warning
 
 if TYPE_CHECKING:
     from export.fused.model import FusedCheckpoint, LowRank
-    from export.packed import FloatType
     from export.passes.engine import ExportEngine
+    from export.stored import FloatType
     from runtime.arrays.weight_source import RowReader
     from runtime.bundle.quality import Quality
     from runtime.engine.sample import Row
@@ -130,14 +130,14 @@ class _Cost:
         """Read the rows to measure with, if any; what is wrong with data is said at once."""
         from export.original import COMPARED_TOKENS, OWN_TEXT, TEXT
         from runtime.data.reading import reading_of
-        from runtime.data.source import Source
+        from runtime.data.source import TokenSource
 
         config, manifest = self.config, self.bundle.manifest
         if not config.quality:
             return
         if config.data is not None:
             self._text = config.data
-            source = Source("fuse.tokens", config.data, "valid", reading_of(config))
+            source = TokenSource("fuse.tokens", config.data, "valid", reading_of(config))
             length, count = config.max_seq_length, config.eval_rows
             self._rows = self.engine.first_rows(self.bundle, source, length, count)
         elif manifest.files:

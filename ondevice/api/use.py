@@ -77,7 +77,7 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
     from export.passes.engine import ExportEngine
     from export.sources.open import open_checkpoint
     from runtime.data.reading import reading_of
-    from runtime.data.source import Source
+    from runtime.data.source import TokenSource
     from runtime.machine.footprint import Meter
     from runtime.run.open import open_checked
 
@@ -94,7 +94,7 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
     ):
         engine = ExportEngine(meter, budget, progress, note, Path(scratch))
         original = original_of(bundle, checkpoint)
-        held_out = Source("eval.tokens", config.data, "valid", reading_of(config))
+        held_out = TokenSource("eval.tokens", config.data, "valid", reading_of(config))
         rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
         return engine.compare(original, checkpoint, bundle, rows, config.data)
 

@@ -19,7 +19,7 @@ WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Mask:
+class DropoutMask:
     """Which values of an array (T, C) are kept, and the factor of those."""
 
     kept: mx.array  # (T, C), bool
@@ -45,12 +45,12 @@ class Dropout:
         """The dropout of what follows so many tokens."""
         return replace(self, first=self.first + tokens)
 
-    def mask(self, tokens: int, columns: int) -> Mask:
+    def mask(self, tokens: int, columns: int) -> DropoutMask:
         """The mask of so many tokens."""
         dropped = min(round(self.probability * STEPS), STEPS - 1)
         kept = _bits(self.key, self.first, tokens, columns) >= mx.array(dropped, mx.uint16)
         mx.eval(kept)
-        return Mask(kept, STEPS / (STEPS - dropped))
+        return DropoutMask(kept, STEPS / (STEPS - dropped))
 
 
 def _bits(key: int, first: int, tokens: int, columns: int) -> mx.array:

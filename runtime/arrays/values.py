@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.dropout import Dropout, Mask
+from runtime.arrays.dropout import Dropout, DropoutMask
 from runtime.arrays.stored import Matrix
 
 
 @dataclass(frozen=True)
-class Watch:
+class InputObserver:
     """Sees the inputs of a matrix: the first `tokens` of each sequence, without its padding."""
 
     see: Callable[[mx.array], None]  # takes x (T, C)
@@ -25,9 +25,9 @@ class Watch:
         if self.tokens:
             self.see(x[: self.tokens])
 
-    def after(self, tokens: int) -> Watch:
-        """The watch for what follows so many tokens."""
-        return Watch(self.see, max(0, self.tokens - tokens))
+    def after(self, tokens: int) -> InputObserver:
+        """The observer for what follows so many tokens."""
+        return InputObserver(self.see, max(0, self.tokens - tokens))
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,26 @@ class Lora:
     """An adapter of one matrix: a (C, r), b (r, R), and the factor s of its output.
 
     Of an attention it is a prefix: a (m, K D) has the keys of m rows, b (m, K E) their values.
-    `dropout` is None except in training, and `watch` except where the inputs themselves are sought.
+    `dropout` is None except in training, and `observer` except where the inputs themselves are sought.
     """
 
     a: mx.array
     b: mx.array
     scale: float
     dropout: Dropout | None = None
-    watch: Watch | None = None
+    observer: InputObserver | None = None
 
-    def mask(self, x: mx.array) -> Mask | None:
+    def mask(self, x: mx.array) -> DropoutMask | None:
         """Which values of the input x (T, C) are dropped; None without dropout."""
         return None if self.dropout is None else self.dropout.mask(*x.shape)
 
     def after(self, tokens: int) -> Lora:
         """The adapter for what follows so many tokens."""
-        if self.dropout is None and self.watch is None:
+        if self.dropout is None and self.observer is None:
             return self
         dropout = None if self.dropout is None else self.dropout.after(tokens)
-        watch = None if self.watch is None else self.watch.after(tokens)
-        return replace(self, dropout=dropout, watch=watch)
+        observer = None if self.observer is None else self.observer.after(tokens)
+        return replace(self, dropout=dropout, observer=observer)
 
 
 Loras = dict[str, Lora]

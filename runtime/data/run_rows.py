@@ -12,7 +12,7 @@ from runtime.data.hub import forget, hub_dataset, located
 from runtime.data.reading import reading_of
 from runtime.data.report import DataReport
 from runtime.data.rows import Rows, split_file
-from runtime.data.source import Source, length_to_pack
+from runtime.data.source import TokenSource, length_to_pack
 
 TOKENS = ("train.tokens", "valid.tokens")
 
@@ -51,11 +51,11 @@ def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Ro
     return rows, held_out[0] if held_out else None
 
 
-def _sources(config: TrainConfig, folder: Path) -> list[Source]:
+def _sources(config: TrainConfig, folder: Path) -> list[TokenSource]:
     """The rows to train on, and those to evaluate on if there are any."""
     train, valid = TOKENS
     reading = reading_of(config, config.valid_split)
-    first = Source(train, config.data, "train", reading)
+    first = TokenSource(train, config.data, "train", reading)
     is_random = config.data.startswith("random:")
     eval_data = config.eval_data or (config.data if _has_valid(config.data, folder) else None)
     if config.valid_split is not None:
@@ -64,8 +64,10 @@ def _sources(config: TrainConfig, folder: Path) -> list[Source]:
                 f"--valid-split holds out a part of data without validation rows; {config.data} is "
                 f"{'random' if is_random else f'validated by {eval_data}'}: leave it out"
             )
-        return [first, Source(valid, config.data, "train", reading, "valid")]
-    return [first] if eval_data is None else [first, Source(valid, eval_data, "valid", reading)]
+        return [first, TokenSource(valid, config.data, "train", reading, "valid")]
+    return (
+        [first] if eval_data is None else [first, TokenSource(valid, eval_data, "valid", reading)]
+    )
 
 
 def _has_valid(data: str, folder: Path) -> bool:

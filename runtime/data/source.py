@@ -14,7 +14,7 @@ from runtime.data.rows import Rows, TokenRows, open_rows, split_file
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenSource:
     """The token file `name`, of `split` of `data`; `part` matters under a `--valid-split`."""
 
     name: str

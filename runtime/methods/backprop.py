@@ -27,7 +27,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
 from runtime.methods.dropout import StepDropout
 from runtime.methods.optimizer import Optimizer, moments
-from runtime.methods.protocol import Models, Start, StepLoss, StepResult, Update
+from runtime.methods.protocol import ApplyGradients, Models, Start, StepLoss, StepResult
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.protocol import Loss, chunks, grouped, score
 from runtime.objectives.registry import loss_of
@@ -54,7 +54,7 @@ class Backprop:
     dropout: StepDropout | None = None
     loss: Loss = field(default_factory=NextToken)
 
-    def gradients(self, rows: Sequence[Sample], divisor: int, update: Update) -> StepLoss:
+    def gradients(self, rows: Sequence[Sample], divisor: int, update: ApplyGradients) -> StepLoss:
         """Compute the gradients of sum(loss) / `divisor` over `rows`, and hand them to `update`.
 
         Algorithm 1 of the paper, `Backpropagation(x)`, whose checkpoints are our activations:
@@ -208,7 +208,7 @@ class MeBP:
                 self.loss,
             )
             dropout = replace(dropout, first_row=dropout.first_row + len(rows))
-            update: Update = self.optimizer.apply if len(parts) == 1 else hold
+            update: ApplyGradients = self.optimizer.apply if len(parts) == 1 else hold
             if self.clipping is not None:
                 update = self.clipping.store
             loss += pass_.gradients(rows, divisor, update)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from runtime.arrays.stored import Block
-from runtime.arrays.values import Lora, Loras, Watch
+from runtime.arrays.values import InputObserver, Lora, Loras
 from runtime.core.errors import DivergedError, UsageError
 from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
@@ -64,5 +64,5 @@ def _watching(adapters: Adapters, block: Block) -> Loras:
                 adapters.tensors[full] = value
 
         none = Lora(mx.zeros((0, keys[1])), mx.zeros((0, values[1])), 1.0)
-        found[name] = replace(none, watch=Watch(take, keys[0]))
+        found[name] = replace(none, observer=InputObserver(take, keys[0]))
     return found

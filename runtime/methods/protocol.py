@@ -66,7 +66,7 @@ class StepResult:
     shown: Mapping[str, float] = field(default_factory=dict)
 
 
-class Update(Protocol):
+class ApplyGradients(Protocol):
     """Takes a block's gradients (dA, dB per relative name) once they are complete."""
 
     def __call__(self, block: Block, gradients: Gradients) -> None: ...

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.cached_attention import CachedAttention, prefix_bytes, prefix_of, slots_of
 from runtime.operations.values import F32, Shape, T, shape_at
 
@@ -70,12 +70,12 @@ class Attention(Operation, frozen=True):
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset((*self.inputs, *self.outputs, *self.statistics))
 
-    def statistic_bytes(self, name: str, visit: Visit) -> int:
-        return math.prod(shape_at(visit.values[self.outputs[0]], visit.tokens)[:-1]) * F32
+    def statistic_bytes(self, name: str, call: Call) -> int:
+        return math.prod(shape_at(call.values[self.outputs[0]], call.tokens)[:-1]) * F32
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """A block of scores, its mask and probabilities, and a copied block of keys or values."""
-        q, k, v = (shape_at(visit.values[name], execution.bucket) for name in self.inputs)
+        q, k, v = (shape_at(call.values[name], execution.bucket) for name in self.inputs)
         heads, length = q[1], q[2]
         block = min(length, execution.query_block)
         keys = length if self.window is None else min(length, self.window + block)
@@ -84,8 +84,8 @@ class Attention(Operation, frozen=True):
         queries, others = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
         part = queries * block // length
         held = mask + scores + part + others // 2
-        held = held + max(scores, part) if visit.backward else held
-        return held + prefix_bytes(q, k, v, block, execution.prefix, visit.backward)
+        held = held + max(scores, part) if call.backward else held
+        return held + prefix_bytes(q, k, v, block, execution.prefix, call.backward)
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of a factor that a BLAS packs: the queries of a group of heads."""

@@ -99,7 +99,7 @@ def _per_group(matrix: Matrix, values: int) -> int:
 
 
 @dataclass(frozen=True)
-class Visit:
+class Call:
     """One execution of an operation, for questions about the bytes that it takes.
 
     wanted: forward the results to compute, backward the values to return gradients for.
@@ -117,7 +117,7 @@ class Visit:
     dropped: frozenset[str] = frozenset()
 
     def bytes_of(self, name: str) -> int:
-        """The bytes of a value for the tokens of this visit."""
+        """The bytes of a value for the tokens of this call."""
         return bytes_at(self.values[name], self.tokens)
 
 
@@ -252,11 +252,11 @@ class Operation(
         """
         return ()
 
-    def statistic_bytes(self, name: str, visit: Visit) -> int:
+    def statistic_bytes(self, name: str, call: Call) -> int:
         """The bytes of one of its `statistics`."""
         raise NotImplementedError(f"{self.label} has no statistics")
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """The bytes that it needs while it runs, besides the values that it reads and computes."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from runtime.operations.base import Execution, Operation, Visit
+from runtime.operations.base import Call, Execution, Operation
 from runtime.operations.values import CHUNK_TOKENS, F32, Shape, shape_at
 
 
@@ -82,14 +82,14 @@ class CachedAttention(Operation, frozen=True):
             for name, source in zip(self.cache, sources, strict=True)
         }
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """The scores of all slots, their mask and probabilities, the queries, and copied keys."""
-        q, k, v = (shape_at(visit.values[name], visit.tokens) for name in self.inputs)
-        mask = visit.tokens * self.slots * F32
+        q, k, v = (shape_at(call.values[name], call.tokens) for name in self.inputs)
+        mask = call.tokens * self.slots * F32
         scores = int(q[1]) * mask
         queries = math.prod(q) * F32
         copied = max(one[1] * one[3] for one in (k, v)) * self.slots * F32
-        prefix = prefix_bytes(q, k, v, visit.tokens, execution.prefix, back=False)
+        prefix = prefix_bytes(q, k, v, call.tokens, execution.prefix, back=False)
         return mask + 2 * scores + queries + copied + prefix
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.gated import Gated
 from runtime.operations.placed import Placed
 from runtime.operations.values import (
@@ -101,18 +101,18 @@ class Elementwise(Operation, frozen=True):
         directions = ("forward", "vjp") if backward else ("forward",)
         return tuple(graph_key(self.graph, direction, tokens) for direction in directions)
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """The graph's workspace, and its unwanted results; all results if it runs tile by tile."""
         tokens = self.graph_tokens(execution.bucket)
-        direction = "vjp" if visit.backward else "forward"
+        direction = "vjp" if call.backward else "forward"
         graph = execution.tables.graphs[graph_key(self.graph, direction, tokens)]
-        made = self.vjp_outputs if visit.backward else self.outputs
-        same = self.vjp_same if visit.backward else ("",) * len(made)
-        held = {one or name for name, one in zip(made, same, strict=True) if name in visit.wanted}
+        made = self.vjp_outputs if call.backward else self.outputs
+        same = self.vjp_same if call.backward else ("",) * len(made)
+        held = {one or name for name, one in zip(made, same, strict=True) if name in call.wanted}
         results = sum(
             math.prod(shape) * F32
             for name, one, shape in zip(made, same, graph.outputs, strict=True)
-            if not one and (tokens < visit.tokens or name not in held)
+            if not one and (tokens < call.tokens or name not in held)
         )
         return graph.workspace_bytes + results
 

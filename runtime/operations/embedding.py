@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.values import F32, Shape, T
 
 
@@ -24,8 +24,8 @@ class Embedding(Operation, frozen=True):
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
-        return 3 * visit.tokens * execution.tables.matrices[self.matrix].columns * F32
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        return 3 * call.tokens * execution.tables.matrices[self.matrix].columns * F32
 
     def check_weights(
         self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from runtime.operations.base import Execution, Operation, Visit
+from runtime.operations.base import Call, Execution, Operation
 from runtime.operations.values import token_tile_unit
 
 CHUNK_VALUES = 32_768  # at once: with fewer the calls of NumPy cost the most
@@ -41,7 +41,7 @@ class Gated(Operation, frozen=True):
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset(self.inputs)
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """A chunk of scratch, and the gradients that are computed but not wanted."""
-        made = self.inputs if visit.backward else self.outputs
-        return SCRATCH_BYTES + (len(made) - len(visit.wanted)) * visit.bytes_of(self.outputs[0])
+        made = self.inputs if call.backward else self.outputs
+        return SCRATCH_BYTES + (len(made) - len(call.wanted)) * call.bytes_of(self.outputs[0])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import Matrix
-from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.embedding import check_vocabulary
 from runtime.operations.logits import Logits
 from runtime.operations.values import F32, Shape, T
@@ -35,15 +35,15 @@ class Head(Operation, frozen=True):
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """The hidden states of all lanes with their gradients, and a chunk of the vocabulary.
 
-        `visit.backward` says whether the gradient of the hidden states is computed.
+        `call.backward` says whether the gradient of the hidden states is computed.
         """
-        h = visit.bytes_of(self.inputs[0])
+        h = call.bytes_of(self.inputs[0])
         matrix = execution.tables.matrices[self.matrix]
-        gradient = h if visit.backward else 0
-        waiting = 3 * visit.lanes * h  # h and its halves, and the rows of the targets
+        gradient = h if call.backward else 0
+        waiting = 3 * call.lanes * h  # h and its halves, and the rows of the targets
         values = execution.chunk_rows * matrix.columns
         dequantizing = execution.dequantizing_bytes(matrix, values)
         joined = gradient  # of its halves, after the last chunk is freed

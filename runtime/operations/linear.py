@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import Matrix, Record
-from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.values import F32, Shape, T
 
 MASK = 1  # bytes of a value's entry in a mask
@@ -63,16 +63,16 @@ class Linear(Operation, frozen=True):
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset(self.inputs if self.learns(adapted) else ())
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         chosen = [
-            linear for linear in self.linears if visit.backward or linear.output in visit.wanted
+            linear for linear in self.linears if call.backward or linear.output in call.wanted
         ]
-        tables, tensor = execution.tables, visit.tensor
-        if visit.backward:
+        tables, tensor = execution.tables, call.tensor
+        if call.backward:
             columns = tables.matrices[tensor(chosen[0].name)].columns
-            summed = visit.tokens * columns * F32 if len(chosen) > 1 else 0
-            return summed + max(_backward(one.name, visit, execution) for one in chosen)
-        return max(_forward(one.name, visit, execution) for one in chosen)
+            summed = call.tokens * columns * F32 if len(chosen) > 1 else 0
+            return summed + max(_backward(one.name, call, execution) for one in chosen)
+        return max(_forward(one.name, call, execution) for one in chosen)
 
     def check(
         self,
@@ -104,32 +104,32 @@ class Linear(Operation, frozen=True):
         return f"linear {names} -> {shapes}"
 
 
-def _forward(relative: str, visit: Visit, execution: Execution) -> int:
+def _forward(relative: str, call: Call, execution: Execution) -> int:
     """Bytes of the split inputs, and of a tile while it is dequantized or multiplied.
 
     After that, or if larger, those of an input with values dropped, and its mask.
     """
-    name = visit.tensor(relative)
+    name = call.tensor(relative)
     matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
     values = rows * matrix.columns
-    multiplied = _part(matrix, rows, visit.tokens) + execution.tile_bytes(matrix, values)
+    multiplied = _part(matrix, rows, call.tokens) + execution.tile_bytes(matrix, values)
     tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
-    inputs = visit.tokens * matrix.columns
-    dropped = inputs * (MASK + F32) if relative in visit.dropped else 0
-    return max(visit.lanes * inputs * F32 + tile, dropped)
+    inputs = call.tokens * matrix.columns
+    dropped = inputs * (MASK + F32) if relative in call.dropped else 0
+    return max(call.lanes * inputs * F32 + tile, dropped)
 
 
-def _backward(relative: str, visit: Visit, execution: Execution) -> int:
+def _backward(relative: str, call: Call, execution: Execution) -> int:
     """Bytes of a tile and its part of dy; or, if larger, of the two halves of dx.
 
     With dropout also those of the mask, or if larger, of what the adapter adds to dx.
     """
-    name = visit.tensor(relative)
+    name = call.tensor(relative)
     matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
-    inputs = visit.tokens * matrix.columns
+    inputs = call.tokens * matrix.columns
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
-    most = max(tile + _part(matrix, rows, visit.tokens), inputs * F32)
-    return most + inputs * MASK if relative in visit.dropped else most
+    most = max(tile + _part(matrix, rows, call.tokens), inputs * F32)
+    return most + inputs * MASK if relative in call.dropped else most
 
 
 def _part(matrix: Matrix, rows: int, tokens: int) -> int:

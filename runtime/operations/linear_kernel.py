@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from runtime.arrays.dropout import Mask
+from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import RowSum
@@ -56,8 +56,8 @@ class LoraProducts:
             if bias is not None:
                 y = y + bias
             if lora is not None:
-                if lora.watch is not None:
-                    lora.watch(x)
+                if lora.observer is not None:
+                    lora.observer(x)
                 given = dropped(x, lora.mask(x))
                 y = mx.addmm(y, (given @ lora.a) * lora.scale, lora.b)
                 del given
@@ -112,7 +112,7 @@ class LoraProducts:
         return total.result(matrix.group_size)
 
     def add_lora_input(
-        self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: Mask | None = None
+        self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None
     ) -> mx.array:
         """dx with the adapter's part added, which follows from `through_b`."""
         if mask is None:
@@ -120,7 +120,7 @@ class LoraProducts:
         return dx + mask(dy_b @ lora.a.T)
 
     def backward_lora(
-        self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array, mask: Mask | None = None
+        self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None
     ) -> tuple[mx.array, mx.array]:
         """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
         x = dropped(x, mask)
@@ -130,7 +130,7 @@ class LoraProducts:
         return da, db
 
 
-def dropped(x: mx.array, mask: Mask | None) -> mx.array:
+def dropped(x: mx.array, mask: DropoutMask | None) -> mx.array:
     """drop(x), evaluated; x itself without a mask."""
     if mask is None:
         return x

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from runtime.operations.base import Execution, Operation, Visit
+from runtime.operations.base import Call, Execution, Operation
 from runtime.operations.values import F32
 
 CHOICE_TILE = 16_384  # tokens whose weights a random choice computes at once, in float64
@@ -34,14 +34,14 @@ class Logits(Operation, frozen=True):
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """The hidden state and its halves, all logits, and a tile with its own, or a choice."""
         matrix = execution.tables.matrices[self.matrix]
         values = execution.tile_rows[self.matrix] * matrix.columns
         _, multiplied = self.streamed(execution)
         tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
         largest = max(tile, choosing_bytes(matrix.rows))  # of which one comes after the other
-        return visit.bytes_of(self.inputs[0]) * 2 + matrix.rows * F32 + largest
+        return call.bytes_of(self.inputs[0]) * 2 + matrix.rows * F32 + largest
 
     def streamed(self, execution: Execution) -> tuple[int, int]:
         """Bytes of a tile's logits, and of the tile and its logits together."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from runtime.operations.base import Execution, Operation, Visit
+from runtime.operations.base import Call, Execution, Operation
 from runtime.operations.values import F32, graph_key
 
 
@@ -37,12 +37,12 @@ class Placed(Operation, frozen=True):
     def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
         return (self.key(bucket),)
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """The graph's workspace, and its unwanted results."""
         graph = execution.tables.graphs[self.key(execution.bucket)]
         unwanted = sum(
             math.prod(shape) * F32
             for name, shape in zip(self.outputs, graph.outputs, strict=True)
-            if name not in visit.wanted
+            if name not in call.wanted
         )
         return graph.workspace_bytes + unwanted

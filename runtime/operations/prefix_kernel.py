@@ -75,10 +75,10 @@ def prefix_rows(by_head: mx.array) -> mx.array:
 def watch_keys(loras: Loras, name: str, k: mx.array, v: mx.array) -> None:
     """Show keys and values (1, K, T, D) of a sequence, as rows (T, K D + K E), to who watches."""
     lora = loras.get(name)
-    if lora is None or lora.watch is None:
+    if lora is None or lora.observer is None:
         return
-    seen = [part[0, :, : lora.watch.tokens] for part in (k, v)]
-    lora.watch(mx.concatenate([prefix_rows(part) for part in seen], axis=-1))
+    seen = [part[0, :, : lora.observer.tokens] for part in (k, v)]
+    lora.observer(mx.concatenate([prefix_rows(part) for part in seen], axis=-1))
 
 
 def by_head(x: mx.array, y: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from runtime.arrays.stored import Record
 from runtime.operations.base import Operation
-from runtime.operations.table import Stored
+from runtime.operations.table import StoredOperation
 from runtime.operations.values import Shape
 
 
@@ -54,7 +54,7 @@ class BlockType(Record, frozen=True):
     output: str
     values: dict[str, Shape]
     parameters: dict[str, tuple[int, ...]]
-    operations: tuple[Stored, ...]
+    operations: tuple[StoredOperation, ...]
 
     def program(self, device: str) -> Program:
         """The program as it runs on a device, which has special kernels for some operations."""

@@ -8,4 +8,4 @@ from runtime.operations.embedding import Embedding
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
 
-Stored = Embedding | Linear | Attention | Elementwise | Head
+StoredOperation = Embedding | Linear | Attention | Elementwise | Head

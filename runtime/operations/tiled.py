@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from runtime.operations.base import Execution, Operation, Visit
+from runtime.operations.base import Call, Execution, Operation
 
 
 class Tiled(Operation, frozen=True):
@@ -60,6 +60,6 @@ class Tiled(Operation, frozen=True):
     def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
         return tuple(key for one in self.inside for key in one.graph_keys(bucket, backward))
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         """0: the planner adds up what the instructions inside it need."""
         return 0

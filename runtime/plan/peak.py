@@ -14,7 +14,7 @@ from functools import cached_property
 from runtime.arrays.stored import ITEM_BYTES, Block
 from runtime.bundle.manifest import Manifest
 from runtime.operations.attention import START_BYTES, STARTS
-from runtime.operations.base import Visit, materialized_bytes
+from runtime.operations.base import Call, materialized_bytes
 from runtime.operations.instruction import Instruction
 from runtime.operations.program import Program
 from runtime.operations.values import F32, bytes_at, gradient_of
@@ -204,10 +204,10 @@ class PeakModel:
         found = self._peak(lowered, program, lowered.forward, start, lanes, bucket)
         found += self._held_weights(lowered)
         if lowered.head is not None:  # which counts what it dequantizes
-            visit = Visit(
+            call = Call(
                 self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
             )
-            found = max(found, lowered.head.working_bytes(visit, self.execution))
+            found = max(found, lowered.head.working_bytes(call, self.execution))
         return found
 
     def _starts(self, lowered: LoweredBlock) -> tuple[str, ...]:
@@ -233,9 +233,9 @@ class PeakModel:
         """Bytes of the forward values that a layer keeps for its backward, for all rows."""
         lowered = self.lowered.blocks[index]
         bucket = self.lowered.bucket
-        visit = Visit(False, (), 1, bucket, lowered.program.values, lowered.block.tensor)
-        sizes = _statistic_bytes(lowered.program, visit)
-        kept = sum(sizes[name] if name in sizes else visit.bytes_of(name) for name in lowered.kept)
+        call = Call(False, (), 1, bucket, lowered.program.values, lowered.block.tensor)
+        sizes = _statistic_bytes(lowered.program, call)
+        kept = sum(sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
         return self.demand.rows * kept
 
     def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: int) -> int:
@@ -267,7 +267,7 @@ class PeakModel:
     ) -> int:
         """The peak bytes along a schedule, given the values that exist before it."""
         held = _Held()
-        plain = Visit(False, (), lanes, tokens, program.values, lowered.block.tensor)
+        plain = Call(False, (), lanes, tokens, program.values, lowered.block.tensor)
         statistics = _statistic_bytes(program, plain)
 
         def size(name: str) -> int:
@@ -303,8 +303,8 @@ class PeakModel:
             return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
         values, tensor = program.values, lowered.block.tensor
         dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
-        visit = Visit(one.backward, one.wanted, lanes, tokens, values, tensor, dropped)
-        return one.operation.working_bytes(visit, self.execution)
+        call = Call(one.backward, one.wanted, lanes, tokens, values, tensor, dropped)
+        return one.operation.working_bytes(call, self.execution)
 
     # Weights.
 
@@ -390,10 +390,10 @@ class PeakModel:
                 yield bytes_at(shape, tokens), name in inside
 
 
-def _statistic_bytes(program: Program, visit: Visit) -> dict[str, int]:
+def _statistic_bytes(program: Program, call: Call) -> dict[str, int]:
     """The bytes of the values that a forward computes only for its backward."""
     return {
-        name: operation.statistic_bytes(name, visit)
+        name: operation.statistic_bytes(name, call)
         for operation in program.operations
         for name in operation.statistics
     }

@@ -16,7 +16,7 @@ from runtime.core.errors import InterruptedRunError
 from runtime.core.notes import warning
 from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows
-from runtime.data.source import Source
+from runtime.data.source import TokenSource
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.engine.visits import visit, visits
@@ -151,7 +151,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             adapter, open_checked(config.bundle, config.device, events.note), events.note
         )
         manifest = bundle.manifest
-        source = Source("eval.tokens", config.data, "valid", reading_of(config))
+        source = TokenSource("eval.tokens", config.data, "valid", reading_of(config))
         length = config.max_seq_length or source.length(bundle, scratch)
         plan = plan_evaluation(
             bundle, config.budget_bytes, length, config.arithmetic, config.adapter_dtype

@@ -23,7 +23,7 @@ from runtime.operations.logits import CHOICE_TILE as TILE
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
+Flags = npt.NDArray[np.bool_]
 FEW = 256  # of the most likely tokens, in which `top_p` is looked for first
 
 
@@ -65,12 +65,12 @@ class Sampling:
         weights = np.cumsum(self._weights(logits, kept, tile, top))
         return index * TILE + _reaching(weights, drawn * totals[-1] - before)
 
-    def _weights(self, logits: Floats, kept: Mask, tile: slice, top: float) -> Doubles:
+    def _weights(self, logits: Floats, kept: Flags, tile: slice, top: float) -> Doubles:
         """How likely the tokens of a tile are; 1 for the most likely of all."""
         with np.errstate(over="ignore"):  # by a temperature next to 0
             return np.exp((logits[tile].astype(np.float64) - top) / self.temperature) * kept[tile]
 
-    def kept(self, logits: Floats) -> Mask:
+    def kept(self, logits: Floats) -> Flags:
         """Which tokens the limits leave (V,)."""
         count = min(self.top_k or len(logits), len(logits))
         if count == len(logits) and self.top_p == 1:
@@ -125,10 +125,10 @@ def _fewest(values: Floats, top: float, wanted: float) -> int | None:
     return None
 
 
-def _largest(logits: Floats, values: Floats) -> Mask:
+def _largest(logits: Floats, values: Floats) -> Flags:
     """Where the largest logits are, which are `values`; of equal ones the first are taken."""
     lowest = values.min()
-    kept: Mask = logits > lowest
+    kept: Flags = logits > lowest
     equal = len(values) - int(np.count_nonzero(kept))
     kept[np.flatnonzero(logits == lowest)[:equal]] = True
     return kept

@@ -12,13 +12,13 @@ from support.bundles import settings
 from support.checkpoints import weights_of, write_folder
 from support.token_rows import write_tokenizer
 
+from export.bundle import export_bundle
 from export.config.export import ExportConfig
-from export.pack import export_bundle
 from export.passes.engine import ExportEngine
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, DataError, UsageError
 from runtime.data.reading import Reading
-from runtime.data.source import Source
+from runtime.data.source import TokenSource
 from runtime.machine.footprint import Meter
 
 BUDGET = 1_000_000_000
@@ -80,7 +80,7 @@ def divergence(bundle: Bundle, source: str) -> float:
     from export.sources.open import open_checkpoint
 
     engine = ExportEngine(Meter(), BUDGET, no_progress, said, bundle.path.parent)
-    held_out = Source("eval.tokens", "random:9", "valid", Reading())
+    held_out = TokenSource("eval.tokens", "random:9", "valid", Reading())
     with open_checkpoint(source, seed=0) as checkpoint:
         rows = engine.first_rows(bundle, held_out, 32, 24)
         original = original_of(bundle, checkpoint)

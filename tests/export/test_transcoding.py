@@ -15,11 +15,11 @@ from support.bundles import Rng, settings
 from support.checkpoints import Arrays, weights_of, write_folder
 from support.gguf_files import QUANTIZED, Blocks, random_blocks, write_gguf
 
-from export.pack import export_bundle
-from export.packed import PackedRows, Packing
+from export.bundle import export_bundle
 from export.sources.families import expected_shapes
 from export.sources.gguf_file import GGUFFile
 from export.sources.open import open_checkpoint
+from export.stored import QuantizedForm, QuantizedRows
 from runtime.arrays.stored import Extent
 from runtime.bundle.store import WEIGHTS, Bundle, open_bundle
 from runtime.core.errors import BundleError, StorageError, UsageError
@@ -66,13 +66,13 @@ def values_of(bundle: Bundle, name: str, rows: slice = slice(None)) -> np.ndarra
     matrix = bundle.manifest.matrices[name]
     scales = part(bundle, matrix.scales)[rows]
     biases = None if matrix.biases is None else part(bundle, matrix.biases)[rows]
-    packing = Packing(
+    form = QuantizedForm(
         matrix.bits,
         matrix.group_size,
         matrix.layout,
         "float16" if scales.dtype == np.float16 else "float32",
     )
-    return PackedRows(part(bundle, matrix.packed)[rows], scales, biases).values(packing)
+    return QuantizedRows(part(bundle, matrix.packed)[rows], scales, biases).values(form)
 
 
 def stored_name(name: str) -> str:

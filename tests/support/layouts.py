@@ -11,8 +11,8 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from export.packed import Packing
 from export.quantize.search import quantize_rows
+from export.stored import QuantizedForm
 from harness.peers import whole_model as reference
 from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
 from runtime.bundle.manifest import manifest_bytes
@@ -110,9 +110,9 @@ def _stored(values: np.ndarray, layout: Layout, add: Callable[[np.ndarray, str],
         held = rounded.view(mx.uint16) if name == "bfloat16" else rounded
         extent = add(np.array(held), name)
         return Matrix(rows, columns, FLOAT_BITS[name], 0, "float", extent)
-    packing = Packing(bits, group, name, "float16" if name == "symmetric" else "float32")
-    found = quantize_rows(values, packing).rows
-    parts = [add(found.words, "uint32"), add(found.scales, packing.scale_dtype)]
+    form = QuantizedForm(bits, group, name, "float16" if name == "symmetric" else "float32")
+    found = quantize_rows(values, form).rows
+    parts = [add(found.words, "uint32"), add(found.scales, form.scale_dtype)]
     if found.biases is not None:
-        parts.append(add(found.biases, packing.scale_dtype))
+        parts.append(add(found.biases, form.scale_dtype))
     return Matrix(rows, columns, bits, group, name, *parts)

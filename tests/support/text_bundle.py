@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from runtime.bundle.store import Bundle
 from support.bundles import settings
 from support.checkpoints import weights_of, write_folder

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from runtime.arrays.stored import Block
-from runtime.arrays.values import Watch
+from runtime.arrays.values import InputObserver
 from runtime.core.errors import DivergedError, UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
@@ -79,7 +79,9 @@ def _iterate(
     loras = adapters.loras(block)
     for slot, row in enumerate(rows):
         watched = {
-            name: replace(lora, watch=Watch(partial(_add, sums, name, lora.a), len(row.inputs)))
+            name: replace(
+                lora, observer=InputObserver(partial(_add, sums, name, lora.a), len(row.inputs))
+            )
             for name, lora in loras.items()
         }
         model.forward(block, activations.get(0, slot), watched, row.offsets)

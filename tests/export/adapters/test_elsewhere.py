@@ -17,7 +17,7 @@ from support.logits import engine_logits, exact_factor, typical
 from support.models import FAMILIES, logits_of, relative
 from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits, run_script
 
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from export.sources.open import open_checkpoint
 from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters

@@ -18,8 +18,8 @@ from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, mlx_lm_logits
 from support.models import FAMILIES, Rng, Tiny, adapters_of
 
+from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
-from export.pack import export_bundle
 from export.sources.open import open_checkpoint
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, StorageError, UsageError

@@ -12,9 +12,9 @@ from support.logits import apart, engine_logits, exact_factor, mlx_lm_logits, ty
 from support.models import FAMILIES, Rng, Tiny, adapters_of
 from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits
 
+from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.fused.gguf import write_gguf
-from export.pack import export_bundle
 from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 

@@ -15,9 +15,9 @@ from support.fusing import dense, fused_model, silent
 from support.logits import apart, engine_logits
 from support.models import FAMILIES, Rng, Tiny, adapters_of
 
+from export.bundle import export_bundle
 from export.fused.gguf import write_gguf
 from export.fused.gguf_metadata import add_metadata, rope_factors
-from export.pack import export_bundle
 from export.sources.gguf_config import read_config
 from export.sources.gguf_file import GGUFFile
 from runtime.bundle.store import Bundle

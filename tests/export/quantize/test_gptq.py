@@ -7,15 +7,15 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from export.packed import Packing, unpack_codes
 from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
 from export.quantize.gram import Gram
 from export.quantize.search import Quantized, quantize_rows
+from export.stored import QuantizedForm, codes_of
 from runtime.core.errors import DataError
 
 Rng = np.random.Generator
 PACKINGS = [
-    Packing(bits, group, layout, "float16")
+    QuantizedForm(bits, group, layout, "float16")
     for bits in (4, 8)
     for group in (32, 64, 128)
     for layout in ("symmetric", "affine")
@@ -50,26 +50,26 @@ def hessian_of(x: np.ndarray, block: int = 4096) -> np.ndarray:
     return h
 
 
-def output_error(w: np.ndarray, found: Quantized, packing: Packing, h: np.ndarray) -> float:
+def output_error(w: np.ndarray, found: Quantized, form: QuantizedForm, h: np.ndarray) -> float:
     """tr((W - Q) H (W - Q)^T)."""
-    d = w.astype(np.float64) - found.rows.values(packing)
+    d = w.astype(np.float64) - found.rows.values(form)
     return float(np.einsum("rc,rc->", d @ h, d))
 
 
 def by_the_paper(
-    w: np.ndarray, h: np.ndarray, damping: float, packing: Packing, found: Quantized
+    w: np.ndarray, h: np.ndarray, damping: float, form: QuantizedForm, found: Quantized
 ) -> np.ndarray:
     """Algorithm 1 of the paper, column by column, with static groups and activation order.
 
     Returns the integers (R, C). Where a value lies within TIE of the middle between two integers,
     the one of them that `found` has is chosen, so that both go on from the same state.
     """
-    chosen = unpack_codes(found.rows.words, packing.bits).astype(np.float64)
-    scales = np.repeat(found.rows.scales.astype(np.float64), packing.group_size, axis=1)
+    chosen = codes_of(found.rows.words, form.bits).astype(np.float64)
+    scales = np.repeat(found.rows.scales.astype(np.float64), form.group_size, axis=1)
     if found.rows.biases is None:
-        biases = -(2 ** (packing.bits - 1)) * scales
+        biases = -(2 ** (form.bits - 1)) * scales
     else:
-        biases = np.repeat(found.rows.biases.astype(np.float64), packing.group_size, axis=1)
+        biases = np.repeat(found.rows.biases.astype(np.float64), form.group_size, axis=1)
     order = np.argsort(-np.diagonal(h), kind="stable")
     h = h + damping * np.diagonal(h).mean() * np.eye(len(h))
     upper = np.linalg.cholesky(np.linalg.inv(h[order][:, order])).T
@@ -77,7 +77,7 @@ def by_the_paper(
     codes = np.empty(w.shape)
     for i, column in enumerate(order):
         s, b = scales[:, column], biases[:, column]
-        exact = np.clip((w[:, i] - b) / s, 0, 2**packing.bits - 1)
+        exact = np.clip((w[:, i] - b) / s, 0, 2**form.bits - 1)
         q = np.rint(exact)
         near = np.abs(exact - chosen[:, column]) <= 0.5 + TIE
         q[near] = chosen[near, column]
@@ -87,43 +87,43 @@ def by_the_paper(
     return codes
 
 
-@pytest.mark.parametrize("packing", PACKINGS, ids=repr)
-def test_integers_are_those_of_the_paper(rng: Rng, packing: Packing) -> None:
+@pytest.mark.parametrize("form", PACKINGS, ids=repr)
+def test_integers_are_those_of_the_paper(rng: Rng, form: QuantizedForm) -> None:
     columns = 128 * int(rng.integers(1, 4))  # a block of columns, and several
     w = weights(rng, 30, columns)
     x = correlated(rng, 2 * columns, columns)
-    found = gptq(w, factor_of(x), packing)
+    found = gptq(w, factor_of(x), form)
     h = hessian_of(x)
-    expected = by_the_paper(w, h, 0.01, packing, found)
-    assert (unpack_codes(found.rows.words, packing.bits) == expected).all()
-    nearest = quantize_rows(w, packing)
+    expected = by_the_paper(w, h, 0.01, form, found)
+    assert (codes_of(found.rows.words, form.bits) == expected).all()
+    nearest = quantize_rows(w, form)
     assert (found.rows.scales == nearest.rows.scales).all()  # static groups
-    d = w.astype(np.float64) - found.rows.values(packing)
+    d = w.astype(np.float64) - found.rows.values(form)
     assert found.error_sum == pytest.approx(np.square(d).sum(), rel=1e-2)
     assert found.error_max == pytest.approx(np.abs(d).max(), rel=1e-2)
     assert found.square_sum == pytest.approx(nearest.square_sum, rel=1e-4)
 
 
-@pytest.mark.parametrize("packing", PACKINGS, ids=repr)
-def test_output_error_is_far_below_that_of_rounding(rng: Rng, packing: Packing) -> None:
+@pytest.mark.parametrize("form", PACKINGS, ids=repr)
+def test_output_error_is_far_below_that_of_rounding(rng: Rng, form: QuantizedForm) -> None:
     w = weights(rng, 40, 384)
     x = correlated(rng, 600, 384)
     h = hessian_of(x)
-    found = output_error(w, gptq(w, factor_of(x), packing), packing, h)
-    assert found < 0.5 * output_error(w, quantize_rows(w, packing), packing, h)
+    found = output_error(w, gptq(w, factor_of(x), form), form, h)
+    assert found < 0.5 * output_error(w, quantize_rows(w, form), form, h)
 
 
 def test_uncorrelated_inputs_leave_the_nearest_integers(rng: Rng) -> None:
-    packing = Packing(4, 64, "affine", "float16")
+    form = QuantizedForm(4, 64, "affine", "float16")
     w = weights(rng, 20, 192)
     x = np.diag(rng.uniform(0.1, 3, 192)).astype(np.float32)
-    found, nearest = gptq(w, factor_of(x), packing), quantize_rows(w, packing)
+    found, nearest = gptq(w, factor_of(x), form), quantize_rows(w, form)
     assert (found.rows.words == nearest.rows.words).all()
 
 
 @pytest.mark.parametrize("layout", ["symmetric", "affine"])
 def test_blocks_are_the_whole_where_blocks_are_uncorrelated(rng: Rng, layout: str) -> None:
-    packing = Packing(4, 32, layout, "float16")
+    form = QuantizedForm(4, 32, layout, "float16")
     columns = 512
     w = weights(rng, 25, columns)
     x = np.zeros((3 * 512, columns), np.float32)
@@ -132,26 +132,26 @@ def test_blocks_are_the_whole_where_blocks_are_uncorrelated(rng: Rng, layout: st
         x[rows, start : start + 128] = correlated(rng, 384, 128)
     whole, parts = factor_of(x), factor_of(x, 256)
     assert [len(chunk.order) for chunk in parts.chunks] == [256, 256]
-    one, two = gptq(w, whole, packing), gptq(w, parts, packing)
-    expected = by_the_paper(w, hessian_of(x), 0.01, packing, one)
-    assert (unpack_codes(one.rows.words, 4) == expected).all()
-    expected = by_the_paper(w, hessian_of(x), 0.01, packing, two)
-    assert (unpack_codes(two.rows.words, 4) == expected).all()
+    one, two = gptq(w, whole, form), gptq(w, parts, form)
+    expected = by_the_paper(w, hessian_of(x), 0.01, form, one)
+    assert (codes_of(one.rows.words, 4) == expected).all()
+    expected = by_the_paper(w, hessian_of(x), 0.01, form, two)
+    assert (codes_of(two.rows.words, 4) == expected).all()
     h = hessian_of(x)
-    errors = [output_error(w, found, packing, h) for found in (one, two)]
+    errors = [output_error(w, found, form, h) for found in (one, two)]
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
 def test_blocks_are_better_than_rounding(rng: Rng) -> None:
-    packing = Packing(4, 64, "symmetric", "float16")
+    form = QuantizedForm(4, 64, "symmetric", "float16")
     w, x = weights(rng, 40, 512), correlated(rng, 1000, 512)
     h = hessian_of(x)
     whole, parts, nearest = (
-        output_error(w, found, packing, h)
+        output_error(w, found, form, h)
         for found in (
-            gptq(w, factor_of(x), packing),
-            gptq(w, factor_of(x, 256), packing),
-            quantize_rows(w, packing),
+            gptq(w, factor_of(x), form),
+            gptq(w, factor_of(x, 256), form),
+            quantize_rows(w, form),
         )
     )
     assert whole < parts < nearest
@@ -159,44 +159,44 @@ def test_blocks_are_better_than_rounding(rng: Rng) -> None:
 
 @pytest.mark.parametrize("layout", ["symmetric", "affine"])
 def test_results_depend_neither_on_threads_nor_much_on_slices(rng: Rng, layout: str) -> None:
-    packing = Packing(4, 64, layout, "float16")
+    form = QuantizedForm(4, 64, layout, "float16")
     w, x = weights(rng, 2500, 128), correlated(rng, 300, 128)
     factor = factor_of(x)
-    whole, again = gptq(w, factor, packing, threads=1), gptq(w, factor, packing, threads=3)
+    whole, again = gptq(w, factor, form, threads=1), gptq(w, factor, form, threads=3)
     assert (whole.rows.words == again.rows.words).all()
     assert whole.error_sum == again.error_sum
     cut = int(rng.integers(1, 2500))
     h = hessian_of(x)
     for part in (w[:cut], w[cut:]):  # other shapes of products may round otherwise
-        found = gptq(part, factor, packing)
-        expected = by_the_paper(part, h, 0.01, packing, found)
-        assert (unpack_codes(found.rows.words, 4) == expected).all()
+        found = gptq(part, factor, form)
+        expected = by_the_paper(part, h, 0.01, form, found)
+        assert (codes_of(found.rows.words, 4) == expected).all()
 
 
 def test_dead_columns_keep_their_nearest_integers(rng: Rng) -> None:
-    packing = Packing(4, 32, "affine", "float16")
+    form = QuantizedForm(4, 32, "affine", "float16")
     w, x = weights(rng, 20, 256), correlated(rng, 400, 256)
     dead = rng.random(256) < 0.2
     x[:, dead] = 0
     found, nearest = (
-        unpack_codes(rows.rows.words, 4)
-        for rows in (gptq(w, factor_of(x), packing), quantize_rows(w, packing))
+        codes_of(rows.rows.words, 4)
+        for rows in (gptq(w, factor_of(x), form), quantize_rows(w, form))
     )
     assert (found[:, dead] == nearest[:, dead]).all()
     assert (found[:, ~dead] != nearest[:, ~dead]).any()
-    none = gptq(w, factor_of(0 * x), packing)
-    assert (unpack_codes(none.rows.words, 4) == nearest).all()
+    none = gptq(w, factor_of(0 * x), form)
+    assert (codes_of(none.rows.words, 4) == nearest).all()
 
 
 def test_an_infinite_scale_stays_in_its_group(rng: Rng) -> None:
-    packing = Packing(4, 32, "affine", "float16")
+    form = QuantizedForm(4, 32, "affine", "float16")
     w, x = weights(rng, 6, 128), correlated(rng, 200, 128)
     w[2, 40] = 1e20
-    found = gptq(w, factor_of(x), packing)
+    found = gptq(w, factor_of(x), form)
     assert found.overflows
     assert np.argwhere(~np.isfinite(found.rows.scales)).tolist() == [[2, 1]]
     with np.errstate(invalid="ignore"):
-        finite = np.isfinite(found.rows.values(packing))
+        finite = np.isfinite(found.rows.values(form))
     assert finite.reshape(6, 4, 32).all(axis=2).tolist() == np.isfinite(found.rows.scales).tolist()
 
 
@@ -205,10 +205,10 @@ def test_damping_is_raised_and_reported_where_float32_needs_it(rng: Rng) -> None
     x = rng.standard_normal((3, columns)).astype(np.float32)  # rank 3
     found = factor_of(x, damping=1e-9)
     assert 1e-5 < found.damping <= 1e-2
-    w, packing = weights(rng, 20, columns), Packing(8, 64, "affine", "float16")
-    result = gptq(w, found, packing)
-    expected = by_the_paper(w, hessian_of(x), found.damping, packing, result)
-    assert (unpack_codes(result.rows.words, 8) == expected).mean() > 0.9
+    w, form = weights(rng, 20, columns), QuantizedForm(8, 64, "affine", "float16")
+    result = gptq(w, found, form)
+    expected = by_the_paper(w, hessian_of(x), found.damping, form, result)
+    assert (codes_of(result.rows.words, 8) == expected).mean() > 0.9
     assert factor_of(correlated(rng, 500, columns), damping=0.01).damping == 0.01
     assert factor_of(x, damping=0.1).damping == 0.1
 
@@ -230,9 +230,9 @@ def test_a_hessian_that_is_not_one_is_refused(rng: Rng) -> None:
 
 
 def test_rows_of_another_width_are_an_error(rng: Rng) -> None:
-    packing = Packing(4, 64, "symmetric", "float16")
+    form = QuantizedForm(4, 64, "symmetric", "float16")
     with pytest.raises(ValueError, match="64 columns"):
-        gptq(weights(rng, 2, 64), factor_of(correlated(rng, 50, 128)), packing)
+        gptq(weights(rng, 2, 64), factor_of(correlated(rng, 50, 128)), form)
 
 
 @pytest.mark.parametrize("columns", [640, 2048])
@@ -252,19 +252,19 @@ def test_preparing_takes_no_more_than_it_says(rng: Rng, columns: int) -> None:
     assert prepare_bytes(2560) < 4 * 2560**2 / 3
 
 
-@pytest.mark.parametrize("packing", PACKINGS[::5], ids=repr)
+@pytest.mark.parametrize("form", PACKINGS[::5], ids=repr)
 @pytest.mark.parametrize("shape", [(3000, 256), (300, 2048)])
 def test_quantizing_takes_no_more_than_it_says(
-    rng: Rng, shape: tuple[int, int], packing: Packing
+    rng: Rng, shape: tuple[int, int], form: QuantizedForm
 ) -> None:
     rows, columns = shape
     block = 1024
     w, factor = weights(rng, rows, columns), factor_of(correlated(rng, 100, columns), block)
     tracemalloc.start()
     try:
-        gptq(w, factor, packing, threads=2)
+        gptq(w, factor, form, threads=2)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    expected = gptq_bytes(rows, columns, block, packing, threads=2)
+    expected = gptq_bytes(rows, columns, block, form, threads=2)
     assert peak <= expected

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from export.packed import Packing
 from export.quantize.search import quantize_rows
 from export.quantize.sensitivity import Sensitivities
+from export.stored import QuantizedForm
 
 F32 = npt.NDArray[np.float32]
-PACKING = Packing(4, 32, "affine", "float16")
+PACKING = QuantizedForm(4, 32, "affine", "float16")
 
 
 class Matrices:

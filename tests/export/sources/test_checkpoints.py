@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 
-from export.packed import Packing
 from export.sources.families import build_model, normalise_config
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile
+from export.stored import QuantizedForm
 from runtime.core.errors import BundleError, UsageError
 
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
@@ -110,9 +110,9 @@ def test_mlx_quantized_with_overrides(
     assert read.prequantized("model.norm.weight") is None
     for name in (f"{override}.weight", "model.embed_tokens.weight"):
         group, own = (32, other_bits) if override in name else (64, bits)
-        packing = read.prequantized(name)
+        form = read.prequantized(name)
         kept = "float16" if dtype == mx.float16 else "float32"
-        assert packing == Packing(4 if own <= 4 else 8, group, "affine", kept)
+        assert form == QuantizedForm(4 if own <= 4 else 8, group, "affine", kept)
         parts = [stored[name.removesuffix("weight") + p] for p in ("weight", "scales", "biases")]
         wide = [parts[0], *(part.astype(mx.float32) for part in parts[1:])]
         oracle = mx.dequantize(*wide, group_size=group, bits=own)
@@ -121,13 +121,13 @@ def test_mlx_quantized_with_overrides(
             read.rows(name, 5, 40), np.array(oracle)[5:40], rtol=1e-6, atol=1e-7
         )
         got = read.packed_rows(name, 5, 40)
-        np.testing.assert_array_equal(got.values(packing), read.rows(name, 5, 40))
+        np.testing.assert_array_equal(got.values(form), read.rows(name, 5, 40))
         np.testing.assert_array_equal(got.scales, np.array(wide[1])[5:40])
         np.testing.assert_array_equal(got.biases, np.array(wide[2])[5:40])
         if own in (4, 8):
             np.testing.assert_array_equal(got.words, np.array(parts[0])[5:40])
         mlx_packed = [mx.array(part) for part in (got.words, got.scales, got.biases)]
-        again = mx.dequantize(*mlx_packed, group_size=group, bits=packing.bits, dtype=mx.float32)
+        again = mx.dequantize(*mlx_packed, group_size=group, bits=form.bits, dtype=mx.float32)
         if dtype != mx.float16:
             np.testing.assert_array_equal(np.array(again), np.array(oracle)[5:40])
 

@@ -9,9 +9,9 @@ import pytest
 from gguf import GGMLQuantizationType
 from support.gguf_files import QUANTIZED, Blocks, random_blocks
 
-from export.packed import PackedRows, Packing, unpack_codes
 from export.sources import gguf_blocks
 from export.sources.gguf_blocks import transcode, transcoding
+from export.stored import QuantizedForm, QuantizedRows, codes_of
 
 Rng = np.random.Generator
 ROWS, COLUMNS = 7, 768
@@ -24,21 +24,21 @@ def blocks(request: pytest.FixtureRequest, rng: Rng) -> Blocks:
     return random_blocks(rng, request.param, ROWS, COLUMNS)
 
 
-def packed(blocks: Blocks) -> tuple[Packing, PackedRows]:
+def packed(blocks: Blocks) -> tuple[QuantizedForm, QuantizedRows]:
     known = transcoding(blocks.type)
     assert known is not None
-    return known.packing, transcode(blocks.rows, blocks.type)
+    return known.form, transcode(blocks.rows, blocks.type)
 
 
-def magnitudes(packing: Packing, rows: PackedRows) -> np.ndarray:
+def magnitudes(form: QuantizedForm, rows: QuantizedRows) -> np.ndarray:
     """|scale * q| + |bias| of each value, which rounding the scales and biases is relative to."""
-    codes = unpack_codes(rows.words, packing.bits).astype(np.float64)
+    codes = codes_of(rows.words, form.bits).astype(np.float64)
     scales, biases = (
-        np.repeat(np.abs(part.astype(np.float64)), packing.group_size, axis=1)
+        np.repeat(np.abs(part.astype(np.float64)), form.group_size, axis=1)
         for part in (rows.scales, rows.biases if rows.biases is not None else 0 * rows.scales)
     )
     if rows.biases is None:
-        codes = np.abs(codes - 2 ** (packing.bits - 1))
+        codes = np.abs(codes - 2 ** (form.bits - 1))
     return codes * scales + biases
 
 
@@ -49,41 +49,41 @@ def peaks(values: np.ndarray) -> np.ndarray:
 
 
 ROUNDED = {  # type -> how far a value may be from the library's
-    "Q2_K": lambda packing, rows, values: peaks(values) * (0.5 / 127 + 2 * HALF_UNIT) + 1e-5,
-    "Q4_K": lambda packing, rows, values: magnitudes(packing, rows) * 1.01 * HALF_UNIT + 16e-8,
-    "Q5_K": lambda packing, rows, values: magnitudes(packing, rows) * 1.01 * HALF_UNIT + 32e-8,
+    "Q2_K": lambda form, rows, values: peaks(values) * (0.5 / 127 + 2 * HALF_UNIT) + 1e-5,
+    "Q4_K": lambda form, rows, values: magnitudes(form, rows) * 1.01 * HALF_UNIT + 16e-8,
+    "Q5_K": lambda form, rows, values: magnitudes(form, rows) * 1.01 * HALF_UNIT + 32e-8,
     # a step is less than twice the smallest one that reaches all values
-    "Q6_K": lambda packing, rows, values: peaks(values) * (1 / 127 + 2 * HALF_UNIT) + 1e-5,
+    "Q6_K": lambda form, rows, values: peaks(values) * (1 / 127 + 2 * HALF_UNIT) + 1e-5,
 }
 
 
 def test_values_are_the_librarys(blocks: Blocks) -> None:
-    packing, rows = packed(blocks)
-    values = rows.values(packing)
+    form, rows = packed(blocks)
+    values = rows.values(form)
     known = transcoding(blocks.type)
     assert known is not None and known.is_exact == (blocks.type.name not in ROUNDED)
     if known.is_exact:
         np.testing.assert_array_equal(values, blocks.values)
         return
     error = np.abs(values - blocks.values.astype(np.float64))
-    assert (error <= ROUNDED[blocks.type.name](packing, rows, blocks.values)).all()
+    assert (error <= ROUNDED[blocks.type.name](form, rows, blocks.values)).all()
     assert error.any()
 
 
 def test_types_are_stored_with_the_stated_packing(blocks: Blocks) -> None:
     name = blocks.type.name
-    packing, rows = packed(blocks)
-    assert packing == Packing(
+    form, rows = packed(blocks)
+    assert form == QuantizedForm(
         4 if name.startswith("Q4") else 8,
         128 if name == "Q3_K" else 32,
         "affine" if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else "symmetric",
         "float16",
     )
-    assert rows.words.shape == (ROWS, COLUMNS * packing.bits // 32)
+    assert rows.words.shape == (ROWS, COLUMNS * form.bits // 32)
     assert rows.words.dtype == np.uint32
-    assert rows.scales.shape == (ROWS, COLUMNS // packing.group_size)
+    assert rows.scales.shape == (ROWS, COLUMNS // form.group_size)
     assert rows.scales.dtype == np.float16
-    assert (rows.biases is None) == (packing.layout == "symmetric")
+    assert (rows.biases is None) == (form.layout == "symmetric")
 
 
 def test_chunks_do_not_matter(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,22 +98,22 @@ def test_chunks_do_not_matter(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mlx_multiplies_by_the_same_values(blocks: Blocks, rng: Rng) -> None:
-    packing, rows = packed(blocks)
+    form, rows = packed(blocks)
     x = rng.standard_normal((5, COLUMNS)).astype(np.float32)
     scales = rows.scales.astype(np.float32)
-    shift = -(2.0 ** (packing.bits - 1)) * scales if rows.biases is None else rows.biases
+    shift = -(2.0 ** (form.bits - 1)) * scales if rows.biases is None else rows.biases
     found = mx.quantized_matmul(
         mx.array(x),
         mx.array(rows.words),
         mx.array(scales),
         mx.array(shift.astype(np.float32)),
-        group_size=packing.group_size,
-        bits=packing.bits,
+        group_size=form.group_size,
+        bits=form.bits,
     )
-    expected = x.astype(np.float64) @ rows.values(packing).astype(np.float64).T
-    bound = np.abs(x).astype(np.float64) @ magnitudes(packing, rows).T
+    expected = x.astype(np.float64) @ rows.values(form).astype(np.float64).T
+    bound = np.abs(x).astype(np.float64) @ magnitudes(form, rows).T
     if rows.biases is None:  # MLX adds a bias of the size of half the integers
-        bound += np.abs(x) @ np.repeat(np.abs(shift), packing.group_size, axis=1).T * 2
+        bound += np.abs(x) @ np.repeat(np.abs(shift), form.group_size, axis=1).T * 2
     assert (np.abs(np.array(found) - expected) <= bound * 1e-6).all()
 
 
@@ -122,16 +122,16 @@ def test_q6_k_is_exact_where_one_step_fits_both_groups(factors: tuple[int, int],
     blocks = random_blocks(rng, "Q6_K", ROWS, COLUMNS)
     table = blocks.rows.reshape(-1, 210)
     table[:, 192:208] = np.tile(np.array(factors, np.int8), 8).view(np.uint8)
-    packing, rows = packed(blocks)
-    error = np.abs(rows.values(packing) - blocks.values)
+    form, rows = packed(blocks)
+    error = np.abs(rows.values(form) - blocks.values)
     assert (error <= np.abs(blocks.values) * HALF_UNIT + 128 * SMALLEST).all()
 
 
 def test_q6_k_is_never_worse_than_plain_rounding(rng: Rng) -> None:
     blocks = random_blocks(rng, "Q6_K", 8 * ROWS, COLUMNS)
-    packing, rows = packed(blocks)
+    form, rows = packed(blocks)
     exact = blocks.values.astype(np.float64)
-    ours = ((rows.values(packing) - exact) ** 2).reshape(-1, 32).sum(axis=1)
+    ours = ((rows.values(form) - exact) ** 2).reshape(-1, 32).sum(axis=1)
     groups = exact.reshape(-1, 32)
     sides = np.sort(np.abs([groups.min(axis=1), groups.max(axis=1)]), axis=0)
     step = np.maximum(np.maximum(sides[1] / 128, sides[0] / 127), 1e-12)[:, None]
@@ -142,8 +142,8 @@ def test_q6_k_is_never_worse_than_plain_rounding(rng: Rng) -> None:
 
 def test_zero_blocks_remain_zero(blocks: Blocks) -> None:
     blocks.rows[:] = 0
-    packing, rows = packed(blocks)
-    assert not rows.values(packing).any()
+    form, rows = packed(blocks)
+    assert not rows.values(form).any()
 
 
 def test_a_number_that_is_not_finite_shows_in_the_scales(blocks: Blocks) -> None:

@@ -23,7 +23,7 @@ from support.runs import here, struck
 from support.text_bundle import text_bundle
 
 import ondevice
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from export.sources.families import expected_shapes
 from runtime.adapters.fused import digest_of
 from runtime.bundle.store import Bundle, open_bundle

@@ -14,7 +14,7 @@ from support.bundles import Tiny, manifest_of, settings
 from support.checkpoints import weights_of
 from support.files import listing
 
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from harness.peers import whole_model as reference
 from runtime.arrays.stored import Extent
 from runtime.bundle.manifest import manifest_bytes

@@ -16,7 +16,7 @@ import pytest
 from support.bundles import Rng, copied, settings
 from support.files import listing
 
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors, write_atomic
@@ -147,7 +147,7 @@ FULL = """
 import os, resource, sys
 from runtime.machine.backend import prepare
 prepare()
-import export.pack as pack
+import export.bundle as pack
 from export.config.export import ExportConfig
 from runtime.core.errors import StorageError
 
@@ -249,7 +249,7 @@ import os, signal, sys
 from pathlib import Path
 from runtime.machine.backend import prepare
 prepare()
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from export.config.export import ExportConfig
 
 rename = Path.rename

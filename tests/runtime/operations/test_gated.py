@@ -18,7 +18,7 @@ from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
-from runtime.operations.base import Operation, Visit
+from runtime.operations.base import Call, Operation
 from runtime.operations.elementwise import Activation, Elementwise
 from runtime.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
 from runtime.operations.gated_kernel import gated, gated_vjp
@@ -161,8 +161,8 @@ def test_the_plan_counts_a_kernel_on_a_cpu_and_graphs_on_a_gpu(tiny: Tiny) -> No
         there = lowered(manifest, device)
         program = there.layers[0].program
         names = operation.vjp_outputs[:wanted]
-        visit = Visit(True, names, 1, 64, program.values, block.tensor)
-        return program.operations[at].working_bytes(visit, there.execution)
+        call = Call(True, names, 1, 64, program.values, block.tensor)
+        return program.operations[at].working_bytes(call, there.execution)
 
     assert held("cpu", 2) == SCRATCH_BYTES
     assert held("cpu", 1) == SCRATCH_BYTES + value

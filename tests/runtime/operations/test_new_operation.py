@@ -45,7 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from runtime.operations.base import Execution, Operation, Tables, Visit, require
+from runtime.operations.base import Execution, Operation, Tables, Call, require
 from runtime.operations.values import Shape
 
 
@@ -68,7 +68,7 @@ class Scale(Operation, frozen=True):
     def tokenwise(self) -> bool:
         return True
 
-    def working_bytes(self, visit: Visit, execution: Execution) -> int:
+    def working_bytes(self, call: Call, execution: Execution) -> int:
         return 0
 
     def check(

@@ -21,7 +21,7 @@ from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
-from runtime.operations.base import WHOLE, Visit
+from runtime.operations.base import WHOLE, Call
 from runtime.operations.instruction import Instruction
 from runtime.operations.kernel import Run
 from runtime.operations.program import Program
@@ -124,9 +124,9 @@ def walk(
     tokens: int,
 ) -> list[dict[str, int]]:
     """The values alive before each instruction and their bytes, as the instructions say."""
-    visit = Visit(False, (), 1, tokens, program.values, lowered.block.tensor)
+    call = Call(False, (), 1, tokens, program.values, lowered.block.tensor)
     sizes = {
-        name: operation.statistic_bytes(name, visit)
+        name: operation.statistic_bytes(name, call)
         for operation in program.operations
         for name in operation.statistics
     }

@@ -18,7 +18,7 @@ from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 
 import ondevice
 import runtime.data.text_encoder
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from harness.peers import whole_model as reference
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle

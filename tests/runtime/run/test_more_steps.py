@@ -13,7 +13,7 @@ from support.bundles import settings
 from support.runs import adapter, here, ondevice, replaced, struck, train_arguments
 from support.shared import Shared
 
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from runtime.methods.schedule import learning_rate
 
 FIRST, ALL = 6, 14

@@ -14,7 +14,7 @@ from support.files import listing
 from support.models import model_of
 from support.runs import adapter, here, ondevice, train_arguments
 
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.bundle.traced import RECORD
 from runtime.bundle.trusted import are_trusted, trust_graphs

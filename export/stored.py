@@ -15,7 +15,7 @@ FloatType = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class Packing:
+class QuantizedForm:
     """The stored form of a quantized matrix: value = scale * q + bias, for each group of a row.
 
     q are unsigned integers of `bits` bits. "symmetric" stores no biases: they are
@@ -36,7 +36,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Plain:
+class FloatForm:
     """The stored form of a matrix of floats."""
 
     dtype: FloatType
@@ -57,11 +57,11 @@ class Plain:
             return values.astype(dtype, copy=False)
 
 
-Stored = Packing | Plain
+StoredForm = QuantizedForm | FloatForm
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class QuantizedRows:
     """Rows of a quantized matrix.
 
     words: (R, C * bits / 32) uint32, the first integer in the lowest bits.
@@ -72,26 +72,26 @@ class PackedRows:
     scales: npt.NDArray[np.floating[Any]]
     biases: npt.NDArray[np.floating[Any]] | None
 
-    def values(self, packing: Packing) -> F32:
+    def values(self, form: QuantizedForm) -> F32:
         """The values (R, C) that the rows stand for."""
         scales = self.scales.astype(np.float32)[..., None]
-        codes = unpack_codes(self.words, packing.bits)
-        q = codes.reshape(*self.scales.shape, packing.group_size).astype(np.float32)
+        codes = codes_of(self.words, form.bits)
+        q = codes.reshape(*self.scales.shape, form.group_size).astype(np.float32)
         if self.biases is None:
-            found = (q - 2.0 ** (packing.bits - 1)) * scales
+            found = (q - 2.0 ** (form.bits - 1)) * scales
         else:
             found = q * scales + self.biases.astype(np.float32)[..., None]
         return found.reshape(codes.shape).astype(np.float32, copy=False)
 
 
-def pack_codes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
+def words_of(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
     """Unsigned integers (R, C) of 4 or 8 bits in words (R, C * bits / 32)."""
     if bits == 4:
         codes = (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
     return np.ascontiguousarray(codes).view("<u4")
 
 
-def unpack_codes(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint8]:
+def codes_of(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint8]:
     """The unsigned integers (R, C) of 4 or 8 bits in words (R, C * bits / 32)."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from export.packed import PackedRows, Packing, pack_codes, unpack_codes
+from export.stored import QuantizedForm, QuantizedRows, codes_of, words_of
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -15,12 +15,12 @@ def test_values_are_those_that_mlx_dequantizes(
     rng: np.random.Generator, bits: int, layout: str
 ) -> None:
     codes = rng.integers(0, 2**bits, (6, 128)).astype(np.uint8)
-    words = pack_codes(codes, bits)
-    assert (unpack_codes(words, bits) == codes).all()
+    words = words_of(codes, bits)
+    assert (codes_of(words, bits) == codes).all()
     scales = rng.normal(size=(6, 4)).astype(np.float32)
     biases = rng.normal(size=(6, 4)).astype(np.float32) if layout == "affine" else None
-    found = PackedRows(words, scales, biases).values(
-        Packing(bits, 32, "affine" if layout == "affine" else "symmetric", "float32")
+    found = QuantizedRows(words, scales, biases).values(
+        QuantizedForm(bits, 32, "affine" if layout == "affine" else "symmetric", "float32")
     )
     shift = -(2.0 ** (bits - 1)) * scales if biases is None else biases
     arrays = (mx.array(words), mx.array(scales), mx.array(shift.astype(np.float32)))
@@ -29,5 +29,5 @@ def test_values_are_those_that_mlx_dequantizes(
 
 
 def test_bits_per_weight_counts_scales_and_biases() -> None:
-    assert Packing(4, 64, "symmetric", "float16").bits_per_weight == 4.25
-    assert Packing(4, 32, "affine", "float32").bits_per_weight == 6
+    assert QuantizedForm(4, 64, "symmetric", "float16").bits_per_weight == 4.25
+    assert QuantizedForm(4, 32, "affine", "float32").bits_per_weight == 6

@@ -22,11 +22,11 @@ from export.cut.graphs import TracedFunction
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize
 from export.original import Original
-from export.packed import Packing, Stored
 from export.passes.engine import ExportEngine
 from export.recipe import linear_names, stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
+from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
 from runtime.adapters.lora import LoraSettings
 from runtime.arrays.stored import Graph
@@ -177,7 +177,7 @@ def _transcoded(tensors: Tensors) -> dict[str, int]:
     return Counter(
         f"{one.bits} bits, {one.layout} groups of {one.group_size}, {one.scale_dtype} scales"
         for name, one in tensors.stored.items()
-        if isinstance(one, Packing) and not tensors.is_quantized(name)
+        if isinstance(one, QuantizedForm) and not tensors.is_quantized(name)
     )
 
 
@@ -185,7 +185,7 @@ def _check_space(
     config: ExportConfig,
     checkpoint: Checkpoint,
     writer: BundleWriter,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredForm],
 ) -> None:
     """Raise StorageError if the disk has too little space, before anything is written."""
     needed = stored_bytes(checkpoint, stored)

@@ -13,7 +13,7 @@ from support.checkpoints import weights_of, write_folder
 from support.files import listing
 
 from export import pack
-from export.pack import export_bundle
+from export.bundle import export_bundle
 from export.sources import source
 from export.sources.families import expected_shapes
 from runtime.bundle.store import WEIGHTS
