@@ -35,7 +35,7 @@ class Lora:
     """An adapter of one matrix: a (C, r), b (r, R), and the factor s of its output.
 
     Of an attention it is a prefix: a (m, K D) has the keys of m rows, b (m, K E) their values.
-    `dropout` is None except in training, and `observer` except where the inputs themselves are sought.
+    `dropout` is None except in training, and `observer` except where inputs themselves are sought.
     """
 
     a: mx.array
