@@ -145,11 +145,11 @@ from support.bundles import as_it_lies
 from support.models import mebp, model_of
 from support.plans import demand_of
 
-folder = Path(sys.argv[1])
-assert all(folder in Path(one.__file__).parents for one in (runtime, ondevice, harness))
+packages, folder = map(Path, sys.argv[1:3])
+assert all(packages in Path(one.__file__).parents for one in (runtime, ondevice, harness))
 given = json.loads((folder / "rows.json").read_text())
 rows = [Row(np.array(tokens, np.int32), np.array(scored)) for tokens, scored in given]
-for name in sys.argv[2:]:
+for name in sys.argv[3:]:
     bundle = as_it_lies(folder / name)
     adapters = Adapters(bundle.manifest, mx.load(str(folder / "adapters.safetensors")), "float32")
     found = {}
@@ -224,25 +224,25 @@ BEFORE_MLP, INSIDE_MLP = "mlp.gate_proj.in", "mlp.down_proj.in"
 
 
 def test_a_new_operation_is_two_files_and_a_line_in_each_table(
-    tiny: Tiny, rng: Rng, extended: Path
+    tiny: Tiny, rng: Rng, extended: Path, tmp_path: Path
 ) -> None:
     """It is checked, planned and run, forward and backward, also inside tiles of tokens."""
     bundle = tiny("qwen2", seq_lens=LENGTHS)
     assert {block.type for block in bundle.manifest.layers} == {"layer0"}
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-    mx.save_safetensors(str(extended / "adapters.safetensors"), dict(adapters.tensors))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), dict(adapters.tensors))
     written = [(row.tokens.tolist(), row.scored.tolist()) for row in rows]
-    (extended / "rows.json").write_text(json.dumps(written))
+    (tmp_path / "rows.json").write_text(json.dumps(written))
     first, second = (float(rng.uniform(0.5, 2.5)) for _ in range(2))
     factors = {"same": (1.0, 1.0), "scaled": (first, second)}
     for name, (outside, inside) in factors.items():
         scales = {BEFORE_MLP: outside, INSIDE_MLP: inside}
-        path = with_scales(bundle, extended / name, scales)
+        path = with_scales(bundle, tmp_path / name, scales)
         with pytest.raises(BundleError, match="scale"):
             open_bundle(path)  # by those who do not know it
-    done = python(extended, "-c", RUN, extended, *factors)
+    done = python(extended, "-c", RUN, extended, tmp_path, *factors)
     assert done.returncode == 0, done.stderr
-    same, scaled = (dict(mx.load(str(extended / f"{name}.safetensors"))) for name in factors)
+    same, scaled = (dict(mx.load(str(tmp_path / f"{name}.safetensors"))) for name in factors)
 
     dense = reference.dense_model(bundle, adapters)  # what a factor does, autograd says
     for layer in dense.model.layers:
@@ -260,7 +260,7 @@ def test_a_new_operation_is_two_files_and_a_line_in_each_table(
                 for one in (same, scaled)
             )
             model = model_of(bundle, 128, most_tokens=most_tokens)
-            plain, gradients = mebp(model, adapters, rows, extended, kept)
+            plain, gradients = mebp(model, adapters, rows, tmp_path, kept)
             peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"), "float32")
             block = peak.block(1, 2)
             forward, backward = of_one.pop("peaks").tolist()
