@@ -18,22 +18,11 @@ if TYPE_CHECKING:
     from export.config.adapter import AdapterConfig
     from export.config.export import ExportConfig
     from export.config.fuse import FuseConfig
-    from ondevice.api.bundles import export_bundle, open_bundle
+    from ondevice.api.bundles import ExportResult, export_bundle, open_bundle
     from ondevice.api.conversation import Conversation, chat
-    from ondevice.api.converting import adapter
-    from ondevice.api.fusing import fuse
+    from ondevice.api.converting import AdapterResult, adapter
+    from ondevice.api.fusing import FuseResult, fuse
     from ondevice.api.process import prepare
-    from ondevice.api.results import (
-        AdapterResult,
-        Evaluation,
-        EvaluationResult,
-        ExportResult,
-        FuseResult,
-        Generation,
-        MemoryPlan,
-        Step,
-        TrainResult,
-    )
     from ondevice.api.training import plan, resume, train
     from ondevice.api.use import compare_with_source, evaluate, generate
     from runtime.bundle.quality import Quality
@@ -43,6 +32,11 @@ if TYPE_CHECKING:
     from runtime.config.plan import PlanConfig
     from runtime.config.train import TrainConfig
     from runtime.core import errors
+    from runtime.plan.plan import Plan
+    from runtime.run.evaluation import Evaluation, EvaluationResult
+    from runtime.run.generation import Generation
+    from runtime.run.metrics import Step
+    from runtime.run.summary import TrainResult
 
 __all__ = [
     "AdapterConfig",
@@ -59,7 +53,7 @@ __all__ = [
     "FuseResult",
     "GenerateConfig",
     "Generation",
-    "MemoryPlan",
+    "Plan",
     "PlanConfig",
     "Quality",
     "Step",
@@ -82,22 +76,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ondevice.api.bundles": ("export_bundle", "open_bundle"),
+    "ondevice.api.bundles": ("ExportResult", "export_bundle", "open_bundle"),
     "ondevice.api.conversation": ("Conversation", "chat"),
-    "ondevice.api.converting": ("adapter",),
-    "ondevice.api.fusing": ("fuse",),
+    "ondevice.api.converting": ("AdapterResult", "adapter"),
+    "ondevice.api.fusing": ("FuseResult", "fuse"),
     "ondevice.api.process": ("prepare",),
-    "ondevice.api.results": (
-        "AdapterResult",
-        "Evaluation",
-        "EvaluationResult",
-        "ExportResult",
-        "FuseResult",
-        "Generation",
-        "MemoryPlan",
-        "Step",
-        "TrainResult",
-    ),
     "ondevice.api.training": ("plan", "resume", "train"),
     "ondevice.api.use": ("compare_with_source", "evaluate", "generate"),
     "runtime.bundle.quality": ("Quality",),
@@ -109,6 +92,11 @@ _MODULES = {
     "runtime.config.generate": ("ChatConfig", "GenerateConfig"),
     "runtime.config.plan": ("PlanConfig",),
     "runtime.config.train": ("TrainConfig",),
+    "runtime.plan.plan": ("Plan",),
+    "runtime.run.evaluation": ("Evaluation", "EvaluationResult"),
+    "runtime.run.generation": ("Generation",),
+    "runtime.run.metrics": ("Step",),
+    "runtime.run.summary": ("TrainResult",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

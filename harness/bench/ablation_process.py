@@ -91,7 +91,7 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
             start = time.perf_counter()
             loss = step(number, samples.at(number))
             step_s.append(time.perf_counter() - start)
-            losses.append(loss.loss_sum / loss.tokens)
+            losses.append(loss.loss_sum / loss.scored_tokens)
             if without not in ("budget", "disk"):
                 check_budget(meter, plan, "an ablation saves nothing")
     return {

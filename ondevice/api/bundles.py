@@ -5,12 +5,30 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from export.config.export import ExportConfig
-from ondevice.api.process import Note, Progress, Said, prepare, silent
-from ondevice.api.results import ExportResult
+from ondevice.api.process import Note, Progress, hearing, prepare, silent
 from runtime.bundle import store
+from runtime.bundle.quality import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.notes import warning
+
+
+class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
+    """An exported bundle.
+
+    bundle: its folder. bits_per_weight: with scales and biases.
+    quality: how far its predictions are from the checkpoint's; None where it was not measured.
+    """
+
+    bundle: str
+    weights_bytes: int
+    bits_per_weight: float
+    graphs: int
+    graphs_bytes: int
+    peak_footprint_bytes: int
+    quality: Quality | None
 
 
 def open_bundle(path: str | Path) -> Bundle:
@@ -39,19 +57,28 @@ def export_bundle(
         StorageError: the disk is full, or the output cannot be written.
     """
     prepare(keep_heap=False)
-    return export(config, on_progress, Said(on_note))
+    return export(config, on_progress, hearing(on_note))
 
 
-def export(config: ExportConfig, progress: Progress, said: Said) -> ExportResult:
+def export(config: ExportConfig, progress: Progress, note: Note) -> ExportResult:
     """Export under the configuration's budget, in a process that is set up for it."""
     from export.bundle import export_bundle as write_bundle
     from export.passes.engine import ExportEngine
     from runtime.machine.footprint import Meter
 
     with Meter(budget_bytes=config.budget_bytes) as meter:
-        engine = partial(ExportEngine, meter, config.budget_bytes, progress, said.note)
+        engine = partial(ExportEngine, meter, config.budget_bytes, progress, note)
         bundle = write_bundle(config, progress, engine)
     quality = bundle.manifest.quality
     if quality is not None and (hurt := quality.warning()):
-        said.note(warning(hurt))
-    return ExportResult(bundle, quality, meter.peak_bytes, said.notes)
+        note(warning(hurt))
+    manifest = bundle.manifest
+    return ExportResult(
+        bundle=str(bundle.path),
+        weights_bytes=manifest.weights_nbytes,
+        bits_per_weight=manifest.bits_per_weight,
+        graphs=len(manifest.graphs),
+        graphs_bytes=sum(graph.nbytes for graph in manifest.graphs.values()),
+        peak_footprint_bytes=meter.peak_bytes,
+        quality=quality,
+    )

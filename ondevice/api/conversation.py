@@ -7,13 +7,13 @@ from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ondevice.api.process import Note, Said, prepare, refuse_threads
-from ondevice.api.results import Generation
+from ondevice.api.process import Note, hearing, prepare, refuse_threads
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 
 if TYPE_CHECKING:
     from runtime.run.chat import Chat
+    from runtime.run.generation import Generation
 
 
 def chat(config: ChatConfig, *, on_note: Note | None = None) -> Conversation:
@@ -33,7 +33,7 @@ class Conversation:
     """
 
     def __init__(self, config: ChatConfig, on_note: Note | None) -> None:
-        self._config, self._said = config, Said(on_note)
+        self._config, self._note = config, hearing(on_note)
         self._chat: Chat | None = None
         self._answers = False  # while it answers, what it has read must not change
 
@@ -44,7 +44,7 @@ class Conversation:
         if self._chat is not None:
             raise UsageError("the conversation is open already; ondevice.chat begins another")
 
-        self._chat = Chat(self._config, self._said.note).__enter__()
+        self._chat = Chat(self._config, self._note).__enter__()
         return self
 
     def __exit__(
@@ -78,18 +78,16 @@ class Conversation:
                 statement or the main thread, or inside of on_text.
         """
         refuse_threads()
-        before = len(self._said.notes)
-        turn, pieces = self._idle().say(text), []
+        turn = self._idle().say(text)
         self._answers = True
         try:
             with closing(iter(turn)) as answer:
                 for piece in answer:
-                    pieces.append(piece)
                     if on_text is not None and piece:
                         on_text(piece)
         finally:
             self._answers = False
-        return Generation(text, "".join(pieces), **turn.facts, notes=self._said.notes[before:])
+        return turn.result
 
     def reset(self) -> None:
         """Forget the conversation, but for the system's message.

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from export.config.adapter import AdapterConfig
-from ondevice.api.process import Note, Said, prepare
-from ondevice.api.results import AdapterResult
+from ondevice.api.process import Note, hearing, prepare
+from runtime.adapters.lora import LoraSettings
+
+
+class AdapterResult(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter, written as another tool reads it.
+
+    output: the folder, or for gguf the file. format: "peft", "gguf" or "mlx".
+    tensors: how many there are. base_model: what its configuration calls the model.
+    """
+
+    output: str
+    format: str
+    tensors: int
+    base_model: str
+    lora: LoraSettings
 
 
 def adapter(config: AdapterConfig, *, on_note: Note | None = None) -> AdapterResult:
@@ -20,10 +36,10 @@ def adapter(config: AdapterConfig, *, on_note: Note | None = None) -> AdapterRes
         StorageError: it cannot be written.
     """
     prepare()
-    return convert(config, Said(on_note))
+    return convert(config, hearing(on_note))
 
 
-def convert(config: AdapterConfig, said: Said) -> AdapterResult:
+def convert(config: AdapterConfig, note: Note) -> AdapterResult:
     """Write the adapter that a configuration names, in a process that is set up for it."""
     import numpy as np
 
@@ -35,7 +51,7 @@ def convert(config: AdapterConfig, said: Said) -> AdapterResult:
     from runtime.run.lora import refuse_prefix, to_apply
 
     source = Path(config.run)
-    bundle = to_apply(source, open_bundle(config.bundle or bundle_of(source)), said.note)
+    bundle = to_apply(source, open_bundle(config.bundle or bundle_of(source)), note)
     refuse_prefix(bundle.manifest.lora, source, "other tools read LoRA adapters")
     found = Adapters.load(bundle.manifest, source)
     tensors = {name: np.array(value, copy=False) for name, value in found.tensors.items()}
@@ -44,10 +60,14 @@ def convert(config: AdapterConfig, said: Said) -> AdapterResult:
     write_adapter(converted, config.to, output, config.force, config.base_model)
     name, revision = base_model(bundle.manifest.provenance)
     if config.base_model is None and revision is None and config.to != "gguf":
-        said.note(
+        note(
             f"its configuration names the model {name!r}, as the bundle's source calls itself; "
             "--base-model NAME writes the name or path from which the other tool loads it"
         )
     return AdapterResult(
-        output, config.to, len(tensors), config.base_model or name, bundle.manifest.lora, said.notes
+        output=str(output),
+        format=config.to,
+        tensors=len(tensors),
+        base_model=config.base_model or name,
+        lora=bundle.manifest.lora,
     )

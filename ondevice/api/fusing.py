@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from export.config.fuse import FuseConfig
-from ondevice.api.process import Note, Progress, Said, prepare, silent
-from ondevice.api.results import FuseResult
+from ondevice.api.process import Note, Progress, hearing, prepare, silent
+from runtime.bundle.quality import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.notes import warning
@@ -22,12 +22,27 @@ if TYPE_CHECKING:
     from export.passes.engine import ExportEngine
     from export.stored import FloatType
     from runtime.arrays.weight_source import RowReader
-    from runtime.bundle.quality import Quality
     from runtime.engine.sample import Row
     from runtime.methods.adapters import Adapters
 
 LOST_NATS = 0.05
 """Nats per token, of loss or KL divergence, from which fusing counts as having lost much."""
+
+
+class FuseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with an adapter in its weights, written elsewhere.
+
+    weights_bytes: of the files with the weights. adapted_matrices: those to which something was
+    added. quality: compares it with the bundle and the adapter, whose loss is `source_loss`; None
+    where it was not measured.
+    """
+
+    output: str
+    format: str
+    weights_bytes: int
+    adapted_matrices: int
+    peak_footprint_bytes: int
+    quality: Quality | None
 
 
 def fuse(
@@ -44,10 +59,10 @@ def fuse(
         StorageError: the disk has too little space, and nothing is left behind.
     """
     prepare(keep_heap=False)
-    return fuse_as(config, on_progress, Said(on_note))
+    return fuse_as(config, on_progress, hearing(on_note))
 
 
-def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
+def fuse_as(config: FuseConfig, progress: Progress, note: Note) -> FuseResult:
     """Fuse under the configuration's budget, in a process that is set up for it."""
     from export.fused.model import FusedCheckpoint
     from export.passes.engine import ExportEngine
@@ -64,12 +79,12 @@ def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
         bundle = open_verified(config.bundle)
         if Path(config.output).resolve() == bundle.path.resolve():
             raise UsageError(f"{config.output} is the bundle itself; write to another directory")
-        adapted = to_apply(adapter, bundle, said.note)
+        adapted = to_apply(adapter, bundle, note)
         if adapter is not None:
             refuse_prefix(adapted.manifest.lora, adapter, "no weights can hold it")
         adapters = Adapters.applied(adapted.manifest, adapter)
-        engine = ExportEngine(meter, config.budget_bytes, progress, said.note, Path(scratch))
-        cost = _Cost(config, engine, adapted, adapters, said.note)
+        engine = ExportEngine(meter, config.budget_bytes, progress, note, Path(scratch))
+        cost = _Cost(config, engine, adapted, adapters, note)
         cost.read_rows()
 
         def written(what: str, done: int, total: int) -> None:
@@ -80,8 +95,15 @@ def fuse_as(config: FuseConfig, progress: Progress, said: Said) -> FuseResult:
             size = _FORMATS[config.format](config, model, cost, written)
             count = len(model.added)
     if cost.quality is not None and (lost := _lost(cost.quality)):
-        said.note(warning(lost))
-    return FuseResult(Path(config.output), size, count, cost.quality, meter.peak_bytes, said.notes)
+        note(warning(lost))
+    return FuseResult(
+        output=config.output,
+        format=config.format,
+        weights_bytes=size,
+        adapted_matrices=count,
+        peak_footprint_bytes=meter.peak_bytes,
+        quality=cost.quality,
+    )
 
 
 def _lost(quality: Quality) -> str:

@@ -17,30 +17,20 @@ def silent(what: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
-class Said:
-    """The notes of one call: kept for its result, and handed to the caller's `on_note`.
+def hearing(on_note: Note | None) -> Note:
+    """What receives the notes of a call: they go to the caller's `on_note`.
 
-    Warnings become Python's own (`RuntimeWarning`), so that they are seen where nobody reads notes,
-    unless `warns` is false.
+    Warnings also become Python's own (`RuntimeWarning`), so that they are seen where nobody reads
+    notes.
     """
 
-    def __init__(self, on_note: Note | None, warns: bool = True) -> None:
-        self._on_note = on_note
-        self._warns = warns
-        self._notes: list[str] = []
+    def note(text: str) -> None:
+        if warned := warned_of(text):
+            warnings.warn(warned, RuntimeWarning, stacklevel=2)
+        if on_note is not None:
+            on_note(text)
 
-    def note(self, text: str) -> None:
-        """Keep a note, and hand it on."""
-        self._notes.append(text)
-        if self._warns and (found := warned_of(text)):
-            warnings.warn(found, RuntimeWarning, stacklevel=2)
-        if self._on_note is not None:
-            self._on_note(text)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """All notes so far."""
-        return tuple(self._notes)
+    return note
 
 
 def refuse_threads() -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ondevice.api.process import Note, Progress, Said, prepare, silent
-from ondevice.api.results import Evaluation, MemoryPlan, Step, TrainResult
+from ondevice.api.process import Note, Progress, hearing, prepare, silent
 from runtime.config.plan import PlanConfig
 from runtime.config.train import TrainConfig
 
 if TYPE_CHECKING:
+    from runtime.plan.plan import Plan
+    from runtime.run.evaluation import Evaluation
     from runtime.run.events import Events
+    from runtime.run.metrics import Step
+    from runtime.run.summary import TrainResult
 
-OnStep = Callable[[Step], None]
-OnEvaluation = Callable[[str, Evaluation], None]
-OnPlan = Callable[[MemoryPlan], None]
+OnStep = Callable[["Step"], None]
+OnEvaluation = Callable[[str, "Evaluation"], None]
+OnPlan = Callable[["Plan"], None]
 
 
-def plan(config: PlanConfig, *, on_note: Note | None = None) -> MemoryPlan:
+def plan(config: PlanConfig, *, on_note: Note | None = None) -> Plan:
     """How training would use a memory budget, as `ondevice plan` shows it; nothing is trained.
 
     Raises:
@@ -30,9 +33,7 @@ def plan(config: PlanConfig, *, on_note: Note | None = None) -> MemoryPlan:
     prepare()
     from runtime.run.start import show_plan
 
-    said = Said(on_note)
-    found = show_plan(config, said.note)
-    return MemoryPlan.of(found.to_json(), said.notes)
+    return show_plan(config, hearing(on_note))
 
 
 def train(
@@ -62,9 +63,7 @@ def train(
     prepare()
     from runtime.run import start
 
-    said = Said(on_note)
-    events = _events(said, on_step, on_evaluation, on_progress, on_plan)
-    return _result(Path(config.output), start.train(config, events), said)
+    return start.train(config, _events(on_note, on_step, on_evaluation, on_progress, on_plan))
 
 
 def resume(
@@ -101,20 +100,12 @@ def resume(
     prepare()
     from runtime.run import start
 
-    said = Said(on_note)
-    events = _events(said, on_step, on_evaluation, on_progress, on_plan)
-    return _result(Path(run), start.resume(Path(run), events, given), said)
-
-
-def _result(run: Path, summary: dict[str, Any], said: Said) -> TrainResult:
-    from runtime.adapters.mlx_lm import WEIGHTS
-
-    file = run / WEIGHTS
-    return TrainResult.of(run, file if file.exists() else None, summary, said.notes)
+    events = _events(on_note, on_step, on_evaluation, on_progress, on_plan)
+    return start.resume(Path(run), events, given)
 
 
 def _events(
-    said: Said,
+    on_note: Note | None,
     on_step: OnStep | None,
     on_evaluation: OnEvaluation | None,
     on_progress: Progress,
@@ -123,11 +114,11 @@ def _events(
     """The callbacks of a run, as the runtime calls them."""
     from runtime.run.events import Events
 
-    events = Events(note=said.note, evaluation=on_progress)
+    events = Events(note=hearing(on_note), evaluation=on_progress)
     if on_step is not None:
-        events.step = lambda entry, steps: on_step(Step.of(entry, steps))
+        events.step = lambda step, steps: on_step(step)
     if on_evaluation is not None:
-        events.evaluated = lambda when, found: on_evaluation(when, Evaluation.of(found))
+        events.evaluated = on_evaluation
     if on_plan is not None:
-        events.plan = lambda chosen: on_plan(MemoryPlan.of(chosen.to_json(), said.notes))
+        events.plan = on_plan
     return events

@@ -6,13 +6,17 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ondevice.api.process import Note, Progress, Said, prepare, silent
-from ondevice.api.results import EvaluationResult, Generation
+from ondevice.api.process import Note, Progress, hearing, prepare, silent
 from runtime.bundle.quality import Quality
 from runtime.config.evaluate import EvalConfig
 from runtime.config.generate import GenerateConfig
 from runtime.core.errors import BundleError, UsageError
+
+if TYPE_CHECKING:
+    from runtime.run.evaluation import EvaluationResult
+    from runtime.run.generation import Generation
 
 
 def evaluate(
@@ -37,19 +41,9 @@ def evaluate(
     from runtime.run.evaluate import run_eval
     from runtime.run.events import Events
 
-    said = Said(on_note)
-    events = Events(note=said.note, evaluation=on_progress)
+    events = Events(note=hearing(on_note), evaluation=on_progress)
     with tempfile.TemporaryDirectory() as scratch:
-        found = run_eval(config, Path(scratch), events)
-    return EvaluationResult.of(
-        found,
-        budget_bytes=found["budget_bytes"],
-        predicted_peak_bytes=found["predicted_peak_bytes"],
-        peak_footprint_bytes=found["peak_footprint_bytes"],
-        notes=said.notes,
-        label_accuracy=found.get("label_accuracy"),
-        labels=tuple(found.get("labels", ())),
-    )
+        return run_eval(config, Path(scratch), events)
 
 
 def compare_with_source(
@@ -68,7 +62,7 @@ def compare_with_source(
     if config.source is None:
         raise UsageError("there is nothing to compare with: give the checkpoint as source")
     prepare()
-    return beside_source(config, on_progress, Said(on_note).note)
+    return beside_source(config, on_progress, hearing(on_note))
 
 
 def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality:
@@ -117,11 +111,9 @@ def generate(
     prepare()
     from runtime.run.generate import generate as pieces_of
 
-    said = Said(on_note)
-    pieces, generating = [], pieces_of(config, said.note)
+    generating = pieces_of(config, hearing(on_note))
     with closing(generating):  # also where `on_text` raises
         for piece in generating:
-            pieces.append(piece)
             if on_text is not None and piece:
                 on_text(piece)
-    return Generation(config.prompt, "".join(pieces), **generating.facts, notes=said.notes)
+    return generating.result

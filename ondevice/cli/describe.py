@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,6 +14,11 @@ from runtime.bundle.store import Bundle
 from runtime.bundle.trusted import are_trusted
 from runtime.core.units import format_bytes
 from runtime.operations.program import BlockType
+
+if TYPE_CHECKING:
+    from runtime.run.evaluation import Evaluation, EvaluationResult
+    from runtime.run.generation import Generation
+    from runtime.run.summary import TrainResult
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
 MARKS = ("\u27e6", "\u27e7")  # around what is scored, where there are no colours
@@ -272,32 +277,30 @@ def marked(pieces: Sequence[tuple[str, bool]], colours: bool) -> tuple[str, str]
     return text, f"{GREEN}green{PLAIN}" if colours else f"between {before} and {after}"
 
 
-def describe_evaluation(result: dict[str, Any]) -> str:
+def describe_evaluation(result: Evaluation) -> str:
     """Loss, perplexity and accuracy of held-out rows, in one line."""
-    if result["loss"] is None:
-        bad = counted(result["rows_not_finite"], "row")
-        loss = f"no finite loss ({bad} of {result['rows']} without)"
+    if result.loss is None:
+        bad = counted(result.rows_not_finite, "row")
+        loss = f"no finite loss ({bad} of {result.rows} without)"
     else:
-        loss = f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}"
+        loss = f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}"
     return (
-        f"{loss}, next-token accuracy {result['accuracy']:.2%}, rows exactly right "
-        f"{result['exact']:.1%}"
+        f"{loss}, next-token accuracy {result.accuracy:.2%}, rows exactly right {result.exact:.1%}"
     )
 
 
-def describe_task(result: dict[str, Any]) -> str:
+def describe_task(result: EvaluationResult) -> str:
     """What `ondevice eval` says of its rows, what its task asks for first."""
     loss = describe_evaluation(result)
-    if result["task"] == "exact":
-        right = round(result["exact"] * result["rows"])
-        return f"rows exactly right {result['exact']:.2%} ({right} of {result['rows']})\n{loss}"
-    if result["task"] != "labels":
+    if result.task == "exact":
+        right = round(result.exact * result.rows)
+        return f"rows exactly right {result.exact:.2%} ({right} of {result.rows})\n{loss}"
+    if result.task != "labels":
         return loss
-    lines = [f"labels right {result['label_accuracy']:.2%} (of rows); for each label:"]
+    lines = [f"labels right {result.label_accuracy:.2%} (of rows); for each label:"]
     lines += [
-        f"  {one['text']!r}: right for {one['share']:.1%} of rows, "
-        f"answered in {one['answered']:.1%}"
-        for one in result["labels"]
+        f"  {one.text!r}: right for {one.share:.1%} of rows, answered in {one.answered:.1%}"
+        for one in result.labels
     ]
     return "\n".join([*lines, loss])
 
@@ -312,38 +315,37 @@ def describe_fusing(quality: Quality, adapted: bool) -> str:
     )
 
 
-def describe_summary(summary: dict[str, Any]) -> str:
+def describe_summary(summary: TrainResult) -> str:
     """The last lines that `ondevice train` prints."""
-    final = summary["final_train_loss"]
+    final = summary.final_train_loss
     loss = "" if final is None else f", final training loss {final:.4f}"
     speed = "no step was needed"
-    if summary["steps"]:
+    if summary.steps:
         speed = (
-            f"{summary['step_s_median']:.2f} s a step (median), "
-            f"{summary['tokens_per_s']:.0f} tokens/s "
-            f"({summary['scored_tokens_per_s']:.0f} of them scored)"
+            f"{summary.step_s_median:.2f} s a step (median), {summary.tokens_per_s:.0f} tokens/s "
+            f"({summary.scored_tokens_per_s:.0f} of them scored)"
         )
     lines = [
-        f"{summary['method']}: {summary['steps']} steps, {speed}{loss}",
-        f"peak footprint {format_bytes(summary['peak_footprint_bytes'])} (predicted "
-        f"{format_bytes(summary['predicted_peak_bytes'])}, budget "
-        f"{format_bytes(summary['budget_bytes'])}; with file pages at most "
-        f"{format_bytes(summary['peak_rss_bytes'])})",
+        f"{summary.method}: {summary.steps} steps, {speed}{loss}",
+        f"peak footprint {format_bytes(summary.peak_footprint_bytes)} (predicted "
+        f"{format_bytes(summary.predicted_peak_bytes)}, budget "
+        f"{format_bytes(summary.budget_bytes)}; with file pages at most "
+        f"{format_bytes(summary.peak_rss_bytes)})",
     ]
-    for when, result in summary["eval"].items():
+    for when, result in summary.evaluations.items():
         lines.append(describe_validation(when, result))
-    if summary["stopped"] == "patience":
-        since = counted(summary["evaluations_no_better"], "evaluation")
+    if summary.stopped == "patience":
+        since = counted(summary.evaluations_no_better, "evaluation")
         lines.append(f"stopped early: {since} in a row had no better held-out loss")
-    if summary["best"] is not None:
+    if summary.best is not None:
         lines.append(
-            f"the run's adapter is that after step {summary['best']['step']}, whose held-out loss "
-            f"of {summary['best']['loss']:.4f} is the lowest"
+            f"the run's adapter is that after step {summary.best.step}, whose held-out loss of "
+            f"{summary.best.loss:.4f} is the lowest"
         )
     return "\n".join(lines)
 
 
-def describe_validation(when: str, result: dict[str, Any]) -> str:
+def describe_validation(when: str, result: Evaluation) -> str:
     """An evaluation during training, in one line."""
     return f"{_when(when)}: {describe_evaluation(result)}"
 
@@ -354,16 +356,15 @@ def _when(evaluation: str) -> str:
     return known.get(evaluation, f"after step {evaluation}")
 
 
-def describe_generation(facts: dict[str, Any]) -> str:
+def describe_generation(done: Generation) -> str:
     """How fast a prompt was continued, and in how much memory."""
     speeds = [
-        f"{counted(facts['prompt_tokens'], 'token')} of prompt"
-        + _speed(facts["prompt_tokens_per_s"]),
-        f"{counted(facts['generated_tokens'], 'token')} generated" + _speed(facts["tokens_per_s"]),
+        f"{counted(done.prompt_tokens, 'token')} of prompt" + _speed(done.prompt_tokens_per_s),
+        f"{counted(done.generated_tokens, 'token')} generated" + _speed(done.tokens_per_s),
     ]
     return (
-        f"{'; '.join(speeds)}; peak footprint {format_bytes(facts['peak_footprint_bytes'])}, "
-        f"budget {format_bytes(facts['budget_bytes'])}"
+        f"{'; '.join(speeds)}; peak footprint {format_bytes(done.peak_footprint_bytes)}, "
+        f"budget {format_bytes(done.budget_bytes)}"
     )
 
 

@@ -6,10 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.signals import surviving_hangup
 from runtime.core.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from runtime.run.metrics import Step
 
 LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
 LINE_SECONDS = 60.0  # and earlier, once so many seconds of training have passed without one
@@ -77,38 +80,36 @@ def say(text: str) -> None:
 
 
 class Steps:
-    """What is said of a process's training steps, from their lines of metrics.jsonl."""
+    """What is said of a process's training steps."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []  # of every step of this process
-        self._since: list[dict[str, Any]] = []  # the steps since the last line of text
+        self._since: list[Step] = []  # the steps since the last line of text
 
-    def line(self, entry: dict[str, Any], total: int) -> str:
+    def line(self, step: Step, total: int) -> str:
         """A line of text if one is due after this step; it has means since the line before it."""
         first = not self._seconds
-        self._seconds.append(entry["seconds"])
-        self._since.append(entry)
-        seconds = sum(one["seconds"] for one in self._since)
-        due = entry["step"] % LINE_STEPS == 0 or entry["step"] == total
+        self._seconds.append(step.seconds)
+        self._since.append(step)
+        seconds = sum(one.seconds for one in self._since)
+        due = step.number % LINE_STEPS == 0 or step.number == total
         if not (first or due or seconds >= LINE_SECONDS):
             return ""
-        losses = [one["loss"] for one in self._since if one["loss"] is not None]
+        losses = [one.loss for one in self._since if one.loss is not None]
         loss = f"{sum(losses) / len(losses):.4f}" if losses else "not finite"
-        shares = [one["objective"] for one in self._since if "objective" in one]
+        shares = [one.objective for one in self._since if one.objective is not None]
         right = f", {sum(shares) / len(shares):.1%} right" if shares else ""
-        if idle := sum(not one.get("learned", True) for one in self._since):
+        if idle := sum(one.learned is False for one in self._since):
             right += f", nothing learned in {idle} of {len(self._since)} steps"
-        processed, scored = (
-            sum(one[which] for one in self._since) / seconds
-            for which in ("processed_tokens", "tokens")
-        )
+        processed = sum(one.tokens for one in self._since) / seconds
+        scored = sum(one.scored_tokens for one in self._since) / seconds
         self._since.clear()
-        left = total - entry["step"]
+        left = total - step.number
         eta = f"{format_seconds(left * self.step_s)} left" if left else "all steps done"
         return (
-            f"step {entry['step']} of {total}: loss {loss}{right}, learning rate "
-            f"{entry['learning_rate']:.3g}, {processed:.0f} tokens/s ({scored:.0f} scored), "
-            f"footprint {format_bytes(entry['footprint_bytes'])}, {eta}"
+            f"step {step.number} of {total}: loss {loss}{right}, learning rate "
+            f"{step.learning_rate:.3g}, {processed:.0f} tokens/s ({scored:.0f} scored), "
+            f"footprint {format_bytes(step.footprint_bytes)}, {eta}"
         )
 
     @property
@@ -117,9 +118,9 @@ class Steps:
         known = sorted(self._seconds[1:] or self._seconds)
         return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2  # the median
 
-    def estimate(self, entry: dict[str, Any], total: int) -> str:
+    def estimate(self, step: Step, total: int) -> str:
         """A sentence with the expected time, once after the first few steps of the process."""
-        left = total - entry["step"]
+        left = total - step.number
         if len(self._seconds) != ESTIMATE_STEPS or not left:
             return ""
         step_s = format_seconds(self.step_s)
@@ -131,19 +132,16 @@ class Steps:
 
 
 @contextmanager
-def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
-    """Yields show(entry, steps): a bar of training steps, or lines where there is no terminal.
-
-    `entry` is the step's line of metrics.jsonl.
-    """
+def step_bar() -> Iterator[Callable[[Step, int], None]]:
+    """Yields show(step, steps): a bar of training steps, or lines where there is no terminal."""
     tqdm = _tqdm() if sys.stderr.isatty() else None  # now, so that a plan counts its memory
     bars: list[Any] = []
     steps = Steps()
 
     @surviving_hangup()
-    def show(entry: dict[str, Any], total: int) -> None:
-        line = steps.line(entry, total)
-        estimate = steps.estimate(entry, total)
+    def show(step: Step, total: int) -> None:
+        line = steps.line(step, total)
+        estimate = steps.estimate(step, total)
         if estimate:
             say(estimate)
         if tqdm is None:
@@ -154,20 +152,18 @@ def step_bar() -> Iterator[Callable[[dict[str, Any], int], None]]:
             bars.append(
                 tqdm(
                     total=total,
-                    initial=entry["step"] - 1,
+                    initial=step.number - 1,
                     desc="training",
                     unit="step",
                     dynamic_ncols=True,
                 )
             )
-        loss = "not finite" if entry["loss"] is None else f"{entry['loss']:.3f}"
-        right = f", {entry['objective']:.0%} right" if "objective" in entry else ""
-        processed, scored = (
-            entry[key] / entry["seconds"] for key in ("processed_tokens", "tokens")
-        )
+        loss = "not finite" if step.loss is None else f"{step.loss:.3f}"
+        right = f", {step.objective:.0%} right" if step.objective is not None else ""
+        processed, scored = step.tokens / step.seconds, step.scored_tokens / step.seconds
         bars[0].set_postfix_str(
             f"loss {loss}{right}, {processed:.0f} tokens/s ({scored:.0f} scored), "
-            f"footprint {format_bytes(entry['footprint_bytes'])}",
+            f"footprint {format_bytes(step.footprint_bytes)}",
             refresh=False,
         )
         bars[0].update(1)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # only runs that train all parameters load it
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Summed cross entropy over `tokens` scored positions, and how many were predicted right.
+    """Summed cross entropy over `scored_tokens` positions, and how many were predicted right.
 
     `correct` is counted in evaluation only; training leaves it 0. `objective_sum` is what
     backpropagation has followed, before it is divided.
@@ -35,14 +35,14 @@ class StepLoss:
 
     loss_sum: float
     correct: int
-    tokens: int
+    scored_tokens: int
     objective_sum: float = 0.0
 
     def __add__(self, other: StepLoss) -> StepLoss:
         return StepLoss(
             self.loss_sum + other.loss_sum,
             self.correct + other.correct,
-            self.tokens + other.tokens,
+            self.scored_tokens + other.scored_tokens,
             self.objective_sum + other.objective_sum,
         )
 

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
-Evaluations = Mapping[str, Mapping[str, Any]]  # by "before", a step's number, or "after"
+import msgspec
+
+from runtime.run.evaluation import Evaluation
+
+Evaluations = Mapping[str, Evaluation]  # by "before", a step's number, or "after"
 
 
-class Best(NamedTuple):
+class Best(msgspec.Struct, frozen=True):
     """The lowest held-out loss of a run, and after how many steps it was measured."""
 
     step: int
     loss: float
 
 
-def loss_of(evaluation: Mapping[str, Any]) -> float:
-    """The held-out loss; infinity where it is not finite (null in JSON)."""
-    loss = evaluation["loss"]
-    return float(loss) if loss is not None and math.isfinite(loss) else math.inf
+def loss_of(evaluation: Evaluation) -> float:
+    """The held-out loss; infinity where it is not finite."""
+    return math.inf if evaluation.loss is None else evaluation.loss
 
 
 def losses_by_step(evaluations: Evaluations, done: int) -> dict[int, float]:

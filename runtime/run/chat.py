@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator as Stream
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
@@ -18,12 +17,12 @@ from runtime.run.generate import (
     Decodes,
     Generator,
     Prompts,
-    facts_of,
+    generation_of,
     longest_sequence,
-    memory_of,
     planned,
     sampling_of,
 )
+from runtime.run.generation import Generation
 from runtime.run.lora import to_apply
 from runtime.run.open import open_checked
 from runtime.run.traced_graphs import Note, silent
@@ -89,7 +88,7 @@ class Chat:
             prompt, self._adapters, self.config.max_tokens, sampling_of(self.config), answer
         )
         self.messages.append({"role": "user", "content": text})
-        return Turn(self, pieces, answer)
+        return Turn(self, text, pieces, answer)
 
     def _open(self) -> None:
         """Open the model, once there has been a prompt: before that, the tokenizer took memory."""
@@ -103,10 +102,9 @@ class Chat:
         """Raise BudgetError if the footprint has passed the budget."""
         check_budget(self._meter, self.plan, state)
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """The budget and the peaks, as JSON has them."""
-        return memory_of(self.plan, self._meter)
+    def result(self, text: str, pieces: Sequence[str], answer: Answer) -> Generation:
+        """A message with its answer."""
+        return generation_of(text, pieces, answer, self.plan, self._meter)
 
 
 def _within(limit: int | None, context: int, note: Note) -> int:
@@ -128,22 +126,22 @@ class Turn:
     The answer joins the conversation as far as it was read when the iteration ends, even early.
     """
 
-    def __init__(self, chat: Chat, pieces: Iterator[str], answer: Answer) -> None:
+    def __init__(self, chat: Chat, text: str, pieces: Iterator[str], answer: Answer) -> None:
         self.answer = answer
-        self._chat, self._pieces = chat, pieces
+        self._chat, self._text, self._pieces = chat, text, pieces
+        self._said: list[str] = []
 
     def __iter__(self) -> Stream[str, None, None]:
-        said: list[str] = []
         try:
             for piece in self._pieces:
-                said.append(piece)
+                self._said.append(piece)
                 yield piece
                 self._chat.check("the conversation ended")
         finally:
-            text = "".join(said)
+            text = "".join(self._said)
             self._chat.messages.append({"role": "assistant", "content": text})
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Counts, speeds and memory, as JSON has them."""
-        return {**facts_of(self.answer), **self._chat.memory}
+    def result(self) -> Generation:
+        """The message with its answer, as far as it was read."""
+        return self._chat.result(self._text, self._said, self.answer)

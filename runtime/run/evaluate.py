@@ -6,7 +6,6 @@ import math
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,30 +26,28 @@ from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.protocol import Objective, grouped, score
 from runtime.run.budget import check_budget, plan_evaluation
+from runtime.run.evaluation import Evaluation, EvaluationResult
 from runtime.run.events import Events
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.signals import Stop
 
 
-def summarize(losses: Sequence[StepLoss]) -> dict[str, Any]:
-    """Loss, perplexity and next-token accuracy over rows; `exact` is the share of perfect rows.
-
-    A loss that is not finite is None, as its perplexity; then `rows_not_finite` counts its rows.
-    """
+def summarize(losses: Sequence[StepLoss]) -> Evaluation:
+    """The evaluation of rows, from the loss of each."""
     total = sum(losses, StepLoss(0.0, 0, 0))
-    loss = total.loss_sum / total.tokens
+    loss = total.loss_sum / total.scored_tokens
     finite = math.isfinite(loss)
     bad = sum(not math.isfinite(one.loss_sum) for one in losses)
-    return {
-        "loss": loss if finite else None,
-        "perplexity": float(np.exp(min(loss, 700.0))) if finite else None,
-        **({} if finite else {"rows_not_finite": bad}),
-        "accuracy": total.correct / total.tokens,
-        "exact": sum(one.correct == one.tokens for one in losses) / len(losses),
-        "tokens": total.tokens,
-        "rows": len(losses),
-    }
+    return Evaluation(
+        loss=loss if finite else None,
+        perplexity=float(np.exp(min(loss, 700.0))) if finite else None,
+        rows_not_finite=0 if finite else bad,
+        accuracy=total.correct / total.scored_tokens,
+        exact=sum(one.correct == one.scored_tokens for one in losses) / len(losses),
+        scored_tokens=total.scored_tokens,
+        rows=len(losses),
+    )
 
 
 def evaluate(
@@ -106,7 +103,7 @@ def evaluate_rows(
     meter: Meter,
     stop: Stop | None = None,
     objectives: Sequence[Objective] = (),
-) -> dict[str, Any]:
+) -> Evaluation:
     """Evaluate the first `limit` rows (0: all, of random rows one): see `summarize`.
 
     What further `objectives` show of their means is added.
@@ -138,11 +135,11 @@ def evaluate_rows(
             raise InterruptedRunError(f"{name}: {what} ended at row {len(losses)} of {count}")
     result = summarize(losses)
     for objective, total, divisor in zip(objectives, sums, counts, strict=True):
-        result |= objective.shown(total / divisor)
+        result = msgspec.structs.replace(result, **objective.shown(total / divisor))
     return result
 
 
-def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any]:
+def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationResult:
     """`ondevice eval`: loss, perplexity, accuracy and, if asked for, labels, under a budget."""
     tally = None
     with Meter(budget_bytes=config.budget_bytes) as meter:
@@ -169,7 +166,7 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             from runtime.run.label_tally import LabelTally
 
             tally = LabelTally(labels_of(rows, "--task labels", "rows"))
-        result = evaluate_rows(
+        evaluation = evaluate_rows(
             session,
             adapters,
             rows,
@@ -179,15 +176,18 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> dict[str, Any
             meter,
             objectives=[] if tally is None else [tally],
         )
-        measured = {
-            "data": msgspec.to_builtins(rows.report, str_keys=True),
-            "budget_bytes": config.budget_bytes,
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "peak_footprint_bytes": meter.peak_bytes,
-            "peak_rss_bytes": meter.peak_rss_bytes,
-        }
+        result = EvaluationResult(
+            **msgspec.structs.asdict(evaluation),
+            task=config.task,
+            data=rows.report,
+            budget_bytes=config.budget_bytes,
+            predicted_peak_bytes=plan.predicted_peak_bytes,
+            peak_footprint_bytes=meter.peak_bytes,
+            peak_rss_bytes=meter.peak_rss_bytes,
+        )
     if tally is not None:  # the tokenizer names the labels once the footprint has been measured
         from runtime.data.text_encoder import load_encoder
 
-        result["labels"] = tally.summary(load_encoder(bundle.path).show)
-    return {"task": config.task, **result, **measured}
+        labels = tally.summary(load_encoder(bundle.path).show)
+        return msgspec.structs.replace(result, labels=labels)
+    return result

@@ -43,6 +43,7 @@ from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
+from runtime.run.evaluation import Evaluation
 from runtime.run.metrics import read_steps
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
@@ -57,18 +58,6 @@ STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
 CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
-
-
-class Evaluation(msgspec.Struct):
-    """What evaluations.json holds of an evaluation; None for a loss that is not finite."""
-
-    loss: float | None
-    perplexity: float | None
-    accuracy: float
-    exact: float
-    tokens: int
-    rows: int
-    rows_not_finite: int = 0
 
 
 class RunFolder:
@@ -213,8 +202,10 @@ class RunFolder:
         with self.checksums.replacing(name, hashlib.sha256(data).hexdigest()):
             write_atomic(self.path / name, data)
 
-    def write_json(self, name: str, value: dict[str, Any]) -> None:
-        self.write(name, (json.dumps(value, indent=1) + "\n").encode())
+    def write_json(self, name: str, value: object) -> None:
+        """Write a struct, or a dictionary of them."""
+        facts = msgspec.to_builtins(value, str_keys=True)
+        self.write(name, (json.dumps(facts, indent=1) + "\n").encode())
 
     def check(self, name: str) -> None:
         """Compare a file with the checksum that was recorded when it was written.
@@ -353,21 +344,22 @@ class RunFolder:
                 raise
             fsync_path(self.saves.folder)
 
-    def evaluations(self, done: int, evaluated: tuple[str, ...] = ()) -> dict[str, Any]:
+    def evaluations(self, done: int, evaluated: tuple[str, ...] = ()) -> dict[str, Evaluation]:
         """The evaluations up to step `done`, by step; `evaluated` must be among them.
 
         Raises:
             BundleError: the file is altered, or one is missing.
         """
-        path, found = self.path / EVALUATIONS, {}
+        path, stored = self.path / EVALUATIONS, {}
         if path.exists():
             self.check(EVALUATIONS)
-            found = read_json(path)
-        for when, facts in found.items():
+            stored = read_json(path)
+        found: dict[str, Evaluation] = {}
+        for when, facts in stored.items():
             if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
                 raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
             try:
-                msgspec.convert(facts, Evaluation)
+                found[when] = _evaluation(facts)
             except (msgspec.ValidationError, UnicodeError) as problem:
                 raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
         if missing := sorted(set(evaluated) - set(found)):
@@ -376,10 +368,9 @@ class RunFolder:
                 f"as it was, or {another_run(self.path)}"
             )
         return {
-            when: facts
-            for when, facts in found.items()
-            if when == "before"
-            or (facts.get("step") == done if when == "after" else int(when) <= done)
+            when: one
+            for when, one in found.items()
+            if when == "before" or (one.step == done if when == "after" else int(when) <= done)
         }
 
     def check_save(self, place: Path) -> State:
@@ -394,6 +385,13 @@ class RunFolder:
         for name in state.files:
             self.saves.check(place, state, name)
         return state
+
+
+def _evaluation(facts: Any) -> Evaluation:
+    """An evaluation of evaluations.json; those of older versions call their tokens otherwise."""
+    if isinstance(facts, dict) and "tokens" in facts:
+        facts["scored_tokens"] = facts["tokens"]
+    return msgspec.convert(facts, Evaluation)
 
 
 def read_json(path: Path) -> dict[str, Any]:

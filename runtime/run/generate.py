@@ -6,10 +6,10 @@ import json
 import tempfile
 import time
 from collections.abc import Generator as Stream
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
@@ -24,6 +24,7 @@ from runtime.methods.adapters import Adapters
 from runtime.plan.plan import Plan
 from runtime.run.budget import check_budget, plan_decoding
 from runtime.run.decoder import Decoder
+from runtime.run.generation import Generation
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.sampling import Sampling
@@ -258,12 +259,12 @@ class Prompts:
 
 
 class Generating:
-    """The continuation of one prompt under a budget: an iterator over its text, and its facts."""
+    """The continuation of one prompt under a budget: an iterator over its text, and its result."""
 
     def __init__(self, config: GenerateConfig, note: Note = silent) -> None:
         self.config = config
         self.answer = Answer(0)
-        self._measured: dict[str, Any] = {}
+        self._result: Generation | None = None
         self._pieces = self._run(note)
 
     def __iter__(self) -> Iterator[str]:
@@ -274,9 +275,10 @@ class Generating:
         self._pieces.close()
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Speeds and memory, complete when the text has been read."""
-        return {**facts_of(self.answer), **self._measured}
+    def result(self) -> Generation:
+        """The text with its speeds and memory, once all of it has been read."""
+        assert self._result is not None
+        return self._result
 
     def _run(self, note: Note) -> Stream[str, None, None]:
         config = self.config
@@ -291,13 +293,14 @@ class Generating:
                 context = _within(limit, len(prompt.tokens), config.max_tokens, note)
             generator = Generator(bundle, prompts.encoder, context, config.budget_bytes)
             adapters, plan = planned(generator, adapter, note)
-            self.answer.prompt_tokens = len(prompt.tokens)
+            self.answer.prompt_tokens, pieces = len(prompt.tokens), []
             for piece in generator.pieces(
                 prompt, adapters, config.max_tokens, sampling_of(config), self.answer
             ):
+                pieces.append(piece)
                 yield piece
                 check_budget(meter, plan, f"generation ended at token {len(self.answer.tokens)}")
-            self._measured = memory_of(plan, meter)
+            self._result = generation_of(config.prompt, pieces, self.answer, plan, meter)
 
 
 def planned(generator: Generator[E], adapter: Path | None, note: Note) -> tuple[Adapters, Plan]:
@@ -313,24 +316,22 @@ def planned(generator: Generator[E], adapter: Path | None, note: Note) -> tuple[
     return adapters, plan
 
 
-def memory_of(plan: Plan, meter: Meter) -> dict[str, int]:
-    """The budget and the peaks, as JSON has them."""
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "peak_footprint_bytes": meter.peak_bytes,
-    }
-
-
-def facts_of(answer: Answer) -> dict[str, Any]:
-    """An answer's counts and speeds, as JSON has them."""
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "generated_tokens": len(answer.tokens),
-        "stopped": answer.stopped,
-        "prompt_tokens_per_s": answer.prompt_tokens_per_s,
-        "tokens_per_s": answer.tokens_per_s,
-    }
+def generation_of(
+    prompt: str, pieces: Sequence[str], answer: Answer, plan: Plan, meter: Meter
+) -> Generation:
+    """How a prompt was continued, or a message answered, as far as `pieces` have been read."""
+    return Generation(
+        prompt=prompt,
+        text="".join(pieces),
+        prompt_tokens=answer.prompt_tokens,
+        generated_tokens=len(answer.tokens),
+        stopped=answer.stopped,
+        prompt_tokens_per_s=answer.prompt_tokens_per_s,
+        tokens_per_s=answer.tokens_per_s,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        peak_footprint_bytes=meter.peak_bytes,
+    )
 
 
 def sampling_of(config: GenerationConfig) -> Sampling:

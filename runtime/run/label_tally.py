@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from runtime.objectives.labels import Ids, LabelAccuracy
 from runtime.objectives.protocol import Scored
+from runtime.run.evaluation import LabelShare
 
 
 @dataclass
@@ -31,18 +31,18 @@ class LabelTally(LabelAccuracy):
     def shown(self, mean: float) -> dict[str, float]:
         return {"label_accuracy": -mean}
 
-    def summary(self, show: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    def summary(self, show: Callable[[Sequence[int]], str]) -> tuple[LabelShare, ...]:
         """Of each label its token, its text, and its shares of the rows.
 
         `show` is the tokenizer's text of tokens.
         """
         rows = len(self.expected)
-        return [
-            {
-                "token": token,
-                "text": show([token]),
-                "share": self.expected.count(token) / rows,
-                "answered": self.answered.count(token) / rows,
-            }
+        return tuple(
+            LabelShare(
+                token,
+                show([token]),
+                self.expected.count(token) / rows,
+                self.answered.count(token) / rows,
+            )
             for token in self.labels.tolist()
-        ]
+        )

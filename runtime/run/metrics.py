@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,20 +14,46 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class StepLine(msgspec.Struct, frozen=True):
-    """A line, as far as a run reads it again; the loss is None where it was not finite."""
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A training step, as a line of metrics.jsonl holds it.
 
-    step: _Count
+    number: counted from 1.
+    loss: the mean over the scored tokens before the update; None where it was not finite.
+    scored_tokens: the tokens that have a loss. tokens: all that were processed.
+    forward_passes: samples that were run forward for the objective.
+    footprint_bytes: after the step. peak_footprint_bytes, peak_rss_bytes: so far.
+    skipped: whether a loss was not finite, and nothing was learned.
+    trained_loss: the mean of the loss that is trained, where it is not the cross entropy.
+    objective, learned: the share of right answers where that is raised, and whether it has changed.
+    gradient_norm: of all gradients, before they were clipped.
+    """
+
+    number: _Count = msgspec.field(name="step")
     loss: float | None
+    learning_rate: float
+    scored_tokens: _Count
     tokens: _Count
-    processed_tokens: _Count
     forward_passes: _Count
     seconds: _Seconds
+    footprint_bytes: _Count
     peak_footprint_bytes: _Count
     peak_rss_bytes: _Count
+    skipped: bool = False
+    trained_loss: float | None = None
+    objective: float | None = None
+    learned: bool | None = None
+    gradient_norm: float | None = None
 
 
-def read_steps(path: Path, steps: int, way_out: str) -> Iterator[StepLine]:
+def _step(text: bytes) -> Step:
+    """The step of a line; those of older versions call their tokens otherwise."""
+    line = msgspec.json.decode(text, type=dict[str, Any])
+    if "processed_tokens" in line:
+        line["scored_tokens"], line["tokens"] = line.get("tokens"), line["processed_tokens"]
+    return msgspec.convert(line, Step)
+
+
+def read_steps(path: Path, steps: int, way_out: str) -> Iterator[Step]:
     """The lines of the first `steps` steps, each checked when it is read.
 
     Raises:
@@ -39,12 +65,12 @@ def read_steps(path: Path, steps: int, way_out: str) -> Iterator[StepLine]:
             for number, text in enumerate(file, 1):
                 if number > steps:
                     return
-                line = msgspec.json.decode(text, type=StepLine)
-                if line.step != number:
+                step = _step(text)
+                if step.number != number:
                     raise BundleError(
-                        f"{path} is damaged: line {number} is that of step {line.step}; {way_out}"
+                        f"{path} is damaged: line {number} is that of step {step.number}; {way_out}"
                     )
-                yield line
+                yield step
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
         raise BundleError(f"{path} is damaged in line {number}: {problem}; {way_out}") from None
     if number < steps:

@@ -6,7 +6,8 @@ That is an adapter, or where all parameters were trained, a whole bundle.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from runtime.bundle.store import Bundle
 from runtime.config.removed import load_run
@@ -29,9 +30,26 @@ from runtime.run.trained_weights import open_weights, write_trained
 from runtime.storage.saves import CONFIG, SLOTS
 
 
+class Replayed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was rebuilt from a log, and whether it is what the run holds.
+
+    saved_steps: those of the run's last save. best_step: the step that `--keep-best` has kept.
+    identical: None where nothing was compared. not_compared: why it was not.
+    """
+
+    steps: int
+    skipped_steps: int
+    log_bytes: int
+    output: str
+    saved_steps: int | None
+    best_step: int | None
+    identical: bool | None
+    not_compared: str | None = None
+
+
 def replay(
     run: Path, output: Path, bundle: str | None = None, initial: Path | None = None
-) -> dict[str, Any]:
+) -> Replayed:
     """Rebuild the adapter of `run` into the folder `output`, and compare it with the run's own.
 
     Of a finished run with `--keep-best` this is the adapter of its best evaluation, as in the run.
@@ -86,15 +104,15 @@ def replay(
         rebuilt.save(output)
     except StorageError as problem:
         raise StorageError(f"{problem}; --output DIR writes elsewhere") from None
-    return {
-        "steps": len(updates),
-        "skipped_steps": updates.count(None),
-        "log_bytes": (run / TRAJECTORY).stat().st_size,
-        "output": str(output),
-        "saved_steps": None if saved is None else step,
-        "best_step": best,
-        "identical": identical,
-    }
+    return Replayed(
+        steps=len(updates),
+        skipped_steps=updates.count(None),
+        log_bytes=(run / TRAJECTORY).stat().st_size,
+        output=str(output),
+        saved_steps=None if saved is None else step,
+        best_step=best,
+        identical=identical,
+    )
 
 
 def _replay_weights(
@@ -104,7 +122,7 @@ def _replay_weights(
     updates: list[Update | None],
     bundle: Bundle,
     output: Path,
-) -> dict[str, Any]:
+) -> Replayed:
     """Write the bundle of a run that trained all weights, from the run's bundle and its log."""
     check_belongs(header, bundle.manifest)
     saved, best = folder.saves.latest(), _best(folder, config, len(updates))
@@ -117,16 +135,16 @@ def _replay_weights(
             folder.check_save(saved)
             own, reason = _own_weights(folder, config, bundle, steps, still)
         identical = write_trained(bundle, header, updates[:steps], output, own)
-    return {
-        "steps": len(updates),
-        "skipped_steps": updates.count(None),
-        "log_bytes": (folder.path / TRAJECTORY).stat().st_size,
-        "output": str(output),
-        "saved_steps": step,
-        "best_step": best,
-        "identical": identical,
-        "not_compared": reason,
-    }
+    return Replayed(
+        steps=len(updates),
+        skipped_steps=updates.count(None),
+        log_bytes=(folder.path / TRAJECTORY).stat().st_size,
+        output=str(output),
+        saved_steps=step,
+        best_step=best,
+        identical=identical,
+        not_compared=reason,
+    )
 
 
 def _own_weights(

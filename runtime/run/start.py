@@ -33,6 +33,7 @@ from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.samples import Samples
+from runtime.run.summary import TrainResult
 from runtime.run.traced_graphs import Note, with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
@@ -82,7 +83,7 @@ def machine_of(path: str | None) -> Machine | None:
     return None if path is None else read_machine(Path(path))
 
 
-def train(config: TrainConfig, events: Events) -> dict[str, Any]:
+def train(config: TrainConfig, events: Events) -> TrainResult:
     """Start a run. Returns its summary.
 
     Raises:
@@ -105,7 +106,7 @@ def train(config: TrainConfig, events: Events) -> dict[str, Any]:
 
 def _begin(
     config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, meter: Meter
-) -> dict[str, Any]:
+) -> TrainResult:
     """Plan and train a run in its empty folder."""
     config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
     chosen = _plan(config, bundle, _this_machine(config, bundle))
@@ -130,7 +131,7 @@ def _begin(
         if (folder.path / name).exists():
             folder.checksums.record(name)
     folder.start_logs(running.log_header() if running.keeps_log else None)
-    folder.write_json(PLAN, chosen.to_json())
+    folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(warning(bundle.manifest.quality.warning()))
@@ -140,7 +141,7 @@ def _begin(
     ).run()
 
 
-def resume(path: Path, events: Events, wanted: dict[str, Any]) -> dict[str, Any]:
+def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
     """Continue the run in `path` from its last save, with its plan.
 
     `wanted` are new values of CHANGEABLE settings; a bundle among them is the new place of the
@@ -186,7 +187,7 @@ def _continue(
     progress: Progress,
     events: Events,
     meter: Meter,
-) -> dict[str, Any]:
+) -> TrainResult:
     """Go on after a save, or from the start without one; `before` is what the run was so far."""
     path = folder.path
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
@@ -232,7 +233,7 @@ def _continue(
         if config.steps > before.steps:  # which would change nothing
             raise UsageError(said)
         events.note(said)
-    folder.write_json(PLAN, chosen.to_json())
+    folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(config).encode())
     if trainer.ended:
         return trainer.run()

@@ -14,10 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.files import write_atomic
+from runtime.run.evaluation import Evaluation
 from runtime.run.events import Events
+from runtime.run.metrics import Step
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
 OF_TRACKERS = (TENSORBOARD, WANDB_ID, "wandb")  # what trackers leave in a run's folder
@@ -107,13 +111,13 @@ def reporting(config: TrainConfig, folder: Path, done: int, events: Events) -> I
         return
     tracker, latest, failed = make(config, folder, done), done, True
 
-    def step(entry: dict[str, Any], total: int) -> None:
+    def step(done: Step, total: int) -> None:
         nonlocal latest
-        latest = entry["step"]
-        tracker.log(latest, named(TRAIN, entry))
-        events.step(entry, total)
+        latest = done.number
+        tracker.log(latest, named(TRAIN, done))
+        events.step(done, total)
 
-    def evaluated(when: str, found: dict[str, Any]) -> None:
+    def evaluated(when: str, found: Evaluation) -> None:
         tracker.log(int(when) if when.isdecimal() else latest, named(VALID, found))
         events.evaluated(when, found)
 
@@ -124,11 +128,11 @@ def reporting(config: TrainConfig, folder: Path, done: int, events: Events) -> I
         tracker.close(failed)
 
 
-def named(group: str, values: Mapping[str, Any]) -> dict[str, float]:
+def named(group: str, values: Step | Evaluation) -> dict[str, float]:
     """The numbers among the values, by the names that a tracker shows."""
     return {
         f"{group}/{name}": float(value)
-        for name, value in values.items()
+        for name, value in msgspec.to_builtins(values).items()
         if name != "step" and isinstance(value, int | float)
     }
 

@@ -29,12 +29,14 @@ from runtime.methods.schedule import learning_rate
 from runtime.run.best import Best, best_of, loss_of, no_better_since
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
+from runtime.run.evaluation import Evaluation
 from runtime.run.events import Events
 from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
-from runtime.run.metrics import read_steps
+from runtime.run.metrics import Step, read_steps
 from runtime.run.open import Session
 from runtime.run.samples import Samples
 from runtime.run.signals import Stop, catching_signals
+from runtime.run.summary import TrainResult
 
 SKIPS = 10  # steps in a row without a finite loss that end a run
 ENDS = {  # why a run is over, by what `Trainer.ended` says
@@ -60,7 +62,7 @@ class Progress:
 
     done: int = 0
     seconds: float = 0.0
-    evaluations: dict[str, Any] = field(default_factory=dict)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
 
 
 class Trainer:
@@ -90,7 +92,7 @@ class Trainer:
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> TrainResult:
         """Train to the end; returns the summary."""
         with catching_signals() as self.stop:
             self.session.profile.on = self.config.profile
@@ -126,11 +128,11 @@ class Trainer:
 
     def _train(self) -> None:
         while not self.ended:
-            entry, record = self._step()
-            self.folder.metrics.append(json.dumps(entry) + "\n")
+            step, record = self._step()
+            self.folder.metrics.append(json.dumps(msgspec.to_builtins(step)) + "\n")
             if self.method.keeps_log:
                 self.folder.trajectory.append(json.dumps(record) + "\n")
-            self.events.step(entry, self.config.steps)
+            self.events.step(step, self.config.steps)
             self._after_step()
 
     def _save(self) -> None:
@@ -138,7 +140,12 @@ class Trainer:
         evaluated = tuple(when for when in self.evaluations if when != "after")
         adapters = None if self.config.trains_all else self.adapters
         self.folder.save(
-            self.done, adapters, self.method, self.config.keep, best and best.step, evaluated
+            self.done,
+            adapters,
+            self.method,
+            self.config.keep,
+            None if best is None else best.step,
+            evaluated,
         )
 
     @property
@@ -201,8 +208,8 @@ class Trainer:
             raise InterruptedRunError(f"{signal.Signals(number).name}: {self._saved}")
         self._evaluate_if_due()
 
-    def _step(self) -> tuple[dict[str, Any], list[Any] | None]:
-        """Train one step; returns its lines of metrics.jsonl and of the trajectory."""
+    def _step(self) -> tuple[Step, list[Any] | None]:
+        """Train one step; returns it, and its line of the trajectory."""
         start = time.perf_counter()
         config = self.config
         size, count = config.batch_size, config.grad_accumulation
@@ -215,7 +222,7 @@ class Trainer:
             config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, self.done
         )
         result = self.method.step(self.done, rate, parts)
-        loss = result.loss.loss_sum / result.loss.tokens
+        loss = result.loss.loss_sum / result.loss.scored_tokens
         self.skipped = result.skipped
         if not math.isfinite(loss) and not result.skipped:
             raise DivergedError(
@@ -225,26 +232,26 @@ class Trainer:
         self.done += 1
         seconds = time.perf_counter() - start
         self.seconds += seconds
-        entry: dict[str, Any] = {
-            "step": self.done,
-            "loss": _finite(loss),
-            "learning_rate": rate,
-            "tokens": result.loss.tokens,  # that were scored
-            "processed_tokens": sum(len(row.inputs) for part in parts for row in part),
-            "forward_passes": result.forward_passes,
-            "seconds": seconds,
-            "footprint_bytes": self.meter.now_bytes,
-            "peak_footprint_bytes": self.meter.peak_bytes,
-            "peak_rss_bytes": self.meter.peak_rss_bytes,
-        }
-        if result.skipped:
-            entry["skipped"] = True
-        entry |= result.shown
+        learned = None
         if "objective" in result.shown:  # a share: in some steps it stays as it is
-            entry["learned"] = result.record is not None and any(result.record[1] or ())
-        if result.gradient_norm is not None:
-            entry["gradient_norm"] = _finite(result.gradient_norm)
-        return entry, result.record
+            learned = result.record is not None and any(result.record[1] or ())
+        step = Step(
+            number=self.done,
+            loss=_finite(loss),
+            learning_rate=rate,
+            scored_tokens=result.loss.scored_tokens,
+            tokens=sum(len(row.inputs) for part in parts for row in part),
+            forward_passes=result.forward_passes,
+            seconds=seconds,
+            footprint_bytes=self.meter.now_bytes,
+            peak_footprint_bytes=self.meter.peak_bytes,
+            peak_rss_bytes=self.meter.peak_rss_bytes,
+            skipped=result.skipped > 0,
+            learned=learned,
+            gradient_norm=None if result.gradient_norm is None else _finite(result.gradient_norm),
+            **result.shown,
+        )
+        return step, result.record
 
     def _evaluate(self, when: str) -> None:
         assert self.eval_rows is not None
@@ -269,7 +276,8 @@ class Trainer:
             raise type(problem)(f"{problem}; {self._saved}{more}") from None
         self.session.profile.on = self.config.profile
         # of which step it is, for a run that goes on from an earlier save
-        self.evaluations[when] = result if when != "after" else {**result, "step": self.done}
+        ended = {"step": self.done} if when == "after" else {}
+        self.evaluations[when] = msgspec.structs.replace(result, **ended)
         self.folder.write_json(EVALUATIONS, self.evaluations)
         if not known:
             self.events.evaluated(when, result)
@@ -282,56 +290,55 @@ class Trainer:
             return self.session.bundle.manifest.parameters
         return self.adapters.size
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self) -> TrainResult:
         if self.config.trains_all:
             self.method.settle()
         whole = f"the adapters in {self.folder.path} are whole, their summary cannot be"
-        entries = list(read_steps(self.folder.metrics.path, self.done, whole))
+        steps = list(read_steps(self.folder.metrics.path, self.done, whole))
         best = self._best
         if best is not None:
             self.folder.publish(best.step)
         # a kill may have come between the last save and this
-        self.folder.remove_old(self.config.keep, best and best.step)
-        seconds = [entry.seconds for entry in entries]
+        self.folder.remove_old(self.config.keep, None if best is None else best.step)
+        seconds = [step.seconds for step in steps]
         plan = self.session.plan
-        losses = [entry.loss for entry in entries if entry.loss is not None]
-        summary = {
-            "method": self.config.method,
-            "steps": self.done,
-            "stopped": self.ended,
-            "skipped_steps": len(entries) - len(losses),
-            "forward_passes": sum(entry.forward_passes for entry in entries),
-            "seconds": sum(seconds),
-            "budget_bytes": self.config.budget_bytes,
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            # of all processes that this run has had
-            "peak_footprint_bytes": max(
-                [self.meter.peak_bytes, *(entry.peak_footprint_bytes for entry in entries)]
+        losses = [step.loss for step in steps if step.loss is not None]
+        measured = {}
+        if self.config.profile:
+            measured = self.session.profile.to_json(max(1, self.done - self.first))
+        summary = TrainResult(
+            method=self.config.method,
+            steps=self.done,
+            stopped=self.ended,
+            skipped_steps=len(steps) - len(losses),
+            forward_passes=sum(step.forward_passes for step in steps),
+            seconds=sum(seconds),
+            budget_bytes=self.config.budget_bytes,
+            predicted_peak_bytes=plan.predicted_peak_bytes,
+            peak_footprint_bytes=max(
+                [self.meter.peak_bytes, *(step.peak_footprint_bytes for step in steps)]
             ),
-            "peak_rss_bytes": max(
-                [self.meter.peak_rss_bytes, *(entry.peak_rss_bytes for entry in entries)]
+            peak_rss_bytes=max(
+                [self.meter.peak_rss_bytes, *(step.peak_rss_bytes for step in steps)]
             ),
-            "mlx_peak_bytes": mx.get_peak_memory(),  # of this process: what MLX had allocated
-            "step_s_median": float(np.median(seconds)) if seconds else None,
-            "tokens_per_s": _per_second(sum(entry.processed_tokens for entry in entries), seconds),
-            "scored_tokens_per_s": _per_second(sum(entry.tokens for entry in entries), seconds),
-            "final_train_loss": losses[-1] if losses else None,
-            "trainable_parameters": self._trainable_parameters,
-            "trained": self.config.trainable,
-            "lora": self.adapters.manifest.lora.to_json(),
-            "eval": self.evaluations,
-            "best": None if best is None else best._asdict(),
-            "evaluations_no_better": no_better_since(
+            mlx_peak_bytes=mx.get_peak_memory(),
+            step_s_median=float(np.median(seconds)) if seconds else None,
+            tokens_per_s=_per_second(sum(step.tokens for step in steps), seconds),
+            scored_tokens_per_s=_per_second(sum(step.scored_tokens for step in steps), seconds),
+            final_train_loss=losses[-1] if losses else None,
+            trainable_parameters=self._trainable_parameters,
+            trained=self.config.trainable,
+            lora=self.adapters.manifest.lora.to_json(),
+            evaluations=self.evaluations,
+            best=best,
+            evaluations_no_better=no_better_since(
                 self.evaluations, self.done, self.config.min_delta
             ),
-            "data": msgspec.to_builtins(
-                reports_of(self.samples.rows, self.eval_rows), str_keys=True
-            ),
-            "packing": msgspec.to_builtins(self.samples.packing_report),
-            "machine": describe(),
-        }
-        if self.config.profile:
-            summary |= self.session.profile.to_json(max(1, self.done - self.first))
+            data=reports_of(self.samples.rows, self.eval_rows),
+            packing=self.samples.packing_report,
+            machine=describe(),
+            **measured,
+        )
         self.folder.write_json(SUMMARY, summary)
         return summary
 

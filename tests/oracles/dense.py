@@ -21,6 +21,7 @@ prepare()
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import mlx.optimizers as optim  # noqa: E402
+import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -35,7 +36,9 @@ from runtime.engine.sample import Row  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import StepLoss  # noqa: E402
 from runtime.methods.schedule import learning_rate  # noqa: E402
+from runtime.run.best import loss_of  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
+from runtime.run.evaluation import Evaluation  # noqa: E402
 from runtime.run.samples import Samples  # noqa: E402
 
 
@@ -47,17 +50,19 @@ class DenseRun:
     """
 
     losses: list[float]
-    before: dict[str, Any]
-    after: dict[str, Any]
-    by_step: dict[int, dict[str, Any]]
+    before: Evaluation
+    after: Evaluation
+    by_step: dict[int, Evaluation]
     adapters: Adapters
 
     def to_json(self) -> dict[str, Any]:
         """What was measured."""
-        return {name: value for name, value in vars(self).items() if name != "adapters"}
+        measured = {name: value for name, value in vars(self).items() if name != "adapters"}
+        facts: dict[str, Any] = msgspec.to_builtins(measured, str_keys=True)
+        return facts
 
 
-def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> dict[str, Any]:
+def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> Evaluation:
     """Loss, perplexity and accuracy of the first `limit` rows (0: all)."""
     count = min(len(rows), limit) if limit else len(rows)
     losses = []
@@ -94,7 +99,7 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
     size = config.batch_size * config.grad_accumulation
     samples = Samples.of(config, manifest, rows)
     losses = []
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, Evaluation] = {}
     for step in tqdm(range(steps), desc="dense", disable=None):
         batch = [row for i in range(size) for row in samples.at(step * size + i).rows]
         loss, found = gradients(model, [(row.tokens, row.scored) for row in batch])
@@ -122,7 +127,7 @@ def differences(found: DenseRun, run: Path) -> dict[str, float]:
     summary = run / "summary.json"
     if len(losses) == len(found.losses) and summary.exists():
         after = json.loads(summary.read_text())["eval"]["after"]["loss"]
-        result["after_difference"] = abs(after - found.after["loss"])
+        result["after_difference"] = abs(after - loss_of(found.after))
     return result
 
 
@@ -140,7 +145,8 @@ def main() -> None:
     (arguments.run / "dense.json").write_text(
         json.dumps({**result.to_json(), **compared}, indent=1)
     )
-    print(json.dumps({"before": result.before, "after": result.after, **compared}))
+    facts = result.to_json()
+    print(json.dumps({"before": facts["before"], "after": facts["after"], **compared}))
 
 
 if __name__ == "__main__":

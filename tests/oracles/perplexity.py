@@ -9,19 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from runtime.machine.backend import prepare
 
 prepare()
 
+import msgspec  # noqa: E402
+
 from export.sources.open import open_checkpoint  # noqa: E402
 from harness.peers.whole_model import checkpoint_model  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
+from runtime.run.evaluation import Evaluation  # noqa: E402
 from tests.oracles.dense import evaluate_dense  # noqa: E402
 
 
-def perplexity(source: str, tokens: Path, rows: int) -> dict[str, Any]:
+def perplexity(source: str, tokens: Path, rows: int) -> Evaluation:
     """Loss, perplexity and accuracy of the checkpoint at `source`."""
     with open_checkpoint(source) as checkpoint:
         model = checkpoint_model(checkpoint)
@@ -35,7 +37,8 @@ def main() -> None:
     parser.add_argument("tokens", type=Path)
     parser.add_argument("--rows", type=int, default=0)
     arguments = parser.parse_args()
-    print(json.dumps(perplexity(arguments.source, arguments.tokens, arguments.rows)))
+    found = perplexity(arguments.source, arguments.tokens, arguments.rows)
+    print(json.dumps(msgspec.to_builtins(found)))
 
 
 if __name__ == "__main__":

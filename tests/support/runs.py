@@ -78,7 +78,7 @@ def striking(bar, where):
     return made
 
 progress.task_bar = striking(progress.task_bar, lambda what, done, total: what)
-progress.step_bar = striking(progress.step_bar, lambda entry, total: f"step {entry['step']}")
+progress.step_bar = striking(progress.step_bar, lambda step, total: f"step {step.number}")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it
 from ondevice.cli.main import main
 

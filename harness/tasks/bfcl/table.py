@@ -114,7 +114,9 @@ class Stages:
         def loss() -> dict[str, Any]:
             text, _ = _timed("eval", self.bundle, *shared, *adapter)
             found = json.loads(text)
-            return {key: found[key] for key in ("loss", "accuracy", "exact", "tokens", "rows")}
+            return {
+                key: found[key] for key in ("loss", "accuracy", "exact", "scored_tokens", "rows")
+            }
 
         return {
             "calls": self.known(f"{name}.calls", calls),

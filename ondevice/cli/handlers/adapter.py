@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from export.config.adapter import AdapterConfig
-from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 
 _LOADED_BY = {
     "peft": "PeftModel.from_pretrained(model, {output!r})",
@@ -20,18 +19,10 @@ def run(arguments: argparse.Namespace) -> None:
     config = configuration(AdapterConfig, arguments)
     set_up()
     from ondevice.api.converting import convert
-    from ondevice.api.process import Said
 
-    found = convert(config, Said(note, warns=False))
+    found = convert(config, note)
     if arguments.json:
-        facts = {
-            "output": config.output,
-            "format": found.format,
-            "tensors": found.tensors,
-            "base_model": found.base_model,
-            "lora": found.lora.to_json(),
-        }
-        print(json.dumps(facts))
+        print_json(found)
     else:
         print(f"{config.output}: {found.lora.describe()}; {found.tensors} tensors")
         used = _LOADED_BY[found.format].format(output=config.output, base=found.base_model)

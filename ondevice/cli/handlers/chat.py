@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from typing import TYPE_CHECKING
 
-from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import InterruptedRunError, UsageError
 
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
                 if turn := _turn(chat, line, arguments.json):
                     last, answered = turn, answered + 1
         if last is not None and not arguments.json:
-            note(f"the last answer: {describe_generation(last.facts)}")
+            note(f"the last answer: {describe_generation(last.result)}")
     if answered < asked and not terminal:  # at a terminal each was seen
         raise UsageError(
             f"{asked - answered} of {counted(asked, 'message')} got no answer, as was said for each"
@@ -87,7 +86,6 @@ def _answered(chat: Chat, text: str, as_json: bool) -> Turn | None:
     """Print the model's answer to a message; None if the message was refused."""
     from runtime.run.signals import catching_signals
 
-    pieces = []
     with catching_signals() as stop:
         try:
             turn = chat.say(text)
@@ -95,13 +93,12 @@ def _answered(chat: Chat, text: str, as_json: bool) -> Turn | None:
             note(f"ondevice: {problem}")
             return None
         for piece in turn:
-            pieces.append(piece)
             if not as_json:
                 print(piece, end="", flush=True)
             if stop.signal is not None:
                 break
     if as_json:
-        print(json.dumps({"prompt": text, "text": "".join(pieces), **turn.facts}), flush=True)
+        print_json(turn.result)
     else:
         print(flush=True)
     if stop.signal not in (None, signal.SIGINT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import TypeVar
 
@@ -24,6 +25,13 @@ def set_up(keep_heap: bool = True) -> None:
     found = prepare(keep_heap)
     if found.warning:
         note(warning(found.warning))
+
+
+def print_json(result: object) -> None:
+    """Print a result: a struct, or what JSON can hold."""
+    import msgspec
+
+    print(json.dumps(msgspec.to_builtins(result, str_keys=True)), flush=True)
 
 
 def note(text: str) -> None:

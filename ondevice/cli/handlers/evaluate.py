@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
-import msgspec
-
-from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 from ondevice.cli.progress import task_bar
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import BundleError
@@ -33,18 +30,18 @@ def run(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
         result = run_eval(config, Path(scratch), Events(evaluation=progress, note=note))
     if arguments.json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         print(
-            f"{describe_task(result)}, over {counted(result['tokens'], 'token')} in "
-            f"{counted(result['rows'], 'row')}\n"
-            f"peak footprint {format_bytes(result['peak_footprint_bytes'])}, budget "
-            f"{format_bytes(result['budget_bytes'])}"
+            f"{describe_task(result)}, over {counted(result.scored_tokens, 'token')} in "
+            f"{counted(result.rows, 'row')}\n"
+            f"peak footprint {format_bytes(result.peak_footprint_bytes)}, budget "
+            f"{format_bytes(result.budget_bytes)}"
         )
-    if result["loss"] is None:
+    if result.loss is None:
         adapter = "" if config.adapter is None else f" with the adapter {config.adapter}"
         raise BundleError(
-            f"{config.bundle}{adapter} gives {result['rows_not_finite']} of {result['rows']} rows "
+            f"{config.bundle}{adapter} gives {result.rows_not_finite} of {result.rows} rows "
             "a loss that is not finite: weights are not numbers, or too large; export the model "
             "again, or leave out the adapter"
         )
@@ -59,7 +56,10 @@ def _eval_calls(config: EvalConfig, as_json: bool) -> None:
 
     with task_bar("question") as progress:
         report = run(config, lambda done, total: progress("answering", done, total), note)
-    print(json.dumps(report) if as_json else describe(report))
+    if as_json:
+        print_json(report)
+    else:
+        print(describe(report))
 
 
 def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:
@@ -69,6 +69,6 @@ def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:
     with task_bar("block") as progress:
         quality = beside_source(config, progress, note)
     if as_json:
-        print(json.dumps(msgspec.to_builtins(quality)))
+        print_json(quality)
     else:
         print(quality.describe())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections import deque
 
-from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 from runtime.config.generate import GenerateConfig
 
 ENDED = {
@@ -24,11 +24,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     generating = generate(config, note)
     if arguments.json:
-        text = "".join(generating)
-        print(json.dumps({"prompt": config.prompt, "text": text, **generating.facts}))
+        deque(generating, maxlen=0)
+        print_json(generating.result)
         return
     for piece in generating:
         print(piece, end="", flush=True)
     print(flush=True)
-    facts = generating.facts
-    note(f"{describe_generation(facts)}; {ENDED[facts['stopped']]}")
+    result = generating.result
+    note(f"{describe_generation(result)}; {ENDED[result.stopped]}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 from runtime.config.replay import ReplayConfig
 from runtime.core.errors import BundleError, UsageError
 
@@ -22,18 +21,18 @@ def run(arguments: argparse.Namespace) -> None:
     if config.output is None and output.is_symlink():
         raise UsageError(f"{output} is a symbolic link; name a folder by --output")
     initial = None if config.initial is None else Path(config.initial)
-    facts = replay(run, output, config.bundle, initial)
+    found = replay(run, output, config.bundle, initial)
     if arguments.json:
-        print(json.dumps(facts))
+        print_json(found)
     else:
-        print(f"{facts['output']}: {facts['steps']} steps from a log of {facts['log_bytes']} bytes")
-        if facts["best_step"] is not None:
-            print(f"it is what was trained after step {facts['best_step']}, kept by --keep-best")
-    if facts["identical"] is False:
+        print(f"{found.output}: {found.steps} steps from a log of {found.log_bytes} bytes")
+        if found.best_step is not None:
+            print(f"it is what was trained after step {found.best_step}, kept by --keep-best")
+    if found.identical is False:
         raise BundleError(
-            f"{run} holds something else after step {facts['saved_steps']} than its log leads to"
+            f"{run} holds something else after step {found.saved_steps} than its log leads to"
         )
-    if facts.get("not_compared"):
-        note(f"it is not compared with what the run holds: {facts['not_compared']}")
-    if facts["identical"] and not arguments.json:
-        print(f"identical to what the run holds after step {facts['saved_steps']}")
+    if found.not_compared:
+        note(f"it is not compared with what the run holds: {found.not_compared}")
+    if found.identical and not arguments.json:
+        print(f"identical to what the run holds after step {found.saved_steps}")

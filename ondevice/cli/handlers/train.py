@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
-from ondevice.cli.handlers.common import configuration, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
 from ondevice.cli.progress import say, step_bar, task_bar
 from runtime.config.base import flag, given
 from runtime.config.train import CHANGEABLE, TrainConfig
@@ -56,11 +55,11 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             summary = train(config, events)
     if quiet:
-        print(json.dumps(summary))
+        print_json(summary)
         return
     run = arguments.resume if config is None else config.output
     what = "the run and its adapter are"
-    if summary["trained"] == "full":
+    if summary.trained == "full":
         what = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is"
     print(f"{describe_summary(summary)}\n{what} in {run}")
 

@@ -86,7 +86,7 @@ class Saves(Kind):
         "metrics not UTF-8": _write("metrics.jsonl", b'{"step": 1, "x": "\xff"}\n' * SAVED),
         "metrics nested beyond recursion": _write("metrics.jsonl", b"[" * 100_000 + b"\n"),
         "metrics of numbers without end": _write(
-            "metrics.jsonl", b'{"step": 1, "processed_tokens": ' + b"9" * 5000 + b"}\n"
+            "metrics.jsonl", b'{"step": 1, "tokens": ' + b"9" * 5000 + b"}\n"
         ),
         "a line of the log lost": _lines("trajectory.jsonl", lambda lines: [lines[0], *lines[2:]]),
         "a digit of the log": _lines(

@@ -5,29 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from support.bundles import Tiny
 from support.runs import train_arguments
 
 from ondevice.cli.progress import LINE_SECONDS, LINE_STEPS, Steps
+from runtime.run.metrics import Step
 
 
-def entry(step: int, seconds: float = 2.0, loss: float | None = 1.5) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": loss,
-        "learning_rate": 3e-4,
-        "tokens": 10,
-        "processed_tokens": 48,
-        "seconds": seconds,
-        "footprint_bytes": 93_000_000,
-    }
+def entry(number: int, seconds: float = 2.0, loss: float | None = 1.5) -> Step:
+    return Step(
+        number=number,
+        loss=loss,
+        learning_rate=3e-4,
+        scored_tokens=10,
+        tokens=48,
+        forward_passes=1,
+        seconds=seconds,
+        footprint_bytes=93_000_000,
+        peak_footprint_bytes=93_000_000,
+        peak_rss_bytes=93_000_000,
+    )
 
 
-def lines(entries: list[dict[str, Any]], total: int) -> dict[int, str]:
+def lines(entries: list[Step], total: int) -> dict[int, str]:
     steps = Steps()
-    told = {one["step"]: steps.line(one, total) for one in entries}
+    told = {one.number: steps.line(one, total) for one in entries}
     return {step: line for step, line in told.items() if line}
 
 

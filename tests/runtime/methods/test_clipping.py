@@ -68,7 +68,7 @@ def test_gradients_are_the_dense_models_clipped(
             kept.found.clear()
             result = method.step(0, 1e-3, parts)
         assert result.gradient_norm == pytest.approx(float(norm.item()), rel=CLOSE)  # type: ignore[arg-type]
-        assert result.loss.loss_sum / result.loss.tokens == pytest.approx(loss, rel=CLOSE)
+        assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(loss, rel=CLOSE)
         agree(kept.found, expected)
         squares = sum(float(mx.square(one).sum().item()) for one in kept.found.values())  # type: ignore[arg-type]
         assert squares**0.5 == pytest.approx(min(share, 1.0) * most / share, rel=1e-4)

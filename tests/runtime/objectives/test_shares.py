@@ -129,8 +129,10 @@ def test_numbers_are_differences_of_shares(
     assert result.record[1] == pytest.approx([(minus - plus) / (2 * EPSILON)], abs=1e-9)
     assert result.shown == {"objective": pytest.approx((plus + minus) / 2)}
     losses = [reference.plain_loss(model, adapters, [row]) for row in rows]
-    assert result.loss.tokens == sum(len(row.targets) for row in rows)
-    assert 0.2 < result.loss.loss_sum / result.loss.tokens / np.mean(losses) < 5  # still the loss
+    assert result.loss.scored_tokens == sum(len(row.targets) for row in rows)
+    assert (
+        0.2 < result.loss.loss_sum / result.loss.scored_tokens / np.mean(losses) < 5
+    )  # still the loss
 
 
 def test_a_share_that_stays_ends_no_run(tiny: Tiny, rng: Rng, seed: int, tmp_path: Path) -> None:

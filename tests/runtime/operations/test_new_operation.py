@@ -160,7 +160,7 @@ for name in sys.argv[3:]:
             peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"), "float32")
             peaks = peak.block(1, 2)
             loss, gradients = mebp(model, adapters, rows, folder, kept)
-            gradients["loss"] = mx.array([loss.loss_sum / loss.tokens])
+            gradients["loss"] = mx.array([loss.loss_sum / loss.scored_tokens])
             gradients["peaks"] = mx.array([peaks.forward_bytes, peaks.backward_bytes])
             found |= {f"{kept}.{most_tokens}.{key}": value for key, value in gradients.items()}
     mx.save_safetensors(str(folder / f"{name}.safetensors"), found)

@@ -16,6 +16,7 @@ from support.shared import Shared
 
 from runtime.core.errors import BundleError
 from runtime.run.best import Best, best_of, no_better_since
+from runtime.run.evaluation import Evaluation
 from runtime.run.folder import RunFolder
 
 Rng = np.random.Generator
@@ -26,8 +27,18 @@ WATCHED = {
 }  # fmt: skip
 
 
-def found(losses: dict[str, float]) -> dict[str, dict[str, Any]]:
-    return {when: {"loss": loss} for when, loss in losses.items()}
+def found(losses: dict[str, float]) -> dict[str, Evaluation]:
+    return {
+        when: Evaluation(
+            loss=loss if math.isfinite(loss) else None,
+            perplexity=None,
+            accuracy=0.5,
+            exact=0.0,
+            scored_tokens=9,
+            rows=3,
+        )
+        for when, loss in losses.items()
+    }
 
 
 def test_the_lowest_loss_is_the_best_and_the_first_of_equals() -> None:

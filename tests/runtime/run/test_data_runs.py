@@ -59,7 +59,7 @@ def test_a_run_says_and_keeps_what_it_read(bundle: Bundle, tmp_path: Path) -> No
     assert train_rows["skipped"] + valid_rows["skipped"] == 1
     assert sum(train_rows["dropped"].values()) + sum(valid_rows["dropped"].values()) == 1
     assert "rows.jsonl: 20 rows read" in done.stderr and "up to 16 tokens" in done.stderr
-    assert json.loads(done.stdout)["eval"]["after"]["tokens"] == valid_rows["scored"]
+    assert json.loads(done.stdout)["eval"]["after"]["scored_tokens"] == valid_rows["scored"]
     resumed = ondevice("train", "--resume", run, "--json")  # reads the token files again
     assert json.loads(resumed.stdout)["data"] == kept
 
@@ -88,7 +88,7 @@ def test_the_rows_of_a_step_need_the_same_length(bundle: Bundle, tmp_path: Path)
     done = ondevice(*train(bundle, data, run, "--batch-size=3", "--steps=4"))
     assert done.returncode == 0, done.stderr
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    found = sorted(json.loads(line)["processed_tokens"] for line in lines)
+    found = sorted(json.loads(line)["tokens"] for line in lines)
     assert found == [3 * 5] * 2 + [3 * 21] * 2  # with BOS before and EOS after the text
 
 
@@ -100,7 +100,7 @@ def test_which_answers_have_a_loss(bundle: Bundle, tmp_path: Path) -> None:
         done = ondevice(*train(bundle, data, run, f"--loss-on={loss_on}"))
         assert done.returncode == 0, done.stderr
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        counts[loss_on] = json.loads(lines[0])["tokens"]
+        counts[loss_on] = json.loads(lines[0])["scored_tokens"]
     rows = TokenRows(tmp_path / "all" / "train.tokens", bundle.manifest.vocab_size)
     # "no" and its end, "the" (one token) and its end
     assert counts == {"assistant": 5, "last": 2, "all": len(rows.row(0)[0]) - 1}

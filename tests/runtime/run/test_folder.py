@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from runtime.bundle.store import Bundle
@@ -70,13 +71,23 @@ def test_evaluations_are_read_again_as_they_were_made(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     losses = [StepLoss(6.0, 1, 3), StepLoss(math.nan, 1, 3)]
     whole, broken = summarize(losses[:1]), summarize(losses)
-    made = {"before": whole, "2": broken, "4": whole, "after": {**whole, "step": 5}}
+    made = {
+        "before": whole,
+        "2": broken,
+        "4": whole,
+        "after": msgspec.structs.replace(whole, step=5),
+    }
     folder.write_json(EVALUATIONS, made)
     assert folder.evaluations(5, ("before", "2")) == made
     assert list(folder.evaluations(3)) == ["before", "2"]
     with pytest.raises(BundleError, match="lacks the evaluation '6'"):
         folder.evaluations(8, ("6",))
-    for odd in ({}, {**whole, "loss": "low"}, {**whole, "accuracy": None}, {**whole, "rows": 1.5}):
+    right = msgspec.to_builtins(whole)
+    older = {**right, "tokens": right["scored_tokens"]}
+    del older["scored_tokens"]
+    folder.write_json(EVALUATIONS, {"before": older})
+    assert folder.evaluations(5) == {"before": whole}
+    for odd in ({}, {**right, "loss": "low"}, {**right, "accuracy": None}, {**right, "rows": 1.5}):
         folder.write_json(EVALUATIONS, {**made, "4": odd})
         with pytest.raises(BundleError, match=r"evaluations\.json is damaged: '4'"):
             folder.evaluations(5)

@@ -130,7 +130,7 @@ def test_a_sequence_is_no_longer_than_the_model_was_made_for(
     wanted = text_of(prompt + continued(bundle, prompt, 50)).removeprefix(text_of(prompt))
     long = generating(bundle, "the cat ", max_tokens=50)
     assert "".join(long) == wanted
-    assert long.facts["stopped"] == "max_tokens" and long.facts["generated_tokens"] == 50
+    assert long.result.stopped == "max_tokens" and long.result.generated_tokens == 50
     short = copied(bundle, tmp_path / "short")
     document = manifest_of(short)
     document["config"]["max_position_embeddings"] = 20

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +21,7 @@ from runtime.machine.machine import Heap, Machine
 from runtime.plan.plan import Plan
 from runtime.run import budget, start
 from runtime.run.events import Events
+from runtime.run.metrics import Step
 
 Tiny = Callable[..., Bundle]
 BUDGET = 40_000_000
@@ -47,8 +47,8 @@ def on(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
     monkeypatch.setattr(start, "Meter", Unwatched)
 
 
-def stopping(entry: dict[str, Any], total: int) -> None:
-    if entry["step"] == STOPPED_AFTER + 1:  # the step before it is the last that was saved
+def stopping(step: Step, total: int) -> None:
+    if step.number == STOPPED_AFTER + 1:  # the step before it is the last that was saved
         raise StoppedError
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.runs import adapter
@@ -14,6 +13,7 @@ from runtime.config.train import TrainConfig
 from runtime.core.errors import DataError, StorageError
 from runtime.run import start
 from runtime.run.events import Events
+from runtime.run.metrics import Step
 
 STEPS, SAVE_EVERY = 6, 2
 
@@ -29,8 +29,8 @@ def config_of(bundle: Path, run: Path, method: str) -> TrainConfig:
 def at_step(number: int, act: Callable[[], object]) -> Events:
     """Events that act once, after a step."""
 
-    def step(entry: dict[str, Any], total: int) -> None:
-        if entry["step"] == number:
+    def step(done: Step, total: int) -> None:
+        if done.number == number:
             act()
 
     return Events(step=step)

@@ -65,8 +65,8 @@ def test_labels_are_those_of_the_dense_model(
         for token, text in zip(tokens, "mny", strict=True)
     ]
     plain = evaluated(bundle.path, f"--data={data}")
-    assert {key: found[key] for key in ("loss", "exact", "tokens", "rows")} == {
-        key: plain[key] for key in ("loss", "exact", "tokens", "rows")
+    assert {key: found[key] for key in ("loss", "exact", "scored_tokens", "rows")} == {
+        key: plain[key] for key in ("loss", "exact", "scored_tokens", "rows")
     }
     assert (found["task"], plain["task"]) == ("labels", "perplexity")
 

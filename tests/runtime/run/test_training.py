@@ -44,7 +44,15 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
         assert {"loss", "perplexity", "accuracy"} <= set(result)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    keys = {"step", "loss", "learning_rate", "tokens", "seconds", "footprint_bytes"}
+    keys = {
+        "step",
+        "loss",
+        "learning_rate",
+        "tokens",
+        "scored_tokens",
+        "seconds",
+        "footprint_bytes",
+    }
     assert all(keys <= set(line) for line in lines)
     assert json.loads((run / "plan.json").read_text())["bucket"] == 32
     again = ondevice(*train_arguments(bundle, run, 3))
@@ -70,7 +78,7 @@ def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
     places = [next(i for i, line in enumerate(said) if line.startswith(one)) for one in starts]
     assert places == sorted(places)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["processed_tokens"] == 2 * 24 >= line["tokens"] for line in lines)
+    assert all(line["tokens"] == 2 * 24 >= line["scored_tokens"] for line in lines)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["tokens_per_s"] >= summary["scored_tokens_per_s"] > 0
     assert "sequence bucket of" not in done.stderr

@@ -26,7 +26,7 @@ class Commands:
         right = 4 if trained.endswith("mebp") else 2 if trained else 0
         if "--task=bfcl" not in arguments:
             return json.dumps(
-                {"loss": 1.25, "accuracy": 0.5, "exact": 0.125, "tokens": 9, "rows": 8}
+                {"loss": 1.25, "accuracy": 0.5, "exact": 0.125, "scored_tokens": 9, "rows": 8}
             )
         counts: dict[str, Any] = {
             "questions": 8, "right": right, "accuracy": right / 8, "malformed": 1, "unjudged": 0,
