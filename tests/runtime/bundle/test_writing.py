@@ -147,7 +147,7 @@ FULL = """
 import os, resource, sys
 from runtime.machine.backend import prepare
 prepare()
-import export.bundle as pack
+import export.bundle as exporting
 from export.config.export import ExportConfig
 from runtime.core.errors import StorageError
 
@@ -158,26 +158,26 @@ def fill(limit):
 if where == "weights":
     fill(50_000)
 elif where == "last bytes of the weights":
-    finish = pack.BundleWriter.finish_weights
+    finish = exporting.BundleWriter.finish_weights
     def finished(self):
         self._write(bytes(3000))  # stays in the buffer
         fill(os.path.getsize(self.folder / "weights.bin") + 10)
         return finish(self)
-    pack.BundleWriter.finish_weights = finished
+    exporting.BundleWriter.finish_weights = finished
 elif where == "graphs":
-    serialize = pack.serialize
+    serialize = exporting.serialize
     def serialized(*a, **k):
         fill(700)
         serialize(*a, **k)
-    pack.serialize = serialized
+    exporting.serialize = serialized
 elif where == "manifest":
-    commit = pack.BundleWriter.commit
+    commit = exporting.BundleWriter.commit
     def committed(self, manifest):
         fill(1000)
         return commit(self, manifest)
-    pack.BundleWriter.commit = committed
+    exporting.BundleWriter.commit = committed
 try:
-    pack.export_bundle(
+    exporting.export_bundle(
         ExportConfig(source="random:tiny-qwen2", output=output, seq_lens=(16,), device="cpu")
     )
 except StorageError as problem:
