@@ -120,7 +120,7 @@ def mebp(
     loss = loss or NextToken()
     backprop = Backprop(model, adapters, scratch, 1, kept, dropout, loss)
     result = backprop.gradients(rows, loss.count(rows), update)
-    assert result.tokens == sum(len(row.targets) for row in rows)
+    assert result.scored_tokens == sum(len(row.targets) for row in rows)
     return result, found
 
 
