@@ -102,7 +102,7 @@ def test_backpropagation_trains_with_it(tiny: Tiny, rng: Rng, tmp_path: Path, ha
         trained.append((results, adapters.tensors))
     (results, whole), (halves, same) = trained
     for one, other in zip(results, halves, strict=True):
-        mean = other.loss.loss_sum / other.loss.tokens
+        mean = other.loss.loss_sum / other.loss.scored_tokens
         assert one.shown == {} and other.shown == {"trained_loss": pytest.approx(mean / 2)}
     for name, value in whole.items():
         np.testing.assert_allclose(np.array(same[name]), np.array(value), rtol=1e-4, atol=1e-7)

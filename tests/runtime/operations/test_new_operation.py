@@ -268,7 +268,7 @@ def test_a_new_operation_is_two_files_and_a_line_in_each_table(
             assert block.forward_bytes <= forward < 1.5 * block.forward_bytes
             assert block.backward_bytes <= backward < 1.5 * block.backward_bytes
             unchanged, changed = of_one.pop("loss").item(), of_both.pop("loss").item()
-            assert unchanged == np.float32(plain.loss_sum / plain.tokens)
+            assert unchanged == np.float32(plain.loss_sum / plain.scored_tokens)
             assert set(of_one) == set(gradients)  # a factor of 1 changes no bit
             assert all(mx.array_equal(of_one[n], value) for n, value in gradients.items())
             assert changed == pytest.approx(loss, rel=CLOSE)
