@@ -87,11 +87,11 @@ def _by_replacement(
         text = render([*messages[:turn], other, *messages[turn + 1 :]], False)
     except ValueError:
         return None
-    before, found, after = text.partition(probe)
+    before, word, after = text.partition(probe)
     begin, end = around[0], around[1].rstrip()
     if not after.startswith(end):  # after the last answer some write the end of all, too (Phi-3)
         end = end.lstrip().partition("\n")[0]
-    if not found or probe in before + after or not after.startswith(end):
+    if not word or probe in before + after or not after.startswith(end):
         return None
     if not (whole.startswith(before) and whole.endswith(after)):
         return None

@@ -85,13 +85,13 @@ class ChatTemplate:
         if marked is not None and turns == every:
             return marked
 
-        def render(some: Messages, asks: bool) -> str:
-            return self._render(some, tools, asks)
+        def render(part: Messages, asks: bool) -> str:
+            return self._render(part, tools, asks)
 
-        text, found = answers(render, messages, turns, self._around, self.name)
+        text, spans = answers(render, messages, turns, self._around, self.name)
         if marked is not None:
-            return text, [span for span in marked[1] if any(a <= span[0] < b for a, b in found)]
-        return text, found
+            return text, [span for span in marked[1] if any(a <= span[0] < b for a, b in spans)]
+        return text, spans
 
     @property
     def ending(self) -> str:
@@ -214,14 +214,14 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The sources of templates by name, and the special tokens that they may name."""
     config = _json_object(folder / "tokenizer_config.json")
     own_file, older_file = folder / "chat_template.jinja", folder / "chat_template.json"
-    found = config.get("chat_template")
+    template = config.get("chat_template")
     if own_file.is_file():
-        found = own_file.read_text(encoding="utf-8")
-    elif found is None and older_file.is_file():
-        found = _json_object(older_file).get("chat_template")
-    named: dict[str, Any] = {"default": found}
-    if isinstance(found, list):
-        named = {one["name"]: one["template"] for one in found}
+        template = own_file.read_text(encoding="utf-8")
+    elif template is None and older_file.is_file():
+        template = _json_object(older_file).get("chat_template")
+    named: dict[str, Any] = {"default": template}
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
     sources = {name: named[name] for name in (DEFAULT, WITH_TOOLS) if named.get(name) is not None}
     if DEFAULT not in sources:
         raise DataError(
@@ -238,7 +238,7 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    found = from_json(file.read_bytes()) if file.is_file() else {}
-    if not isinstance(found, dict):
+    value = from_json(file.read_bytes()) if file.is_file() else {}
+    if not isinstance(value, dict):
         raise ValueError(f"{file.name} is not a JSON object")
-    return found
+    return value

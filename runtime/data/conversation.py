@@ -33,16 +33,16 @@ def checked_tools(tools: object) -> Messages | None:
 def _checked(number: int, message: object) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role; write role and content")
-    found = {key: value for key, value in message.items() if value is not None}
-    calls = found.get("tool_calls")
+    fields = {key: value for key, value in message.items() if value is not None}
+    calls = fields.get("tool_calls")
     if calls:
-        found["tool_calls"] = [_call(number, call) for call in _listed(number, calls)]
-    content = found.get("content", "" if calls else None)
+        fields["tool_calls"] = [_call(number, call) for call in _listed(number, calls)]
+    content = fields.get("content", "" if calls else None)
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no content that is text")
-    return {**found, "content": content}
+    return {**fields, "content": content}
 
 
 def _listed(number: int, calls: object) -> list[Any]:

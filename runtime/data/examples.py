@@ -107,13 +107,15 @@ def _lost(
     chat: ChatTemplate, messages: Messages, tools: Messages | None, text: str
 ) -> tuple[str, ...]:
     """Warnings where the template does not write tools or calls: without them the text is equal."""
-    found = []
+    warnings = []
     if tools and _same_text(chat, messages, None, text):
-        found.append(f"{chat.name} does not write the row's tools")
-    plain: Messages = [{k: v for k, v in one.items() if k != "tool_calls"} for one in messages]
+        warnings.append(f"{chat.name} does not write the row's tools")
+    plain: Messages = [
+        {k: v for k, v in message.items() if k != "tool_calls"} for message in messages
+    ]
     if plain != messages and _same_text(chat, plain, tools, text):
-        found.append(f"{chat.name} does not write the row's tool calls")
-    return tuple(found)
+        warnings.append(f"{chat.name} does not write the row's tool calls")
+    return tuple(warnings)
 
 
 def _same_text(chat: ChatTemplate, messages: Messages, tools: Messages | None, text: str) -> bool:
@@ -139,8 +141,8 @@ def _tokens(marked: MarkedText, encoder: TextEncoder) -> tuple[list[int], bytes]
     if cuts:
         tokens, places = [], []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            some, their = encoder.encode_places(text[start:stop])
-            tokens += some
+            piece_tokens, their = encoder.encode_places(text[start:stop])
+            tokens += piece_tokens
             places += [(a + start, b + start) for a, b in their]
     scored = bytearray(len(tokens))
     spans = iter(marked.spans)

@@ -30,8 +30,8 @@ def held_out_below(digests: Iterable[int], share: float) -> int:
 
     Raises DataError if that leaves nothing to train on.
     """
-    found = array("Q", digests)
-    ordered = sorted(found)
+    numbers = array("Q", digests)
+    ordered = sorted(numbers)
     if not ordered:
         return 0
     bound = ordered[max(1, round(share * len(ordered))) - 1] + 1

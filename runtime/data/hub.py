@@ -47,10 +47,10 @@ def hub_dataset(data: str) -> HubDataset | None:
 
     None for what names something else: a path that exists, a file of data, or random:SEED.
     """
-    found = _ID.fullmatch(data)
-    if found is None or Path(data).exists() or Path(found["name"]).suffix in DATA_SUFFIXES:
+    match = _ID.fullmatch(data)
+    if match is None or Path(data).exists() or Path(match["name"]).suffix in DATA_SUFFIXES:
         return None
-    return HubDataset(found["name"], found["config"] or None, found["split"])
+    return HubDataset(match["name"], match["config"] or None, match["split"])
 
 
 def located(data: str, scratch: Path) -> str:
@@ -88,7 +88,7 @@ def load(dataset: HubDataset) -> dict[str, Iterable[Mapping[str, Any]]]:
             "needs datasets: pip install 'ondevice-tune[datasets]'"
         ) from None
     try:
-        found = datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
+        loaded = datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
     except Exception as error:  # the library lets through those of all that it uses
         raise DataError(
             f"there is no file or folder {dataset.name}, and the Hugging Face dataset cannot be "
@@ -96,17 +96,17 @@ def load(dataset: HubDataset) -> dict[str, Iterable[Mapping[str, Any]]]:
             "network, or save it as .jsonl or .parquet and give that"
         ) from None
     if dataset.split:
-        return {ROWS: found}
+        return {ROWS: loaded}
     files = {
-        file: found[name]
+        file: loaded[name]
         for file, names in NAMES.items()
-        if (name := next((one for one in names if one in found), None)) is not None
+        if (name := next((split for split in names if split in loaded), None)) is not None
     }
     if not files:
-        one = f"{dataset.name}:{dataset.config or ''}:{next(iter(found))}"
+        example = f"{dataset.name}:{dataset.config or ''}:{next(iter(loaded))}"
         raise DataError(
-            f"{dataset.name} has the splits {', '.join(map(str, found))} and none of train, "
-            f"validation and test; name one, as in {one}"
+            f"{dataset.name} has the splits {', '.join(map(str, loaded))} and none of train, "
+            f"validation and test; name one, as in {example}"
         )
     return files
 

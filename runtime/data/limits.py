@@ -145,7 +145,7 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 def _lowered(kind: int, wanted: int) -> Iterator[None]:
     """A limit of this process that is at most `wanted` meanwhile."""
     soft, hard = resource.getrlimit(kind)
-    bounds = [one for one in (wanted, soft, hard) if one != resource.RLIM_INFINITY]
+    bounds = [bound for bound in (wanted, soft, hard) if bound != resource.RLIM_INFINITY]
     resource.setrlimit(kind, (min(bounds), hard))
     try:
         yield

@@ -60,7 +60,7 @@ def confined_overview(config: DataConfig) -> Overview:
     """
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(located(config.data, Path(scratch)))
-        files = [one for one in data.iterdir() if one.is_file()] if data.is_dir() else [data]
+        files = [path for path in data.iterdir() if path.is_file()] if data.is_dir() else [data]
         size_bytes = sum(file.stat().st_size for file in files if file.is_file())
         said = run_module(
             "runtime.data.overview",
@@ -100,7 +100,7 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     shown_row = [] if shown is None else pieces(shown, encoder)
     if not config.pack or not lengths:
         return Overview(reports, shown_row)
-    longest = max(one.longest for name, one in reports.items() if name in (TRAIN, VALID))
+    longest = max(report.longest for name, report in reports.items() if name in (TRAIN, VALID))
     length = config.max_seq_length or length_to_pack(manifest, length_holding(manifest, longest))
     return Overview(reports, shown_row, _packed(np.array(lengths), length, manifest))
 
@@ -114,7 +114,7 @@ def _packed(lengths: Lengths, length: int, manifest: Manifest) -> PackingReport:
 def pieces(row: Row, encoder: TextEncoder) -> list[tuple[str, bool]]:
     """A row as text, special tokens too, in runs of tokens that are scored or not."""
     both = zip(row.tokens, row.scored, strict=True)
-    runs = groupby(both, key=lambda one: bool(one[1]))
+    runs = groupby(both, key=lambda pair: bool(pair[1]))
     return [(encoder.show([token for token, _ in run]), scored) for scored, run in runs]
 
 
@@ -126,12 +126,14 @@ def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]
         file = split_file(path, TRAIN)
         assert file is not None
         return [(name, file, reading) for name in ((TRAIN, VALID) if split else (TRAIN,))]
-    found = {name: split_file(path, name) for name in SPLITS}
-    if split and found[VALID]:
-        raise UsageError(f"--valid-split is for data without validation rows; see {found[VALID]}")
+    split_files = {name: split_file(path, name) for name in SPLITS}
+    if split and split_files[VALID]:
+        raise UsageError(
+            f"--valid-split is for data without validation rows; see {split_files[VALID]}"
+        )
     if split:
-        found[VALID] = found[TRAIN]
-    files = [(name, file) for name, file in found.items() if file is not None]
+        split_files[VALID] = split_files[TRAIN]
+    files = [(name, file) for name, file in split_files.items() if file is not None]
     if not files:
         raise DataError(f"{path} has no train, valid or test file")
     whole = reading_of(config)
@@ -146,8 +148,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=DataConfig)
-        found = overview(config, open_bundle(config.bundle))
-        sys.stdout.write(msgspec.json.encode(found).decode())
+        shown = overview(config, open_bundle(config.bundle))
+        sys.stdout.write(msgspec.json.encode(shown).decode())
 
     return confined(given.limits, work)
 

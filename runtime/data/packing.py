@@ -64,10 +64,8 @@ class Packing:
 
     def rows_of(self, sequence: int) -> list[int]:
         """The numbers of a sequence's rows."""
-        found: list[int] = self.members[
-            self.offsets[sequence] : self.offsets[sequence + 1]
-        ].tolist()
-        return found
+        rows: list[int] = self.members[self.offsets[sequence] : self.offsets[sequence + 1]].tolist()
+        return rows
 
     def lengths(self, lengths: Lengths) -> Lengths:
         """The tokens of each sequence, given those of each row."""
@@ -94,7 +92,7 @@ def pack(lengths: Lengths, length: int, seed: int) -> Packing:
     for at in range(0, len(ordered), WINDOW):
         window = ordered[at : at + WINDOW]
         sequences = _best_fit(lengths[window].tolist(), length)
-        members[at : at + WINDOW] = window[[place for one in sequences for place in one]]
+        members[at : at + WINDOW] = window[[place for sequence in sequences for place in sequence]]
         counts.extend(map(len, sequences))
     return Packing(length, members, np.cumsum([0, *counts]).astype(np.int32))
 
@@ -104,12 +102,12 @@ def _best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
     sequences: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # what each sequence still holds, ascending, and its number
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        found = bisect_left(rooms, (lengths[place], 0))
-        if found == len(rooms):
+        fitting = bisect_left(rooms, (lengths[place], 0))
+        if fitting == len(rooms):
             room, number = length, len(sequences)
             sequences.append([])
         else:
-            room, number = rooms.pop(found)
+            room, number = rooms.pop(fitting)
         sequences[number].append(place)
         insort(rooms, (room - lengths[place], number))
     return sorted(map(sorted, sequences))

@@ -43,8 +43,8 @@ class Pieces:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; a character of which bytes are missing becomes `UNKNOWN`."""
-        found = b"".join(self._piece(token) for token in tokens).decode("utf-8", "replace")
-        return found.removeprefix(" ") if self.strips else found
+        text = b"".join(self._piece(token) for token in tokens).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips else text
 
     def _piece(self, token: int) -> bytes:
         if token >= len(self.ends):  # the model embeds more tokens than the tokenizer has
@@ -58,11 +58,11 @@ def write_pieces(encoder: TextEncoder, path: Path) -> bool:
 
     Returns whether they do.
     """
-    found = _pieces_of(encoder)
-    if found is None:
+    pieces = _pieces_of(encoder)
+    if pieces is None:
         return False
-    head = np.array([len(found.ends), found.strips], COUNT).tobytes()
-    write_atomic(path, head + found.ends.astype(COUNT).tobytes() + found.data)
+    head = np.array([len(pieces.ends), pieces.strips], COUNT).tobytes()
+    write_atomic(path, head + pieces.ends.astype(COUNT).tobytes() + pieces.data)
     return True
 
 
@@ -74,7 +74,7 @@ def read_pieces(path: Path) -> Pieces:
     """
     with reading_errors(path):
         data = read_file(path)
-    count, strips = (int(one) for one in np.frombuffer(data, COUNT, 2))
+    count, strips = (int(number) for number in np.frombuffer(data, COUNT, 2))
     ends = np.frombuffer(data, COUNT, count, 2 * COUNT.itemsize)
     text = data[(2 + count) * COUNT.itemsize :]
     if count and (int(ends[-1]) != len(text) or np.any(np.diff(ends.astype(np.int64)) < 0)):
@@ -83,7 +83,7 @@ def read_pieces(path: Path) -> Pieces:
 
 
 def _pieces_of(encoder: TextEncoder) -> Pieces | None:
-    anchor = next((found for text in ANCHORS if len(found := encoder.encode(text)) == 1), None)
+    anchor = next((tokens for text in ANCHORS if len(tokens := encoder.encode(text)) == 1), None)
     if anchor is None:
         return None
     before, around = encoder.decode(anchor), encoder.decode(anchor * 2)
@@ -103,7 +103,9 @@ def _pieces_of(encoder: TextEncoder) -> Pieces | None:
             piece = raw
         pieces.append(piece)
     ends = np.cumsum([len(piece) for piece in pieces]).astype(np.uint32)
-    spaced = next((t for t, one in enumerate(pieces) if one[:1] == b" " and len(one) > 1), None)
+    spaced = next(
+        (t for t, piece in enumerate(pieces) if piece[:1] == b" " and len(piece) > 1), None
+    )
     strips = spaced is not None and encoder.decode([spaced]) == pieces[spaced].decode()[1:]
     table = Pieces(ends, b"".join(pieces), strips)
     return table if _agrees(table, encoder) else None
@@ -119,7 +121,9 @@ def _agrees(pieces: Pieces, encoder: TextEncoder) -> bool:
     chosen = [token for token in range(encoder.size) if not BYTE.fullmatch(encoder.name_of(token))]
     for _ in range(TRIALS):
         tokens = draws.choices(chosen, k=TRIED)
-        texts = (re.sub(f"{UNKNOWN}+", UNKNOWN, one.decode(tokens)) for one in (pieces, encoder))
+        texts = (
+            re.sub(f"{UNKNOWN}+", UNKNOWN, decoder.decode(tokens)) for decoder in (pieces, encoder)
+        )
         if len(set(texts)) > 1:
             return False
     return True

@@ -82,10 +82,10 @@ def limits_argument(parser: argparse.ArgumentParser) -> None:
 
 def confined(limits: str | None, work: Callable[[], None]) -> int:
     """Do the work of a module under its limits; complaints go to stderr. Returns the exit code."""
-    found = None if limits is None else msgspec.json.decode(limits, type=Limits)
+    parsed = None if limits is None else msgspec.json.decode(limits, type=Limits)
     try:
-        if found is not None:
-            confine(found)
+        if parsed is not None:
+            confine(parsed)
         work()
     except OnDeviceError as error:
         sys.stderr.write(f"{error}\n")
@@ -93,8 +93,8 @@ def confined(limits: str | None, work: Callable[[], None]) -> int:
     except MemoryError:
         under = (
             "the system gives no more"
-            if found is None
-            else f"this process may take {found.describe()}"
+            if parsed is None
+            else f"this process may take {parsed.describe()}"
         )
         sys.stderr.write(f"there is not enough memory: {under}\n")
         return DataError.exit_code

@@ -39,13 +39,13 @@ def _loaded(line: bytes) -> object:
 
 
 def _json(file: Path) -> Records:
-    found = _loaded(file.read_bytes())
-    if isinstance(found, dict) and len(found) == 1:
-        (found,) = found.values()
-    if not isinstance(found, list):
-        why = f": {found}" if isinstance(found, ValueError) else ""
+    rows = _loaded(file.read_bytes())
+    if isinstance(rows, dict) and len(rows) == 1:
+        (rows,) = rows.values()
+    if not isinstance(rows, list):
+        why = f": {rows}" if isinstance(rows, ValueError) else ""
         raise DataError(f"{file} holds no JSON list of rows{why}; write one row a line as .jsonl")
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(rows, 1):
         yield f"row {number}", row
 
 

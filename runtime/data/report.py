@@ -68,8 +68,8 @@ class DataReport(msgspec.Struct, kw_only=True):
 
     def recommended(self) -> list[int]:
         """Lengths to export for: multiples of 16 that hold half, nine tenths and all rows."""
-        found = {-(-self.holding(share) // STEP) * STEP for share in (0.5, 0.9, 1.0)}
-        return sorted(found - {0})
+        buckets = {-(-self.holding(share) // STEP) * STEP for share in (0.5, 0.9, 1.0)}
+        return sorted(buckets - {0})
 
     def counts(self) -> str:
         """The counts, in a line or two."""
@@ -95,7 +95,7 @@ class DataReport(msgspec.Struct, kw_only=True):
         edges = sorted(buckets)
         sums = dict.fromkeys([*edges, None], 0)
         for length, rows in self.lengths.items():
-            edge = next((one for one in edges if length <= one), None)
+            edge = next((bucket for bucket in edges if length <= bucket), None)
             sums[edge] += rows
         most = max(1, *sums.values())
         lines = []

@@ -92,13 +92,13 @@ def split_file(data: str | Path, split: str) -> Path | None:
         raise DataError(
             f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
         )
-    found = [path / f"{split}{suffix}" for suffix in DATA_SUFFIXES]
-    found = [file for file in found if file.is_file()]
-    if len(found) > 1:
+    files = [path / f"{split}{suffix}" for suffix in DATA_SUFFIXES]
+    files = [file for file in files if file.is_file()]
+    if len(files) > 1:
         raise DataError(
-            f"{path} has {' and '.join(file.name for file in found)}; keep one, or name the file"
+            f"{path} has {' and '.join(file.name for file in files)}; keep one, or name the file"
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def prepare_tokens(

@@ -83,4 +83,8 @@ def _has_valid(data: str, folder: Path) -> bool:
 def reports_of(rows: Rows, eval_rows: Rows | None) -> dict[str, DataReport]:
     """What was read for training and for evaluation; random rows have no report."""
     both = {"train": rows, "valid": eval_rows}
-    return {name: one.report for name, one in both.items() if one is not None and one.report}
+    return {
+        name: part_rows.report
+        for name, part_rows in both.items()
+        if part_rows is not None and part_rows.report
+    }

@@ -38,21 +38,21 @@ class SampleOrder:
         return int(self._kept(epoch)[place])
 
     def _epoch(self, epoch: int) -> Places:
-        found = order(self._seed, epoch, self._count)
+        samples = order(self._seed, epoch, self._count)
         if self._buckets is None:
-            return found
+            return samples
         begun = -epoch * self._count % self._step  # samples that end a step of the epoch before
         window = WINDOW_STEPS * self._step
         for at in range(begun, self._count, window):
-            part = found[at : at + window]
-            found[at : at + window] = part[_together(self._buckets[part], self._step)]
-        return found
+            part = samples[at : at + window]
+            samples[at : at + window] = part[_together(self._buckets[part], self._step)]
+        return samples
 
 
 def _buckets_of(lengths: Lengths, buckets: Sequence[int]) -> Places | None:
     """The number of the bucket of each sample (n,); None if all are of one."""
-    found = np.searchsorted(np.array(buckets), lengths).astype(np.int32)
-    return found if found.min() < found.max() else None
+    numbers = np.searchsorted(np.array(buckets), lengths).astype(np.int32)
+    return numbers if numbers.min() < numbers.max() else None
 
 
 def _together(buckets: Places, step: int) -> npt.NDArray[np.int64]:

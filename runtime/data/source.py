@@ -54,7 +54,7 @@ class TokenSource:
 
 def length_holding(manifest: Manifest, longest: int) -> int:
     """The bundle's shortest length that holds the longest row, or its longest if none does."""
-    return next((one for one in manifest.buckets if one >= longest), manifest.buckets[-1])
+    return next((bucket for bucket in manifest.buckets if bucket >= longest), manifest.buckets[-1])
 
 
 def length_to_pack(manifest: Manifest, length: int) -> int:

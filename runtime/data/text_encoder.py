@@ -107,18 +107,18 @@ def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tup
     Tokenizers that leave white space out of these ranges leave tokens of white space alone with
     nothing; such a token gets what lies between its neighbours.
     """
-    found = tokenizer.encode(text, add_special_tokens=False)
+    encoding = tokenizer.encode(text, add_special_tokens=False)
     places: list[tuple[int, int]] = []
-    for start, stop in found.offsets:
+    for start, stop in encoding.offsets:
         before = places[-1][1] if places else 0
         places.append((min(before, start), stop) if start == stop else (start, stop))
-    return list(found.ids), places
+    return list(encoding.ids), places
 
 
 def _ends(folder: Path) -> frozenset[int]:
     """The end tokens of generation_config.json, if there is one: an id, several, or none."""
     file = folder / "generation_config.json"
     config = from_json(file.read_bytes()) if file.is_file() else {}
-    found = config.get("eos_token_id", [])
-    listed = found if isinstance(found, list) else [found]
+    ids = config.get("eos_token_id", [])
+    listed = ids if isinstance(ids, list) else [ids]
     return frozenset(number for number in listed if number is not None)

@@ -134,8 +134,8 @@ class Reader:
             try:
                 if isinstance(record, ValueError):
                     raise record
-                found = recognise(record, self.reading.columns, self.encoder.has_template)
-                whole = row_of(found.example, self.encoder, self.reading.loss_on)
+                recognised = recognise(record, self.reading.columns, self.encoder.has_template)
+                whole = row_of(recognised.example, self.encoder, self.reading.loss_on)
             except DataError as error:
                 raise DataError(f"{self.file}, {place}: {error}") from error
             except ValueError as error:
@@ -157,7 +157,7 @@ class Reader:
                 continue
             if row.cut:
                 self._warn(place, f"{whole.length} tokens, cut at {self.seq_length}")
-            yield self._kept(row, found.format)
+            yield self._kept(row, recognised.format)
 
     def _bound(self, rows: Callable[[], Iterable[object]]) -> int:
         """The digest below which rows are held out; 0 if none are."""

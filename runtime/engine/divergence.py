@@ -57,13 +57,13 @@ class _Distribution:
 
     @property
     def log_sum(self) -> F64:
-        found: F64 = self.most + np.log(self.total)
-        return found
+        log_sum: F64 = self.most + np.log(self.total)
+        return log_sum
 
     @property
     def loss(self) -> F64:
-        found: F64 = self.log_sum - self.chosen
-        return found
+        loss: F64 = self.log_sum - self.chosen
+        return loss
 
 
 class _Head:
@@ -79,9 +79,9 @@ class _Head:
         """The logits (N, stop - start) of each row."""
         tile = self.matrices.tile(self.matrix, start, stop)
         for given in self.inputs:
-            found = tile.transposed_product(given)
-            mx.eval(found)
-            yield view(found)
+            logits = tile.transposed_product(given)
+            mx.eval(logits)
+            yield view(logits)
 
 
 class _Pair:
@@ -116,10 +116,10 @@ def compare_heads(
     Both heads are read once, in chunks of rows.
     """
     first, second = _Head(source, source_hs), _Head(model, hs)
-    tokens = max(len(one) for one in targets)
+    tokens = max(len(row_targets) for row_targets in targets)
     most = max(1, min(HEAD_VALUES // tokens, HEAD_VALUES // hs[0].shape[1]))
     step = min(first.rows, second.rows, most)
-    pairs = [_Pair(one) for one in targets]
+    pairs = [_Pair(row_targets) for row_targets in targets]
     vocabulary = first.matrix.rows
     for start in range(0, vocabulary, step):
         stop = min(vocabulary, start + step)

@@ -32,7 +32,7 @@ class Executor:
     @classmethod
     def of(cls, tools: Tools) -> Executor:
         """An executor with the kernels of the table."""
-        kernels = {one: make(tools) for one, make in KERNELS.items()}
+        kernels = {operation: make(tools) for operation, make in KERNELS.items()}
         return cls(kernels, tools.arrays, tools.profile)
 
     def forward(
@@ -84,15 +84,15 @@ class Executor:
         instruction = run.instruction
         operation = instruction.operation
         with self.profile.span(f"{operation.label} backward"):
-            found = self.kernels[type(operation)].backward(run, values, loras, gradients)
+            returned = self.kernels[type(operation)].backward(run, values, loras, gradients)
             for name, same in zip(instruction.wanted, instruction.same, strict=True):
-                gradient = found.pop(name)
+                gradient = returned.pop(name)
                 before = values.pop(gradient_of(name), None)
                 if before is not None:
                     gradient = values[same] if same else before + gradient
                 values[gradient_of(name)] = gradient
                 del gradient, before
-            del found
+            del returned
             self.arrays.evaluate([values[gradient_of(name)] for name in instruction.wanted])
         for name in instruction.frees:
             values.pop(name, None)

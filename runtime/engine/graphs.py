@@ -32,9 +32,9 @@ class Graphs:
             results = tuple(function(*arguments))
         except (RuntimeError, ValueError) as problem:
             raise BundleError(f"{graph.file} does not take its inputs: {problem}") from None
-        found = tuple(tuple(result.shape) for result in results)
-        if found != graph.outputs or any(result.dtype != mx.float32 for result in results):
-            raise BundleError(f"{graph.file} returns {found}, the manifest says {graph.outputs}")
+        shapes = tuple(tuple(result.shape) for result in results)
+        if shapes != graph.outputs or any(result.dtype != mx.float32 for result in results):
+            raise BundleError(f"{graph.file} returns {shapes}, the manifest says {graph.outputs}")
         return results
 
     def workspace_bytes(self, key: str) -> int:

@@ -98,7 +98,7 @@ class Model:
 
     @cached_property
     def _lowered(self) -> dict[Block, LoweredBlock]:
-        return {one.block: one for one in self.lowered.blocks}
+        return {lowered_block.block: lowered_block for lowered_block in self.lowered.blocks}
 
     def embed(self, tokens: npt.NDArray[np.int64], loras: Loras | None = None) -> mx.array:
         """Hidden states (1, bucket, D) of tokens (T,), padded up to the bucket.
@@ -132,7 +132,7 @@ class Model:
         source = self._lowered[block].program.input
         of_lanes = offsets or [None] * len(xs)
         pairs = zip(xs, of_lanes, strict=True)
-        lanes: list[Values] = [{source: x, **self._starts(one)} for x, one in pairs]
+        lanes: list[Values] = [{source: x, **self._starts(of_lane)} for x, of_lane in pairs]
         xs.clear()
         return self._forward(block, lanes, loras)
 
@@ -159,12 +159,12 @@ class Model:
 
     def new_cache(self) -> dict[Block, Values]:
         """The key-value cache of a sequence of no tokens, by layer."""
-        found = {
+        cache = {
             layer.block: {name: mx.zeros(shape) for name, shape in layer.program.cached.items()}
             for layer in self.lowered.layers
         }
-        mx.eval(found)
-        return found
+        mx.eval(cache)
+        return cache
 
     def logits(self, h: mx.array) -> npt.NDArray[np.float32]:
         """The logits (V,) of the token after the hidden state h (1, D)."""
@@ -233,9 +233,9 @@ class Model:
         block = self.blocks[-1]
         values: Values = {self._lowered[block].program.input: x}
         (whole,) = self._forward(block, [values], [{} if loras is None else loras])
-        found = mx.take(whole.squeeze(0), _indices(scored), axis=0)  # so that the rest can go
-        mx.eval(found)
-        return found
+        h = mx.take(whole.squeeze(0), _indices(scored), axis=0)  # so that the rest can go
+        mx.eval(h)
+        return h
 
     def losses(
         self,
@@ -248,7 +248,7 @@ class Model:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
         kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
         with self.profile.span("head"):
-            moves = [move_of(one) for one in loras]
+            moves = [move_of(of_lane) for of_lane in loras]
             return kernel.run(hs, targets, self.head_matrix, gradient, predictions, moves)
 
     def label_logits(self, h: mx.array, labels: Targets, loras: Loras) -> mx.array:

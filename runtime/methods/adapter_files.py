@@ -120,7 +120,7 @@ class AdapterFiles:
             if not isinstance(config, dict):
                 raise ValueError("it holds no settings by name")
             if self.is_peft:
-                found = peft.stated_in(config)
+                stated = peft.stated_in(config)
             else:
                 kind, own = config.get(mlx_lm.KIND, "lora"), config.get("ondevice", {})
                 if kind == mlx_lm.PREFIX:
@@ -129,11 +129,11 @@ class AdapterFiles:
                     raise BundleError(
                         f"{self.config}: its adapter is {kind!r:.80}; only lora is supported"
                     )
-                found = mlx_lm.stated_in(config)
+                stated = mlx_lm.stated_in(config)
                 scale = number(config["lora_parameters"]["scale"], "scale")
             weights = own.get("weights_sha256")
             # where nothing else decides, the tensors say which modules are adapted
-            fields = own.get("lora") or {**found, "targets": [], "layers": 1}
+            fields = own.get("lora") or {**stated, "targets": [], "layers": 1}
             lora = msgspec.convert(fields, LoraSettings)
         except peft.UnsupportedError as problem:
             raise BundleError(f"{self.config}: {problem}") from None
@@ -161,13 +161,13 @@ class AdapterFiles:
     def _completed(self, lora: LoraSettings) -> LoraSettings:
         """The settings with the targets and layers that the tensors have."""
         with self.opened() as tensors:
-            found = tensors.coverage
-        if found.rank != lora.rank:
+            coverage = tensors.coverage
+        if coverage.rank != lora.rank:
             raise BundleError(
-                f"{self.weights} has adapters of rank {found.rank}, and {self.config} says rank "
+                f"{self.weights} has adapters of rank {coverage.rank}, and {self.config} says rank "
                 f"{lora.rank}: one of the two files belongs to another adapter"
             )
-        return msgspec.structs.replace(lora, targets=found.targets, layers=found.layers)
+        return msgspec.structs.replace(lora, targets=coverage.targets, layers=coverage.layers)
 
     @contextmanager
     def opened(self) -> Iterator[AdapterTensors]:
@@ -241,23 +241,23 @@ class AdapterTensors:
                 f"{'prefix' if prefix else 'lora'}, and for other uses keep its {mlx_lm.CONFIG} "
                 "beside it"
             )
-        found, wanted = self.coverage, coverage_of(expected)
-        if prefix and found.rank != wanted.rank:
+        stored, wanted = self.coverage, coverage_of(expected)
+        if prefix and stored.rank != wanted.rank:
             raise BundleError(
-                f"{self._path} does not fit: its prefix has {found.rank} rows, and {wanted.rank} "
-                f"are expected{hint}; to train with it, give --prefix-length {found.rank}, or "
+                f"{self._path} does not fit: its prefix has {stored.rank} rows, and {wanted.rank} "
+                f"are expected{hint}; to train with it, give --prefix-length {stored.rank}, or "
                 "start with a new prefix (without --adapter)"
             )
-        if found.rank != wanted.rank:
+        if stored.rank != wanted.rank:
             raise BundleError(
-                f"{self._path} does not fit: its adapters have rank {found.rank}, and rank "
+                f"{self._path} does not fit: its adapters have rank {stored.rank}, and rank "
                 f"{wanted.rank} is expected{hint}; to train with it, give --lora-rank "
-                f"{found.rank}, or start with new adapters (without --adapter)"
+                f"{stored.rank}, or start with new adapters (without --adapter)"
             )
         if odd := sorted(self.shapes.keys() ^ expected.keys()):
             where = ""
-            if (found.first, found.last) != (wanted.first, wanted.last):
-                where = f" (it has {found.where}, expected are {wanted.where})"
+            if (stored.first, stored.last) != (wanted.first, wanted.last):
+                where = f" (it has {stored.where}, expected are {wanted.where})"
             raise BundleError(
                 f"{self._path} does not fit the bundle: {len(odd)} names{where}, {odd[0]}{hint}"
             )

@@ -55,10 +55,10 @@ class Adapters:
     @classmethod
     def shapes(cls, manifest: Manifest) -> dict[str, tuple[int, int]]:
         """Every tensor's shape, block by block in program order."""
-        found: dict[str, tuple[int, int]] = {}
+        shapes: dict[str, tuple[int, int]] = {}
         for block in manifest.layers:
-            found.update(cls.shapes_of(manifest, block))
-        return found
+            shapes.update(cls.shapes_of(manifest, block))
+        return shapes
 
     @property
     def size(self) -> int:
@@ -89,11 +89,11 @@ class Adapters:
 
     def loras(self, block: Block) -> dict[str, Lora]:
         """The block's adapters by relative name."""
-        found = {}
+        loras = {}
         for name in self.manifest.adapted(block):
             first, second = self.manifest.adapter_names(block, name)
-            found[name] = Lora(self._copy(first), self._copy(second), self.scale)
-        return found
+            loras[name] = Lora(self._copy(first), self._copy(second), self.scale)
+        return loras
 
     def _copy(self, name: str) -> mx.array:
         value = self.tensors[name].astype(DTYPES[self.dtype])  # itself where it is float32
@@ -163,9 +163,9 @@ class Adapters:
             stored.check_fits(expected, files.hint)
             for name in expected:
                 tensors[name] = mx.array(stored.read(name))
-        found = cls(manifest, tensors)
-        found._refuse_fused()
-        return found
+        adapters = cls(manifest, tensors)
+        adapters._refuse_fused()
+        return adapters
 
     def _refuse_fused(self) -> None:
         """Raise UsageError if the model's weights hold these adapters already."""

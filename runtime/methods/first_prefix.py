@@ -50,7 +50,7 @@ def fill_prefix(models: Models, adapters: Adapters, seed: int, most: int) -> Non
 def _watching(adapters: Adapters, block: Block) -> Loras:
     """Adapters of a block that let it run without a prefix, and take its keys and values."""
     manifest = adapters.manifest
-    found: Loras = {}
+    loras: Loras = {}
     for name in manifest.adapted(block):
         pair = manifest.adapter_names(block, name)
         keys, values = (Adapters.shapes(manifest)[full] for full in pair)
@@ -64,5 +64,5 @@ def _watching(adapters: Adapters, block: Block) -> Loras:
                 adapters.tensors[full] = value
 
         none = Lora(mx.zeros((0, keys[1])), mx.zeros((0, values[1])), 1.0)
-        found[name] = replace(none, observer=InputObserver(take, keys[0]))
-    return found
+        loras[name] = replace(none, observer=InputObserver(take, keys[0]))
+    return loras

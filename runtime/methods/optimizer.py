@@ -52,16 +52,16 @@ class Group:
 
 def groups(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[Group]:
     """Groups of adjacent tensors with at most `most` values; a larger tensor is alone."""
-    found: list[dict[str, tuple[int, ...]]] = []
+    groups_of_tensors: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():
         size = math.prod(shape)
         if size > room:
-            found.append({})
+            groups_of_tensors.append({})
             room = most
-        found[-1][name] = shape
+        groups_of_tensors[-1][name] = shape
         room -= size
-    return [Group(tuple(one), tuple(one.values())) for one in found]
+    return [Group(tuple(group), tuple(group.values())) for group in groups_of_tensors]
 
 
 class Optimizer:
@@ -102,7 +102,7 @@ class Optimizer:
 
     def apply(self, block: Block, gradients: Gradients) -> None:
         """Update the block's adapters with (dA, dB) by relative name."""
-        found = {
+        by_full_name = {
             full: gradient
             for name, pair in gradients.items()
             for full, gradient in zip(
@@ -110,7 +110,7 @@ class Optimizer:
             )
         }
         for group in self._groups[block.name]:
-            self._apply(group, found)
+            self._apply(group, by_full_name)
 
     def _apply(self, group: Group, gradients: dict[str, mx.array]) -> None:
         state = {which: self._state[group.moment(which)] for which in self.moments}

@@ -30,10 +30,10 @@ def loss_of(evaluation: Evaluation) -> float:
 def losses_by_step(evaluations: Evaluations, done: int) -> dict[int, float]:
     """The held-out losses up to step `done`, in order; infinity for those that are not finite."""
     ends = {"before": 0, "after": done}
-    found = {}
-    for when, one in evaluations.items():
-        found[ends[when] if when in ends else int(when)] = loss_of(one)
-    return {step: found[step] for step in sorted(found) if step <= done}
+    losses = {}
+    for when, evaluation in evaluations.items():
+        losses[ends[when] if when in ends else int(when)] = loss_of(evaluation)
+    return {step: losses[step] for step in sorted(losses) if step <= done}
 
 
 def best_of(evaluations: Evaluations, done: int) -> Best | None:

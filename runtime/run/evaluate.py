@@ -38,13 +38,13 @@ def summarize(losses: Sequence[StepLoss]) -> Evaluation:
     total = sum(losses, StepLoss(0.0, 0, 0))
     loss = total.loss_sum / total.scored_tokens
     finite = math.isfinite(loss)
-    bad = sum(not math.isfinite(one.loss_sum) for one in losses)
+    bad = sum(not math.isfinite(row_loss.loss_sum) for row_loss in losses)
     return Evaluation(
         loss=loss if finite else None,
         perplexity=float(np.exp(min(loss, 700.0))) if finite else None,
         rows_not_finite=0 if finite else bad,
         accuracy=total.correct / total.scored_tokens,
-        exact=sum(one.correct == one.scored_tokens for one in losses) / len(losses),
+        exact=sum(row_loss.correct == row_loss.scored_tokens for row_loss in losses) / len(losses),
         scored_tokens=total.scored_tokens,
         rows=len(losses),
     )

@@ -24,4 +24,4 @@ class Events:
     note: Callable[[str], None] = lambda text: None
     step: Callable[[Step, int], None] = lambda step, total: None
     evaluation: Callable[[str, int, int], None] = lambda what, done, total: None
-    evaluated: Callable[[str, Evaluation], None] = lambda when, found: None
+    evaluated: Callable[[str, Evaluation], None] = lambda when, evaluation: None

@@ -232,7 +232,7 @@ class RunFolder:
         way_out = self.saves.way_out(self.saves.place(state.step))
         for log in self._logs_of(state):
             log.check(state.logs[log.path.name], way_out)
-        return sum(one.seconds for one in read_steps(self.metrics.path, state.step, way_out))
+        return sum(step.seconds for step in read_steps(self.metrics.path, state.step, way_out))
 
     def go_on_with_logs(self, state: State, keeps_log: bool) -> None:
         """Drop what the logs hold of steps after the save.
@@ -295,7 +295,7 @@ class RunFolder:
                 f"in {self.path}"
             )
         state = self.saves.read(place)
-        for name in [one for one in (WEIGHTS, ADAPTER_CONFIG) if one in state.files]:
+        for name in [file for file in (WEIGHTS, ADAPTER_CONFIG) if file in state.files]:
             self.saves.check(place, state, name)
             temporary = self.path / f".{name}.partial"
             with storage_errors(self.path / name):
@@ -307,10 +307,10 @@ class RunFolder:
 
     def remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
-        found = self.saves.all()
-        stay = {*found[-keep:], *(() if best is None else (self.saves.place(best),))}
+        saves = self.saves.all()
+        stay = {*saves[-keep:], *(() if best is None else (self.saves.place(best),))}
         with storage_errors(self.saves.folder):
-            for old in found:
+            for old in saves:
                 if old not in stay:
                     old.rename(old.with_name(f".{old.name}.partial"))
             for old in self.saves.folder.glob(".step-*.partial"):
@@ -354,23 +354,24 @@ class RunFolder:
         if path.exists():
             self.check(EVALUATIONS)
             stored = read_json(path)
-        found: dict[str, Evaluation] = {}
+        checked: dict[str, Evaluation] = {}
         for when, facts in stored.items():
             if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
                 raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
             try:
-                found[when] = _evaluation(facts)
+                checked[when] = _evaluation(facts)
             except (msgspec.ValidationError, UnicodeError) as problem:
                 raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
-        if missing := sorted(set(evaluated) - set(found)):
+        if missing := sorted(set(evaluated) - set(checked)):
             raise BundleError(
                 f"{path} lacks the evaluation {missing[0]!r}, which the last save has; put it back "
                 f"as it was, or {another_run(self.path)}"
             )
         return {
-            when: one
-            for when, one in found.items()
-            if when == "before" or (one.step == done if when == "after" else int(when) <= done)
+            when: evaluation
+            for when, evaluation in checked.items()
+            if when == "before"
+            or (evaluation.step == done if when == "after" else int(when) <= done)
         }
 
     def check_save(self, place: Path) -> State:
@@ -401,12 +402,12 @@ def read_json(path: Path) -> dict[str, Any]:
         BundleError: it is damaged.
     """
     try:
-        found = from_json(read_file(path))
+        value = from_json(read_file(path))
     except (OSError, ValueError) as problem:
         raise BundleError(f"{path} is damaged: {problem!r}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BundleError(f"{path} is damaged: it holds no object")
-    return found
+    return value
 
 
 def _half_written(path: Path) -> bool:
@@ -426,7 +427,7 @@ def _leftover(path: Path) -> bool:
     if path.name == INITIAL:
         files = (WEIGHTS, ADAPTER_CONFIG, f".{WEIGHTS}.partial")
         return path.is_dir() and all(
-            one.name in files or _half_written(one) for one in path.iterdir()
+            file.name in files or _half_written(file) for file in path.iterdir()
         )
     ours = (*TOKENS, PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS, *OF_TRACKERS)
     return path.name in ours or _half_written(path)

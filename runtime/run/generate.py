@@ -341,8 +341,8 @@ def sampling_of(config: GenerationConfig) -> Sampling:
 
 def longest_sequence(manifest: Manifest) -> int | None:
     """The most tokens for which a model was made; None where its configuration does not say."""
-    found = manifest.config.get("max_position_embeddings")
-    return found if isinstance(found, int) and found > 0 else None
+    longest = manifest.config.get("max_position_embeddings")
+    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:

@@ -125,7 +125,7 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
         UsageError: its weights are quantized, or options of adapters were given.
     """
     manifest = bundle.manifest
-    quantized = sorted(name for name, one in manifest.matrices.items() if not one.is_float)
+    quantized = sorted(name for name, matrix in manifest.matrices.items() if not matrix.is_float)
     if quantized:
         raise UsageError(
             f"--trainable full: {len(quantized)} matrices of the bundle are quantized "
@@ -227,10 +227,10 @@ def _check_adapter(
 ) -> None:
     """Refuse settings that are not those of the adapter to start from, but for its dropout."""
     for name in config.given_lora:
-        now, before = (_effective(one, name, manifest) for one in (lora, adapter))
+        now, before = (_effective(settings, name, manifest) for settings in (lora, adapter))
         if now != before:
-            flag, found = FLAGS[name], getattr(adapter, name)
-            shown = found if isinstance(found, str | int | float) else ",".join(found)
+            flag, setting = FLAGS[name], getattr(adapter, name)
+            shown = setting if isinstance(setting, str | int | float) else ",".join(setting)
             raise UsageError(
                 f"{flag} {getattr(config, _option(name))}: the adapter in {config.adapter} has "
                 f"{flag} {shown}; leave {flag} out, or start with a new adapter (without --adapter)"
@@ -244,7 +244,7 @@ def _option(name: str) -> str:
 def _effective(lora: LoraSettings, name: str, manifest: Manifest) -> object:
     """A setting as far as it matters to this model."""
     if name == "targets":
-        return {one for one in manifest.linear_names if lora.adapts(one)}
+        return {linear for linear in manifest.linear_names if lora.adapts(linear)}
     if name == "layers":
         return lora.first_layer(len(manifest.layers))
     return getattr(lora, name)

@@ -167,5 +167,5 @@ def _best(folder: RunFolder, config: TrainConfig, steps: int) -> int | None:
     """The step whose adapter a finished run has kept as its own, if it is not the last's."""
     if not (config.keep_best and (folder.path / SUMMARY).exists()):
         return None
-    found = best_of(folder.evaluations(steps), steps)
-    return None if found is None else found.step
+    best = best_of(folder.evaluations(steps), steps)
+    return None if best is None else best.step

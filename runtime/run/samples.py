@@ -42,4 +42,4 @@ class Samples:
         index = self.order.sample(position)
         if self.packing is None:
             return Row(*self.rows.row(index))
-        return PackedRows(tuple(Row(*self.rows.row(one)) for one in self.packing.rows_of(index)))
+        return PackedRows(tuple(Row(*self.rows.row(row)) for row in self.packing.rows_of(index)))

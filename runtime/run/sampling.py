@@ -94,9 +94,9 @@ class Sampling:
             few = min(few, count)
             values.partition(count - few)
             values[count - few :].sort()
-            found = _fewest(values[count - few :], top, wanted)
-            if found is not None or few == count:
-                return values[count - (found or count) :]
+            fewest = _fewest(values[count - few :], top, wanted)
+            if fewest is not None or few == count:
+                return values[count - (fewest or count) :]
             few *= 8
 
 

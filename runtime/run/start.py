@@ -72,10 +72,10 @@ def show_plan(config: PlanConfig, note: Note) -> Plan:
     machine = machine_of(config.machine)
     with Meter():  # as in `train`: the plan counts what the process has loaded
         bundle = with_graphs(open_bundle(config.bundle), config.device, note)
-        found = plan_training(config, bundle, machine, note)
-    if found.warning:
-        note(warning(found.warning))
-    return found
+        plan = plan_training(config, bundle, machine, note)
+    if plan.warning:
+        note(warning(plan.warning))
+    return plan
 
 
 def machine_of(path: str | None) -> Machine | None:
@@ -262,9 +262,13 @@ def _next_rates(before: TrainConfig, now: TrainConfig, done: int) -> tuple[float
     """The learning rate of the next step as the run was configured, and as it is now."""
     rates = [
         learning_rate(
-            one.learning_rate, one.lr_schedule, one.warmup_steps, one.steps, min(done, one.steps)
+            config.learning_rate,
+            config.lr_schedule,
+            config.warmup_steps,
+            config.steps,
+            min(done, config.steps),
         )
-        for one in (before, now)
+        for config in (before, now)
     ]
     return rates[0], rates[1]
 

@@ -89,8 +89,8 @@ def _traced(bundle: Bundle, device: str, note: Note) -> Bundle:
     """The bundle with graphs from the cache folder, traced there if need be."""
     library = _installed_version("mlx_lm")
     folder = cache_folder() / "graphs" / _key(bundle.manifest, device, library)
-    if (found := _read(bundle, folder)) is not None:
-        return found
+    if (traced := _read(bundle, folder)) is not None:
+        return traced
     if not library:
         fitting = (bundle.manifest.mlx_version, bundle.manifest.device) == (mlx_version(), device)
         trust = f", or, if you trust whoever made them: ondevice trust {bundle.path}"
@@ -109,18 +109,18 @@ def _traced(bundle: Bundle, device: str, note: Note) -> Bundle:
             except BlockingIOError:
                 note(f"waiting for another process, which traces the graphs of {bundle.path}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if (found := _read(bundle, folder)) is None:
+            if (traced := _read(bundle, folder)) is None:
                 note(f"tracing the graphs of {bundle.path} into {folder.parent}")
                 _trace(bundle, folder, device)
-                found = _read(bundle, folder)
+                traced = _read(bundle, folder)
     except StorageError as problem:
         raise StorageError(
             f"{problem}; graphs that this machine has not traced are traced into that folder: set "
             "XDG_CACHE_HOME to another"
         ) from None
-    if found is None:
+    if traced is None:
         raise BundleError(f"{folder}: another process has changed the graphs there; start again")
-    return found
+    return traced
 
 
 def _read(bundle: Bundle, folder: Path) -> Bundle | None:

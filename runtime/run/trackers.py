@@ -117,9 +117,9 @@ def reporting(config: TrainConfig, folder: Path, done: int, events: Events) -> I
         tracker.log(latest, named(TRAIN, done))
         events.step(done, total)
 
-    def evaluated(when: str, found: Evaluation) -> None:
-        tracker.log(int(when) if when.isdecimal() else latest, named(VALID, found))
-        events.evaluated(when, found)
+    def evaluated(when: str, evaluation: Evaluation) -> None:
+        tracker.log(int(when) if when.isdecimal() else latest, named(VALID, evaluation))
+        events.evaluated(when, evaluation)
 
     try:
         yield replace(events, step=step, evaluated=evaluated)

@@ -119,10 +119,10 @@ def write_trained(
                     f"after step {len(updates)} of its log, {name} holds values that are no finite "
                     "numbers: the run diverged; train another with a lower --learning-rate"
                 )
-            found = stored.tobytes()
+            octets = stored.tobytes()
             if own is not None:
-                same &= found == own.stored(name, start, min(rows, start + step)).tobytes()
-            yield found
+                same &= octets == own.stored(name, start, min(rows, start + step)).tobytes()
+            yield octets
 
     with BundleWriter(output) as writer:
         for name, extent in _in_order(manifest):
@@ -152,6 +152,6 @@ def write_trained(
 
 def _in_order(manifest: Manifest) -> list[tuple[str, Extent]]:
     """All tensors, in the order in which they lie in weights.bin."""
-    found = list(manifest.vectors.items())
-    found += [(name, matrix.packed) for name, matrix in manifest.matrices.items()]
-    return sorted(found, key=lambda one: one[1].offset)
+    tensors = list(manifest.vectors.items())
+    tensors += [(name, matrix.packed) for name, matrix in manifest.matrices.items()]
+    return sorted(tensors, key=lambda entry: entry[1].offset)

@@ -134,12 +134,12 @@ class RowNoise:
         """Random integers (N, C), uniform, by which the chosen rows (N,) are rounded."""
         height = rows_of_noise(columns)
         tiles = chosen // height
-        found = np.empty((len(chosen), columns), np.uint16)
+        integers = np.empty((len(chosen), columns), np.uint16)
         for tile in np.unique(tiles).tolist():
             bits = _bits(self._key("rounding", step, 0, tensor, tile), 2 * height * columns)
             here = np.flatnonzero(tiles == tile)
-            found[here] = bits.view("<u2").reshape(height, columns)[chosen[here] - tile * height]
-        return found
+            integers[here] = bits.view("<u2").reshape(height, columns)[chosen[here] - tile * height]
+        return integers
 
     def _whole(self, step: int, query: int, tensor: str, tile: int, columns: int) -> F32:
         """A whole tile of noise, in memory that the next one reuses."""

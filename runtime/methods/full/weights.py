@@ -50,15 +50,15 @@ def trained_tensors(manifest: Manifest) -> list[dict[str, tuple[int, int, str]]]
         for operation in block_type.operations:
             for name in (*operation.vectors(block.tensor), *operation.matrices(block.tensor)):
                 users[name] = index
-    found: list[dict[str, tuple[int, int, str]]] = [{} for _ in manifest.blocks]
+    of_blocks: list[dict[str, tuple[int, int, str]]] = [{} for _ in manifest.blocks]
     for name, index in users.items():
         if name in manifest.vectors:
             (size,) = manifest.vectors[name].shape
-            found[index][name] = (1, size, "float32")
+            of_blocks[index][name] = (1, size, "float32")
         else:
             matrix = manifest.matrices[name]
-            found[index][name] = (matrix.rows, matrix.columns, matrix.packed.dtype)
-    return found
+            of_blocks[index][name] = (matrix.rows, matrix.columns, matrix.packed.dtype)
+    return of_blocks
 
 
 def slot_layouts(manifest: Manifest) -> list[SlotLayout]:
@@ -143,7 +143,7 @@ class FullWeights:
             None if self.slots is None else self.slots.newest(index, self.done)
             for index in range(len(self.tensors))
         ]
-        self._seen = [0 if one is None else one.version for one in self._whole]
+        self._seen = [0 if whole is None else whole.version for whole in self._whole]
         self._vectors: dict[str, F32] = {}
         for name in self.manifest.vectors:
             _, columns, _ = self.tensors[self.owner[name]][name]
@@ -210,8 +210,8 @@ class FullWeights:
         _, columns, dtype = self.tensors[self.owner[name]][name]
         values = np.empty((stop - start, columns), np.float32)
         self._stored_rows(name, start, stop, values)
-        found = self._apply(name, np.arange(start, stop), values)
-        return rounded(values, dtype, None) if found is None else found
+        octets = self._apply(name, np.arange(start, stop), values)
+        return rounded(values, dtype, None) if octets is None else octets
 
     # Updates.
 
@@ -257,7 +257,7 @@ class FullWeights:
         self._whole[visit.index] = Whole(visit.slot, self.done)
         self._seen[visit.index] = self.done
         self._visit = None
-        for step in [one for one in self.updates if one < self.oldest]:
+        for step in [step for step in self.updates if step < self.oldest]:
             del self.updates[step]
 
     def settle(self) -> None:
@@ -268,8 +268,8 @@ class FullWeights:
 
     def _pending(self, index: int) -> list[Update]:
         """The updates that a block's slot lacks."""
-        found = (self.updates[step] for step in range(self._seen[index], self.done))
-        return [update for update in found if update is not None]
+        updates = (self.updates[step] for step in range(self._seen[index], self.done))
+        return [update for update in updates if update is not None]
 
     def _fill(self, name: str, start: int, stop: int, values: F32) -> None:
         """Rows of a matrix with all updates, written if its block is being visited."""

@@ -88,10 +88,10 @@ def _iterate(
     del loras
     for name in list(sums):
         tensor = f"{block.tensor(name)}.lora_a"
-        found = np.array(sums.pop(name), np.float64)
-        if not np.isfinite(found).all():
+        product = np.array(sums.pop(name), np.float64)
+        if not np.isfinite(product).all():
             raise DivergedError(f"the inputs of {block.tensor(name)} are not finite")
-        adapters.tensors[tensor] = mx.array(np.linalg.qr(found)[0].astype(np.float32))
+        adapters.tensors[tensor] = mx.array(np.linalg.qr(product)[0].astype(np.float32))
 
 
 def _add(sums: Sums, name: str, q: mx.array, x: mx.array) -> None:

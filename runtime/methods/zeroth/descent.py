@@ -191,7 +191,7 @@ class Averages(Descent):
         self._kept.append(update)
 
     def state(self) -> dict[str, Any]:
-        return {"window": [[one.step, list(one.gradients)] for one in self._kept]}
+        return {"window": [[update.step, list(update.gradients)] for update in self._kept]}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self._kept.clear()
@@ -243,7 +243,7 @@ class Adam(Averages):
         return value
 
 
-AVERAGING: dict[str, type[Averages]] = {one.optimizer: one for one in (Momentum, Adam)}
+AVERAGING: dict[str, type[Averages]] = {descent.optimizer: descent for descent in (Momentum, Adam)}
 BY_NAME: dict[str, type[Descent]] = {"sgd": Sgd, **AVERAGING}
 
 

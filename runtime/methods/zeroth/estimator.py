@@ -35,7 +35,7 @@ Losses = Mapping[Point, float]  # the batch's mean loss at each point
 
 def by_query(points: Sequence[Point]) -> list[list[Point]]:
     """The points of each query."""
-    return [list(found) for _, found in groupby(points, key=lambda point: point.query)]
+    return [list(of_query) for _, of_query in groupby(points, key=lambda point: point.query)]
 
 
 class Estimator(ABC):

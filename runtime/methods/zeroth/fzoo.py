@@ -47,11 +47,11 @@ class OneSided(Estimator):
         return [Point(query, PLUS) for query in range(self.queries)]
 
     def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
-        found = [losses[point] for point in self._perturbed]
-        sigma = stdev(found)
+        perturbed = [losses[point] for point in self._perturbed]
+        sigma = stdev(perturbed)
         if sigma == 0:
-            return (0.0,) * len(found)
-        return tuple((loss - losses[THETA]) / (epsilon * sigma) for loss in found)
+            return (0.0,) * len(perturbed)
+        return tuple((loss - losses[THETA]) / (epsilon * sigma) for loss in perturbed)
 
 
 def demand(config: StepConfig) -> Demand:

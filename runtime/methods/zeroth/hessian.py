@@ -104,8 +104,8 @@ class HessianDescent(Descent):
 
     def read(self, file: IO[bytes]) -> None:
         for tensor, shape in self._shapes.items():
-            found = np.frombuffer(file.read(math.prod(shape) * 4), np.float32)
-            s = mx.array(found).reshape(shape)  # ValueError if there is less
+            values = np.frombuffer(file.read(math.prod(shape) * 4), np.float32)
+            s = mx.array(values).reshape(shape)  # ValueError if there is less
             if not _is_scale(s):
                 raise ValueError(f"its curvature for {tensor} holds a value that is none")
             self._estimate[tensor] = s

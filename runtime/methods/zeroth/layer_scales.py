@@ -135,7 +135,9 @@ def is_scale(value: float) -> bool:
 
 def norm_of(tensors: Iterable[mx.array]) -> float:
     """The norm of all values of some tensors together, summed in float64."""
-    squares = (np.square(np.array(one, copy=False), dtype=np.float64).sum() for one in tensors)
+    squares = (
+        np.square(np.array(tensor, copy=False), dtype=np.float64).sum() for tensor in tensors
+    )
     return math.sqrt(sum(map(float, squares)))
 
 

@@ -133,7 +133,7 @@ class ZerothOrder:
         self._catch_up(block, model)
         perturbed: dict[Point, Loras] = {}
         points = by_query(sorted({lane.point for lane in lanes}))
-        of_query = {found[0].query: found for found in points}
+        of_query = {query_points[0].query: query_points for query_points in points}
         for first in range(0, len(lanes), self.lanes):
             group = lanes[first : first + self.lanes]
             for done in [point for point in perturbed if point.query < group[0].point.query]:
