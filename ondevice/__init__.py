@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     from runtime.config.train import TrainConfig
     from runtime.core import errors
     from runtime.plan.plan import Plan
-    from runtime.run.evaluation import Evaluation, EvaluationResult
-    from runtime.run.generation import Generation
-    from runtime.run.metrics import Step
-    from runtime.run.summary import TrainResult
+    from runtime.run.results import Evaluation, EvaluationResult, Generation, Step, TrainResult
 
 __all__ = [
     "AdapterConfig",
@@ -93,10 +90,13 @@ _MODULES = {
     "runtime.config.plan": ("PlanConfig",),
     "runtime.config.train": ("TrainConfig",),
     "runtime.plan.plan": ("Plan",),
-    "runtime.run.evaluation": ("Evaluation", "EvaluationResult"),
-    "runtime.run.generation": ("Generation",),
-    "runtime.run.metrics": ("Step",),
-    "runtime.run.summary": ("TrainResult",),
+    "runtime.run.results": (
+        "Evaluation",
+        "EvaluationResult",
+        "Generation",
+        "Step",
+        "TrainResult",
+    ),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -24,9 +24,8 @@ from runtime.config.shared import DataOptions
 from runtime.core.errors import BudgetError, BundleError
 from runtime.core.notes import Progress
 from runtime.core.units import format_bytes
-from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows
-from runtime.data.source import TokenSource
+from runtime.data.source import TokenSource, reading_of
 from runtime.engine.divergence import HEAD_VALUES, Divergence, compare_heads
 from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
@@ -100,7 +99,7 @@ class ExportEngine:
         Raises:
             DataError: the data cannot be used.
         """
-        length = length or source.length(bundle, self.scratch)
+        length = length or source.bucket(bundle, self.scratch)
         found = source.rows(bundle, self.scratch, length)
         if not count and isinstance(found, RandomRows):
             count = 1

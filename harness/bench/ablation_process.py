@@ -42,19 +42,18 @@ from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import OnDeviceError, UsageError  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
+from runtime.data.samples import Samples  # noqa: E402
 from runtime.engine.sample import Sample  # noqa: E402
 from runtime.machine.footprint import Meter  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.full.row_noise import RowNoise  # noqa: E402
 from runtime.methods.full.weights import FullWeights  # noqa: E402
-from runtime.methods.protocol import Start, StepLoss  # noqa: E402
-from runtime.methods.registry import method  # noqa: E402
+from runtime.methods.protocol import Start, StepLoss, method  # noqa: E402
 from runtime.methods.zeroth.zeroth_order import ZerothOrder  # noqa: E402
 from runtime.plan.plan import Plan  # noqa: E402
 from runtime.run.budget import check_budget, training_machine  # noqa: E402
 from runtime.run.lora import to_train  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
-from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.saves import SLOTS  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402
@@ -118,7 +117,7 @@ def _method(
     adapters = Adapters.initial(manifest, config.seed, mapped)
     weights: FullWeights | None = None
     if config.trains_all:
-        from runtime.run.trained_weights import open_weights  # heavier than adapters need
+        from runtime.methods.full.run_weights import open_weights  # heavier than adapters need
 
         if without == "disk":
             with repository_only():
@@ -136,7 +135,13 @@ def _method(
         raise UsageError("--without disk: the adapters of this bundle are in memory anyway")
     session = open_session(bundle, planned, weights)
     begin = Start(
-        session.model, plan, adapters, scratch, len(manifest.blocks), manifest.hidden_size, weights
+        session.model,
+        plan,
+        adapters,
+        scratch,
+        len(manifest.blocks),
+        manifest.hidden_size,
+        session.weights,
     )
     running = method(config.method).start(config, begin)
     if without in OF_FORWARD_ONLY:

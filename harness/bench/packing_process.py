@@ -23,13 +23,12 @@ from harness.bench.short_rows import LONGEST, ShortRows  # noqa: E402
 from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import UsageError  # noqa: E402
+from runtime.data.samples import Samples  # noqa: E402
 from runtime.machine.footprint import Meter  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
-from runtime.methods.protocol import Start  # noqa: E402
-from runtime.methods.registry import method  # noqa: E402
+from runtime.methods.protocol import Start, method  # noqa: E402
 from runtime.run.budget import check_budget  # noqa: E402
 from runtime.run.open import open_checked, open_session  # noqa: E402
-from runtime.run.samples import Samples  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402
 
@@ -48,7 +47,7 @@ def train_epoch(config: TrainConfig, scratch: Path) -> dict[str, Any]:
         tensors = MappedTensors(scratch, "adapters", Adapters.shapes(manifest))
         adapters = Adapters.initial(manifest, config.seed, tensors)
         blocks, width = len(manifest.blocks), manifest.hidden_size
-        begin = Start(session.model, plan, adapters, scratch, blocks, width)
+        begin = Start(session.model, plan, adapters, scratch, blocks, width, session.weights)
         running = method(config.method).start(config, begin)
         steps = math.ceil(len(samples) / config.batch_size)
         computed = 0

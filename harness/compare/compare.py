@@ -40,7 +40,7 @@ from runtime.core.errors import (
 )
 from runtime.core.files import write_atomic
 from runtime.data.hub import hub_dataset
-from runtime.data.rows import split_file
+from runtime.data.source import split_file
 
 PROFILE_STEPS = 3  # in a run of their own, as profiling slows a step down
 MOST_RISE = 1.1  # times the loss before training: a run that is above it is stopped

@@ -15,8 +15,8 @@ from runtime.config.methods import METHODS
 from runtime.config.shared import StepConfig
 from runtime.data.rows import count_rows
 from runtime.data.run_rows import TOKENS
-from runtime.methods.registry import method as implementation
-from runtime.methods.registry import passes_before
+from runtime.methods.protocol import method as implementation
+from runtime.methods.protocol import passes_before
 
 UNBOUNDED_STEPS = 1_000_000  # where time ends a run
 EVALUATIONS = 20  # at most, of a run, unless --eval-every is given

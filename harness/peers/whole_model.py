@@ -28,7 +28,7 @@ from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.dropout import StepDropout
+from runtime.methods.backprop import StepDropout
 from runtime.methods.noise import Noise
 from runtime.storage.weights import Weights
 

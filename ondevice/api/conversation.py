@@ -13,7 +13,7 @@ from runtime.core.errors import UsageError
 
 if TYPE_CHECKING:
     from runtime.run.chat import Chat
-    from runtime.run.generation import Generation
+    from runtime.run.results import Generation
 
 
 def chat(config: ChatConfig, *, on_note: Note | None = None) -> Conversation:

@@ -47,7 +47,7 @@ def convert(config: AdapterConfig, note: Note) -> AdapterResult:
     from export.adapters.write import write_adapter
     from runtime.bundle.store import open_bundle
     from runtime.methods.adapters import Adapters
-    from runtime.run.adapter_bundle import bundle_of
+    from runtime.run.folder import bundle_of
     from runtime.run.lora import refuse_prefix, to_apply
 
     source = Path(config.run)

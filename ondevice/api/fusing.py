@@ -151,8 +151,7 @@ class _Cost:
     def read_rows(self) -> None:
         """Read the rows to measure with, if any; what is wrong with data is said at once."""
         from export.original import COMPARED_TOKENS, OWN_TEXT, TEXT
-        from runtime.data.reading import reading_of
-        from runtime.data.source import TokenSource
+        from runtime.data.source import TokenSource, reading_of
 
         config, manifest = self.config, self.bundle.manifest
         if not config.quality:

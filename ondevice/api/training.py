@@ -12,10 +12,7 @@ from runtime.config.train import TrainConfig
 
 if TYPE_CHECKING:
     from runtime.plan.plan import Plan
-    from runtime.run.evaluation import Evaluation
-    from runtime.run.events import Events
-    from runtime.run.metrics import Step
-    from runtime.run.summary import TrainResult
+    from runtime.run.results import Evaluation, Events, Step, TrainResult
 
 OnStep = Callable[["Step"], None]
 OnEvaluation = Callable[[str, "Evaluation"], None]
@@ -112,7 +109,7 @@ def _events(
     on_plan: OnPlan | None,
 ) -> Events:
     """The callbacks of a run, as the runtime calls them."""
-    from runtime.run.events import Events
+    from runtime.run.results import Events
 
     events = Events(note=hearing(on_note), evaluation=on_progress)
     if on_step is not None:

@@ -15,8 +15,7 @@ from runtime.config.generate import GenerateConfig
 from runtime.core.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
-    from runtime.run.evaluation import EvaluationResult
-    from runtime.run.generation import Generation
+    from runtime.run.results import EvaluationResult, Generation
 
 
 def evaluate(
@@ -39,7 +38,7 @@ def evaluate(
         raise UsageError("task bfcl is for the command `ondevice eval` alone; take another task")
     prepare()
     from runtime.run.evaluate import run_eval
-    from runtime.run.events import Events
+    from runtime.run.results import Events
 
     events = Events(note=hearing(on_note), evaluation=on_progress)
     with tempfile.TemporaryDirectory() as scratch:
@@ -70,8 +69,7 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
     from export.original import original_of
     from export.passes.engine import ExportEngine
     from export.sources.open import open_checkpoint
-    from runtime.data.reading import reading_of
-    from runtime.data.source import TokenSource
+    from runtime.data.source import TokenSource, reading_of
     from runtime.machine.footprint import Meter
     from runtime.run.open import open_checked
 

@@ -16,9 +16,7 @@ from runtime.core.units import format_bytes
 from runtime.operations.program import BlockType
 
 if TYPE_CHECKING:
-    from runtime.run.evaluation import Evaluation, EvaluationResult
-    from runtime.run.generation import Generation
-    from runtime.run.summary import TrainResult
+    from runtime.run.results import Evaluation, EvaluationResult, Generation, TrainResult
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
 MARKS = ("\u27e6", "\u27e7")  # around what is scored, where there are no colours

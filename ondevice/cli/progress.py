@@ -12,7 +12,7 @@ from runtime.core.signals import surviving_hangup
 from runtime.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from runtime.run.metrics import Step
+    from runtime.run.results import Step
 
 LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
 LINE_SECONDS = 60.0  # and earlier, once so many seconds of training have passed without one

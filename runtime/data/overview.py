@@ -28,11 +28,10 @@ from runtime.data.hub import located
 from runtime.data.limits import Limits
 from runtime.data.packing import PackingReport, pack
 from runtime.data.process import confined, limits_argument, run_module
-from runtime.data.reading import Reading, reading_of
 from runtime.data.records import TEXT
 from runtime.data.report import DataReport
-from runtime.data.rows import Lengths, split_file
-from runtime.data.source import length_holding, length_to_pack
+from runtime.data.rows import Lengths
+from runtime.data.source import Reading, bucket_holding, bucket_to_pack, reading_of, split_file
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.data.tokenizing import TRAIN, VALID, Reader
 from runtime.plan.plan import choose_bucket
@@ -101,7 +100,7 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     if not config.pack or not lengths:
         return Overview(reports, shown_row)
     longest = max(report.longest for name, report in reports.items() if name in (TRAIN, VALID))
-    length = config.max_seq_length or length_to_pack(manifest, length_holding(manifest, longest))
+    length = config.max_seq_length or bucket_to_pack(manifest, bucket_holding(manifest, longest))
     return Overview(reports, shown_row, _packed(np.array(lengths), length, manifest))
 
 

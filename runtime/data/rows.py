@@ -16,19 +16,14 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.config.shared import DATA_FILE, DATA_SUFFIXES, HUB_DATA
 from runtime.core.errors import DataError, UsageError
 from runtime.core.files import require_file
-from runtime.core.paths import text_path
-from runtime.data.limits import Limits
-from runtime.data.process import run_module
-from runtime.data.reading import Reading
 from runtime.data.report import DataReport
 
 MAGIC = b"ondvtok\0"
@@ -38,7 +33,6 @@ INDEX = np.dtype([("start", "<i8"), ("length", "<u4")])
 TOKENS = np.dtype("<i4")
 RANDOM_ROWS = 1 << 16  # how many rows `random:SEED` stands for
 MOST_DIGITS = 20  # of the seed of random rows, of which 64 bits count
-READ_ALL = Reading()
 _CHECK_ITEMS = 2**16  # how much of a token file is checked at a time
 
 Tokens = npt.NDArray[np.int32]
@@ -77,58 +71,6 @@ def random_seed(data: str) -> int | None:
             f"{data!r:.80} has no seed of up to {MOST_DIGITS} digits; write for example random:0"
         )
     return int(digits)
-
-
-def split_file(data: str | Path, split: str) -> Path | None:
-    """The file that holds `split` (train, valid or test); None if a directory has none.
-
-    A file is itself, whatever the split. Raises DataError if nothing is at `data`, or where
-    a directory has the split twice, UsageError if the path is not valid UTF-8.
-    """
-    path = text_path(data)
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise DataError(
-            f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
-        )
-    files = [path / f"{split}{suffix}" for suffix in DATA_SUFFIXES]
-    files = [file for file in files if file.is_file()]
-    if len(files) > 1:
-        raise DataError(
-            f"{path} has {' and '.join(file.name for file in files)}; keep one, or name the file"
-        )
-    return files[0] if files else None
-
-
-def prepare_tokens(
-    bundle_dir: Path,
-    data: str | Path,
-    split: str,
-    seq_length: int,
-    out_file: Path,
-    reading: Reading = READ_ALL,
-    part: str = "train",
-) -> Path:
-    """Tokenize `split` of `data` in another process into `out_file`, and return `out_file`.
-
-    Rows predict at most `seq_length` tokens. `part` matters if rows are held out. Raises DataError
-    for data or a tokenizer that cannot be used, StorageError if the file cannot be written.
-    """
-    file = split_file(data, split)
-    if file is None:
-        names = ", ".join(f"{split}{suffix}" for suffix in DATA_SUFFIXES)
-        raise DataError(f"{data} has none of {names}; add one or name a file")
-    options: dict[str, Any] = {
-        "bundle": bundle_dir,
-        "input": file,
-        "seq_length": seq_length,
-        "output": out_file,
-    }
-    options |= {"reading": msgspec.json.encode(reading).decode(), "part": part}
-    limits = Limits.of_data(file.stat().st_size)
-    run_module("runtime.data.tokenizing", f"tokenizing {file}", limits=limits, **options)
-    return out_file
 
 
 class _Head(NamedTuple):
@@ -270,26 +212,6 @@ class RandomRows:
             raise IndexError(f"row {index} of {self._count}")
         words = _hashed(1, self._seed, index, np.arange(self.seq_length + 1, dtype=np.uint64))
         return (words % np.uint64(self._vocab_size)).astype(np.int32), np.arange(self.seq_length)
-
-
-def open_rows(
-    bundle_dir: Path,
-    vocab_size: int,
-    data: str,
-    split: str,
-    length: int,
-    out_file: Path,
-    reading: Reading = READ_ALL,
-    part: str = "train",
-) -> Rows:
-    """The rows of `data`: tokenized in another process into `out_file`, or random.
-
-    Raises as `prepare_tokens` and `TokenRows`.
-    """
-    if (seed := random_seed(data)) is not None:
-        return RandomRows(seed, vocab_size, length, RANDOM_ROWS)
-    file = prepare_tokens(bundle_dir, data, split, length, out_file, reading, part)
-    return TokenRows(file, vocab_size)
 
 
 def order(seed: int, epoch: int, n: int) -> npt.NDArray[np.int32]:

@@ -9,10 +9,9 @@ from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DataError, UsageError
 from runtime.data.hub import forget, hub_dataset, located
-from runtime.data.reading import reading_of
 from runtime.data.report import DataReport
-from runtime.data.rows import Rows, split_file
-from runtime.data.source import TokenSource, length_to_pack
+from runtime.data.rows import Rows
+from runtime.data.source import TokenSource, bucket_to_pack, reading_of, split_file
 
 TOKENS = ("train.tokens", "valid.tokens")
 
@@ -30,10 +29,10 @@ def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfi
     """
     if config.max_seq_length is not None:
         return config
-    length = max(source.length(bundle, folder) for source in _sources(config, folder))
+    bucket = max(source.bucket(bundle, folder) for source in _sources(config, folder))
     if config.pack:
-        length = length_to_pack(bundle.manifest, length)
-    return replace(config, max_seq_length=length)
+        bucket = bucket_to_pack(bundle.manifest, bucket)
+    return replace(config, max_seq_length=bucket)
 
 
 def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Rows, Rows | None]:
@@ -42,9 +41,9 @@ def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Ro
     Raises:
         DataError: there is nothing to train on.
     """
-    length = config.max_seq_length
-    assert length is not None
-    rows, *held_out = [source.rows(bundle, folder, length) for source in _sources(config, folder)]
+    most = config.max_seq_length
+    assert most is not None
+    rows, *held_out = [source.rows(bundle, folder, most) for source in _sources(config, folder)]
     forget(folder)
     if len(rows) == 0:
         raise DataError(f"{config.data} holds no row to train on")

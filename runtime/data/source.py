@@ -1,16 +1,110 @@
-"""A token file and what it is made from: a split of data, how it is read, and at what length."""
+"""A token file and its data: a split, how it is read, and at which sequence bucket."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
+from runtime.config.shared import (
+    DATA_FILE,
+    DATA_SUFFIXES,
+    HUB_DATA,
+    DataOptions,
+    columns_of,
+    share_of,
+)
+from runtime.core.errors import DataError
+from runtime.core.paths import text_path
 from runtime.data.hub import located
-from runtime.data.reading import Reading
+from runtime.data.limits import Limits
+from runtime.data.process import run_module
 from runtime.data.records import TEXT
-from runtime.data.rows import Rows, TokenRows, open_rows, split_file
+from runtime.data.rows import RANDOM_ROWS, RandomRows, Rows, TokenRows, random_seed
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that the process which tokenizes has to know.
+
+    loss_on: see `DataOptions`. columns: our name of a field, and theirs. valid_share: the share of
+    the rows that is held out of "train" and is all that "valid" has; 0 for no such split.
+    """
+
+    loss_on: str = "assistant"
+    columns: dict[str, str] = {}
+    skip_bad_rows: bool = False
+    valid_share: float = 0.0
+
+
+READ_ALL = Reading()
+
+
+def reading_of(config: DataOptions, valid_split: str | None = None) -> Reading:
+    """The reading that the options of a command ask for."""
+    return Reading(
+        loss_on=config.loss_on,
+        columns=columns_of(config.columns),
+        skip_bad_rows=config.skip_bad_rows,
+        valid_share=0.0 if valid_split is None else share_of(valid_split),
+    )
+
+
+def split_file(data: str | Path, split: str) -> Path | None:
+    """The file that holds `split` (train, valid or test); None if a directory has none.
+
+    A file is itself, whatever the split. Raises DataError if nothing is at `data`, or where
+    a directory has the split twice, UsageError if the path is not valid UTF-8.
+    """
+    path = text_path(data)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise DataError(
+            f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
+        )
+    files = [path / f"{split}{suffix}" for suffix in DATA_SUFFIXES]
+    files = [file for file in files if file.is_file()]
+    if len(files) > 1:
+        raise DataError(
+            f"{path} has {' and '.join(file.name for file in files)}; keep one, or name the file"
+        )
+    return files[0] if files else None
+
+
+def prepare_tokens(
+    bundle_dir: Path,
+    data: str | Path,
+    split: str,
+    max_seq_length: int,
+    out_file: Path,
+    reading: Reading = READ_ALL,
+    part: str = "train",
+) -> Path:
+    """Tokenize `split` of `data` in another process into `out_file`, and return `out_file`.
+
+    Rows predict at most `max_seq_length` tokens. `part` matters if rows are held out. Raises
+    DataError for data or a tokenizer that cannot be used, StorageError if the file cannot be
+    written.
+    """
+    file = split_file(data, split)
+    if file is None:
+        names = ", ".join(f"{split}{suffix}" for suffix in DATA_SUFFIXES)
+        raise DataError(f"{data} has none of {names}; add one or name a file")
+    options: dict[str, Any] = {
+        "bundle": bundle_dir,
+        "input": file,
+        "seq_length": max_seq_length,
+        "output": out_file,
+        "reading": msgspec.json.encode(reading).decode(),
+        "part": part,
+    }
+    limits = Limits.of_data(file.stat().st_size)
+    run_module("runtime.data.tokenizing", f"tokenizing {file}", limits=limits, **options)
+    return out_file
 
 
 @dataclass(frozen=True)
@@ -23,23 +117,25 @@ class TokenSource:
     reading: Reading
     part: str = "train"
 
-    def rows(self, bundle: Bundle, folder: Path, length: int) -> Rows:
+    def rows(self, bundle: Bundle, folder: Path, max_seq_length: int) -> Rows:
         """The rows, of a token file that is made in the folder if it is not there yet.
 
-        Raises as `open_rows`.
+        Raises as `prepare_tokens`, `TokenRows` and `random_seed`.
         """
-        file, vocabulary = folder / self.name, bundle.manifest.vocab_size
+        file, vocab_size = folder / self.name, bundle.manifest.vocab_size
         if file.exists():
-            return TokenRows(file, vocabulary)
+            return TokenRows(file, vocab_size)
+        if (seed := random_seed(self.data)) is not None:
+            return RandomRows(seed, vocab_size, max_seq_length, RANDOM_ROWS)
         data = located(self.data, folder)
-        given = (data, self.split, length, file, self.reading, self.part)
-        return open_rows(bundle.path, vocabulary, *given)
+        prepare_tokens(bundle.path, data, self.split, max_seq_length, file, self.reading, self.part)
+        return TokenRows(file, vocab_size)
 
-    def length(self, bundle: Bundle, folder: Path) -> int:
-        """The bundle's shortest length that holds every row, or its longest if none does.
+    def bucket(self, bundle: Bundle, folder: Path) -> int:
+        """The bundle's shortest bucket that holds every row, or its longest if none does.
 
         The token file that is made for this serves `rows` too. Text has no rows of its own: it
-        gets the usual length, as do random rows.
+        gets the usual bucket, as do random rows.
         """
         manifest = bundle.manifest
         if self.data.startswith("random:"):
@@ -49,14 +145,14 @@ class TokenSource:
             return manifest.usual_bucket
         rows = self.rows(bundle, folder, manifest.buckets[-1])
         longest = 0 if rows.report is None else rows.report.longest
-        return length_holding(manifest, longest)
+        return bucket_holding(manifest, longest)
 
 
-def length_holding(manifest: Manifest, longest: int) -> int:
-    """The bundle's shortest length that holds the longest row, or its longest if none does."""
+def bucket_holding(manifest: Manifest, longest: int) -> int:
+    """The bundle's shortest bucket that holds the longest row, or its longest if none does."""
     return next((bucket for bucket in manifest.buckets if bucket >= longest), manifest.buckets[-1])
 
 
-def length_to_pack(manifest: Manifest, length: int) -> int:
-    """The length of packed sequences where none is given: that of text, or what rows need."""
-    return max(length, manifest.usual_bucket)
+def bucket_to_pack(manifest: Manifest, bucket: int) -> int:
+    """The bucket of packed sequences where none is given: that of text, or the one rows need."""
+    return max(bucket, manifest.usual_bucket)

@@ -13,6 +13,8 @@ prefixed space, say) has no such break; it is cut all the same, every megabyte.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import shutil
 import struct
@@ -29,12 +31,11 @@ from runtime.config.shared import DATA_FILE
 from runtime.core.errors import DataError, StorageError
 from runtime.data.examples import Row, row_of
 from runtime.data.fields import recognise
-from runtime.data.held_out import digest, held_out_below
 from runtime.data.process import confined, limits_argument
-from runtime.data.reading import Reading
 from runtime.data.records import READERS, TEXT, records
 from runtime.data.report import DataReport
 from runtime.data.rows import HEADER, MAGIC, VERSION
+from runtime.data.source import Reading
 from runtime.data.text_encoder import TextEncoder, load_encoder
 
 CHUNK_CHARS = 2**16
@@ -196,6 +197,36 @@ def _unusable(whole: Row, row: Row) -> str:
     if any(whole.scored):
         return f"what is scored begins after {row.length} tokens"
     return "it is empty" if whole.length == 0 else "it has no answer"
+
+
+def digest(row: object) -> int:
+    """64 bits of a hash of a record (by its JSON), a row of tokens, or an error."""
+    if isinstance(row, bytes):
+        text = row
+    elif isinstance(row, ValueError):
+        text = str(row).encode(errors="surrogatepass")
+    else:
+        text = json.dumps(row, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
+def held_out_below(digests: Iterable[int], share: float) -> int:
+    """Rows with a digest below this are held out: `share` of them, and at least one.
+
+    So the same rows in another order are split alike, and equal rows stay on one side.
+
+    Raises DataError if that leaves nothing to train on.
+    """
+    numbers = array("Q", digests)
+    ordered = sorted(numbers)
+    if not ordered:
+        return 0
+    bound = ordered[max(1, round(share * len(ordered))) - 1] + 1
+    if bound > ordered[-1]:
+        raise DataError(
+            f"--valid-split {share:.0%} of {len(ordered)} rows leaves none to train on that differs"
+        )
+    return bound
 
 
 def write_token_file(

@@ -9,6 +9,7 @@ time are in memory, as float32 or bfloat16. Training updates and saves the float
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import MutableMapping
@@ -117,6 +118,14 @@ class Adapters:
         for name, tensor in self.tensors.items():
             if not mx.isfinite(tensor).all().item():
                 raise DivergedError(f"{name} is no longer finite; lower --learning-rate")
+
+    def digest(self) -> str:
+        """SHA-256 over the names and float32 values, in program order."""
+        sha256 = hashlib.sha256()
+        for name in self.shapes(self.manifest):
+            sha256.update(name.encode())
+            sha256.update(np.array(self.tensors[name], copy=False).tobytes())
+        return sha256.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write both files into an existing folder, each atomically."""

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from runtime.arrays.dropout import Dropout
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
 from runtime.config.shared import StepConfig
@@ -25,16 +26,43 @@ from runtime.engine.sample import Sample
 from runtime.engine.visits import Visit, visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
-from runtime.methods.dropout import StepDropout
+from runtime.methods.noise import number_of
 from runtime.methods.optimizer import Optimizer, moments
 from runtime.methods.protocol import ApplyGradients, Models, Start, StepLoss, StepResult
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.protocol import Loss, chunks, grouped, score
-from runtime.objectives.registry import loss_of
+from runtime.objectives.protocol import Loss, chunks, grouped, loss_of, score
 from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations
 
 Kept = dict[tuple[int, int], Values]  # by block and row
+
+
+@dataclass(frozen=True)
+class StepDropout:
+    """The dropout of step `step` (0-based), for rows that are counted from `first_row`.
+
+    Masks are keyed by (seed, step, row of the step, tensor) and by the token, so they are the same
+    in any order of execution, in the recomputed forward pass, and after a run is resumed.
+    """
+
+    seed: int
+    probability: float
+    step: int
+    first_row: int = 0
+
+    def of_row(self, block: Block, loras: Loras, row: int) -> Loras:
+        """The block's adapters, with the dropout of one row."""
+        if not self.probability:
+            return loras
+        return {
+            name: replace(lora, dropout=self.of_tensor(block.tensor(name), row))
+            for name, lora in loras.items()
+        }
+
+    def of_tensor(self, tensor: str, row: int) -> Dropout:
+        """The dropout of one matrix's input in one row."""
+        key = number_of(self.seed, "dropout", self.step, self.first_row + row, tensor)
+        return Dropout(key, self.probability)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The interface of training methods: how one step turns rows into an update of the adapters.
+"""The interface of training methods, and how one is found by its name.
 
 A method sees the blocks of a model, the adapters, and the rows of a step; it never sees budgets or
 architectures. It declares what it needs (`runtime.plan.demand`) before anything is planned.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, cast
 
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients
+from runtime.arrays.weight_source import WeightSource
+from runtime.config.methods import METHODS
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
 from runtime.engine.model import Model
@@ -20,9 +23,6 @@ from runtime.engine.sample import NumberedRows, Sample
 from runtime.methods.adapters import Adapters
 from runtime.plan.demand import Demand
 from runtime.plan.plan import Plan
-
-if TYPE_CHECKING:  # only runs that train all parameters load it
-    from runtime.methods.full.weights import FullWeights
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What a method starts with: a planned model, adapters, and a folder for scratch files.
+    """A planned model, adapters, and a folder for scratch files, with which a method starts.
 
-    `weights` are those of a run that trains all parameters; then there are no adapters. `rows` are
-    those that it trains on. `fresh` says
-    that no save is to be read after this. A method whose first adapters follow from more
-    than the seed gives them to `keep`, so that `ondevice replay` finds them.
+    `weights` are those that the models read; a method of all parameters also trains them, and has
+    no adapters. `rows` are the training data. `fresh` says that no save is read after this. A
+    method whose first adapters follow from more than the seed gives them to `write_first`, so that
+    `ondevice replay` finds them.
     """
 
     models: Models
@@ -119,10 +119,10 @@ class Start:
     scratch: Path
     block_count: int
     hidden_size: int
-    weights: FullWeights | None = None
+    weights: WeightSource
     rows: NumberedRows | None = None
     fresh: bool = True
-    keep: Callable[[Adapters], None] | None = None
+    write_first: Callable[[Adapters], None] | None = None
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
@@ -140,3 +140,18 @@ class Implementation(Protocol):
     def start(self, config: TrainConfig, begin: Start) -> Method:
         """The method at its beginning."""
         ...
+
+
+def method(name: str) -> Implementation:
+    """The module of a method that `runtime.config.methods` lists."""
+    return cast(Implementation, import_module(METHODS[name].module))
+
+
+def passes_before(config: StepConfig, rows: int | None) -> int:
+    """The forward passes that a method makes before its first step, at most.
+
+    `rows` are those of the training data, None where there are more than any method needs. Only the
+    module of a method that makes such passes defines `first_passes`.
+    """
+    counted = getattr(method(config.method), "first_passes", None)
+    return 0 if counted is None else int(counted(config, rows))

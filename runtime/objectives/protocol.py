@@ -10,13 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from importlib import import_module
+from typing import ClassVar, Protocol, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.values import Loras
+from runtime.config.objectives import OBJECTIVES
+from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import NumberedRows, Sample
 from runtime.operations.head_kernel import HeadResult
@@ -157,3 +160,27 @@ def score(
         Scored(model, sample, h, head, own)
         for sample, h, head, own in zip(samples, hs, heads, loras, strict=True)
     ]
+
+
+def objective_of(name: str, rows: NumberedRows | None) -> Objective:
+    """The objective that `runtime.config.objectives` lists under a name, for a training on `rows`.
+
+    Raises:
+        DataError: it cannot be one of these rows.
+    """
+    return cast(Implementation, import_module(OBJECTIVES[name])).objective(rows)
+
+
+def loss_of(name: str, rows: NumberedRows | None, method: str) -> Loss:
+    """As `objective_of`, for a method that follows gradients.
+
+    Raises:
+        UsageError: the objective has none.
+    """
+    objective = objective_of(name, rows)
+    if not isinstance(objective, Loss):
+        raise UsageError(
+            f"--objective {name} has no gradient, which {method} follows; give a method that needs "
+            "none, such as --method mezo, or --objective loss"
+        )
+    return objective

@@ -13,7 +13,7 @@ from runtime.core.units import format_bytes
 from runtime.machine.backend import this_machine
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine
-from runtime.methods.registry import method
+from runtime.methods.protocol import method
 from runtime.operations.values import CHUNK_TOKENS
 from runtime.plan.demand import Demand, lane_choices
 from runtime.plan.limit import check_limit

@@ -22,9 +22,9 @@ from runtime.run.generate import (
     planned,
     sampling_of,
 )
-from runtime.run.generation import Generation
 from runtime.run.lora import to_apply
 from runtime.run.open import open_checked
+from runtime.run.results import Generation
 from runtime.run.traced_graphs import Note, silent
 
 

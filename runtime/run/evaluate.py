@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -13,9 +14,8 @@ import numpy as np
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import InterruptedRunError
 from runtime.core.notes import warning
-from runtime.data.reading import reading_of
 from runtime.data.rows import RandomRows, Rows
-from runtime.data.source import TokenSource
+from runtime.data.source import TokenSource, reading_of
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.engine.visits import visit, visits
@@ -23,13 +23,13 @@ from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
 from runtime.objectives.accuracy import Accuracy
+from runtime.objectives.labels import Ids, LabelAccuracy, labels_of
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.protocol import Objective, grouped, score
+from runtime.objectives.protocol import Objective, Scored, grouped, score
 from runtime.run.budget import check_budget, plan_evaluation
-from runtime.run.evaluation import Evaluation, EvaluationResult
-from runtime.run.events import Events
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
+from runtime.run.results import Evaluation, EvaluationResult, Events, LabelShare
 from runtime.run.signals import Stop
 
 
@@ -139,6 +139,42 @@ def evaluate_rows(
     return result
 
 
+@dataclass
+class LabelTally(LabelAccuracy):
+    """The objective over labels, which also counts how often each is right, and is answered.
+
+    Training raises the same share with `--objective labels`.
+    """
+
+    expected: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+
+    def answers(self, sample: Scored) -> tuple[Ids, Ids]:
+        expected, answered = super().answers(sample)
+        self.expected += expected.tolist()
+        self.answered += answered.tolist()
+        return expected, answered
+
+    def shown(self, mean: float) -> dict[str, float]:
+        return {"label_accuracy": -mean}
+
+    def summary(self, show: Callable[[Sequence[int]], str]) -> tuple[LabelShare, ...]:
+        """Of each label its token, its text, and its shares of the rows.
+
+        `show` is the tokenizer's text of tokens.
+        """
+        rows = len(self.expected)
+        return tuple(
+            LabelShare(
+                token,
+                show([token]),
+                self.expected.count(token) / rows,
+                self.answered.count(token) / rows,
+            )
+            for token in self.labels.tolist()
+        )
+
+
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationResult:
     """`ondevice eval`: loss, perplexity, accuracy and, if asked for, labels, under a budget."""
     tally = None
@@ -149,22 +185,19 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationRes
         )
         manifest = bundle.manifest
         source = TokenSource("eval.tokens", config.data, "valid", reading_of(config))
-        length = config.max_seq_length or source.length(bundle, scratch)
+        max_seq_length = config.max_seq_length or source.bucket(bundle, scratch)
         plan = plan_evaluation(
-            bundle, config.budget_bytes, length, config.arithmetic, config.adapter_dtype
+            bundle, config.budget_bytes, max_seq_length, config.arithmetic, config.adapter_dtype
         )
         if plan.warning:
             events.note(warning(plan.warning))
         events.plan(plan)
-        rows = source.rows(bundle, scratch, length)
+        rows = source.rows(bundle, scratch, max_seq_length)
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)
         adapters = Adapters.applied(manifest, adapter).in_dtype(config.adapter_dtype)
         if config.task == "labels":
-            from runtime.objectives.labels import labels_of
-            from runtime.run.label_tally import LabelTally
-
             tally = LabelTally(labels_of(rows, "--task labels", "rows"))
         evaluation = evaluate_rows(
             session,

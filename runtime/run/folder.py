@@ -28,6 +28,7 @@ import msgspec
 
 from runtime.adapters.mlx_lm import CONFIG as ADAPTER_CONFIG
 from runtime.adapters.mlx_lm import WEIGHTS
+from runtime.config.removed import load_run
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import (
@@ -41,17 +42,18 @@ from runtime.core.files import (
 from runtime.core.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
+from runtime.methods.adapter_files import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
-from runtime.run.evaluation import Evaluation
-from runtime.run.metrics import read_steps
+from runtime.methods.zeroth.log_header import TRAJECTORY
+from runtime.run.results import Evaluation, read_steps
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
-from runtime.storage.saves import CONFIG, SLOTS, Saves, State, another_run
+from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run
 
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
-TRAJECTORY, EVALUATIONS = "trajectory.jsonl", "evaluations.json"
+EVALUATIONS = "evaluations.json"
 LOCK = ".lock"
 INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
@@ -89,7 +91,7 @@ class RunFolder:
                 self.saves.folder.mkdir()
             yield
 
-    def keep_initial(self, adapters: Adapters) -> None:
+    def write_initial(self, adapters: Adapters) -> None:
         """Write the adapters before the first step, from which the log is replayed."""
         with storage_errors(self.path):
             (self.path / INITIAL).mkdir(exist_ok=True)
@@ -431,3 +433,28 @@ def _leftover(path: Path) -> bool:
         )
     ours = (*TOKENS, PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS, *OF_TRACKERS)
     return path.name in ours or _half_written(path)
+
+
+def bundle_of(source: Path) -> str:
+    """The path of the bundle from which the run in `source`, or of a save there, was trained.
+
+    Raises:
+        UsageError: there is no run that names a bundle, or it holds no adapter.
+        BundleError: there is no adapter, or the run is altered.
+    """
+    source = AdapterFiles.at(source).weights
+    folder = source.absolute().parent
+    run = folder.parent.parent if folder.parent.name == SAVES else folder
+    if not (run / CONFIG).exists():
+        raise UsageError(
+            f"{source} is in no run, whose {CONFIG} would name the bundle of its model; give "
+            "--bundle BUNDLE"
+        )
+    RunFolder(run).check(CONFIG)
+    bundle = load_run(run / CONFIG, {}).bundle
+    if not Path(bundle).exists():
+        raise UsageError(
+            f"{bundle}, the bundle that {run} was trained from, is not there; if it was moved, "
+            "give --bundle BUNDLE"
+        )
+    return bundle

@@ -24,9 +24,9 @@ from runtime.methods.adapters import Adapters
 from runtime.plan.plan import Plan
 from runtime.run.budget import check_budget, plan_decoding
 from runtime.run.decoder import Decoder
-from runtime.run.generation import Generation
 from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
+from runtime.run.results import Generation
 from runtime.run.sampling import Sampling
 from runtime.run.traced_graphs import Note, silent
 

@@ -18,15 +18,15 @@ from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import text_path
 from runtime.machine.backend import use_device
 from runtime.methods.adapters import Adapters
+from runtime.methods.full.run_weights import open_weights, write_trained
 from runtime.methods.full.weights import FullWeights
-from runtime.methods.zeroth.log_header import Header, digest
-from runtime.methods.zeroth.scalar_update import Update
-from runtime.methods.zeroth.trajectory import check_belongs, read_log, rebuild
-from runtime.run.best import best_of
-from runtime.run.folder import INITIAL, SUMMARY, TRAJECTORY, RunFolder
+from runtime.methods.zeroth.descent import Update
+from runtime.methods.zeroth.log import check_belongs, read_log, rebuild
+from runtime.methods.zeroth.log_header import TRAJECTORY, Header
+from runtime.run.folder import INITIAL, SUMMARY, RunFolder
 from runtime.run.open import open_verified
+from runtime.run.results import best_of
 from runtime.run.traced_graphs import choose_device
-from runtime.run.trained_weights import open_weights, write_trained
 from runtime.storage.saves import CONFIG, SLOTS
 
 
@@ -94,7 +94,7 @@ def replay(
     for after, place in places.items():
         folder.check_save(place)
         own = Adapters.load(opened.manifest, place)
-        same = digest(own) == digest(rebuild(header, updates[:after], start))
+        same = own.digest() == rebuild(header, updates[:after], start).digest()
         identical = same and identical is not False
     rebuilt = rebuild(header, updates[: len(updates) if best is None else best], start)
     rebuilt.check_finite()

@@ -20,23 +20,20 @@ from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import warning
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
+from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Method, Start
-from runtime.methods.registry import method
-from runtime.methods.schedule import learning_rate
+from runtime.methods.protocol import Method, Start, method
 from runtime.plan.plan import Plan
 from runtime.run.budget import kept_plan, make_plan, training, training_machine
-from runtime.run.events import Events
 from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
-from runtime.run.samples import Samples
-from runtime.run.summary import TrainResult
+from runtime.run.results import Events, TrainResult
 from runtime.run.traced_graphs import Note, with_graphs
 from runtime.run.trackers import reporting
-from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
+from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer, learning_rate
 from runtime.storage.saves import CONFIG, State, another_run
 from runtime.storage.scratch import MappedTensors
 
@@ -126,7 +123,7 @@ def _begin(
     weights = _weights(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights)
     adapters = _first_adapters(fixed, session, folder)
-    running = _method(fixed, session, adapters, folder, weights, rows)
+    running = _method(fixed, session, adapters, folder, rows)
     for name in TOKENS:
         if (folder.path / name).exists():
             folder.checksums.record(name)
@@ -209,7 +206,7 @@ def _continue(
         if _has_lines(folder.metrics.path):
             events.note(f"{path} has no save: it is trained from its beginning")
         adapters = _first_adapters(config, session, folder)
-        running = _method(config, session, adapters, folder, weights, rows)
+        running = _method(config, session, adapters, folder, rows)
         folder.start_logs(running.log_header() if running.keeps_log else None)
     else:
         save = folder.saves.place(state.step)
@@ -218,7 +215,7 @@ def _continue(
         else:
             adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
             adapters = adapters.in_dtype(config.adapter_dtype)
-        running = _method(config, session, adapters, folder, weights, rows, fresh=False)
+        running = _method(config, session, adapters, folder, rows, fresh=False)
         running.read(save / STATE_OF_METHOD)
         folder.go_on_with_logs(state, running.keeps_log)
         folder.publish(state.step)  # a kill may have come between the save and this copy of it
@@ -336,7 +333,7 @@ def _first_adapters(config: TrainConfig, session: Session, folder: RunFolder) ->
             from runtime.methods.first_prefix import fill_prefix  # other runs need it not
 
             fill_prefix(session.model, adapters, config.seed, session.plan.bucket)
-            folder.keep_initial(adapters)
+            folder.write_initial(adapters)
     else:
         adapters = Adapters.load(manifest, Path(config.adapter), tensors)
     return adapters.in_dtype(config.adapter_dtype)
@@ -347,7 +344,6 @@ def _method(
     session: Session,
     adapters: Adapters,
     folder: RunFolder,
-    weights: FullWeights | None,
     rows: Rows,
     fresh: bool = True,
 ) -> Method:
@@ -359,10 +355,10 @@ def _method(
         folder.path,
         len(manifest.blocks),
         manifest.hidden_size,
-        weights,
+        session.weights,
         rows,
         fresh,
-        folder.keep_initial,
+        folder.write_initial,
     )
     return method(config.method).start(config, begin)
 
@@ -373,7 +369,7 @@ def _weights(
     """The weights that the run trains after `done` steps; None if it trains adapters."""
     if not config.trains_all:
         return None
-    from runtime.run.trained_weights import open_weights  # other runs need not load it
+    from runtime.methods.full.run_weights import open_weights  # other runs need not load it
 
     return open_weights(config, bundle, folder.path, done, prefetch=chosen.prefetch)
 

@@ -19,9 +19,7 @@ import msgspec
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.files import write_atomic
-from runtime.run.evaluation import Evaluation
-from runtime.run.events import Events
-from runtime.run.metrics import Step
+from runtime.run.results import Evaluation, Events, Step
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
 OF_TRACKERS = (TENSORBOARD, WANDB_ID, "wandb")  # what trackers leave in a run's folder

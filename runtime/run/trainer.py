@@ -21,22 +21,27 @@ from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError
 from runtime.data.rows import Rows
 from runtime.data.run_rows import reports_of
+from runtime.data.samples import Samples
 from runtime.machine.backend import describe
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
-from runtime.methods.schedule import learning_rate
-from runtime.run.best import Best, best_of, loss_of, no_better_since
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
-from runtime.run.evaluation import Evaluation
-from runtime.run.events import Events
 from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
-from runtime.run.metrics import Step, read_steps
 from runtime.run.open import Session
-from runtime.run.samples import Samples
+from runtime.run.results import (
+    Best,
+    Evaluation,
+    Events,
+    Step,
+    TrainResult,
+    best_of,
+    loss_of,
+    no_better_since,
+    read_steps,
+)
 from runtime.run.signals import Stop, catching_signals
-from runtime.run.summary import TrainResult
 
 SKIPS = 10  # steps in a row without a finite loss that end a run
 ENDS = {  # why a run is over, by what `Trainer.ended` says
@@ -63,6 +68,18 @@ class Progress:
     done: int = 0
     seconds: float = 0.0
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
+
+
+def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, step: int) -> float:
+    """The rate of step `step` (0-based): a linear warm-up to `peak`, then the schedule to 0."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    if schedule == "linear":
+        return peak * (1 - done)
+    if schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak
 
 
 class Trainer:

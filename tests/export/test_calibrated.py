@@ -17,8 +17,7 @@ from export.config.export import ExportConfig
 from export.passes.engine import ExportEngine
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, DataError, UsageError
-from runtime.data.reading import Reading
-from runtime.data.source import TokenSource
+from runtime.data.source import Reading, TokenSource
 from runtime.machine.footprint import Meter
 
 BUDGET = 1_000_000_000

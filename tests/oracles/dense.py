@@ -32,14 +32,13 @@ from runtime.config.removed import load_run  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import UsageError  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
+from runtime.data.samples import Samples  # noqa: E402
 from runtime.engine.sample import Row  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import StepLoss  # noqa: E402
-from runtime.methods.schedule import learning_rate  # noqa: E402
-from runtime.run.best import loss_of  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
-from runtime.run.evaluation import Evaluation  # noqa: E402
-from runtime.run.samples import Samples  # noqa: E402
+from runtime.run.results import Evaluation, loss_of  # noqa: E402
+from runtime.run.trainer import learning_rate  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Start
-from runtime.methods.registry import method as implementation
+from runtime.methods.protocol import method as implementation
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from support.models import row_of
 
@@ -82,6 +82,7 @@ def started(
         folder,
         len(manifest.blocks),
         manifest.hidden_size,
+        model.weights,
         rows=RandomRows(model.bundle, config.seed),
         fresh=fresh,
     )

@@ -11,7 +11,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.config.shared import StepConfig
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES
 from runtime.machine.machine import Blas, Heap, Machine
-from runtime.methods.registry import method as implementation
+from runtime.methods.protocol import method as implementation
 from runtime.plan.demand import Demand
 from runtime.plan.lower import Sizes
 from runtime.plan.peak import PeakModel

@@ -8,9 +8,9 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.data.examples import Row
-from runtime.data.reading import Reading
 from runtime.data.report import DataReport
-from runtime.data.rows import READ_ALL, Rows, TokenRows
+from runtime.data.rows import Rows, TokenRows
+from runtime.data.source import READ_ALL, Reading
 from runtime.data.text_encoder import load_encoder
 from runtime.data.tokenizing import Reader, write_token_file
 

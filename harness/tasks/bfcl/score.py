@@ -110,7 +110,7 @@ def run(
         DataError: the package is missing, the data holds no questions of it, or one is too long.
         UsageError: there is no folder for the answers.
     """
-    from runtime.data.rows import split_file
+    from runtime.data.source import split_file
     from runtime.data.text_encoder import load_encoder
     from runtime.machine.footprint import Meter
     from runtime.run.budget import check_budget

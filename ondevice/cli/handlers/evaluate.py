@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from ondevice.cli.describe import counted, describe_task
     from runtime.run.evaluate import run_eval
-    from runtime.run.events import Events
+    from runtime.run.results import Events
 
     with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
         result = run_eval(config, Path(scratch), Events(evaluation=progress, note=note))

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
         describe_summary,
         describe_validation,
     )
-    from runtime.run.events import Events
+    from runtime.run.results import Events
     from runtime.run.start import resume, train
 
     quiet = arguments.json

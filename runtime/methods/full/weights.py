@@ -28,7 +28,7 @@ from runtime.config.shared import ROUNDINGS
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.stored_floats import F32, Octets, expand, rounded
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.descent import Update
 from runtime.operations.values import F32 as F32_BYTES
 from runtime.storage.read_ahead import ReadAhead
 from runtime.storage.slots import SlotLayout, Slots, Whole
@@ -109,7 +109,7 @@ class FullWeights:
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.zeroth.log_fields`."""
+        """See `runtime.methods.zeroth.log`."""
         trained, rounding = fields.get("trained"), cls.rounding_in(fields)
         if trained != "full":
             raise ValueError(f"what it trains is {trained!r}")

@@ -19,9 +19,9 @@ from runtime.engine.sample import Sample
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, Perturbation
 from runtime.methods.protocol import StepResult
+from runtime.methods.zeroth.descent import Update
 from runtime.methods.zeroth.estimator import Lane, Point
 from runtime.methods.zeroth.log_header import Header
-from runtime.methods.zeroth.scalar_update import Update
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 
 

@@ -32,9 +32,49 @@ from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import MOST_WINDOW
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.estimator import Losses
-from runtime.methods.zeroth.scalar_update import Update
 
 BETA1, BETA2, ZETA = 0.9, 0.999, 1e-8
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step's update: theta <- theta - rate (mean over queries of g z + weight_decay theta).
+
+    It is a few scalars (MeZO, section 2.1: storage-efficient zeroth-order optimization): the noise
+    is drawn again, never stored.
+    """
+
+    step: int
+    rate: float
+    gradients: tuple[float, ...]  # projected, one per query
+    weight_decay: float
+    extras: tuple[float, ...] = ()  # what they are, the descent says
+
+    @property
+    def record(self) -> list[Any]:
+        """Its line in the trajectory log."""
+        extras = [list(self.extras)] if self.extras else []
+        return [self.rate, list(self.gradients), *extras]
+
+    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
+        """The tensor after the update, evaluated."""
+        total = value * self.weight_decay
+        for query, gradient in enumerate(self.gradients):
+            z = noise.draw(self.step, query, tensor, value.shape)
+            total = total + z * (gradient / len(self.gradients))
+            mx.eval(total)  # so that no more than one direction is in memory
+        value = value - total * self.rate
+        mx.eval(value)
+        return value
+
+    def estimate(self, noise: Noise, tensor: str, shape: tuple[int, ...]) -> mx.array:
+        """The estimate of the tensor's gradient: the mean over the queries of g z."""
+        total = mx.zeros(shape)
+        for query, gradient in enumerate(self.gradients):
+            z = noise.draw(self.step, query, tensor, shape)
+            total = total + z * (gradient / len(self.gradients))
+            mx.eval(total)
+        return total
 
 
 class Seen(NamedTuple):
@@ -81,7 +121,7 @@ class Descent(ABC):
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.zeroth.log_fields`; only one that has fields is asked."""
+        """See `runtime.methods.zeroth.log`; only one that has fields is asked."""
         raise NotImplementedError(cls.__name__)
 
     @classmethod

@@ -38,6 +38,11 @@ def by_query(points: Sequence[Point]) -> list[list[Point]]:
     return [list(of_query) for _, of_query in groupby(points, key=lambda point: point.query)]
 
 
+def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
+    """SPSA's estimate along z from the mean losses at theta + eps z and theta - eps z."""
+    return (plus - minus) / (2 * epsilon)
+
+
 class Estimator(ABC):
     """How a step's losses become one number per direction; all state is a few scalars."""
 
@@ -81,7 +86,7 @@ class Estimator(ABC):
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.zeroth.log_fields`; only one that has fields is asked."""
+        """See `runtime.methods.zeroth.log`; only one that has fields is asked."""
         raise NotImplementedError(cls.__name__)
 
     def state(self) -> dict[str, Any]:

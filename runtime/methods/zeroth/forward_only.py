@@ -13,7 +13,7 @@ from runtime.methods.protocol import Start
 from runtime.methods.zeroth.descent import Descent, Sgd
 from runtime.methods.zeroth.estimator import Estimator, by_query
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.objectives.registry import objective_of
+from runtime.objectives.protocol import objective_of
 from runtime.plan.demand import Demand, lane_choices
 from runtime.storage.activations import Activations
 
@@ -68,9 +68,11 @@ def start_with(
     """
     slots = _hidden_states(config, estimator)
     make: Callable[..., ZerothOrder] = ZerothOrder
-    if begin.weights is not None:
-        from runtime.methods.full.zeroth_order import FullZerothOrder  # other runs need it not
+    if config.trains_all:
+        from runtime.methods.full.weights import FullWeights  # other runs need it not
+        from runtime.methods.full.zeroth_order import FullZerothOrder
 
+        assert isinstance(begin.weights, FullWeights), "these weights are only read"
         make = partial(FullZerothOrder, weights=begin.weights)
     return make(
         begin.models,

@@ -12,26 +12,130 @@ trained one, all ones at first (the paper's Sigma is 1 / S); z is Gaussian:
 
 As in the authors' code, the last line takes the new S, and nothing is clipped. With several
 directions, all see the old S, l is evaluated once, and both updates are the means over all. a is
-`--hessian-smoothing`. A step's log holds every g and h, from which S is rebuilt too.
+`--hessian-smoothing`. A step's log holds every g and h, as gradients and extras of its update, from
+which S is rebuilt too. S has the size of the adapters, and lies where the caller says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import IO, Any
 
+import mlx.core as mx
+import numpy as np
+
+from runtime.bundle.manifest import Manifest
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
-from runtime.core.errors import UsageError
+from runtime.core.errors import DivergedError, UsageError
 from runtime.methods.adapters import Adapters
+from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
+from runtime.methods.zeroth.descent import Descent, Update
 from runtime.methods.zeroth.estimator import THETA, Losses, Point
 from runtime.methods.zeroth.forward_only import demand_of, start_with
-from runtime.methods.zeroth.hessian import HessianDescent
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.demand import Demand
 from runtime.storage.scratch import MappedTensors
+
+
+class HessianDescent(Descent):
+    """Each estimate of the gradient on its own, along z / sqrt(S), and the estimate S.
+
+    With g_i and h_i the first and second differences of the losses along direction i of n, a the
+    smoothing and w the weight decay:
+
+        S <- (1 - a) S + a (1/n) sum_i |h_i| S z_i^2
+        theta <- theta - rate ((1/n) sum_i g_i z_i / sqrt(S) + w theta)
+    """
+
+    scratch_copies = 4  # theta, S, z and what becomes of them, tensor by tensor
+    log_fields = ("hessian_smoothing",)
+
+    def __init__(
+        self,
+        smoothing: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        estimate: MutableMapping[str, mx.array],
+    ) -> None:
+        """`estimate` will hold S by tensor; all of `shapes` become ones in it."""
+        self._smoothing = smoothing
+        self._shapes, self._estimate = dict(shapes), estimate
+        for tensor, shape in shapes.items():
+            estimate[tensor] = mx.ones(shape)
+
+    @classmethod
+    def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> HessianDescent:
+        return cls(fields["hessian_smoothing"], Adapters.shapes(manifest), {})
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        smoothing = fields["hessian_smoothing"]
+        if type(smoothing) not in (int, float) or not 0 < smoothing < 1:
+            raise ValueError(f"its smoothing of the Hessian is {smoothing!r}")
+
+    @classmethod
+    def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
+        if len(extras) != len(gradients):
+            raise ValueError("holds no second difference for each gradient")
+
+    def header(self) -> dict[str, Any]:
+        return {"hessian_smoothing": self._smoothing}
+
+    def remember(self, update: Update) -> None:
+        self._latest = update
+
+    def direction(self, tensor: str, z: mx.array) -> mx.array:
+        """z / sqrt(S), with the S of the latest update that was applied to the tensor."""
+        return z / mx.sqrt(self._estimate[tensor])
+
+    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
+        """See `Descent.apply`; the tensor's S changes with it.
+
+        Raises:
+            DivergedError: a value of S has become 0 or infinite.
+        """
+        latest, s = self._latest, self._estimate[tensor]
+        seen = mx.zeros(value.shape)
+        for query, h in enumerate(latest.extras):
+            z = noise.draw(latest.step, query, tensor, value.shape)
+            seen = seen + s * mx.square(z) * (abs(h) / len(latest.extras))
+            mx.eval(seen)  # so that no more than one direction is in memory
+        s = s * (1 - self._smoothing) + seen * self._smoothing
+        if not _is_scale(s):
+            raise DivergedError(
+                f"in step {latest.step} the estimate of the curvature for {tensor} has left the "
+                f"range of float32; lower --hessian-smoothing (now {self._smoothing:g}) or "
+                "--learning-rate"
+            )
+        self._estimate[tensor] = s
+        step = latest.estimate(noise, tensor, value.shape) / mx.sqrt(s)
+        value = value - (step + value * latest.weight_decay) * latest.rate
+        mx.eval(value)
+        return value
+
+    def write(self, file: IO[bytes]) -> None:
+        """Append S after a line feed: float32 values, tensor after tensor."""
+        file.write(b"\n")
+        for tensor in self._shapes:
+            file.write(np.array(self._estimate[tensor], copy=False).tobytes())
+
+    def read(self, file: IO[bytes]) -> None:
+        for tensor, shape in self._shapes.items():
+            values = np.frombuffer(file.read(math.prod(shape) * 4), np.float32)
+            s = mx.array(values).reshape(shape)  # ValueError if there is less
+            if not _is_scale(s):
+                raise ValueError(f"its curvature for {tensor} holds a value that is none")
+            self._estimate[tensor] = s
+        super().read(file)
+
+
+def _is_scale(s: mx.array) -> bool:
+    """Whether all values are finite and above 0, so that directions can be divided by the root."""
+    return bool(mx.logical_and(s > 0, mx.isfinite(s)).all().item())
 
 
 @dataclass

@@ -31,9 +31,8 @@ from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import SCALED, SCALINGS
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen
-from runtime.methods.zeroth.estimator import MINUS, PLUS, Point
-from runtime.methods.zeroth.scalar_update import Update, projected_gradient
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Update
+from runtime.methods.zeroth.estimator import MINUS, PLUS, Point, projected_gradient
 
 
 class ScaledDescent(Descent):

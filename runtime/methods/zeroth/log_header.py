@@ -1,12 +1,11 @@
 """The first line of a trajectory log: which run it belongs to, and how its noise is drawn.
 
 Every log has the fields of `Header`. What else it holds is in `more`: a descent, the noise, an
-estimator or the trained weights wrote it, and `runtime.methods.zeroth.log_fields` says which.
+estimator or the trained weights wrote it, and `runtime.methods.zeroth.log` lists these writers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -14,24 +13,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from runtime.adapters.lora import LoraSettings
-from runtime.methods.adapters import Adapters
 from runtime.methods.noise import KINDS
 
+TRAJECTORY = "trajectory.jsonl"  # the log's name in a run
 FORMAT = "ondevice-trajectory-1"
 REQUIRED = ("seed", "noise", "weight_decay", "weights_sha256", "initial_sha256")
 COMMON = (*REQUIRED, "lora", "format")
-
-
-def digest(adapters: Adapters) -> str:
-    """SHA-256 over the adapters' names and float32 values, in program order."""
-    sha256 = hashlib.sha256()
-    for name in Adapters.shapes(adapters.manifest):
-        sha256.update(name.encode())
-        sha256.update(np.array(adapters.tensors[name], copy=False).tobytes())
-    return sha256.hexdigest()
 
 
 @dataclass(frozen=True)

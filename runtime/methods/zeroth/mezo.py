@@ -22,10 +22,16 @@ from runtime.config.zeroth_order import SCALED
 from runtime.core.errors import UsageError
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth.descent import BY_NAME, Sgd, descent_of
-from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Losses, Point
+from runtime.methods.zeroth.estimator import (
+    MINUS,
+    PLUS,
+    Estimator,
+    Losses,
+    Point,
+    projected_gradient,
+)
 from runtime.methods.zeroth.forward_only import demand_of, start_with
 from runtime.methods.zeroth.layer_scales import ScaledDescent
-from runtime.methods.zeroth.scalar_update import projected_gradient
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.demand import Demand
 

@@ -33,10 +33,9 @@ from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Models, StepLoss, StepResult
-from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, Update
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
-from runtime.methods.zeroth.log_header import Header, digest
-from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.log_header import Header
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.protocol import Loss, Objective, chunks, score
 from runtime.storage.activations import Activations
@@ -322,7 +321,7 @@ class ZerothOrder:
         """The header of the log from which `ondevice replay` rebuilds the run's adapters."""
         manifest, noise = self.adapters.manifest, self.noise
         lora = manifest.lora.to_json()
-        weights, initial = manifest.weights_sha256, digest(self.adapters)
+        weights, initial = manifest.weights_sha256, self.adapters.digest()
         more = {**self.descent.header(), **noise.header(), **self.estimator.header()}
         return Header(
             noise.seed, noise.kind, self.weight_decay, weights, initial, lora, more=more

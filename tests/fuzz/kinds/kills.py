@@ -33,7 +33,7 @@ from fuzz.kinds.bundles import BUDGET, export, exported
 from runtime.bundle.store import WEIGHTS, open_bundle
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
-from runtime.run.trained_weights import open_weights
+from runtime.methods.full.run_weights import open_weights
 
 # what changes the file system, as Python audits it; os.fsync and os.pwrite, which it does not, are
 # wrapped

@@ -11,7 +11,7 @@ from support.token_rows import make_bundle
 
 from fuzz.kind import Change, Kind, Read, put_in_place
 from fuzz.kinds.data import LENGTH, ROWS, TEMPLATE, TOKENIZER, tokenized
-from runtime.data.reading import Reading
+from runtime.data.source import Reading
 
 DATA = "data.jsonl"
 

@@ -10,7 +10,7 @@ from support.bundles import Tiny
 from support.runs import train_arguments
 
 from ondevice.cli.progress import LINE_SECONDS, LINE_STEPS, Steps
-from runtime.run.metrics import Step
+from runtime.run.results import Step
 
 
 def entry(number: int, seconds: float = 2.0, loss: float | None = 1.5) -> Step:

@@ -10,7 +10,7 @@ import pytest
 
 from harness.peers import whole_model as reference
 from runtime.arrays.dropout import STEPS, Dropout
-from runtime.methods.dropout import StepDropout
+from runtime.methods.backprop import StepDropout
 
 Rng = np.random.Generator
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runtime.config.removed import load_run
 
 from runtime.config import removed
 from runtime.config.base import load, to_toml
+from runtime.config.removed import load_run
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 

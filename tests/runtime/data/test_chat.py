@@ -11,7 +11,7 @@ from support.token_rows import EOS, ids, listed, make_bundle, tokenize
 
 from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate
-from runtime.data.reading import Reading
+from runtime.data.source import Reading
 
 MARKED = """{{- bos_token }}
 {%- for message in messages %}

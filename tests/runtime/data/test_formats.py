@@ -13,9 +13,9 @@ from support.token_rows import BOS, EOS, after, ids, listed, make_bundle, make_t
 
 from runtime.config.shared import DATA_SUFFIXES
 from runtime.core.errors import DataError
-from runtime.data.reading import Reading
 from runtime.data.records import READERS, TEXT, records
-from runtime.data.rows import READ_ALL, TokenRows
+from runtime.data.rows import TokenRows
+from runtime.data.source import READ_ALL, Reading
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<eos>{% endfor %}{{ 'a: ' if "
 CHAT += "add_generation_prompt else '' }}"

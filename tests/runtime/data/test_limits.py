@@ -18,7 +18,7 @@ from support.token_rows import make_bundle
 
 from runtime.core.errors import DataError
 from runtime.data.limits import Limits, TooSlowError, bounded_memory, bounded_seconds
-from runtime.data.rows import prepare_tokens
+from runtime.data.source import prepare_tokens
 
 
 def limits() -> tuple[object, ...]:

@@ -19,7 +19,8 @@ from support.token_rows import VOCAB, after, listed, write_rows
 from runtime.core.errors import DataError, UsageError
 from runtime.data import rows as data
 from runtime.data.report import DataReport
-from runtime.data.rows import RandomRows, TokenRows, order, prepare_tokens
+from runtime.data.rows import RandomRows, TokenRows, order
+from runtime.data.source import prepare_tokens, split_file
 
 
 def test_the_training_process_does_not_load_the_tokenizer() -> None:
@@ -31,17 +32,17 @@ def test_the_training_process_does_not_load_the_tokenizer() -> None:
 def test_where_a_split_is_found(tmp_path: Path) -> None:
     (tmp_path / "train.txt").touch()
     (tmp_path / "valid.jsonl").touch()
-    assert data.split_file(tmp_path, "train") == tmp_path / "train.txt"
-    assert data.split_file(tmp_path, "valid") == tmp_path / "valid.jsonl"
-    assert data.split_file(tmp_path, "test") is None
-    assert data.split_file(tmp_path / "train.txt", "valid") == tmp_path / "train.txt"
+    assert split_file(tmp_path, "train") == tmp_path / "train.txt"
+    assert split_file(tmp_path, "valid") == tmp_path / "valid.jsonl"
+    assert split_file(tmp_path, "test") is None
+    assert split_file(tmp_path / "train.txt", "valid") == tmp_path / "train.txt"
     with pytest.raises(DataError, match=r"none of test\.txt, test\.jsonl"):
         prepare_tokens(tmp_path, tmp_path, "test", 4, tmp_path / "out")
     with pytest.raises(DataError, match="no data at"):
-        data.split_file(tmp_path / "none", "train")
+        split_file(tmp_path / "none", "train")
     (tmp_path / "train.jsonl").touch()
     with pytest.raises(DataError, match=r"has train\.txt and train\.jsonl"):
-        data.split_file(tmp_path, "train")
+        split_file(tmp_path, "train")
 
 
 def test_the_bytes_of_a_token_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.data import sample_order
 from runtime.data.rows import order
-from runtime.data.sample_order import SampleOrder
+from runtime.data.samples import SampleOrder
 
 BUCKETS = (16, 32, 64)
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=60)

@@ -13,8 +13,7 @@ from support.bundles import Tiny
 from support.token_rows import ids, make_bundle
 
 from runtime.bundle.store import Bundle
-from runtime.data.reading import Reading
-from runtime.data.source import TokenSource
+from runtime.data.source import Reading, TokenSource
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def test_the_shortest_length_that_holds_every_row(
     rows = [{"text": "a" * 5}, {"text": "a" * (longest + 1)}]
     data.write_text("\n".join(map(json.dumps, rows)))
     source = TokenSource("train.tokens", str(data), "train", Reading())
-    assert source.length(bundle, tmp_path) == length
+    assert source.bucket(bundle, tmp_path) == length
     made = (tmp_path / "train.tokens").stat()
     tokens, _ = source.rows(bundle, tmp_path, length).row(1)
     assert tokens.tolist() == ids("a" * (longest + 1))
@@ -43,7 +42,7 @@ def test_the_shortest_length_that_holds_every_row(
 def test_rows_longer_than_the_bundle_get_its_longest(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * 999}))
     source = TokenSource("train.tokens", str(tmp_path / "rows.jsonl"), "train", Reading())
-    assert source.length(bundle, tmp_path) == 300
+    assert source.bucket(bundle, tmp_path) == 300
     report = source.rows(bundle, tmp_path, 300).report
     assert report is not None and report.cut == 1
 
@@ -51,7 +50,7 @@ def test_rows_longer_than_the_bundle_get_its_longest(bundle: Bundle, tmp_path: P
 def test_text_and_random_rows_have_the_usual_length(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("a" * 999)
     for data in (str(tmp_path / "rows.txt"), "random:3"):
-        assert TokenSource("train.tokens", data, "train", Reading()).length(bundle, tmp_path) == 32
+        assert TokenSource("train.tokens", data, "train", Reading()).bucket(bundle, tmp_path) == 32
     assert bundle.manifest.usual_bucket == 32
     long = msgspec.structs.replace(bundle.manifest, buckets=(512, 1024))
     assert long.usual_bucket == 512

@@ -25,7 +25,8 @@ from tokenizers import normalizers, processors
 
 from runtime.core.errors import DataError, StorageError
 from runtime.data import tokenizing as tokenize_file
-from runtime.data.rows import TokenRows, prepare_tokens
+from runtime.data.rows import TokenRows
+from runtime.data.source import prepare_tokens
 from runtime.data.text_encoder import load_encoder
 
 

@@ -31,7 +31,7 @@ from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row
 from runtime.methods.adapters import Adapters
-from runtime.methods.dropout import StepDropout
+from runtime.methods.backprop import StepDropout
 from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
 from runtime.operations.attention import Attention

@@ -20,7 +20,7 @@ from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.zeroth.activation_basis import ITERATIONS, PASSES, set_bases
+from runtime.methods.zeroth.zo_act import ITERATIONS, PASSES, set_bases
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]

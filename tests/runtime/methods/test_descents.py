@@ -17,11 +17,10 @@ from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, DivergedError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.registry import method as implementation
-from runtime.methods.zeroth.descent import descent_of
-from runtime.methods.zeroth.hessian import HessianDescent
+from runtime.methods.protocol import method as implementation
+from runtime.methods.zeroth.descent import Update, descent_of
+from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
-from runtime.methods.zeroth.scalar_update import Update
 from runtime.plan.plan import Planner, Request
 
 Tiny = Callable[..., Bundle]

@@ -14,7 +14,7 @@ from support.models import adapters_of, model_of
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
-from runtime.methods.registry import method as implementation
+from runtime.methods.protocol import method as implementation
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -17,8 +17,8 @@ from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
-from runtime.methods.registry import method as implementation
-from runtime.methods.zeroth.trajectory import read_log, rebuild
+from runtime.methods.protocol import method as implementation
+from runtime.methods.zeroth.log import read_log, rebuild
 from tests.oracles import estimators
 from tests.oracles.estimators import Monolithic
 

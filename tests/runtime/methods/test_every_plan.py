@@ -19,8 +19,7 @@ from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import DTYPES, Adapters
-from runtime.methods.backprop import MeBP
-from runtime.methods.dropout import StepDropout
+from runtime.methods.backprop import MeBP, StepDropout
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.forward_only import MOST_LANES
 from runtime.methods.zeroth.mezo import TwoPoint

@@ -20,8 +20,8 @@ from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, slot_layouts
 from runtime.methods.full.zeroth_order import FullZerothOrder
 from runtime.methods.noise import Noise
+from runtime.methods.zeroth.descent import Update
 from runtime.methods.zeroth.mezo import TwoPoint
-from runtime.methods.zeroth.scalar_update import Update
 from runtime.storage.activations import Activations
 from runtime.storage.slots import Slots
 from runtime.storage.weights import Weights

@@ -18,13 +18,11 @@ from runtime.core.errors import BundleError
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Averages
-from runtime.methods.zeroth.hessian import HessianDescent
+from runtime.methods.zeroth.descent import Averages, Update
+from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
-from runtime.methods.zeroth.log_fields import OWNERS, REMOVED, Owner, check_fields
-from runtime.methods.zeroth.log_header import REQUIRED, Header, digest
-from runtime.methods.zeroth.scalar_update import Update
-from runtime.methods.zeroth.trajectory import read_log, rebuild
+from runtime.methods.zeroth.log import OWNERS, REMOVED, Owner, check_fields, read_log, rebuild
+from runtime.methods.zeroth.log_header import REQUIRED, Header
 from runtime.methods.zeroth.zo_act import Coefficients
 
 Tiny = Callable[..., Bundle]
@@ -181,7 +179,7 @@ def test_scales_are_those_of_the_bundles_layers(tiny: Tiny, tmp_path: Path) -> N
     for line, said in lines.items():
         header, updates = read_log(log_of(tmp_path / "log", SCALED, line))
         belongs = replace(
-            header, weights_sha256=manifest.weights_sha256, initial_sha256=digest(initial)
+            header, weights_sha256=manifest.weights_sha256, initial_sha256=initial.digest()
         )
         with pytest.raises(BundleError, match=f"step 0 of the trajectory: .*{said}"):
             rebuild(belongs, updates, initial)
@@ -266,7 +264,7 @@ def test_logs_of_earlier_versions_are_replayed_and_still_written(
     bundle = tiny("qwen2")
     initial = Adapters.initial(bundle.manifest, 3)
     header = HEADER.replace("WEIGHTS", bundle.manifest.weights_sha256) + more
-    header = header.replace("INITIAL", digest(initial))
+    header = header.replace("INITIAL", initial.digest())
     (tmp_path / "log").write_text("\n".join([header, *steps, ""]))
     rebuilt = rebuild(*read_log(tmp_path / "log"), initial)
     arrays = [np.array(tensor, np.float64) for tensor in rebuilt.tensors.values()]

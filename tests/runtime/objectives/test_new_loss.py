@@ -22,8 +22,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.optimizer import Optimizer
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.objectives.protocol import Group, Loss
-from runtime.objectives.registry import loss_of, objective_of
+from runtime.objectives.protocol import Group, Loss, loss_of, objective_of
 from runtime.storage.activations import Activations
 
 Tiny = Callable[..., Bundle]

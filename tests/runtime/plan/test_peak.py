@@ -17,7 +17,7 @@ from support.plans import Task, demand_of, peak_model_of, task_of
 
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
-from runtime.methods.dropout import StepDropout
+from runtime.methods.backprop import StepDropout
 from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
 from runtime.plan.lower import Sizes

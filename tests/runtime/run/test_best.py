@@ -15,9 +15,8 @@ from support.runs import adapter, here, ondevice, struck, train_arguments
 from support.shared import Shared
 
 from runtime.core.errors import BundleError
-from runtime.run.best import Best, best_of, no_better_since
-from runtime.run.evaluation import Evaluation
 from runtime.run.folder import RunFolder
+from runtime.run.results import Best, Evaluation, best_of, no_better_since
 
 Rng = np.random.Generator
 STEPS = 28

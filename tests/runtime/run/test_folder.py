@@ -15,7 +15,6 @@ from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
-from runtime.methods.zeroth.log_header import digest
 from runtime.run.evaluate import summarize
 from runtime.run.folder import EVALUATIONS, RunFolder
 
@@ -63,7 +62,7 @@ def test_a_kill_inside_a_second_save_leaves_a_whole_one(
     assert latest is not None and latest.name == "step-00000100"
     assert folder.check_save(latest).step == 100
     adapters = Adapters.load(bundle.manifest, latest)
-    assert digest(adapters) == digest(Adapters.initial(bundle.manifest, 7))
+    assert adapters.digest() == Adapters.initial(bundle.manifest, 7).digest()
 
 
 def test_evaluations_are_read_again_as_they_were_made(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from support.runs import here, ondevice, struck, train_arguments
 from runtime.bundle.store import WEIGHTS, open_bundle
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
+from runtime.methods.full.run_weights import open_weights
 from runtime.run.folder import RunFolder
-from runtime.run.trained_weights import open_weights
 from runtime.storage.saves import SLOTS
 
 STEPS = 6

@@ -20,8 +20,7 @@ from runtime.machine.footprint import Meter
 from runtime.machine.machine import Heap, Machine
 from runtime.plan.plan import Plan
 from runtime.run import budget, start
-from runtime.run.events import Events
-from runtime.run.metrics import Step
+from runtime.run.results import Events, Step
 
 Tiny = Callable[..., Bundle]
 BUDGET = 40_000_000

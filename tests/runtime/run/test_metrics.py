@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from runtime.core.errors import BundleError
-from runtime.run.metrics import Step, read_steps
+from runtime.run.results import Step, read_steps
 
 STEP = Step(
     number=1,

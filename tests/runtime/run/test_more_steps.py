@@ -14,7 +14,7 @@ from support.runs import adapter, here, ondevice, replaced, struck, train_argume
 from support.shared import Shared
 
 from export.bundle import export_bundle
-from runtime.methods.schedule import learning_rate
+from runtime.run.trainer import learning_rate
 
 FIRST, ALL = 6, 14
 SETTINGS = {

@@ -12,8 +12,7 @@ from support.runs import adapter
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DataError, StorageError
 from runtime.run import start
-from runtime.run.events import Events
-from runtime.run.metrics import Step
+from runtime.run.results import Events, Step
 
 STEPS, SAVE_EVERY = 6, 2
 

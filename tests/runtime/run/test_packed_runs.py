@@ -18,7 +18,7 @@ from runtime.bundle.store import Bundle
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.data.rows import TokenRows
-from runtime.run.samples import Samples
+from runtime.data.samples import Samples
 from tests.oracles.dense import run_dense
 
 WORDS = ("sun", "the rain", "we", "no", "bathe in", "ice")

@@ -15,8 +15,8 @@ from support.runs import ondevice, struck, train_arguments
 
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
-from runtime.run.events import Events
 from runtime.run.folder import RunFolder
+from runtime.run.results import Events
 from runtime.run.trackers import OF_TRACKERS, TRACKERS, named, reporting
 
 STEPS = 6

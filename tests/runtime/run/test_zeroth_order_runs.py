@@ -17,7 +17,7 @@ from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError
 from runtime.machine.footprint import Meter
 from runtime.run import start
-from runtime.run.events import Events
+from runtime.run.results import Events
 from runtime.run.trainer import Trainer
 
 

@@ -1,4 +1,4 @@
-"""Which sample comes at which position of training: in each epoch all, in an order by the seed.
+"""The samples of a training in the order of a seed: rows, or sequences of packed rows.
 
 The samples of a step run at one length, to which the longest of them is padded. So those of a step
 are taken from one sequence bucket where that is possible: in windows of WINDOW_STEPS steps, samples
@@ -9,12 +9,18 @@ samples of one bucket only, it is that order unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.data.rows import Lengths, order
+from runtime.bundle.manifest import Manifest
+from runtime.config.train import TrainConfig
+from runtime.data.packing import Packing, PackingReport, pack
+from runtime.data.rows import Lengths, Rows, order
+from runtime.engine.sample import PackedRows, Row, Sample
+from runtime.plan.plan import choose_bucket
 
 WINDOW_STEPS = 64
 Places = npt.NDArray[np.int32]
@@ -65,3 +71,35 @@ def _together(buckets: Places, step: int) -> npt.NDArray[np.int64]:
     steps = np.sort(places[:whole].reshape(-1, step), axis=1)
     steps = steps[np.argsort(steps[:, 0], kind="stable")]
     return np.concatenate([steps.reshape(-1), places[whole:]])
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What training reads: rows in the order of a seed, packed where a packing says so."""
+
+    rows: Rows
+    order: SampleOrder
+    packing: Packing | None = None
+    packing_report: PackingReport | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, manifest: Manifest, rows: Rows) -> Samples:
+        """The samples of a configuration whose `max_seq_length` is known."""
+        lengths, buckets = rows.lengths, manifest.buckets
+        step = config.batch_size * config.grad_accumulation
+        if not config.pack:
+            return cls(rows, SampleOrder(config.seed, lengths, buckets, step))
+        assert config.max_seq_length is not None
+        packing = pack(lengths, choose_bucket(manifest, config.max_seq_length), config.seed)
+        order = SampleOrder(config.seed, packing.lengths(lengths), buckets, step)
+        return cls(rows, order, packing, packing.report(lengths, buckets))
+
+    def __len__(self) -> int:
+        return len(self.rows if self.packing is None else self.packing)
+
+    def at(self, position: int) -> Sample:
+        """The sample at a position of training, from 0, over epochs."""
+        index = self.order.sample(position)
+        if self.packing is None:
+            return Row(*self.rows.row(index))
+        return PackedRows(tuple(Row(*self.rows.row(row)) for row in self.packing.rows_of(index)))

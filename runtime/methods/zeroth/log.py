@@ -1,27 +1,65 @@
 """The log from which a zeroth-order run can be rebuilt: a few bytes a step.
 
 `trajectory.jsonl` begins with a header (`runtime.methods.zeroth.log_header`); then one line a step:
-`[rate, [what the direction of each query is multiplied by]]`, in MeZO the projected gradients, or
+`[rate, [the factor of each query's direction]]`, in MeZO the projected gradients, or
 `[rate, null]` for a step that was skipped because a loss was not finite. A descent may add a list
 of numbers of its own: `[rate, [...], [...]]`. Floats are written so that they read back to the same
 bits.
+
+Not every log's header has the same fields. A class that writes fields of its own is an `Owner`: it
+names them in `log_fields` and checks them in `check_fields`, and has a line in the lists below.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from runtime.bundle.manifest import Manifest
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file
 from runtime.methods.adapters import Adapters
+from runtime.methods.full.weights import FullWeights
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Descent
-from runtime.methods.zeroth.log_fields import check_fields, descent_in, trained_in
-from runtime.methods.zeroth.log_header import Header, digest
-from runtime.methods.zeroth.scalar_update import Update
+from runtime.methods.zeroth.descent import Averages, Descent, Sgd, Update
+from runtime.methods.zeroth.estimator import Estimator
+from runtime.methods.zeroth.hizoo import HessianDescent
+from runtime.methods.zeroth.layer_scales import ScaledDescent
+from runtime.methods.zeroth.log_header import Header
+from runtime.methods.zeroth.zo_act import Coefficients
+
+
+class Owner(Protocol):
+    """A class that writes fields of its own into a log's header."""
+
+    log_fields: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        """Check its own among all fields that are not common.
+
+        Raises:
+            ValueError: one of them is missing or invalid, or cannot stand beside another's.
+        """
+
+
+DESCENTS: tuple[type[Descent], ...] = (Averages, HessianDescent, ScaledDescent)
+ESTIMATORS: tuple[type[Estimator], ...] = (Coefficients,)
+OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
+T = TypeVar("T", bound=type[Owner])
+REMOVED = {
+    "rank": "LOZO or ZO-Muon",
+    "interval": "LOZO or ZO-Muon",
+    "factor_decay": "LOZO-M",
+    "cone_angle": "ConMeZO",
+    "cone_decay": "ConMeZO",
+    "flipout": "GRZO",
+    "muon": "ZO-Muon",
+}
+"""Fields that logs of earlier versions may have, and the estimators that wrote them."""
 
 
 def read_log(path: Path) -> tuple[Header, list[Update | None]]:
@@ -72,7 +110,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
     """
     manifest, fields = initial.manifest, header.more
     check_belongs(header, manifest)
-    if (sha256 := digest(initial)) != header.initial_sha256:
+    if (sha256 := initial.digest()) != header.initial_sha256:
         raise BundleError(
             f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
             f"than these ({sha256[:12]}); name the ones it started from with --initial"
@@ -99,3 +137,42 @@ def check_belongs(header: Header, manifest: Manifest) -> None:
             f"the trajectory was logged on other weights (SHA-256 {header.weights_sha256[:12]}), "
             f"the bundle's are {manifest.weights_sha256[:12]}"
         )
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Check all fields that are not common to every log.
+
+    Raises:
+        ValueError: a field is invalid, unknown, or of an estimator that was removed.
+    """
+    known = {name for owner in OWNERS for name in owner.log_fields}
+    for name in fields:
+        if name in REMOVED:
+            raise ValueError(
+                f"its header has {name!r}, and the method that writes it, {REMOVED[name]}, was "
+                "removed; replay it with the version that wrote it"
+            )
+        if name not in known:
+            raise ValueError(f"its header has an unknown field, {name!r:.80}")
+    descents = _writers(DESCENTS, fields)
+    if len(descents) > 1:
+        names = [name for descent in descents for name in descent.log_fields if name in fields]
+        raise ValueError(f"its header has fields of several descents: {', '.join(names)}")
+    for owner in _writers(OWNERS, fields):
+        owner.check_fields(fields)
+
+
+def descent_in(fields: Mapping[str, Any]) -> type[Descent]:
+    """The descent that wrote some of the fields; plain SGD, which has none, where no other did."""
+    return next(iter(_writers(DESCENTS, fields)), Sgd)
+
+
+def trained_in(fields: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """Those of the adapters' tensors that the estimator trained."""
+    estimators = _writers(ESTIMATORS, fields)
+    return [name for name in tensors if all(estimator.trains(name) for estimator in estimators)]
+
+
+def _writers(owners: Iterable[T], fields: Mapping[str, Any]) -> list[T]:
+    """The owners of at least one of the fields."""
+    return [owner for owner in owners if not fields.keys().isdisjoint(owner.log_fields)]
