@@ -104,5 +104,5 @@ def _by_replacement(
 def _without_space(text: str, span: Span, ending: str) -> Span:
     """The span without the white space after the ending, which no model has to write."""
     start, stop = span
-    kept = text[start:stop].rstrip()
-    return (start, start + len(kept)) if ending and kept.endswith(ending) else span
+    stripped = text[start:stop].rstrip()
+    return (start, start + len(stripped)) if ending and stripped.endswith(ending) else span

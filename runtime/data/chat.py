@@ -47,14 +47,14 @@ class ChatTemplate:
         self.name = f"the chat template of {folder.parent.name}"
         self._folder = folder
         try:
-            self._sources, special = _read(folder)
-            for source in self._sources.values():
-                _check(source)
+            self._templates, special = _read(folder)
+            for template in self._templates.values():
+                _check(template)
         except DataError:
             raise
         except Exception as error:
             raise self._unreadable(error) from error
-        self._tokenizer = _renderer(self._sources, special)
+        self._tokenizer = _renderer(self._templates, special)
         with suppress(ValueError):  # of a template that can be read, but takes no lone question
             self._render([_QUESTION], None, asks=True)
 
@@ -114,14 +114,14 @@ class ChatTemplate:
         """The text and the spans that the template marks; None if it marks nothing."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = self._sources[_name_of(self._sources, tools)]
-        if not any(kind == "name" and word == "generation" for _, kind, word in _words(source)):
+        template = self._templates[_name_of(self._templates, tools)]
+        if not any(kind == "name" and word == "generation" for _, kind, word in _words(template)):
             return None
         with self._rendering():
             texts, spans = render_jinja_template(
                 [messages],
                 tools=tools,
-                chat_template=source,
+                chat_template=template,
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
@@ -183,35 +183,35 @@ def has_template(folder: Path) -> bool:
         return True
 
 
-def _renderer(sources: dict[str, str], special: dict[str, str]) -> Any:
+def _renderer(templates: dict[str, str], special: dict[str, str]) -> Any:
     """transformers' tokenizer with these templates and no vocabulary: rendering needs none."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE()), chat_template=sources, **special
+        tokenizer_object=Tokenizer(models.BPE()), chat_template=templates, **special
     )
 
 
-def _name_of(sources: dict[str, str], tools: Messages | None) -> str:
-    return WITH_TOOLS if tools is not None and WITH_TOOLS in sources else DEFAULT
+def _name_of(templates: dict[str, str], tools: Messages | None) -> str:
+    return WITH_TOOLS if tools is not None and WITH_TOOLS in templates else DEFAULT
 
 
-def _words(source: str) -> list[tuple[int, str, str]]:
-    """The words of a Jinja source, as (line, type, text)."""
-    return list(jinja2.Environment().lex(source))
+def _words(template: str) -> list[tuple[int, str, str]]:
+    """The words of a template, as (line, type, text)."""
+    return list(jinja2.Environment().lex(template))
 
 
-def _check(source: object) -> None:
+def _check(template: object) -> None:
     """Refuse what the sandbox lets through: a power may take longer than anybody waits."""
-    if not isinstance(source, str):
+    if not isinstance(template, str):
         raise ValueError("it is not text")
-    if any(kind == "operator" and word == "**" for _, kind, word in _words(source)):
+    if any(kind == "operator" and word == "**" for _, kind, word in _words(template)):
         raise ValueError("it computes a power, which may take forever")
 
 
 def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The sources of templates by name, and the special tokens that they may name."""
+    """The templates by name, and the special tokens that they may name."""
     config = _json_object(folder / "tokenizer_config.json")
     own_file, older_file = folder / "chat_template.jinja", folder / "chat_template.json"
     template = config.get("chat_template")
@@ -222,8 +222,8 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     named: dict[str, Any] = {"default": template}
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
-    sources = {name: named[name] for name in (DEFAULT, WITH_TOOLS) if named.get(name) is not None}
-    if DEFAULT not in sources:
+    templates = {name: named[name] for name in (DEFAULT, WITH_TOOLS) if named.get(name) is not None}
+    if DEFAULT not in templates:
         raise DataError(
             f"{folder} has no chat template; export from a checkpoint that has one (instruction-"
             'tuned models do), or write rows as {"prompt": "...", "completion": "..."}'
@@ -234,7 +234,7 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
             special[name] = content
-    return sources, special
+    return templates, special
 
 
 def _json_object(file: Path) -> dict[str, Any]:

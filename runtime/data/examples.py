@@ -40,9 +40,9 @@ class Row:
         """The row with at most `length` tokens to predict."""
         if self.length <= length:
             return self
-        kept = length + 1
+        stop = length + 1
         return replace(
-            self, tokens=self.tokens[:kept], scored=self.scored[:kept], cut=self.length - length
+            self, tokens=self.tokens[:stop], scored=self.scored[:stop], cut=self.length - length
         )
 
 

@@ -36,12 +36,12 @@ class SampleOrder:
     def __init__(self, seed: int, lengths: Lengths, buckets: Sequence[int], step: int) -> None:
         self._seed, self._count, self._step = seed, len(lengths), step
         self._buckets = _buckets_of(lengths, buckets) if step > 1 else None
-        self._kept = lru_cache(maxsize=2)(self._epoch)
+        self._epoch_order = lru_cache(maxsize=2)(self._epoch)
 
     def sample(self, position: int) -> int:
         """The number of the sample at a position (from 0), over epochs."""
         epoch, place = divmod(position, self._count)
-        return int(self._kept(epoch)[place])
+        return int(self._epoch_order(epoch)[place])
 
     def _epoch(self, epoch: int) -> Places:
         samples = order(self._seed, epoch, self._count)

@@ -115,7 +115,7 @@ class Reader:
             self.report.read += 1
             if self._belongs(_bytes_of(row), below):
                 self.report.measure(row.length)
-                yield self._kept(row, "plain text")
+                yield self._counted(row, "plain text")
 
     def _packed(self) -> Iterator[Row]:
         with self.file.open(encoding="utf-8-sig") as text:
@@ -158,7 +158,7 @@ class Reader:
                 continue
             if row.cut:
                 self._warn(place, f"{whole.length} tokens, cut at {self.seq_length}")
-            yield self._kept(row, recognised.format)
+            yield self._counted(row, recognised.format)
 
     def _bound(self, rows: Callable[[], Iterable[object]]) -> int:
         """The digest below which rows are held out; 0 if none are."""
@@ -173,7 +173,7 @@ class Reader:
         self.report.held_out += not belongs
         return belongs
 
-    def _kept(self, row: Row, name: str) -> Row:
+    def _counted(self, row: Row, name: str) -> Row:
         report = self.report
         report.kept += 1
         report.cut += row.cut > 0

@@ -129,10 +129,10 @@ class Model:
         results depends on the others. `xs` is emptied. `offsets` of an input that is not None
         divide it into packed rows.
         """
-        source = self._lowered[block].program.input
+        name = self._lowered[block].program.input
         of_lanes = offsets or [None] * len(xs)
         pairs = zip(xs, of_lanes, strict=True)
-        lanes: list[Values] = [{source: x, **self._starts(of_lane)} for x, of_lane in pairs]
+        lanes: list[Values] = [{name: x, **self._starts(of_lane)} for x, of_lane in pairs]
         xs.clear()
         return self._forward(block, lanes, loras)
 
@@ -149,9 +149,9 @@ class Model:
         `positions` are those of the first token of each part. `cache` holds the layer's keys and
         values of earlier tokens, to which those of these tokens are added.
         """
-        source = self._lowered[block].program.input
+        name = self._lowered[block].program.input
         lanes: list[Values] = [
-            {source: x, POSITION: mx.array(position, mx.int32), **cache}
+            {name: x, POSITION: mx.array(position, mx.int32), **cache}
             for x, position in zip(xs, positions, strict=True)
         ]
         xs.clear()

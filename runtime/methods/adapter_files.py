@@ -55,50 +55,50 @@ class AdapterFiles:
     is_peft: bool
 
     @classmethod
-    def at(cls, source: Path) -> AdapterFiles:
+    def at(cls, path: Path) -> AdapterFiles:
         """Those of a run, an adapter folder, or a .safetensors file.
 
         Raises:
             BundleError: there is nothing, or a file is altered, or no safetensors file.
             UsageError: the path is not valid UTF-8, or a run holds no adapter.
         """
-        source = text_path(source)
-        if not source.exists():
-            name = str(source)
+        path = text_path(path)
+        if not path.exists():
+            name = str(path)
             hub = f"; one of the hub is fetched by: hf download {name} --local-dir FOLDER"
             raise BundleError(
                 f"{name}: there is no such run, adapter folder or .safetensors file"
-                f"{hub if HUB_ID.fullmatch(name) and not source.parent.exists() else ''}"
+                f"{hub if HUB_ID.fullmatch(name) and not path.parent.exists() else ''}"
             )
-        if (source / SLOTS).exists():
+        if (path / SLOTS).exists():
             raise UsageError(
-                f"{source} has trained all parameters and holds no adapter; ondevice replay "
-                f"{source} --output BUNDLE writes the trained model as a bundle, which is used "
+                f"{path} has trained all parameters and holds no adapter; ondevice replay "
+                f"{path} --output BUNDLE writes the trained model as a bundle, which is used "
                 "without --adapter"
             )
-        folder = source if source.is_dir() else source.parent
+        folder = path if path.is_dir() else path.parent
         config = folder / mlx_lm.CONFIG
         check_adapter(config)
         is_peft = _is_peft(config)
-        if source.is_dir():
+        if path.is_dir():
             theirs = folder / peft.WEIGHTS
             if not config.exists() and not (folder / mlx_lm.WEIGHTS).exists():
                 is_peft = theirs.exists()
-            source = theirs if is_peft else folder / mlx_lm.WEIGHTS
+            path = theirs if is_peft else folder / mlx_lm.WEIGHTS
             if is_peft and not theirs.exists() and (pickle := folder / peft.PICKLE).exists():
                 raise BundleError(
                     f"{pickle} is a pickle, which may run any code when it is read; save the "
                     f"adapter with PEFT as {peft.WEIGHTS} (safe_serialization=True)"
                 )
         if is_peft and not config.exists():
-            raise BundleError(f"{source}: there is no {config.name}, which says PEFT's lora_alpha")
-        check_adapter(source)
-        if not source.exists() and not config.exists():
+            raise BundleError(f"{path}: there is no {config.name}, which says PEFT's lora_alpha")
+        check_adapter(path)
+        if not path.exists() and not config.exists():
             raise BundleError(
-                f"{source} cannot be read: it is not there. An adapter is a run that has saved, or "
+                f"{path} cannot be read: it is not there. An adapter is a run that has saved, or "
                 f"a folder with {mlx_lm.WEIGHTS} or {peft.WEIGHTS}"
             )
-        return cls(source, config, is_peft)
+        return cls(path, config, is_peft)
 
     @property
     def hint(self) -> str:

@@ -149,12 +149,12 @@ class Adapters:
             file.write(np.array(self.tensors[name], copy=False).tobytes())
 
     @classmethod
-    def applied(cls, manifest: Manifest, source: Path | None) -> Adapters:
-        """Those in `source`, checked as `load` does; none without it."""
-        return cls(manifest, {}) if source is None else cls.load(manifest, source)
+    def applied(cls, manifest: Manifest, path: Path | None) -> Adapters:
+        """Those in `path`, checked as `load` does; none without it."""
+        return cls(manifest, {}) if path is None else cls.load(manifest, path)
 
     @classmethod
-    def load(cls, manifest: Manifest, source: Path, into: Tensors | None = None) -> Adapters:
+    def load(cls, manifest: Manifest, path: Path, into: Tensors | None = None) -> Adapters:
         """Read adapters (a run, a folder, or the file itself) into `into`, and check them.
 
         They may be ours, mlx-lm's or PEFT's, in float32, float16 or bfloat16.
@@ -164,7 +164,7 @@ class Adapters:
             UsageError: the path is not valid UTF-8, its run has trained all parameters, or the
                 bundle's weights hold these adapters already.
         """
-        files = AdapterFiles.at(source)
+        files = AdapterFiles.at(path)
         _check_stated(manifest, files)
         expected = cls.shapes(manifest)
         tensors: Tensors = {} if into is None else into
@@ -189,14 +189,14 @@ class Adapters:
         refuse_held(digest_of(parts, self.scale), held, where)
 
 
-def lora_of(source: Path) -> LoraSettings | None:
+def lora_of(path: Path) -> LoraSettings | None:
     """The LoRA settings of adapters (a folder, or the file itself); None if no config is there.
 
     Raises:
         BundleError: the config is damaged, or of another kind of adapter.
         UsageError: the path is not valid UTF-8, or its run has trained all parameters.
     """
-    stated = AdapterFiles.at(source).stated()
+    stated = AdapterFiles.at(path).stated()
     return None if stated is None else stated.lora
 
 

@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of all gradients together, which are kept in a scratch file.
+"""Gradient clipping by the norm of all gradients together, which are held in a scratch file.
 
 The norm is known only when the backward pass has reached the first layer. Until then each block's
 gradients g wait on disk, summed over micro-batches; then each update takes
@@ -37,7 +37,7 @@ class Clipping:
         self._stored: set[str] = set()
 
     def store(self, block: Block, gradients: Gradients) -> None:
-        """Keep a block's gradients (dA, dB by relative name); those of further parts are added."""
+        """Store a block's gradients (dA, dB by relative name); those of further parts are added."""
         for name, pair in gradients.items():
             names = self.adapters.manifest.adapter_names(block, name)
             for full, gradient in zip(names, pair, strict=True):

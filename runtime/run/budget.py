@@ -70,7 +70,9 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
         choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),
         config.batch_size,
         config.grad_accumulation,
-        "whole" if config.trains_all else config.plan,  # each tile of weights is read once a step
+        "whole"
+        if demand.trains_weights
+        else config.plan,  # each tile of weights is read once a step
         config.prefetch,
         config.adapter_dtype,
     )
@@ -80,18 +82,18 @@ def training(config: StepConfig, manifest: Manifest) -> Wanted:
 def plan_evaluation(
     bundle: Bundle,
     budget_bytes: int,
-    length: int,
+    max_seq_length: int,
     arithmetic: str = "auto",
     adapter_dtype: str = "float32",
 ) -> Plan:
-    """The plan on this machine for forward passes over rows of `length` tokens.
+    """The plan on this machine for forward passes over rows of `max_seq_length` tokens.
 
     Raises:
         BudgetError: nothing fits.
         UsageError: rows are longer than the bundle has graphs for.
     """
     manifest = bundle.manifest
-    request = Request(choose_bucket(manifest, length), adapter_dtype=adapter_dtype)
+    request = Request(choose_bucket(manifest, max_seq_length), adapter_dtype=adapter_dtype)
     wanted = Wanted(request, EVALUATION, budget_bytes)
     return make_plan(manifest, machine_for(bundle, arithmetic), wanted)
 
@@ -133,16 +135,14 @@ def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
 def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
     """As `machine_for`, with the libraries that the configuration's method loads."""
     method(config.method)
-    if config.trains_prefix:
-        pass
     if config.trains_all:
-        from runtime.run import trained_weights
+        from runtime.methods.full.run_weights import load
 
-        trained_weights.load()
+        load()
     return machine_for(bundle, config.arithmetic)
 
 
-def kept_plan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> str:
+def reason_to_replan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> str:
     """The reason why a stored plan cannot be executed again; empty if it can.
 
     It is executed unchanged unless another budget is given, the bundle or the arithmetic has

@@ -140,7 +140,7 @@ class RunFolder:
                     log.close()
 
     @contextmanager
-    def kept_still(self) -> Iterator[bool]:
+    def held_still(self) -> Iterator[bool]:
         """Keep other processes from training the run; yields whether none is.
 
         Nothing is written, so a run on a disk that is read-only counts as still.
@@ -435,19 +435,19 @@ def _leftover(path: Path) -> bool:
     return path.name in ours or _half_written(path)
 
 
-def bundle_of(source: Path) -> str:
-    """The path of the bundle from which the run in `source`, or of a save there, was trained.
+def bundle_of(path: Path) -> str:
+    """The path of the bundle from which the run in `path`, or of a save there, was trained.
 
     Raises:
         UsageError: there is no run that names a bundle, or it holds no adapter.
         BundleError: there is no adapter, or the run is altered.
     """
-    source = AdapterFiles.at(source).weights
-    folder = source.absolute().parent
+    path = AdapterFiles.at(path).weights
+    folder = path.absolute().parent
     run = folder.parent.parent if folder.parent.name == SAVES else folder
     if not (run / CONFIG).exists():
         raise UsageError(
-            f"{source} is in no run, whose {CONFIG} would name the bundle of its model; give "
+            f"{path} is in no run, whose {CONFIG} would name the bundle of its model; give "
             "--bundle BUNDLE"
         )
     RunFolder(run).check(CONFIG)

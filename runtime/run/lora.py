@@ -6,7 +6,6 @@ lowering, the adapters and what is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +20,9 @@ from runtime.config.shared import USUAL_PREFIX, StepConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import warning
 from runtime.methods.adapters import lora_of
+from runtime.run.traced_graphs import Note
 
 C = TypeVar("C", bound=StepConfig)
-Note = Callable[[str], None]
 FLAGS = {
     "rank": "--lora-rank",
     "alpha": "--lora-alpha",

@@ -33,13 +33,13 @@ class Session:
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
-    def model(self, length: int) -> Model:
-        """The model of the smallest sequence bucket for `length` tokens that fits the plan.
+    def model(self, tokens: int) -> Model:
+        """The model of the smallest sequence bucket for `tokens` tokens that fits the plan.
 
         Its tiles of tokens must be no larger than planned: a shorter bucket that tiles do not
         divide would take more memory.
         """
-        bucket = choose_bucket(self.bundle.manifest, length)
+        bucket = choose_bucket(self.bundle.manifest, tokens)
         for shorter in self.bundle.manifest.buckets:
             if bucket <= shorter < self.plan.bucket:
                 model = self._at(shorter)
@@ -104,7 +104,8 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)
-    source = Weights(bundle, plan.prefetch) if weights is None else weights
-    session = Session(bundle, plan, source, Graphs(bundle))
+    if weights is None:
+        weights = Weights(bundle, plan.prefetch)
+    session = Session(bundle, plan, weights, Graphs(bundle))
     session.materialize()
     return session

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.removed import load_run
 from runtime.config.train import TrainConfig
@@ -79,22 +80,16 @@ def replay(
         return _replay_weights(folder, config, header, updates, opened, output)
     opened = opened.with_lora(header.settings or opened.manifest.lora)
     use_device(choose_device(config.device, opened.manifest))
-    kept = run / INITIAL
-    source = initial or (kept if kept.exists() else config.adapter)
-    if source is None:
-        start = Adapters.initial(opened.manifest, header.seed)
-    else:
-        start = Adapters.load(opened.manifest, Path(source))
-    identical, saved = None, folder.saves.latest()
-    best = _best(folder, config, len(updates))
-    places = {} if best is None else {best: folder.saves.place(best)}
-    if saved is not None:  # the log of a killed run is longer than what it has saved
-        step = folder.saves.step_of(saved)
-        places[step] = saved
-    for after, place in places.items():
+    start = _initial(folder, config, header, opened.manifest, initial)
+    best, saved = _best(folder, config, len(updates)), folder.saves.latest()
+    saved_steps = None if saved is None else folder.saves.step_of(saved)
+    identical = None
+    # the log of a killed run is longer than what it has saved
+    for steps in dict.fromkeys(steps for steps in (best, saved_steps) if steps is not None):
+        place = folder.saves.place(steps)
         folder.check_save(place)
         own = Adapters.load(opened.manifest, place)
-        same = own.digest() == rebuild(header, updates[:after], start).digest()
+        same = own.digest() == rebuild(header, updates[:steps], start).digest()
         identical = same and identical is not False
     rebuilt = rebuild(header, updates[: len(updates) if best is None else best], start)
     rebuilt.check_finite()
@@ -104,14 +99,38 @@ def replay(
         rebuilt.save(output)
     except StorageError as problem:
         raise StorageError(f"{problem}; --output DIR writes elsewhere") from None
+    return _replayed(folder, updates, output, saved_steps, best, identical)
+
+
+def _initial(
+    folder: RunFolder, config: TrainConfig, header: Header, manifest: Manifest, given: Path | None
+) -> Adapters:
+    """The adapters that a run started from: given, written by the run, named by it, or drawn."""
+    written = folder.path / INITIAL
+    path = given or (written if written.exists() else config.adapter)
+    if path is None:
+        return Adapters.initial(manifest, header.seed)
+    return Adapters.load(manifest, Path(path))
+
+
+def _replayed(
+    folder: RunFolder,
+    updates: list[Update | None],
+    output: Path,
+    saved_steps: int | None,
+    best_step: int | None,
+    identical: bool | None,
+    not_compared: str | None = None,
+) -> Replayed:
     return Replayed(
         steps=len(updates),
         skipped_steps=updates.count(None),
-        log_bytes=(run / TRAJECTORY).stat().st_size,
+        log_bytes=(folder.path / TRAJECTORY).stat().st_size,
         output=str(output),
-        saved_steps=None if saved is None else step,
-        best_step=best,
+        saved_steps=saved_steps,
+        best_step=best_step,
         identical=identical,
+        not_compared=not_compared,
     )
 
 
@@ -130,21 +149,12 @@ def _replay_weights(
     steps = len(updates) if best is None else best
     use_device(choose_device(config.device, bundle.manifest))
     own, reason = None, None
-    with folder.kept_still() as still:
+    with folder.held_still() as still:
         if saved is not None and step == steps:
             folder.check_save(saved)
             own, reason = _own_weights(folder, config, bundle, steps, still)
         identical = write_trained(bundle, header, updates[:steps], output, own)
-    return Replayed(
-        steps=len(updates),
-        skipped_steps=updates.count(None),
-        log_bytes=(folder.path / TRAJECTORY).stat().st_size,
-        output=str(output),
-        saved_steps=step,
-        best_step=best,
-        identical=identical,
-        not_compared=reason,
-    )
+    return _replayed(folder, updates, output, step, best, identical, reason)
 
 
 def _own_weights(

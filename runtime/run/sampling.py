@@ -56,30 +56,34 @@ class Sampling:
             )
         if not self.temperature:
             return best
-        kept, top = self.kept(logits), float(logits[best])
-        totals = np.cumsum([self._weights(logits, kept, tile, top).sum() for tile in _tiles(kept)])
+        allowed, top = self.allowed(logits), float(logits[best])
+        totals = np.cumsum(
+            [self._weights(logits, allowed, tile, top).sum() for tile in _tiles(allowed)]
+        )
         drawn = np.random.Generator(np.random.Philox(key=[self.seed, position])).random()
         index = _reaching(totals, drawn * totals[-1])
         before = totals[index - 1] if index else 0.0
         tile = slice(index * TILE, (index + 1) * TILE)
-        weights = np.cumsum(self._weights(logits, kept, tile, top))
+        weights = np.cumsum(self._weights(logits, allowed, tile, top))
         return index * TILE + _reaching(weights, drawn * totals[-1] - before)
 
-    def _weights(self, logits: Floats, kept: Flags, tile: slice, top: float) -> Doubles:
+    def _weights(self, logits: Floats, allowed: Flags, tile: slice, top: float) -> Doubles:
         """How likely the tokens of a tile are; 1 for the most likely of all."""
         with np.errstate(over="ignore"):  # by a temperature next to 0
-            return np.exp((logits[tile].astype(np.float64) - top) / self.temperature) * kept[tile]
+            return (
+                np.exp((logits[tile].astype(np.float64) - top) / self.temperature) * allowed[tile]
+            )
 
-    def kept(self, logits: Floats) -> Flags:
+    def allowed(self, logits: Floats) -> Flags:
         """Which tokens the limits leave (V,)."""
         count = min(self.top_k or len(logits), len(logits))
         if count == len(logits) and self.top_p == 1:
-            kept = np.ones(len(logits), np.bool_)
+            allowed = np.ones(len(logits), np.bool_)
         else:
-            kept = _largest(logits, self._most_likely(logits, count))
+            allowed = _largest(logits, self._most_likely(logits, count))
         if self.min_p:
-            kept &= logits >= np.float64(logits.max()) + math.log(self.min_p)
-        return kept
+            allowed &= logits >= np.float64(logits.max()) + math.log(self.min_p)
+        return allowed
 
     def _most_likely(self, logits: Floats, count: int) -> Floats:
         """The logits that `top_p` leaves of the `count` largest ones, in no order."""
@@ -128,7 +132,7 @@ def _fewest(values: Floats, top: float, wanted: float) -> int | None:
 def _largest(logits: Floats, values: Floats) -> Flags:
     """Where the largest logits are, which are `values`; of equal ones the first are taken."""
     lowest = values.min()
-    kept: Flags = logits > lowest
-    equal = len(values) - int(np.count_nonzero(kept))
-    kept[np.flatnonzero(logits == lowest)[:equal]] = True
-    return kept
+    allowed: Flags = logits > lowest
+    equal = len(values) - int(np.count_nonzero(allowed))
+    allowed[np.flatnonzero(logits == lowest)[:equal]] = True
+    return allowed

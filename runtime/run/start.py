@@ -26,7 +26,7 @@ from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, method
 from runtime.plan.plan import Plan
-from runtime.run.budget import kept_plan, make_plan, training, training_machine
+from runtime.run.budget import make_plan, reason_to_replan, training, training_machine
 from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
@@ -122,12 +122,10 @@ def _begin(
         )
     weights = _weights(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights)
-    adapters = _first_adapters(fixed, session, folder)
-    running = _method(fixed, session, adapters, folder, rows)
+    adapters, running = _first_state(fixed, session, folder, rows)
     for name in TOKENS:
         if (folder.path / name).exists():
             folder.checksums.record(name)
-    folder.start_logs(running.log_header() if running.keeps_log else None)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
@@ -186,13 +184,12 @@ def _continue(
     meter: Meter,
 ) -> TrainResult:
     """Go on after a save, or from the start without one; `before` is what the run was so far."""
-    path = folder.path
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events)
     _announce(chosen, events)
     rows, eval_rows = open_run_rows(config, bundle, folder.path)
     for name in TOKENS:
-        if (path / name).exists():
+        if (folder.path / name).exists():
             folder.check(name)
     samples = Samples.of(config, bundle.manifest, rows)
     weights = _weights(config, bundle, chosen, folder, progress.done)
@@ -204,43 +201,83 @@ def _continue(
     session = open_session(bundle, chosen, weights)
     if state is None:
         if _has_lines(folder.metrics.path):
-            events.note(f"{path} has no save: it is trained from its beginning")
-        adapters = _first_adapters(config, session, folder)
-        running = _method(config, session, adapters, folder, rows)
-        folder.start_logs(running.log_header() if running.keeps_log else None)
+            events.note(f"{folder.path} has no save: it is trained from its beginning")
+        adapters, running = _first_state(config, session, folder, rows)
     else:
-        save = folder.saves.place(state.step)
-        if config.trains_all:
-            adapters = _first_adapters(config, session, folder)
-        else:
-            adapters = Adapters.load(bundle.manifest, save, _scratch_tensors(session, folder))
-            adapters = adapters.in_dtype(config.adapter_dtype)
-        running = _method(config, session, adapters, folder, rows, fresh=False)
-        running.read(save / STATE_OF_METHOD)
-        folder.go_on_with_logs(state, running.keeps_log)
-        folder.publish(state.step)  # a kill may have come between the save and this copy of it
+        adapters, running = _saved_state(config, session, folder, rows, state)
     trainer = Trainer(
         config, folder, session, adapters, running, samples, eval_rows, events, meter, progress
     )
     if trainer.ended:
-        finished = f"this run is finished, after step {progress.done}: {ENDS[trainer.ended]}"
-        further = FURTHER.get(trainer.ended)
-        ways = f"give --resume {path} {further}, or " if further else ""
-        said = f"{finished}; to train further, {ways}{another_run(path)}"
-        if config.steps > before.steps:  # which would change nothing
-            raise UsageError(said)
-        events.note(said)
+        _say_ended(trainer, before, events)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(config).encode())
-    if trainer.ended:
-        return trainer.run()
-    events.note(f"resuming after step {progress.done} of {config.steps}")
-    if (rates := _next_rates(before, config, progress.done))[0] != rates[1]:
+    if not trainer.ended:
+        events.note(f"resuming after step {progress.done} of {config.steps}")
+        _say_rates(before, config, progress.done, events)
+    return trainer.run()
+
+
+def _first_state(
+    config: TrainConfig, session: Session, folder: RunFolder, rows: Rows
+) -> tuple[Adapters, Method]:
+    """The adapters and the method before the first step; begins the logs."""
+    adapters = _first_adapters(config, session, folder)
+    running = _method(config, session, adapters, folder, rows)
+    folder.start_logs(running.log_header() if running.keeps_log else None)
+    return adapters, running
+
+
+def _saved_state(
+    config: TrainConfig, session: Session, folder: RunFolder, rows: Rows, state: State
+) -> tuple[Adapters, Method]:
+    """The adapters and the method of a save; goes on with its logs."""
+    save, manifest = folder.saves.place(state.step), session.bundle.manifest
+    if config.trains_all:
+        adapters = _first_adapters(config, session, folder)
+    else:
+        adapters = Adapters.load(manifest, save, _scratch_tensors(session, folder))
+        adapters = adapters.in_dtype(config.adapter_dtype)
+    running = _method(config, session, adapters, folder, rows, fresh=False)
+    running.read(save / STATE_OF_METHOD)
+    folder.go_on_with_logs(state, running.keeps_log)
+    folder.publish(state.step)  # a kill may have come between the save and this copy of it
+    return adapters, running
+
+
+def _say_ended(trainer: Trainer, before: TrainConfig, events: Events) -> None:
+    """Note that the run is over.
+
+    Raises:
+        UsageError: more steps are asked for, which would change nothing.
+    """
+    path = trainer.folder.path
+    finished = f"this run is finished, after step {trainer.done}: {ENDS[trainer.ended]}"
+    further = FURTHER.get(trainer.ended)
+    ways = f"give --resume {path} {further}, or " if further else ""
+    said = f"{finished}; to train further, {ways}{another_run(path)}"
+    if trainer.config.steps > before.steps:
+        raise UsageError(said)
+    events.note(said)
+
+
+def _say_rates(before: TrainConfig, config: TrainConfig, done: int, events: Events) -> None:
+    """Note that the next step's learning rate is no longer what it was configured to be."""
+    rate_before, rate = (
+        learning_rate(
+            options.learning_rate,
+            options.lr_schedule,
+            options.warmup_steps,
+            options.steps,
+            min(done, options.steps),
+        )
+        for options in (before, config)
+    )
+    if rate_before != rate:
         events.note(
             f"the learning-rate schedule is now over {config.steps} steps: the next step's "
-            f"rate is {rates[1]:.3g}, over {before.steps} steps it would be {rates[0]:.3g}"
+            f"rate is {rate:.3g}, over {before.steps} steps it would be {rate_before:.3g}"
         )
-    return trainer.run()
 
 
 def _check_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:
@@ -253,21 +290,6 @@ def _check_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:
         raise UsageError(
             f"--steps {config.steps} < {done}, the steps that {folder.path} has done; give more"
         )
-
-
-def _next_rates(before: TrainConfig, now: TrainConfig, done: int) -> tuple[float, float]:
-    """The learning rate of the next step as the run was configured, and as it is now."""
-    rates = [
-        learning_rate(
-            config.learning_rate,
-            config.lr_schedule,
-            config.warmup_steps,
-            config.steps,
-            min(done, config.steps),
-        )
-        for config in (before, now)
-    ]
-    return rates[0], rates[1]
 
 
 def _this_machine(config: TrainConfig, bundle: Bundle) -> Machine:
@@ -304,7 +326,7 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
     manifest = bundle.manifest
     machine = _this_machine(config, bundle)
     wanted = training(config, manifest)
-    reason = kept_plan(stored, manifest, machine, wanted)
+    reason = reason_to_replan(stored, manifest, machine, wanted)
     if not reason:
         return msgspec.structs.replace(stored, limit_bytes=machine.limit_bytes)
     chosen = make_plan(manifest, machine, wanted)

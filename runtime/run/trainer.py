@@ -308,8 +308,7 @@ class Trainer:
         return self.adapters.size
 
     def _finish(self) -> TrainResult:
-        if self.config.trains_all:
-            self.method.settle()
+        self.method.settle()
         whole = f"the adapters in {self.folder.path} are whole, their summary cannot be"
         steps = list(read_steps(self.folder.metrics.path, self.done, whole))
         best = self._best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -83,8 +84,6 @@ def write_trained(
 ) -> bool | None:
     """Write the bundle that training with these updates leads to, a tile of a tensor at a time.
 
-    Values that are no finite numbers are refused.
-
     Returns whether it equals `own`, the run's weights; None without them.
 
     Raises:
@@ -93,42 +92,22 @@ def write_trained(
         UsageError: there is something at `output` already.
     """
     manifest = bundle.manifest
-    noise = RowNoise.like(Noise.of_log(header.seed, header.noise, header.more))
     trained = FullWeights(
         manifest,
         Weights(bundle),
         None,
-        noise,
+        RowNoise.like(Noise.of_log(header.seed, header.noise, header.more)),
         FullWeights.rounding_in(header.more),
         len(updates),
         dict(enumerate(updates)),
     )
-    same = True
-
-    def chunks(name: str) -> Iterator[bytes]:
-        nonlocal same
-        rows, columns, dtype = trained.tensors[trained.owner[name]][name]
-        step = max(1, WRITTEN_VALUES // columns)
-        for start in range(0, rows, step):
-            stored = trained.stored(name, start, min(rows, start + step))
-            values = np.empty((min(rows, start + step) - start, columns), np.float32)
-            expand(stored, dtype, values)
-            if not np.isfinite(values).all():
-                raise DivergedError(
-                    f"after step {len(updates)} of its log, {name} holds values that are no finite "
-                    "numbers: the run diverged; train another with a lower --learning-rate"
-                )
-            octets = stored.tobytes()
-            if own is not None:
-                same &= octets == own.stored(name, start, min(rows, start + step)).tobytes()
-            yield octets
-
+    compared = _Compared(trained, own)
     with BundleWriter(output) as writer:
         for name, extent in _in_order(manifest):
             writer.align()
             if writer.offset < extent.offset:
                 writer.align_block()
-            written = writer.tensor(chunks(name), extent.dtype, extent.shape)
+            written = writer.tensor(compared.tiles(name), extent.dtype, extent.shape)
             assert written == extent, "the tensors of the bundle lie otherwise"
         writer.align(manifest.weights_nbytes)  # the padding at its end
         nbytes, sha256 = writer.finish_weights()
@@ -136,17 +115,49 @@ def write_trained(
             for path in sorted((bundle.path / folder).glob("*")):
                 with reading_errors(path):
                     writer.file(f"{folder}/{path.name}", read_file(path))
-        provenance = {**manifest.provenance, "trained": {"steps": len(updates)}}
         writer.commit(
             msgspec.structs.replace(
                 manifest,
                 weights_nbytes=nbytes,
                 weights_sha256=sha256,
-                provenance=provenance,
+                provenance={**manifest.provenance, "trained": {"steps": len(updates)}},
                 quality=None,
             )
         )
-    return None if own is None else same
+    return None if own is None else compared.equal
+
+
+@dataclass
+class _Compared:
+    """Trained weights as bytes, which are compared with the run's own while they are written."""
+
+    trained: FullWeights
+    own: FullWeights | None
+    equal: bool = True  # so far
+
+    def tiles(self, name: str) -> Iterator[bytes]:
+        """The stored bytes of a tensor, tile by tile.
+
+        Raises:
+            DivergedError: a value is not finite.
+        """
+        trained, own = self.trained, self.own
+        rows, columns, dtype = trained.tensors[trained.owner[name]][name]
+        step = max(1, WRITTEN_VALUES // columns)
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            stored = trained.stored(name, start, stop)
+            values = np.empty((stop - start, columns), np.float32)
+            expand(stored, dtype, values)
+            if not np.isfinite(values).all():
+                raise DivergedError(
+                    f"after step {trained.done} of its log, {name} holds values that are no finite "
+                    "numbers: the run diverged; train another with a lower --learning-rate"
+                )
+            octets = stored.tobytes()
+            if own is not None:
+                self.equal &= octets == own.stored(name, start, stop).tobytes()
+            yield octets
 
 
 def _in_order(manifest: Manifest) -> list[tuple[str, Extent]]:

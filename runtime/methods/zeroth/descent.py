@@ -205,10 +205,10 @@ class Averages(Descent):
     optimizer: ClassVar[str]
     log_fields = ("optimizer", "window")
     window: int
-    _kept: deque[Update] = field(init=False, repr=False)
+    _recent: deque[Update] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._kept = deque(maxlen=self.window)
+        self._recent = deque(maxlen=self.window)
 
     @classmethod
     def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> Averages:
@@ -228,22 +228,22 @@ class Averages(Descent):
         return {"optimizer": self.optimizer, "window": self.window}
 
     def remember(self, update: Update) -> None:
-        self._kept.append(update)
+        self._recent.append(update)
 
     def state(self) -> dict[str, Any]:
-        return {"window": [[update.step, list(update.gradients)] for update in self._kept]}
+        return {"window": [[update.step, list(update.gradients)] for update in self._recent]}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        self._kept.clear()
+        self._recent.clear()
         for step, gradients in facts["window"]:
             numbers = tuple(map(float, gradients))
             if type(step) is not int or not numbers or not all(map(math.isfinite, numbers)):
                 raise ValueError(f"its window holds {step!r:.80} with {gradients!r:.80}")
-            self._kept.append(Update(step, 0.0, numbers, 0.0))  # its own step is done
+            self._recent.append(Update(step, 0.0, numbers, 0.0))  # its own step is done
 
     def weights(self, beta: float) -> Sequence[float]:
         """The weight of each estimate, the earliest first; they sum to 1."""
-        ages = range(len(self._kept) - 1, -1, -1)
+        ages = range(len(self._recent) - 1, -1, -1)
         total = sum(beta**age for age in ages)
         return [beta**age / total for age in ages]
 
@@ -254,9 +254,9 @@ class Momentum(Averages):
     optimizer, scratch_copies = "momentum", 4  # theta, the average, an estimate, z
 
     def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        latest = self._kept[-1]
+        latest = self._recent[-1]
         m = mx.zeros_like(value)
-        for weight, update in zip(self.weights(BETA1), self._kept, strict=True):
+        for weight, update in zip(self.weights(BETA1), self._recent, strict=True):
             m = m + update.estimate(noise, tensor, value.shape) * weight
             mx.eval(m)  # so that no more than one estimate is in memory
         value = value - (m + value * latest.weight_decay) * latest.rate
@@ -270,9 +270,9 @@ class Adam(Averages):
     optimizer, scratch_copies = "adam", 6  # theta, both averages, an estimate, its square, z
 
     def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        latest = self._kept[-1]
+        latest = self._recent[-1]
         m = v = mx.zeros_like(value)
-        weights = zip(self.weights(BETA1), self.weights(BETA2), self._kept, strict=True)
+        weights = zip(self.weights(BETA1), self.weights(BETA2), self._recent, strict=True)
         for first, second, update in weights:
             estimate = update.estimate(noise, tensor, value.shape)
             m, v = m + estimate * first, v + mx.square(estimate) * second

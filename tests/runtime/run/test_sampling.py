@@ -36,7 +36,7 @@ def test_limits_are_those_of_the_reference(rng: Rng, size: int) -> None:
         logits = rng.normal(0, rng.uniform(0.1, 4), size).astype(np.float32)
         top_k = int(rng.choice([0, 1, 3, size, size + 1]))
         top_p, min_p = float(rng.choice([1, 0.5, 0.93])), float(rng.choice([0, 0.02, 0.4, 1]))
-        found = Sampling(1.0, top_k, top_p, min_p).kept(logits)
+        found = Sampling(1.0, top_k, top_p, min_p).allowed(logits)
         assert list(np.flatnonzero(found)) == sorted(plain(logits, top_k, top_p, min_p))
 
 
@@ -83,8 +83,8 @@ def test_temperatures_next_to_zero_and_without_end_say_nothing(
 
 def test_of_equal_logits_as_many_are_left_as_the_limit_says() -> None:
     logits = np.array([2, 1, 2, 1, 1, 0], np.float32)
-    assert list(np.flatnonzero(Sampling(1.0, top_k=3).kept(logits))) == [0, 1, 2]
-    assert list(np.flatnonzero(Sampling(1.0, top_p=1e-9).kept(logits))) == [0]
+    assert list(np.flatnonzero(Sampling(1.0, top_k=3).allowed(logits))) == [0, 1, 2]
+    assert list(np.flatnonzero(Sampling(1.0, top_p=1e-9).allowed(logits))) == [0]
 
 
 def test_tokens_of_every_tile_are_drawn(rng: Rng) -> None:
