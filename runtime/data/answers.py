@@ -1,10 +1,10 @@
 """Where the assistant's messages stand in a rendered conversation, by renderings of its parts.
 
-A template is a program, of which nothing is known but what it renders. The prompt for an answer is
+A template is a program, of which nothing is known but its output. The prompt for an answer is
 the conversation before it, and where the answer ends, the conversation up to it does. That holds
 for templates that write each message for itself. Others write a message otherwise once more
 messages follow: they drop earlier reasoning (Qwen3), or move the system prompt to the last question
-(Mistral). There, an answer is found by what stays when a word takes its place.
+(Mistral). There, an answer is found by the text that stays when a word takes its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def answers(
 ) -> tuple[str, list[Span]]:
     """The text of the conversation, and a span for each of the assistant's messages `turns`.
 
-    `around` is what the template `name` writes before and after the text of a lone answer. A span
+    `around` is the text of the template `name` before and after a lone answer's text. A span
     ends with the latter, without the white space that follows. Raises ValueError if the template
     refuses the messages, or writes them so that an answer cannot be found.
     """
@@ -80,7 +80,7 @@ def _by_replacement(
     whole: str,
     around: tuple[str, str],
 ) -> Span | None:
-    """What differs where the answer is another, and what the template writes around it."""
+    """The span that changes with the answer, and the template's text around it."""
     probe = next(word for word in map("Probe{}".format, count()) if word not in whole)
     other = {"role": messages[turn]["role"], "content": probe}
     try:

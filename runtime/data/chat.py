@@ -3,8 +3,8 @@
 Only processes that render load transformers, and they are limited (`runtime.data.limits`). A
 template is a Jinja program written by the model's publisher. transformers runs it in Jinja's
 sandbox, to which this adds limits for each conversation: no powers, bounds on the time of the CPU
-and on the length of the text, and on Linux one on memory. What passes a limit is no bad row, which
-could be left out, but a bad template.
+and on the length of the text, and on Linux one on memory. To pass a limit is the fault of the
+template, and not of a row, which could be left out.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The conversation, and where in it the assistant's messages `turns` stand.
 
-        A span holds an answer and the token that ends it. It is what the template itself marks by
-        `{% generation %}`, if it does, and else what `runtime.data.answers` finds. Raises
-        ValueError as `prompt` does, and where an answer cannot be found.
+        A span holds an answer and the token that ends it. The template itself marks it by
+        `{% generation %}`, or `runtime.data.answers` looks for it. Raises ValueError as `prompt`
+        does, and where an answer cannot be found.
         """
         marked = self._marked(messages, tools)
         every = [at for at, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @property
     def ending(self) -> str:
-        """What the template writes after an answer, without white space; empty if there is nothing.
+        """The text that the template writes after an answer, without white space; may be empty.
 
         Raises ValueError if the template refuses a question and its answer.
         """
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @cached_property
     def _around(self) -> tuple[str, str]:
-        """What the template writes between a prompt and its answer's text, and after that."""
+        """The template's text between a prompt and its answer's text, and after that."""
         answer = {"role": ASSISTANT, "content": _PROBE}
         prompt = self._render([_QUESTION], None, asks=True)
         whole = self._render([_QUESTION, answer], None, asks=False)
@@ -203,7 +203,7 @@ def _words(template: str) -> list[tuple[int, str, str]]:
 
 
 def _check(template: object) -> None:
-    """Refuse what the sandbox lets through: a power may take longer than anybody waits."""
+    """Refuse powers, which the sandbox allows: they may take longer than anybody waits."""
     if not isinstance(template, str):
         raise ValueError("it is not text")
     if any(kind == "operator" and word == "**" for _, kind, word in _words(template)):

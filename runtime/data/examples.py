@@ -22,8 +22,8 @@ ASSISTANT_TURNS, LAST_TURN, ALL = "assistant", "last", "all"
 class Row:
     """Tokens, and for each of them whether it is scored: one byte, 1 or 0.
 
-    `cut` counts the tokens that were left out at the end, and `warnings` say what a reader of the
-    row may not expect.
+    `cut` counts the tokens that were left out at the end, and `warnings` say how the
+    row may surprise its reader.
     """
 
     tokens: list[int]
@@ -73,7 +73,7 @@ def row_of(example: Example, encoder: TextEncoder, loss_on: str) -> Row:
 
 
 def marked_text(example: Example, encoder: TextEncoder, loss_on: str) -> MarkedText:
-    """The text of an example, with what is scored. Raises ValueError where it cannot be used."""
+    """The text of an example, with its scored spans. Raises ValueError where it cannot be used."""
     if isinstance(example, Conversation):
         return _conversation(example, encoder.chat(), loss_on)
     if isinstance(example, Completion):
@@ -96,7 +96,7 @@ def _conversation(example: Conversation, chat: ChatTemplate, loss_on: str) -> Ma
     ]
     if turns == [0]:
         raise ValueError("messages holds an answer and nothing that it answers")
-    messages = messages[: turns[-1] + 1] if turns else messages  # what follows teaches nothing
+    messages = messages[: turns[-1] + 1] if turns else messages  # later messages teach nothing
     if not turns:
         return MarkedText(chat.text(messages, tools), [])
     text, spans = chat.answered(messages, tools, turns[-1:] if loss_on == LAST_TURN else turns)
@@ -129,7 +129,7 @@ def _tokens(marked: MarkedText, encoder: TextEncoder) -> tuple[list[int], bytes]
     """The tokens of a text, and which of them reach into a scored span.
 
     Where a token would lie across the beginning of a span, the text is tokenized in two pieces:
-    a model that is given what comes before has that in tokens of its own.
+    a model that is given the text before has it in tokens of its own.
     """
     text = marked.text
     tokens, places = encoder.encode_places(text)

@@ -1,4 +1,4 @@
-"""Which fields of a record hold what: the formats of data that are recognised, by their fields."""
+"""The formats of data, which are recognised by the fields of a record."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, and what is to follow it."""
+    """A prompt, and the text that is to follow it."""
 
     prompt: str
     completion: str
@@ -104,7 +104,7 @@ def _renamed(record: Record, columns: dict[str, str]) -> Record:
 
 
 def _from_json(value: object) -> object:
-    """A value, or what it holds as JSON text: a cell of a table is text."""
+    """A value, decoded if it is JSON text: a cell of a table is text."""
     if not isinstance(value, str):
         return value
     try:

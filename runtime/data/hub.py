@@ -45,7 +45,7 @@ class HubDataset:
 def hub_dataset(data: str) -> HubDataset | None:
     """The dataset that OWNER/NAME[:CONFIG[:SPLIT]] names.
 
-    None for what names something else: a path that exists, a file of data, or random:SEED.
+    None if it names something else: a path that exists, a file of data, or random:SEED.
     """
     match = _ID.fullmatch(data)
     if match is None or Path(data).exists() or Path(match["name"]).suffix in DATA_SUFFIXES:

@@ -1,9 +1,9 @@
-"""Limits on what foreign code may take of a process: memory, and time of the CPU.
+"""Limits for foreign code in a process: memory, and time of the CPU.
 
 Chat templates and tokenizers are programs of whoever published a model. They run in processes of
 their own, which `confine` limits for good: the system ends whatever passes the limits, in C code
-too. Inside, `bounded_memory` and `bounded_seconds` give one conversation less than that, and what
-passes these is an exception.
+too. Inside, `bounded_memory` and `bounded_seconds` give one conversation less than that, and
+passing these raises an exception.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from types import FrameType
 
 GRACE_SECONDS = 2  # after which code that no exception reaches is ended with its process
 _TICKS_CLOCK = -8  # Linux's clock of this process that RLIMIT_CPU and ITIMER_PROF go by
-RESTORING = frozenset((__file__, contextlib.__file__, signal.__file__))  # what ends a `with` block
+RESTORING = frozenset(
+    (__file__, contextlib.__file__, signal.__file__)
+)  # the code that ends a `with` block
 
 
 class TooSlowError(Exception):
@@ -32,7 +34,7 @@ class TooSlowError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a process may take: bytes of address space beyond those at its start, and seconds."""
+    """Limits of a process: bytes of address space beyond those at its start, and seconds."""
 
     memory_bytes: int
     cpu_s: int
@@ -59,7 +61,7 @@ class Limits:
 def confine(limits: Limits) -> None:
     """Limit this process for the rest of its life.
 
-    Where the system does not tell what a process has mapped (macOS), memory is not limited.
+    Where the system does not tell how much a process has mapped (macOS), memory is not limited.
     """
     spent = spent_s()
     _lower(resource.RLIMIT_CPU, spent + limits.cpu_s, spent + limits.cpu_s + GRACE_SECONDS)
@@ -87,8 +89,8 @@ def bounded_seconds(most_s: int) -> Iterator[None]:
     """Let this process compute for at most so many seconds more (RLIMIT_CPU), to the second.
 
     Beyond that, TooSlowError is raised at the next line of Python, and again in each further second
-    until the code ends, since a callback may have swallowed it. What restores the limit is not
-    interrupted. Where no line of Python comes for GRACE_SECONDS, SIGPROF ends a process that
+    until the code ends, since a callback may have swallowed it. The code that restores the limit is
+    not interrupted. Where no line of Python comes for GRACE_SECONDS, SIGPROF ends a process that
     `confine` has limited. Only a main thread can be interrupted; others are not bounded.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -132,7 +134,7 @@ def _mapped_bytes() -> int | None:
 
 
 def _lower(kind: int, soft: int, hard: int) -> None:
-    """Lower a limit of this process, and what it may be raised to again."""
+    """Lower a limit of this process, and the hard limit, to which it may be raised again."""
     now = resource.getrlimit(kind)
     wanted = [
         limit if there == resource.RLIM_INFINITY else min(limit, there)

@@ -1,7 +1,7 @@
-"""What training would read of data, found without training: counts, lengths and one row in full.
+"""An overview of data as training would read them: counts, lengths and one row in full.
 
-`python -m runtime.data.overview` reads the options of `ondevice data` on stdin and writes what it
-has found, both as JSON. `ondevice data` runs it so, under limits.
+`python -m runtime.data.overview` reads the options of `ondevice data` on stdin and writes the
+overview, both as JSON. `ondevice data` runs it so, under limits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPLITS = (TRAIN, VALID, "test")
 class Overview:
     """The report of each split by name, and a row of the first: pieces of text, scored or not.
 
-    `packing` says what packing makes of the first split's rows, if that is asked for.
+    `packing` is the report of packing the first split's rows, if that is asked for.
     """
 
     reports: dict[str, DataReport]
@@ -105,7 +105,7 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
 
 
 def _packed(lengths: Lengths, length: int, manifest: Manifest) -> PackingReport:
-    """What packing makes of rows of these lengths, with the default seed."""
+    """The report of packing rows of these lengths, with the default seed."""
     packing = pack(lengths, choose_bucket(manifest, length), TrainConfig.seed)
     return packing.report(lengths, manifest.buckets)
 

@@ -2,8 +2,8 @@
 
 Rows are taken in the order of the first epoch, WINDOW of them at a time. In each window the longest
 row comes first, and goes where it leaves the least room (best fit, decreasing). No row is divided
-and none is left out. What shares a sequence depends on the lengths and the seed alone, and stays
-the same in every epoch.
+and none is left out. Which rows share a sequence depends on the lengths and the seed alone, and
+stays the same in every epoch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WINDOW = 4096  # rows among which those that fit together are looked for
 
 
 class PackingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What packing has made of a file's rows.
+    """The sequences that packing has made of a file's rows.
 
     length: the tokens that a sequence may hold. most_rows: in one sequence. padding: the share of
-    padding in what the model computes; unpacked_padding: the same of the rows, each by itself. A
+    padding in the computed tokens; unpacked_padding: the same of the rows, each by itself. A
     sequence or a row is padded to the bundle's smallest length that holds it.
     """
 
@@ -72,7 +72,7 @@ class Packing:
         return np.add.reduceat(lengths[self.members], self.offsets[:-1])
 
     def report(self, lengths: Lengths, buckets: Sequence[int]) -> PackingReport:
-        """What packing has made of rows of these lengths."""
+        """The report for rows of these lengths."""
         return PackingReport(
             rows=len(self.members),
             sequences=len(self),
@@ -100,7 +100,7 @@ def pack(lengths: Lengths, length: int, seed: int) -> Packing:
 def _best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
     """The places of lengths in sequences, ascending; sequences are in the order of their first."""
     sequences: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what each sequence still holds, ascending, and its number
+    rooms: list[tuple[int, int]] = []  # the room of each sequence, ascending, and its number
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         fitting = bisect_left(rooms, (lengths[place], 0))
         if fitting == len(rooms):

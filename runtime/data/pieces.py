@@ -32,7 +32,7 @@ COUNT = np.dtype("<u4")
 
 @dataclass(frozen=True)
 class Pieces:
-    """What tokens stand for: `data[ends[t - 1]:ends[t]]`, in UTF-8.
+    """The text of tokens: `data[ends[t - 1]:ends[t]]`, in UTF-8.
 
     strips: whether a space at the beginning of a text is left out.
     """

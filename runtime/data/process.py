@@ -25,20 +25,20 @@ _FEW_THREADS = {
 
 def run_module(
     module: str,
-    what: str,
+    task: str,
     *arguments: object,
     limits: Limits | None = None,
     given: str = "",
     failure: type[OnDeviceError] = DataError,
     **options: Any,
 ) -> str:
-    """Run `python -m module` with options such as seq_length=8, until it has done `what`.
+    """Run `python -m module` with options such as seq_length=8, until it has done its `task`.
 
-    It reads `given` on stdin, and what it writes on stdout is returned. The module puts itself
+    It reads `given` on stdin, and its stdout is returned. The module puts itself
     under the limits, see `confined`.
 
     Raises:
-        OnDeviceError: a UsageError, a StorageError or a `failure` with what its stderr says, if it
+        OnDeviceError: a UsageError, a StorageError or a `failure` with its stderr as message, if it
             ends with the exit code of one; a `failure` if it ends in another way.
     """
     import subprocess  # here, since training on data that are ready can do without its memory
@@ -69,9 +69,9 @@ def run_module(
         name = signal.Signals(-done.returncode).name
         under = "" if limits is None else f"; it may take {limits.describe()}"
         first = said.splitlines()[0] if said else last
-        raise failure(f"{what} was ended by {name}{under}: {first}")
+        raise failure(f"{task} was ended by {name}{under}: {first}")
     if done.returncode:
-        raise failure(f"{what} failed with status {done.returncode}: {last}")
+        raise failure(f"{task} failed with status {done.returncode}: {last}")
     return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""What was read, kept, cut and dropped when data became rows of tokens."""
+"""The rows that were read, kept, cut and dropped when data became rows of tokens."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Lengths = npt.NDArray[np.int64]
 
 
 class Rows(Protocol):
-    """Something with numbered rows; the report says what they were read from, if anything."""
+    """Something with numbered rows; the report is that of their file, if there is one."""
 
     @property
     def report(self) -> DataReport | None: ...
@@ -74,7 +74,7 @@ def random_seed(data: str) -> int | None:
 
 
 class _Head(NamedTuple):
-    """What the header of a token file says, and the size of the file."""
+    """The header of a token file, and the size of the file."""
 
     seq_length: int
     rows: int

@@ -80,7 +80,7 @@ def _has_valid(data: str, folder: Path) -> bool:
 
 
 def reports_of(rows: Rows, eval_rows: Rows | None) -> dict[str, DataReport]:
-    """What was read for training and for evaluation; random rows have no report."""
+    """The reports of the training and evaluation data; random rows have none."""
     both = {"train": rows, "valid": eval_rows}
     return {
         name: part_rows.report

@@ -29,8 +29,8 @@ Places = npt.NDArray[np.int32]
 class SampleOrder:
     """The order of samples of these lengths (n,), of which `step` make a step of training.
 
-    A position's sample is a function of the arguments, so a resumed run sees what an uninterrupted
-    one does. The orders of the last epochs asked for are kept for speed.
+    A position's sample is a function of the arguments, so a resumed run sees the same samples as
+    an uninterrupted one. The orders of the last two epochs are cached.
     """
 
     def __init__(self, seed: int, lengths: Lengths, buckets: Sequence[int], step: int) -> None:
@@ -75,7 +75,7 @@ def _together(buckets: Places, step: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Samples:
-    """What training reads: rows in the order of a seed, packed where a packing says so."""
+    """The training data: rows in the order of a seed, packed where a packing says so."""
 
     rows: Rows
     order: SampleOrder

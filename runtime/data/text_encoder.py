@@ -80,7 +80,7 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         return number
 
     bos = special("bos_token")
-    # without the key, what the tokenizer itself puts before a text decides
+    # without the key, the tokenizer's own encoding of an empty text decides
     adds_bos = config.get("add_bos_token")
     if adds_bos is None:
         adds_bos = tokenizer.encode("").ids[:1] == [bos]
@@ -105,7 +105,7 @@ def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tup
     """Ids, and the first character of each token and the one after its last.
 
     Tokenizers that leave white space out of these ranges leave tokens of white space alone with
-    nothing; such a token gets what lies between its neighbours.
+    nothing; such a token gets the characters between its neighbours.
     """
     encoding = tokenizer.encode(text, add_special_tokens=False)
     places: list[tuple[int, int]] = []

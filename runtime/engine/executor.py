@@ -1,7 +1,7 @@
 """Running the instructions of lowered programs, forward and reversed.
 
 Invariant: after each instruction its results are evaluated, and the values that it frees are
-dropped, so the memory in use is what the schedule says.
+dropped, so the memory in use is that of the schedule.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Graphs:
         """A function's results, lazy.
 
         Raises:
-            BundleError: the file cannot be loaded, or is not what the manifest says.
+            BundleError: the file cannot be loaded, or differs from its entry in the manifest.
         """
         graph = self.bundle.manifest.graphs[key]
         function = self._open(key)
@@ -38,7 +38,7 @@ class Graphs:
         return results
 
     def workspace_bytes(self, key: str) -> int:
-        """What a function takes beside its arguments and results while it runs."""
+        """The memory that a function takes beside its arguments and results while it runs."""
         return self.bundle.manifest.graphs[key].workspace_bytes
 
     def _open(self, key: str) -> Callable[..., Any]:

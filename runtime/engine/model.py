@@ -172,7 +172,7 @@ class Model:
             return LogitsKernel(self.matrices).run(h, self.head_matrix)
 
     def _starts(self, offsets: Offsets | None) -> Values:
-        """What attention reads of packed rows; padding is a row of its own. Nothing for one row."""
+        """Where packed rows start, for attention; padding is a row of its own. One row has none."""
         if offsets is None:
             return {}
         lengths = np.diff(offsets, append=self.bucket)
@@ -211,8 +211,9 @@ class Model:
     ) -> tuple[mx.array | None, Gradients]:
         """A layer's vjp at x (1, bucket, D): dx, and (dA, dB) per adapted matrix.
 
-        dx is None in the first layer with an adapter, since nothing before it is trained. `kept` is
-        what `forward_keeping` returned; it is consumed. `offsets` divide a sequence of packed rows.
+        dx is None in the first layer with an adapter, since nothing before it is trained. `kept`
+        are the values from `forward_keeping`; they are consumed. `offsets` divide a sequence of
+        packed rows.
         """
         lowered = self._lowered[block]
         program = lowered.program

@@ -83,7 +83,7 @@ class PackedRows:
 
 
 Sample = Row | PackedRows
-"""One element of a batch: what goes through the blocks as one hidden state."""
+"""One element of a batch, which goes through the blocks as one hidden state."""
 
 
 def first_scored(sample: Sample) -> npt.NDArray[np.int64]:

@@ -40,7 +40,7 @@ _DAMAGE = (
 
 
 class Stated(NamedTuple):
-    """What adapter_config.json states; `weights_sha256` is None if it names no bundle's weights."""
+    """The content of adapter_config.json; `weights_sha256` is None if it names no bundle."""
 
     lora: LoraSettings
     weights_sha256: str | None
@@ -102,11 +102,11 @@ class AdapterFiles:
 
     @property
     def hint(self) -> str:
-        """What to say beside a message if no configuration describes the tensors."""
+        """The end of a message if no configuration describes the tensors."""
         return "" if self.config.exists() else f"; there is no {mlx_lm.CONFIG} that describes it"
 
     def stated(self) -> Stated | None:
-        """What the configuration says; None if there is none.
+        """The content of the configuration; None if there is none.
 
         Raises:
             BundleError: it is damaged, of another kind of adapter, or of other tensors.
@@ -152,7 +152,7 @@ class AdapterFiles:
         return Stated(lora, weights)
 
     def _prefix(self, own: dict[str, Any]) -> Stated:
-        """What the configuration of a prefix says, all of which is ours."""
+        """The content of a prefix's configuration, all of which is ours."""
         lora = msgspec.convert(own["lora"], LoraSettings)
         if lora.problem or not lora.prefix:
             raise BundleError(f"{self.config}: {lora.problem or 'a prefix has no rows'}")
@@ -297,12 +297,17 @@ class AdapterTensors:
 
 
 def _read_config(path: Path) -> Any:
-    """What adapter_config.json holds. Raises BundleError if it is large, ValueError, OSError."""
+    """The content of adapter_config.json.
+
+    Raises:
+        BundleError: it is large.
+        ValueError, OSError: it cannot be read.
+    """
     return from_json(read_small(path, MOST_CONFIG_BYTES, "a configuration of an adapter"))
 
 
 def _is_peft(config: Path) -> bool:
-    """Whether a configuration is PEFT's; what is wrong with it is said where it is read."""
+    """Whether a configuration is PEFT's; a damaged one is reported where it is read."""
     try:
         return peft.KIND in _read_config(config)
     except (OSError, ValueError, TypeError):

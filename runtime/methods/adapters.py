@@ -4,7 +4,7 @@ During training they live in a scratch file (`runtime.storage.scratch`). Those o
 time are in memory, as float32 or bfloat16. Training updates and saves the float32 values.
 
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
-`adapter_config.json` is what `mlx_lm.generate --adapter-path` reads.
+`mlx_lm.generate --adapter-path` reads `adapter_config.json`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Adapters:
         They may be ours, mlx-lm's or PEFT's, in float32, float16 or bfloat16.
 
         Raises:
-            BundleError: they are damaged, of another bundle, or not what their run saved.
+            BundleError: they are damaged, of another bundle, or altered since their run saved them.
             UsageError: the path is not valid UTF-8, its run has trained all parameters, or the
                 bundle's weights hold these adapters already.
         """

@@ -1,7 +1,7 @@
 """Memory-efficient backpropagation: Algorithm 1 of the MeBP paper.
 
 Forward block by block, keeping only each block's input; then the blocks in reverse, each
-recomputing what its backward needs: `Backprop.gradients` has the algorithm. All rows of a
+recomputing the values of its backward: `Backprop.gradients` has the algorithm. All rows of a
 micro-batch visit a block together, so a block's gradients are complete, applied and freed before
 the next block's backward begins. With clipping they go to a scratch file instead, and are applied
 once their norm is known.
@@ -70,7 +70,7 @@ class Backprop:
     """Exact gradients over a model.
 
     `activations` holds a slot per block for each row; `lanes` rows go through each block together
-    in the forward pass. The last `kept_layers` layers keep what their backward needs; the others
+    in the forward pass. The last `kept_layers` layers keep the values of their backward; the others
     recompute it. `dropout` is that of the step.
     """
 
@@ -120,7 +120,7 @@ class Backprop:
         return loss
 
     def _forward(self, layer: Visit, rows: Sequence[Sample], kept: Kept) -> None:
-        """Store the layer's outputs, and put into `kept` what spares its backward recomputation."""
+        """Store the layer's outputs, and put into `kept` the values for its backward."""
         index, block = layer.index, layer.block
         loras = self.adapters.loras(block)
         keeps = index >= len(self.model.blocks) - 1 - self.kept_layers

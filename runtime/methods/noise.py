@@ -56,7 +56,7 @@ class Noise:
             raise ValueError(f"its pool of directions is {pool!r}")
 
     def header(self) -> dict[str, Any]:
-        """What a log's header says of it besides its seed and kind."""
+        """Its fields in a log's header besides its seed and kind."""
         return {"pool": self.pool} if self.pool else {}
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:

@@ -134,7 +134,7 @@ class Optimizer:
             os.fsync(file.fileno())
 
     def read(self, path: Path) -> None:
-        """Read what `write` wrote.
+        """Read the moments that `write` wrote.
 
         Raises:
             BundleError: the file has another size.

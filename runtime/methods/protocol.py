@@ -29,8 +29,8 @@ from runtime.plan.plan import Plan
 class StepLoss:
     """Summed cross entropy over `scored_tokens` positions, and how many were predicted right.
 
-    `correct` is counted in evaluation only; training leaves it 0. `objective_sum` is what
-    backpropagation has followed, before it is divided.
+    `correct` is counted in evaluation only; training leaves it 0. `objective_sum` is the
+    sum that backpropagation has followed, before it is divided.
     """
 
     loss_sum: float
@@ -49,7 +49,7 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did.
+    """The loss of a step, its cost, and its line in the log.
 
     `loss` is that of the batch; `forward_passes` counts samples run forward for the objective (not
     recomputation); `skipped` is above 0 if nothing was learned because a loss was not finite, and
@@ -131,10 +131,10 @@ class Start:
 
 
 class Implementation(Protocol):
-    """What the module of a method must define."""
+    """The functions that the module of a method must define."""
 
     def demand(self, config: StepConfig) -> Demand:
-        """What this configuration of training needs, for the planner."""
+        """The demand of this configuration of training, for the planner."""
         ...
 
     def start(self, config: TrainConfig, begin: Start) -> Method:

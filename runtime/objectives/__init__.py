@@ -1,1 +1,1 @@
-"""What training improves, one file each: losses with a gradient, and shares of right answers."""
+"""Objectives of training, one file each: losses with a gradient, and shares of right answers."""

@@ -1,6 +1,6 @@
 """The cross entropy of the next token: the mean over all scored positions.
 
-    loss = -log p(target | what precedes it)
+    loss = -log p(target | the tokens before it)
 
 `runtime.operations.head_kernel` computes it and its gradient while it streams the vocabulary.
 """

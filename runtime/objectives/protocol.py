@@ -1,8 +1,9 @@
-"""What an objective is: from hidden states at scored positions to a number that is lowered.
+"""The interface of objectives, and how one is found by its name.
 
-An objective is a sum over the groups of a batch, divided by a count. A group is a row, or several
-rows that belong together, such as the two answers of a preference. A loss also has a gradient,
-which backpropagation follows; zeroth-order methods need none (MeZO, section 3.3).
+An objective leads from hidden states at scored positions to a number that is lowered. It is a sum
+over the groups of a batch, divided by a count. A group is a row, or several rows that belong
+together, such as the two answers of a preference. A loss also has a gradient, which
+backpropagation follows; zeroth-order methods need none (MeZO, section 3.3).
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class Objective(ABC):
 
     @abstractmethod
     def value(self, group: Group) -> float:
-        """What a group adds to the sum."""
+        """The summand of a group."""
 
     @abstractmethod
     def shown(self, mean: float) -> dict[str, float]:
-        """What metrics show of the objective's mean, beside the cross entropy."""
+        """The objective's mean by the name that metrics give it, beside the cross entropy."""
 
 
 class Loss(Objective):
@@ -112,7 +113,7 @@ class Share(Objective):
 
 
 class Implementation(Protocol):
-    """What the module of an objective must define."""
+    """The functions that the module of an objective must define."""
 
     def objective(self, rows: NumberedRows | None) -> Objective:
         """The objective of a training on `rows`; None where none are known."""
@@ -151,7 +152,7 @@ def score(
 ) -> list[Scored]:
     """The samples at the head, in one pass over the vocabulary, from hidden states h (N, D).
 
-    `gradient` and `predictions` ask for what `Scored` has only then.
+    `gradient` and `predictions` ask for values that `Scored` has only then.
     """
     loras = [{}] * len(hs) if loras is None else loras
     targets = [sample.targets for sample in samples]

@@ -29,11 +29,9 @@ from runtime.plan.plan import (
 )
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
-"""What an evaluation needs: the adapters of all blocks, and rows that travel together."""
-
-
+"""The demand of an evaluation: the adapters of all blocks, and rows that travel together."""
 DECODING = Demand(slots=0, lanes=lane_choices(DECODING_LANES), all_adapters=True, trains=False)
-"""What decoding needs: the adapters of all blocks, and chunks of a prompt that travel together."""
+"""The demand of decoding: the adapters of all blocks, and chunks of a prompt together."""
 
 
 class Wanted(NamedTuple):
@@ -45,7 +43,7 @@ class Wanted(NamedTuple):
 
 
 def training(config: StepConfig, manifest: Manifest) -> Wanted:
-    """What this configuration of training needs.
+    """The request and demand of this configuration of training.
 
     Raises:
         UsageError: rows are longer than the bundle has graphs for, or the method does not clip

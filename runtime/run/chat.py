@@ -29,9 +29,9 @@ from runtime.run.traced_graphs import Note, silent
 
 
 class Chat:
-    """What was said so far, and the model that answers; use it as a context manager.
+    """The messages so far, and the model that answers; use it as a context manager.
 
-    The cache is kept between turns: of a new prompt only what goes beyond the tokens before is
+    The cache stays between turns: of a new prompt only the tokens beyond the earlier ones are
     read. messages: the conversation, with the system's message first if there is one.
     """
 
@@ -65,7 +65,7 @@ class Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, text: str) -> Turn:
-        """What the model answers to a user's message.
+        """The model's answer to a user's message.
 
         Raises:
             UsageError: the template refuses the message, or the conversation has become longer

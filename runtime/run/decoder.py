@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 class Decoder:
     """A sequence that grows, its key-value cache, and the model with an adapter that reads it.
 
-    tokens: what the cache holds.
+    tokens: those whose keys and values the cache holds.
     """
 
     def __init__(self, session: Session, adapters: Adapters) -> None:
@@ -56,7 +56,7 @@ class Decoder:
         return logits
 
     def parts(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Tokens in order, divided into what passes through the blocks together."""
+        """Tokens in order, divided into parts that pass through the blocks together."""
         together = CHUNK_TOKENS * self.session.plan.lanes
         return [list(tokens[at : at + together]) for at in range(0, len(tokens), together)]
 
@@ -65,10 +65,10 @@ class Decoder:
         self._pass(part, wanted=False)
 
     def rewind(self, tokens: Sequence[int]) -> int:
-        """Keep only what the sequence has in common with the beginning of `tokens`.
+        """Cut the sequence to its common beginning with `tokens`.
 
-        Returns how many tokens are kept: all that agree, but the last of `tokens`, which must be
-        read for its logits; or none, where a ring no longer holds what came before.
+        Returns how many tokens stay: all that agree, but the last of `tokens`, which must be
+        read for its logits; or none, where a ring no longer holds the keys before.
         """
         pairs = zip(self.tokens, tokens[:-1], strict=False)
         common = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)

@@ -53,7 +53,7 @@ def summarize(losses: Sequence[StepLoss]) -> Evaluation:
 def evaluate(
     model: Model, adapters: Adapters, rows: Sequence[Row], objectives: Sequence[Objective]
 ) -> list[list[float]]:
-    """What each group of rows adds to each objective, forward only.
+    """The summand of each group of rows in each objective, forward only.
 
     All rows visit each block together, and the head once for all objectives.
     """
@@ -99,14 +99,14 @@ def evaluate_rows(
     rows: Rows,
     limit: int,
     events: Events,
-    what: str,
+    name: str,
     meter: Meter,
     stop: Stop | None = None,
     objectives: Sequence[Objective] = (),
 ) -> Evaluation:
     """Evaluate the first `limit` rows (0: all, of random rows one): see `summarize`.
 
-    What further `objectives` show of their means is added.
+    Means of further `objectives` are added, as `Objective.shown` names them.
 
     Raises:
         BudgetError: the footprint has passed the meter's budget.
@@ -128,11 +128,11 @@ def evaluate_rows(
         for number, (objective, values) in enumerate(zip(objectives, others, strict=True)):
             sums[number] += sum(values)
             counts[number] += objective.count(chosen)
-        events.evaluation(what, len(losses), count)
-        check_budget(meter, session.plan, f"{what} ended at row {len(losses)}")
+        events.evaluation(name, len(losses), count)
+        check_budget(meter, session.plan, f"{name} ended at row {len(losses)}")
         if stop is not None and stop.signal is not None and len(losses) < count:
-            name = signal.Signals(stop.signal).name
-            raise InterruptedRunError(f"{name}: {what} ended at row {len(losses)} of {count}")
+            reason = signal.Signals(stop.signal).name
+            raise InterruptedRunError(f"{reason}: {name} ended at row {len(losses)} of {count}")
     result = summarize(losses)
     for objective, total, divisor in zip(objectives, sums, counts, strict=True):
         result = msgspec.structs.replace(result, **objective.shown(total / divisor))

@@ -182,7 +182,7 @@ class RunFolder:
             )
 
     def prepare_to_resume(self) -> None:
-        """Remove what a killed process has left half written.
+        """Remove files that a killed process has left half written.
 
         Raises:
             BundleError: the saves lie elsewhere, where nothing of ours may be removed.
@@ -237,7 +237,7 @@ class RunFolder:
         return sum(step.seconds for step in read_steps(self.metrics.path, state.step, way_out))
 
     def go_on_with_logs(self, state: State, keeps_log: bool) -> None:
-        """Drop what the logs hold of steps after the save.
+        """Drop the lines of steps after the save from the logs.
 
         Raises:
             BundleError: the save is of a method that keeps other logs.
@@ -278,7 +278,7 @@ class RunFolder:
             adapters.check_finite()
         self._check_there()
         place = self.saves.place(step)
-        if not place.exists():  # else what it holds is this state
+        if not place.exists():  # else it holds this state already
             self._write(place, step, adapters, method, evaluated)
         self.publish(step)
         self.remove_old(keep, best)

@@ -48,7 +48,7 @@ E = TypeVar("E", bound=Decodes)
 class Answer:
     """How one prompt was continued. It is complete when its pieces have been read.
 
-    prompt_tokens: of the prompt.  read_tokens: of these, what the cache did not hold yet.
+    prompt_tokens: of the prompt.  read_tokens: of these, those that the cache did not hold.
     tokens: the continuation, without the token that ended it.
     prompt_s: until the first token.  seconds: from then on, in which `timed` tokens came.
     stopped: why it is over: "end" (the model's), "max_tokens" or "context"; else "".
@@ -78,7 +78,7 @@ class Generator(Generic[E]):
 
     longest: the most tokens of a prompt and its continuation together; by default those of the
     longest sequence bucket.
-    budget_bytes: what the plan fits. Adapters with other settings than the first may take more.
+    budget_bytes: the budget of the plan. Adapters with other settings than the first may take more.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Generator(Generic[E]):
     ) -> Iterator[int | None]:
         """Yield the tokens that continue a prompt, up to an end; `answer` is filled meanwhile.
 
-        What the prompt has in common with the sequence before is not read again. While more than
+        The prompt's common beginning with the sequence before is not read again. While more than
         passes at once is read, None is yielded after each pass, so that the caller can stop.
         """
         decoder = self._decoder_for(adapters)
@@ -346,7 +346,7 @@ def longest_sequence(manifest: Manifest) -> int | None:
 
 
 def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:
-    """The context of a prompt and its continuation, cut to what the model was made for."""
+    """The context of a prompt and its continuation, cut to the model's longest sequence."""
     if prompt >= limit:
         raise UsageError(
             f"the prompt has {prompt} tokens; the model was made for sequences of at most {limit} "
@@ -365,13 +365,13 @@ def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:
 def generate(config: GenerateConfig, note: Note = silent) -> Generating:
     """The continuation of a prompt, piece by piece, up to an end token or `max_tokens`.
 
-    With `config.chat` the prompt is what a user says, and the continuation the answer, by the chat
+    With `config.chat` the prompt is a user's message, and the continuation the answer, by the chat
     template of the bundle. `note` receives lines for people.
 
     Raises, while it is read:
         BudgetError: the budget is too small, or was passed.
-        DataError, UsageError: as `Prompts.write`; or the prompt is longer than what the model was
-            made for.
+        DataError, UsageError: as `Prompts.write`; or the prompt is longer than the model's
+            longest sequence.
     """
     return Generating(config, note)
 

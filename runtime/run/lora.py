@@ -1,7 +1,7 @@
 """The LoRA settings that a command works with: given, of an adapter, or the bundle's default.
 
-A bundle that has been given them (`Bundle.with_lora`) is what everything else reads: the plan, the
-lowering, the adapters and what is saved.
+The bundle is given them (`Bundle.with_lora`). From there the plan, the lowering, the adapters and
+the saves read them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLAGS = {
 def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bundle]:
     """The configuration with all LoRA options filled in, and the bundle with these settings.
 
-    What is not given comes from the adapter to start from, else from the bundle's default. Where
+    Other options come from the adapter to start from, else from the bundle's default. Where
     that is the scale of an adapter whose folder holds no configuration, `note` is told so.
 
     Raises:
@@ -80,7 +80,7 @@ def to_resume(config: C, bundle: Bundle) -> tuple[C, Bundle]:
 
 
 def _trainable(config: StepConfig, adapter: LoraSettings | None, manifest: Manifest) -> str:
-    """What is trained where nobody has said so: an adapter to start from says it too."""
+    """The option --trainable where it was not given: an adapter to start from decides it too."""
     if adapter is not None and adapter.prefix:
         return "prefix"
     if config.prefix_length is not None:

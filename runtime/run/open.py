@@ -96,7 +96,7 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     """Set up the device and its limits for a plan, and map the weights, unless they are given.
 
     It also gives free heap memory back, so that none lies between later blocks, and dequantizes
-    what the plan keeps dequantized before anything else is allocated.
+    the weights that stay dequantized before anything else is allocated.
     """
     use_device(bundle.manifest.device)
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)

@@ -1,6 +1,6 @@
-"""`ondevice replay`: rebuilds what a run has trained from its trajectory and where it began.
+"""`ondevice replay`: rebuilds the result of a run from its trajectory and its initial values.
 
-That is an adapter, or where all parameters were trained, a whole bundle.
+The result is an adapter, or where all parameters were trained, a whole bundle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runtime.storage.saves import CONFIG, SLOTS
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was rebuilt from a log, and whether it is what the run holds.
+    """The result that was rebuilt from a log, and whether it equals the run's own.
 
     saved_steps: those of the run's last save. best_step: the step that `--keep-best` has kept.
     identical: None where nothing was compared. not_compared: why it was not.
@@ -84,7 +84,7 @@ def replay(
     best, saved = _best(folder, config, len(updates)), folder.saves.latest()
     saved_steps = None if saved is None else folder.saves.step_of(saved)
     identical = None
-    # the log of a killed run is longer than what it has saved
+    # the log of a killed run is longer than its last save
     for steps in dict.fromkeys(steps for steps in (best, saved_steps) if steps is not None):
         place = folder.saves.place(steps)
         folder.check_save(place)

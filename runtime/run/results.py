@@ -1,4 +1,4 @@
-"""What a run, an evaluation and a generation tell their caller: results, and events on the way.
+"""Results of a run, an evaluation and a generation, and the events on the way.
 
 The results are returned, printed and written as JSON. Nothing here imports MLX.
 """
@@ -120,9 +120,9 @@ class LabelShare(msgspec.Struct, frozen=True):
 
 
 class EvaluationResult(Evaluation, frozen=True, kw_only=True, omit_defaults=True):
-    """What `ondevice eval` has found.
+    """The result of `ondevice eval`.
 
-    data: what became of the rows; None for random ones.
+    data: the report of the rows; None for random ones.
     labels: of the task labels.
     """
 
@@ -193,7 +193,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     evaluations: of held-out data, "before" training, after so many steps ("50"), and "after" it.
     best: the evaluation whose state `keep_best` has made the adapter; None without it.
     evaluations_no_better: how many came after the last one that was better.
-    data: what became of the rows of each file. packing: of the sequences of rows, with `pack`.
+    data: the report of each file's rows. packing: of the sequences of rows, with `pack`.
     machine: the device, the versions of libraries, and the BLAS.
     seconds_per_step, blocks: with `profile`, where the time and the memory went.
     """
@@ -257,13 +257,13 @@ class Events:
     """The callbacks; each is optional.
 
     plan: receives the plan, once it is made. note: receives one line for people. step: receives a
-    step and the number of all steps. evaluation: receives what is evaluated, the rows done, and the
+    step and the number of all steps. evaluation: receives a name, the rows done, and the
     number of all rows. evaluated: receives when an evaluation was made ("before", a step's number,
-    "after"), and what it found.
+    "after"), and its result.
     """
 
     plan: Callable[[Plan], None] = lambda plan: None
     note: Callable[[str], None] = lambda text: None
     step: Callable[[Step, int], None] = lambda step, total: None
-    evaluation: Callable[[str, int, int], None] = lambda what, done, total: None
+    evaluation: Callable[[str, int, int], None] = lambda name, done, total: None
     evaluated: Callable[[str, Evaluation], None] = lambda when, evaluation: None

@@ -3,9 +3,9 @@
 The limits are those of llama.cpp, in its order: the `top_k` most likely tokens; of these the fewest
 whose probabilities add up to `top_p`; of these such as are at least `min_p` times as likely as the
 most likely one. Probabilities for the limits are those of temperature 1; the temperature is applied
-to what is left, as in llama.cpp and mlx-lm.
+to the tokens that are left, as in llama.cpp and mlx-lm.
 
-A vocabulary may have hundreds of thousands of tokens, so what is computed of each in float64 is
+A vocabulary may have hundreds of thousands of tokens, so the float64 values of each are
 computed a tile at a time: beside the logits it takes a copy of them and a bit more.
 """
 

@@ -67,7 +67,7 @@ def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None) -> Plan:
 def show_plan(config: PlanConfig, note: Note) -> Plan:
     """The plan that `ondevice plan` shows: as `plan_training`, for a bundle yet to be opened."""
     machine = machine_of(config.machine)
-    with Meter():  # as in `train`: the plan counts what the process has loaded
+    with Meter():  # as in `train`: the plan counts the memory of loaded libraries
         bundle = with_graphs(open_bundle(config.bundle), config.device, note)
         plan = plan_training(config, bundle, machine, note)
     if plan.warning:
@@ -146,7 +146,7 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
     steps says. More patience lets a run go on that its patience has ended.
 
     Raises:
-        OnDeviceError: the run cannot go on; what it has saved stays as it is.
+        OnDeviceError: the run cannot go on; its saves stay as they are.
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
@@ -183,7 +183,7 @@ def _continue(
     events: Events,
     meter: Meter,
 ) -> TrainResult:
-    """Go on after a save, or from the start without one; `before` is what the run was so far."""
+    """Go on after a save, or from the start without one; `before` is its configuration so far."""
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events)
     _announce(chosen, events)
@@ -262,7 +262,7 @@ def _say_ended(trainer: Trainer, before: TrainConfig, events: Events) -> None:
 
 
 def _say_rates(before: TrainConfig, config: TrainConfig, done: int, events: Events) -> None:
-    """Note that the next step's learning rate is no longer what it was configured to be."""
+    """Note that the next step's learning rate is no longer that of the configuration before."""
     rate_before, rate = (
         learning_rate(
             options.learning_rate,
@@ -347,7 +347,7 @@ def _scratch_tensors(session: Session, folder: RunFolder) -> MappedTensors:
 
 
 def _first_adapters(config: TrainConfig, session: Session, folder: RunFolder) -> Adapters:
-    """What training starts from: the adapters in a file or run, or new ones."""
+    """The first adapters of a training: those in a file or run, or new ones."""
     manifest, tensors = session.bundle.manifest, _scratch_tensors(session, folder)
     if config.adapter is None:
         adapters = Adapters.initial(manifest, config.seed, tensors)
@@ -409,7 +409,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _remove_refused(folder: RunFolder, existed: bool) -> None:
-    """Take back what a run that never started has written, and nothing else."""
+    """Remove the files of a run that never started, and nothing else."""
     if not existed:
         shutil.rmtree(folder.path)
         return

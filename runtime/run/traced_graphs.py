@@ -37,7 +37,7 @@ TRACING_PROCESS = "ondevice.cli.tracing_process"
 TRACING_S = 600  # of the CPU; a model of 4B takes 2 s for each sequence bucket
 # of address space, where 0.5 GiB is usual; a GPU's driver reserves far more of it than it uses
 TRACING_BYTES = {"cpu": 4 << 30, "gpu": 1 << 40}
-DTYPE = "float32"  # of what graphs take and return
+DTYPE = "float32"  # of the arrays that graphs take and return
 
 Note = Callable[[str], None]
 

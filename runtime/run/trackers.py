@@ -22,7 +22,7 @@ from runtime.core.files import write_atomic
 from runtime.run.results import Evaluation, Events, Step
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
-OF_TRACKERS = (TENSORBOARD, WANDB_ID, "wandb")  # what trackers leave in a run's folder
+OF_TRACKERS = (TENSORBOARD, WANDB_ID, "wandb")  # files of trackers in a run's folder
 PROJECT = "ondevice"  # of Weights & Biases, if the environment names none
 TRAIN, VALID = "train", "valid"
 
@@ -40,7 +40,7 @@ class TensorBoard:
 
     def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
         writer = _library("tensorboardX", "tensorboard").SummaryWriter
-        # what an earlier process has written of later steps is written again
+        # values of later steps, from an earlier process, are written again
         self._writer = writer(str(folder / TENSORBOARD), purge_step=done + 1 if done else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

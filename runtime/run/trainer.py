@@ -44,14 +44,14 @@ from runtime.run.results import (
 from runtime.run.signals import Stop, catching_signals
 
 SKIPS = 10  # steps in a row without a finite loss that end a run
-ENDS = {  # why a run is over, by what `Trainer.ended` says
+ENDS = {  # why a run is over, by the value of `Trainer.ended`
     "steps": "all its steps are done",
     "seconds": "the time of --stop-seconds has passed",
     "loss": "its held-out loss has reached --stop-loss",
     "rise": "its held-out loss has risen beyond --stop-rise",
     "patience": "its held-out loss was no better for as many evaluations as --patience says",
 }
-FURTHER = {  # what lets a run that is over go on, where more of something does
+FURTHER = {  # the options by which a run that is over goes on
     "steps": "--steps MORE",
     "patience": "--patience MORE (and --steps MORE)",
 }
@@ -114,7 +114,7 @@ class Trainer:
         with catching_signals() as self.stop:
             self.session.profile.on = self.config.profile
             if self.config.adapter is not None and self.done == 0:
-                self._save()  # what the path holds may change before the run is resumed
+                self._save()  # the files at the path may change before the run is resumed
             self._go_beyond_an_end()
             if self.eval_rows is not None and "before" not in self.evaluations:
                 self._evaluate("before")
@@ -129,7 +129,7 @@ class Trainer:
         return self._finish()
 
     def _go_beyond_an_end(self) -> None:
-        """Take back what an earlier end of the run has written: it ends later.
+        """Take back the files of an earlier end of the run: it ends later.
 
         Its summary goes. The evaluation that was made "after" stays, by its step.
         """
@@ -172,7 +172,7 @@ class Trainer:
 
     @property
     def _saved(self) -> str:
-        """What a message says of a run that has just been saved."""
+        """The end of a message about a run that has just been saved."""
         path = self.folder.path
         return (
             f"its state after step {self.done} is saved; go on with: ondevice train --resume {path}"

@@ -1,7 +1,7 @@
 """Noise z for the weights themselves, drawn a tile of rows at a time, the same on every device.
 
 z of a matrix is cut into tiles of `NOISE_VALUES` values, whole rows. Each is a function of (seed,
-what it is for, step, query, tensor, number of the tile) alone, so that any range of rows can be
+purpose, step, query, tensor, number of the tile) alone, so that any range of rows can be
 drawn in any order. Bits come from NumPy's SFC64, whose streams NumPy keeps. MLX's own normal
 deviates take ten times as long on a CPU.
 

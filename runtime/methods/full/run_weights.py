@@ -34,7 +34,7 @@ WRITTEN_VALUES = 1 << 18  # of a tensor at once
 
 
 def load() -> None:
-    """Load what training needs later, so that a plan counts it."""
+    """Load the tables and libraries of later training, so that a plan counts them."""
     for kind in DRAWS:
         RowNoise(0, kind).draw(0, 0, "", 0, np.empty((1, 8), np.float32))
 
@@ -47,7 +47,7 @@ def open_weights(
     prefetch: bool = False,
     writable: bool = True,
 ) -> FullWeights:
-    """The weights of a run after `done` steps: its slots, and what its log has beyond them.
+    """The weights of a run after `done` steps: its slots, and the updates of its log beyond them.
 
     Raises:
         BundleError: the log is damaged, or the slots cannot be read.
@@ -60,8 +60,8 @@ def open_weights(
         noise = Noise.of_log(config.seed, config.noise_kind, header.more)
     manifest = bundle.manifest
     assert config.rounding is not None, "the configuration of a run names its rounding"
-    what = (manifest.weights_sha256, config.seed, config.noise_kind, config.rounding)
-    identity = hashlib.sha256(json.dumps(what).encode()).digest()
+    settings = (manifest.weights_sha256, config.seed, config.noise_kind, config.rounding)
+    identity = hashlib.sha256(json.dumps(settings).encode()).digest()
     slots = Slots(run / SLOTS, slot_layouts(manifest), identity, writable)
     return FullWeights(
         manifest,

@@ -2,7 +2,7 @@
 
 theta <- theta - rate (mean over queries of g z + weight_decay theta), in float32, then rounded to
 the type in which theta is stored. Norms and biases have no weight decay, as in MeZO's own code.
-What an update says is applied to a block when the next step visits it, and written back in the same
+An update is applied to a block when the next step visits it, and written back in the same
 visit (ZO2, section 5). A block that has not been visited yet has updates pending, which every read
 takes into account.
 
@@ -62,7 +62,7 @@ def trained_tensors(manifest: Manifest) -> list[dict[str, tuple[int, int, str]]]
 
 
 def slot_layouts(manifest: Manifest) -> list[SlotLayout]:
-    """What the slots of each block hold."""
+    """The tensors in the slots of each block, with their bytes."""
     return [
         SlotLayout(
             {
@@ -158,7 +158,7 @@ class FullWeights:
         """How many steps all blocks have seen: updates before that are no longer needed."""
         return min(self._seen)
 
-    # What kernels read.
+    # Reads of kernels.
 
     def vector(self, name: str) -> mx.array:
         """A norm weight or bias, float32, with all updates."""
@@ -239,7 +239,7 @@ class FullWeights:
                 self.slots.write(index, slot, name, 0, stored)
 
     def finish(self, block: Block) -> None:
-        """End the visit of a block: update and write what no product has read, and the header.
+        """End the visit of a block: update and write the unread rows, and the header.
 
         Raises:
             StorageError: the disk is full.

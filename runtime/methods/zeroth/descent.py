@@ -48,7 +48,7 @@ class Update:
     rate: float
     gradients: tuple[float, ...]  # projected, one per query
     weight_decay: float
-    extras: tuple[float, ...] = ()  # what they are, the descent says
+    extras: tuple[float, ...] = ()  # the descent defines them
 
     @property
     def record(self) -> list[Any]:
@@ -78,7 +78,7 @@ class Update:
 
 
 class Seen(NamedTuple):
-    """What the objective was at some points, after how many forward passes."""
+    """The objective at some points, and the forward passes that it took."""
 
     means: Losses
     forward_passes: int
@@ -86,7 +86,7 @@ class Seen(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a descent has measured before a step, which the step's update will hold as extras."""
+    """Numbers that a descent has measured before a step; the step's update holds them as extras."""
 
     extras: Sequence[float] = ()
     forward_passes: int = 0
@@ -95,7 +95,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """What a descent can look at before a step, on the step's own batch.
+    """The means by which a descent can measure before a step, on the step's own batch.
 
     `alone` evaluates the two points of each of some queries, each of which moves one block only.
     Such queries count from `first`, behind the step's own; `together` fit into one call.
@@ -111,7 +111,7 @@ class Probe:
 class Descent(ABC):
     """Applies updates in the order in which they are remembered, each to every tensor."""
 
-    scratch_copies: ClassVar[int]  # memory of an update, in multiples of what it updates
+    scratch_copies: ClassVar[int]  # memory of an update, in multiples of the updated tensor
     log_fields: ClassVar[tuple[str, ...]] = ()  # of a log's header that only it writes
 
     @classmethod
@@ -126,7 +126,7 @@ class Descent(ABC):
 
     @classmethod
     def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
-        """Check what follows the gradients in a step's line of the log.
+        """Check the extras, which follow the gradients in a step's line of the log.
 
         Raises:
             ValueError: it is not this descent's.
@@ -143,11 +143,11 @@ class Descent(ABC):
         return False
 
     def measure(self, probe: Probe) -> Measured:
-        """Measure what the next directions depend on; all updates are applied."""
+        """Measure the numbers on which the next directions depend; all updates are applied."""
         return Measured()
 
     def direction(self, tensor: str, z: mx.array) -> mx.array:
-        """Along what a tensor is perturbed where its noise is z."""
+        """The direction along which a tensor is perturbed where its noise is z."""
         return z
 
     @abstractmethod
@@ -159,21 +159,21 @@ class Descent(ABC):
         """A tensor after the latest update, evaluated."""
 
     def state(self) -> dict[str, Any]:
-        """What a save must hold for the next step, as JSON."""
+        """The state that the next step needs, for a save, as JSON."""
         return {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - SGD keeps no state
-        """Take what `state` gave.
+        """Take the facts of an earlier `state`.
 
         Raises:
             ValueError, KeyError, TypeError: `facts` hold something else.
         """
 
     def write(self, file: IO[bytes]) -> None:  # noqa: B027 - most keep nothing so large
-        """Append to a save, after its line of JSON, what has the size of the adapters."""
+        """Append to a save, after its line of JSON, the state that has the size of the adapters."""
 
     def read(self, file: IO[bytes]) -> None:
-        """Read what `write` wrote, to the end of the file.
+        """Read the state that `write` wrote, to the end of the file.
 
         Raises:
             ValueError: the file holds something else.
@@ -200,7 +200,7 @@ class Sgd(Descent):
 
 @dataclass
 class Averages(Descent):
-    """What momentum and Adam share: the numbers of the latest `window` estimates."""
+    """The base of momentum and Adam, with the numbers of the latest `window` estimates."""
 
     optimizer: ClassVar[str]
     log_fields = ("optimizer", "window")

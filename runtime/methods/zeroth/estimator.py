@@ -1,4 +1,4 @@
-"""The part in which zeroth-order methods differ: which losses a step sees, and what they tell.
+"""The part in which zeroth-order methods differ: the points of a step, and the estimate.
 
 An estimator names the points at which a step evaluates its batch, and turns the losses found there
 into one number for each direction z: the estimate of the gradient is the mean over the directions
@@ -51,7 +51,7 @@ class Estimator(ABC):
     @property
     @abstractmethod
     def points(self) -> Sequence[Point]:
-        """What a step evaluates, in the order of the queries, which count from 0."""
+        """The points that a step evaluates, in the order of the queries, which count from 0."""
 
     def lanes(self, rows: int) -> list[Lane]:
         """The hidden states of a step, query after query: each row at each point."""
@@ -69,10 +69,10 @@ class Estimator(ABC):
 
     @abstractmethod
     def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
-        """One number per query: what its direction is multiplied by. All losses are finite."""
+        """One number per query, by which its direction is multiplied. All losses are finite."""
 
     def extras(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
-        """What else of the losses the descent needs, as numbers of the step's update."""
+        """Further numbers of the losses that the descent needs, for the step's update."""
         return ()
 
     @classmethod
@@ -90,11 +90,11 @@ class Estimator(ABC):
         raise NotImplementedError(cls.__name__)
 
     def state(self) -> dict[str, Any]:
-        """What a save must hold for the next step, as JSON."""
+        """The state that the next step needs, for a save, as JSON."""
         return {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most keep no state
-        """Take what `state` gave.
+        """Take the facts of an earlier `state`.
 
         Raises:
             ValueError, KeyError, TypeError: `facts` hold something else.

@@ -1,4 +1,4 @@
-"""What a zeroth-order method needs, and how it begins: the same for every estimator."""
+"""The demand of a zeroth-order method, and its beginning: the same for every estimator."""
 
 from __future__ import annotations
 

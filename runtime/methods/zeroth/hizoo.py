@@ -52,7 +52,7 @@ class HessianDescent(Descent):
         theta <- theta - rate ((1/n) sum_i g_i z_i / sqrt(S) + w theta)
     """
 
-    scratch_copies = 4  # theta, S, z and what becomes of them, tensor by tensor
+    scratch_copies = 4  # theta, S, z and their products, tensor by tensor
     log_fields = ("hessian_smoothing",)
 
     def __init__(

@@ -1,6 +1,6 @@
 """The first line of a trajectory log: which run it belongs to, and how its noise is drawn.
 
-Every log has the fields of `Header`. What else it holds is in `more`: a descent, the noise, an
+Every log has the fields of `Header`. Its other fields are in `more`: a descent, the noise, an
 estimator or the trained weights wrote it, and `runtime.methods.zeroth.log` lists these writers.
 """
 
@@ -25,7 +25,7 @@ COMMON = (*REQUIRED, "lora", "format")
 
 @dataclass(frozen=True)
 class Header:
-    """What every log says.
+    """The fields of every log.
 
     `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
     bundle's default, and where all parameters are trained. `more` comes after these in the line.

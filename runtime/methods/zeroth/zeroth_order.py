@@ -1,8 +1,8 @@
-"""Training by forward passes only, block by block as in ZO2: what all such methods share.
+"""Training by forward passes only, block by block as in ZO2: the base of all such methods.
 
 A step evaluates its batch at several points near theta, along directions z that are drawn again
-whenever they are needed (`runtime.methods.noise`). An `Estimator` says which points, and
-what their losses tell; MeZO, the plainest, is in `runtime.methods.zeroth.mezo`.
+whenever they are needed (`runtime.methods.noise`). An `Estimator` chooses the points, and
+turns their losses into gradients; MeZO, the plainest, is in `runtime.methods.zeroth.mezo`.
 
 All hidden states visit a block together, so its weights are read and dequantized once for them.
 The update of a step is applied to a block when the next step visits it (ZO2, section 5), or by
@@ -89,7 +89,7 @@ class ZerothOrder:
             return self._losses(model, rows, lanes)
 
     def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> Measured:
-        """What the descent measures on this step's batch before its directions are drawn."""
+        """The descent's measurements on this step's batch, before its directions are drawn."""
         if not self.descent.due(number):
             return Measured()
         self.settle()
@@ -262,7 +262,7 @@ class ZerothOrder:
             )
 
     def _outside_layers(self, lane: Lane) -> Loras:
-        """What a hidden state meets in the embedding and the head, which have no adapters."""
+        """The moves of weights in the embedding and the head, which have no adapters."""
         return {}
 
     def _visited(self, block: Block, model: Model) -> None:
@@ -289,9 +289,9 @@ class ZerothOrder:
             self._pending = False
 
     def write(self, path: Path) -> None:
-        """Write the state besides the adapters: the losses in a row that were not finite, and more.
+        """Write the state besides the adapters: how many losses in a row were not finite.
 
-        What more there is, the estimator and the descent say.
+        The estimator and the descent add their own state.
         """
         facts = {"skipped": self.skipped, **self.estimator.state(), **self.descent.state()}
         with storage_errors(path), path.open("wb") as file:
@@ -301,7 +301,7 @@ class ZerothOrder:
             os.fsync(file.fileno())
 
     def read(self, path: Path) -> None:
-        """Read what `write` wrote.
+        """Read the state that `write` wrote.
 
         Raises:
             BundleError: the file holds something else.
