@@ -32,17 +32,20 @@ class Row:
     warnings: tuple[str, ...] = ()
 
     @property
-    def length(self) -> int:
+    def predicted_tokens(self) -> int:
         """How many tokens are predicted."""
         return max(0, len(self.tokens) - 1)
 
-    def shortened(self, length: int) -> Row:
-        """The row with at most `length` tokens to predict."""
-        if self.length <= length:
+    def shortened(self, most: int) -> Row:
+        """The row with at most `most` tokens to predict."""
+        if self.predicted_tokens <= most:
             return self
-        stop = length + 1
+        stop = most + 1
         return replace(
-            self, tokens=self.tokens[:stop], scored=self.scored[:stop], cut=self.length - length
+            self,
+            tokens=self.tokens[:stop],
+            scored=self.scored[:stop],
+            cut=self.predicted_tokens - most,
         )
 
 

@@ -86,11 +86,13 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     with tempfile.TemporaryDirectory() as scratch:
         for name, file, reading in _parts(config, Path(scratch)):
             usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
-            length = config.max_seq_length or usual
-            reader = Reader(file, encoder, length, reading, VALID if name == VALID else TRAIN)
+            max_seq_length = config.max_seq_length or usual
+            reader = Reader(
+                file, encoder, max_seq_length, reading, VALID if name == VALID else TRAIN
+            )
             for number, row in enumerate(reader.rows()):
                 if not reports:
-                    lengths.append(row.length)
+                    lengths.append(row.predicted_tokens)
                     shown = row if number == config.row else shown
             reports[name] = reader.report
     if shown is None and config.row:
@@ -100,13 +102,15 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     if not config.pack or not lengths:
         return Overview(reports, shown_row)
     longest = max(report.longest for name, report in reports.items() if name in (TRAIN, VALID))
-    length = config.max_seq_length or bucket_to_pack(manifest, bucket_holding(manifest, longest))
-    return Overview(reports, shown_row, _packed(np.array(lengths), length, manifest))
+    max_seq_length = config.max_seq_length or bucket_to_pack(
+        manifest, bucket_holding(manifest, longest)
+    )
+    return Overview(reports, shown_row, _packed(np.array(lengths), max_seq_length, manifest))
 
 
-def _packed(lengths: Lengths, length: int, manifest: Manifest) -> PackingReport:
+def _packed(lengths: Lengths, max_seq_length: int, manifest: Manifest) -> PackingReport:
     """The report of packing rows of these lengths, with the default seed."""
-    packing = pack(lengths, choose_bucket(manifest, length), TrainConfig.seed)
+    packing = pack(lengths, choose_bucket(manifest, max_seq_length), TrainConfig.seed)
     return packing.report(lengths, manifest.buckets)
 
 

@@ -50,12 +50,12 @@ class PackingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Sequences of up to `length` tokens: the numbers of their rows, one sequence after another.
+    """Sequences of up to `bucket` tokens: the numbers of their rows, one sequence after another.
 
     The rows of sequence i are `members[offsets[i] : offsets[i + 1]]`.
     """
 
-    length: int
+    bucket: int
     members: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int32]
 
@@ -76,35 +76,35 @@ class Packing:
         return PackingReport(
             rows=len(self.members),
             sequences=len(self),
-            length=self.length,
+            length=self.bucket,
             most_rows=int(np.diff(self.offsets).max()),
             padding=_padding(self.lengths(lengths), buckets),
             unpacked_padding=_padding(lengths, buckets),
         )
 
 
-def pack(lengths: Lengths, length: int, seed: int) -> Packing:
-    """Pack rows of these lengths (n,), none longer than `length`, into sequences."""
+def pack(lengths: Lengths, bucket: int, seed: int) -> Packing:
+    """Pack rows of these lengths (n,), none longer than `bucket`, into sequences."""
     ordered = order(seed, 0, len(lengths))
-    if len(ordered) == 0 or int(lengths.max()) > length:
-        raise ValueError(f"{len(ordered)} rows do not go into sequences of {length} tokens")
+    if len(ordered) == 0 or int(lengths.max()) > bucket:
+        raise ValueError(f"{len(ordered)} rows do not go into sequences of {bucket} tokens")
     members, counts = np.empty_like(ordered), array("i")
     for at in range(0, len(ordered), WINDOW):
         window = ordered[at : at + WINDOW]
-        sequences = _best_fit(lengths[window].tolist(), length)
+        sequences = _best_fit(lengths[window].tolist(), bucket)
         members[at : at + WINDOW] = window[[place for sequence in sequences for place in sequence]]
         counts.extend(map(len, sequences))
-    return Packing(length, members, np.cumsum([0, *counts]).astype(np.int32))
+    return Packing(bucket, members, np.cumsum([0, *counts]).astype(np.int32))
 
 
-def _best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
+def _best_fit(lengths: Sequence[int], bucket: int) -> list[list[int]]:
     """The places of lengths in sequences, ascending; sequences are in the order of their first."""
     sequences: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # the room of each sequence, ascending, and its number
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         fitting = bisect_left(rooms, (lengths[place], 0))
         if fitting == len(rooms):
-            room, number = length, len(sequences)
+            room, number = bucket, len(sequences)
             sequences.append([])
         else:
             room, number = rooms.pop(fitting)

@@ -60,22 +60,22 @@ def text_chunks(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Ite
         yield "".join(held)
 
 
-def packed_rows(parts: Iterable[list[int]], bos: int | None, seq_length: int) -> Iterator[Row]:
-    """A stream of tokens, given in parts, as rows of `seq_length` targets; the last may be short.
+def packed_rows(parts: Iterable[list[int]], bos: int | None, max_seq_length: int) -> Iterator[Row]:
+    """A stream of tokens in parts as rows of n = `max_seq_length` targets; the last may be short.
 
-    With `bos` each row is this token and the next `seq_length` tokens, without it `seq_length` + 1
+    With `bos` each row is this token and the next n tokens, without it n + 1
     tokens of which the first is the last of the row before: each token is a target once (but,
     without `bos`, for the very first).
     """
     first = [] if bos is None else [bos]
-    taken = seq_length + 1 - len(first)
+    taken = max_seq_length + 1 - len(first)
     held: list[int] = []
     for part in parts:
         held += part
         at = 0
         while len(held) - at >= taken:
             yield _all_scored(first + held[at : at + taken])
-            at += seq_length
+            at += max_seq_length
         del held[:at]
     if len(first) + len(held) >= 2:
         yield _all_scored(first + held)
@@ -86,21 +86,26 @@ def _all_scored(tokens: list[int]) -> Row:
 
 
 class Reader:
-    """Reads one file of data as rows of at most `seq_length` tokens to predict, and counts them.
+    """Reads a file of data as rows of at most `max_seq_length` tokens to predict; counts them.
 
     `part` is "train" or "valid", which differ only under a `--valid-split`. Raises DataError for a
     file of another type.
     """
 
     def __init__(
-        self, file: Path, encoder: TextEncoder, seq_length: int, reading: Reading, part: str = TRAIN
+        self,
+        file: Path,
+        encoder: TextEncoder,
+        max_seq_length: int,
+        reading: Reading,
+        part: str = TRAIN,
     ) -> None:
         if file.suffix != TEXT and file.suffix not in READERS:
             raise DataError(f"{file} is not {DATA_FILE}; rename or convert it")
-        self.file, self.encoder, self.seq_length = file, encoder, seq_length
+        self.file, self.encoder, self.max_seq_length = file, encoder, max_seq_length
         self.reading, self.part = reading, part
         loss_on = "all" if file.suffix == TEXT else reading.loss_on
-        self.report = DataReport(source=file.name, loss_on=loss_on, seq_length=seq_length)
+        self.report = DataReport(source=file.name, loss_on=loss_on, seq_length=max_seq_length)
 
     def rows(self) -> Iterator[Row]:
         """The rows, once; the report is complete after the last.
@@ -114,7 +119,7 @@ class Reader:
         for row in self._packed():
             self.report.read += 1
             if self._belongs(_bytes_of(row), below):
-                self.report.measure(row.length)
+                self.report.measure(row.predicted_tokens)
                 yield self._counted(row, "plain text")
 
     def _packed(self) -> Iterator[Row]:
@@ -122,7 +127,7 @@ class Reader:
             lines = iter(lambda: text.readline(MAX_CHUNK_CHARS), "")
             parts = map(self.encoder.encode, text_chunks(lines, self.encoder.encode))
             try:
-                yield from packed_rows(parts, self.encoder.bos, self.seq_length)
+                yield from packed_rows(parts, self.encoder.bos, self.max_seq_length)
             except UnicodeDecodeError as error:
                 raise DataError(f"{self.file} is not text in UTF-8: {error}") from error
 
@@ -149,15 +154,15 @@ class Reader:
                 continue
             for warning in whole.warnings:
                 self._warn(place, warning)
-            row = whole.shortened(self.seq_length)
+            row = whole.shortened(self.max_seq_length)
             if any(whole.scored):
-                self.report.measure(whole.length)
+                self.report.measure(whole.predicted_tokens)
             if reason := _unusable(whole, row):
                 self.report.drop(reason)
                 self._warn(place, f"dropped: {reason}")
                 continue
             if row.cut:
-                self._warn(place, f"{whole.length} tokens, cut at {self.seq_length}")
+                self._warn(place, f"{whole.predicted_tokens} tokens, cut at {self.max_seq_length}")
             yield self._counted(row, recognised.format)
 
     def _bound(self, rows: Callable[[], Iterable[object]]) -> int:
@@ -177,7 +182,7 @@ class Reader:
         report = self.report
         report.kept += 1
         report.cut += row.cut > 0
-        report.tokens += row.length
+        report.tokens += row.predicted_tokens
         report.scored += sum(row.scored)
         report.formats[name] = report.formats.get(name, 0) + 1
         return row
@@ -195,8 +200,8 @@ def _unusable(whole: Row, row: Row) -> str:
     if any(row.scored):
         return ""
     if any(whole.scored):
-        return f"what is scored begins after {row.length} tokens"
-    return "it is empty" if whole.length == 0 else "it has no answer"
+        return f"what is scored begins after {row.predicted_tokens} tokens"
+    return "it is empty" if whole.predicted_tokens == 0 else "it has no answer"
 
 
 def digest(row: object) -> int:
@@ -310,14 +315,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tokenize(
-    bundle: Path, file: Path, seq_length: int, output: Path, reading: Reading, part: str
+    bundle: Path, file: Path, max_seq_length: int, output: Path, reading: Reading, part: str
 ) -> None:
     encoder = load_encoder(bundle)
     if not os.access(file, os.R_OK):
         raise DataError(f"cannot read {file}; name {DATA_FILE}")
-    reader = Reader(file, encoder, seq_length, reading, part)
+    reader = Reader(file, encoder, max_seq_length, reading, part)
     try:
-        write_token_file(reader.rows(), seq_length, output, reader.report)
+        write_token_file(reader.rows(), max_seq_length, output, reader.report)
     except DataError as error:
         named = str(file) in str(error)
         raise error if named else DataError(f"{file}: {error}") from None

@@ -91,10 +91,10 @@ class Decoder:
 
     def _pass(self, tokens: list[int], wanted: bool) -> Floats | None:
         """Run tokens through all blocks; the logits after the last, where they are wanted."""
-        length = 1 if len(tokens) == 1 else CHUNK_TOKENS
-        model, first = self.session.decoding(length), len(self.tokens)
-        chunks = [np.array(tokens[at : at + length]) for at in range(0, len(tokens), length)]
-        positions = [first + at for at in range(0, len(tokens), length)]
+        bucket = 1 if len(tokens) == 1 else CHUNK_TOKENS
+        model, first = self.session.decoding(bucket), len(self.tokens)
+        chunks = [np.array(tokens[at : at + bucket]) for at in range(0, len(tokens), bucket)]
+        positions = [first + at for at in range(0, len(tokens), bucket)]
         with visit(model, 0):
             xs = [model.embed(chunk) for chunk in chunks]
         for layer in visits(model):
@@ -102,7 +102,7 @@ class Decoder:
             loras = self.adapters.loras(block)
             xs = model.decode_lanes(block, xs, loras, positions, self._cache[block])
         self.tokens += tokens
-        self._written = max(self._written, positions[-1] + length)
+        self._written = max(self._written, positions[-1] + bucket)
         if not wanted:
             return None
         x = xs.pop()

@@ -107,7 +107,7 @@ def test_a_cut_answer_has_no_ending(encoder: TextEncoder, name: str) -> None:
     """Whatever the length, an ending is scored only where its answer is whole."""
     row = row_of(Conversation(TWO), encoder, "assistant")
     whole = answers(name, "yes", "no")
-    for length in range(1, row.length + 1):
+    for length in range(1, row.predicted_tokens + 1):
         runs = scored_texts(encoder, row.shortened(length))
         assert runs[:-1] == whole[: max(0, len(runs) - 1)]
         assert not runs or whole[len(runs) - 1].startswith(runs[-1])

@@ -164,7 +164,7 @@ def test_random_conversations_too(
         assert without_space(name, own, encoders[name]) == without_space(
             name, wanted, encoders[f"{name}_training"]
         )
-        length = int(rng.integers(1, found.length + 1))
+        length = int(rng.integers(1, found.predicted_tokens + 1))
         cut = found.shortened(length)  # as TRL cuts: ids and mask alike
         assert (cut.tokens, cut.scored) == (
             wanted.tokens[: length + 1],
