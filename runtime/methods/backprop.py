@@ -82,8 +82,8 @@ class Backprop:
     dropout: StepDropout | None = None
     loss: Loss = field(default_factory=NextToken)
 
-    def gradients(self, rows: Sequence[Sample], divisor: int, update: ApplyGradients) -> StepLoss:
-        """Compute the gradients of sum(loss) / `divisor` over `rows`, and hand them to `update`.
+    def gradients(self, rows: Sequence[Sample], divisor: int, apply: ApplyGradients) -> StepLoss:
+        """Compute the gradients of sum(loss) / `divisor` over `rows`, and hand them to `apply`.
 
         Algorithm 1 of the paper, `Backpropagation(x)`, whose checkpoints are our activations:
 
@@ -100,7 +100,7 @@ class Backprop:
 
         Here the weights are loaded a tile at a time, while their block is visited. The gradient of
         a block's input takes the place of that input. The adapters' gradients are not collected:
-        `update` has a block's as soon as all rows have gone back through it.
+        `apply` has a block's as soon as all rows have gone back through it.
         """
         kept: Kept = {}
         with visit(self.model, 0):
@@ -115,7 +115,7 @@ class Backprop:
             total = self._backward(layer, rows, kept)
             layer.release()  # before the optimizer takes memory
             with self.model.profile.span("optimizer"):
-                update(layer.block, total)
+                apply(layer.block, total)
             del total
         return loss
 
@@ -236,10 +236,10 @@ class MeBP:
                 self.loss,
             )
             dropout = replace(dropout, first_row=dropout.first_row + len(rows))
-            update: ApplyGradients = self.optimizer.apply if len(parts) == 1 else hold
+            apply: ApplyGradients = self.optimizer.apply if len(parts) == 1 else hold
             if self.clipping is not None:
-                update = self.clipping.store
-            loss += pass_.gradients(rows, divisor, update)
+                apply = self.clipping.store
+            loss += pass_.gradients(rows, divisor, apply)
         for block, gradients in held.items():
             self.optimizer.apply(block, gradients)
         norm = None if self.clipping is None else self.clipping.apply(self.optimizer)

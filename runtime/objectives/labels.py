@@ -51,10 +51,10 @@ def objective(rows: NumberedRows | None) -> LabelAccuracy:
     return LabelAccuracy(labels_of(rows, "--objective labels", "training rows"))
 
 
-def labels_of(rows: NumberedRows, asked: str, what: str) -> Ids:
+def labels_of(rows: NumberedRows, asked: str, rows_name: str) -> Ids:
     """The distinct first scored tokens of all rows, ascending.
 
-    `asked` is the option that wants labels, and `what` the rows, as messages name them.
+    `asked` is the option that wants labels, and `rows_name` the rows, as messages call them.
 
     Raises:
         DataError: there is one only, or there are more than MOST_LABELS.
@@ -65,13 +65,13 @@ def labels_of(rows: NumberedRows, asked: str, what: str) -> Ids:
         labels.add(int(tokens[1 + positions[0]]))
         if len(labels) > MOST_LABELS:
             raise DataError(
-                f"{asked}: the answers of the first {index + 1:,} {what} begin with {len(labels)} "
+                f"{asked}: the answers of the first {index + 1:,} {rows_name} begin with {len(labels)} "
                 f"different tokens, which are too many to be labels (at most {MOST_LABELS}); give "
                 f"{asked.split()[0]} exact, or rows whose answers are labels"
             )
     if len(labels) < 2:
         raise DataError(
-            f"{asked}: the answers of all {what} begin with the same token, so that there is "
+            f"{asked}: the answers of all {rows_name} begin with the same token, so that there is "
             "nothing to tell apart; labels must differ in their first token"
         )
     return np.array(sorted(labels), np.int64)

@@ -31,7 +31,16 @@ from runtime.machine.backend import TOO_LATE, prepare
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "python.md"
 EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-HEAVY = ("mlx", "numpy", "msgspec", "tqdm", "matplotlib", "transformers", "tokenizers", "runtime.engine")
+HEAVY = (
+    "mlx",
+    "numpy",
+    "msgspec",
+    "tqdm",
+    "matplotlib",
+    "transformers",
+    "tokenizers",
+    "runtime.engine",
+)
 ROWS = [
     ("lamp on ->", " yes"),
     ("fan off ->", " no"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data import sample_order
+from runtime.data import samples as sample_order
 from runtime.data.rows import order
 from runtime.data.samples import SampleOrder
 
