@@ -66,8 +66,8 @@ def labels_of(rows: NumberedRows, asked: str, rows_name: str) -> Ids:
         if len(labels) > MOST_LABELS:
             raise DataError(
                 f"{asked}: the answers of the first {index + 1:,} {rows_name} begin with "
-                f"{len(labels)} different tokens, which are too many to be labels (at most {MOST_LABELS}); give "
-                f"{asked.split()[0]} exact, or rows whose answers are labels"
+                f"{len(labels)} different tokens, which are too many to be labels (at most "
+                f"{MOST_LABELS}); give {asked.split()[0]} exact, or rows whose answers are labels"
             )
     if len(labels) < 2:
         raise DataError(
