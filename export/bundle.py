@@ -5,7 +5,6 @@ Weights pass through memory one slice of a tensor at a time.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,13 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import msgspec
 
 from export.config.export import ExportConfig
-from export.cut.graphs import TracedFunction
 from export.cut.model import Cut, cut_model
-from export.cut.trace import serialize
+from export.graph_files import no_progress, set_device, write_graphs
 from export.original import Original
 from export.passes.engine import ExportEngine
 from export.recipe import linear_names, stored_bytes, stored_forms
@@ -29,22 +26,15 @@ from export.sources.source import Checkpoint
 from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
 from runtime.adapters.lora import LoraSettings
-from runtime.arrays.stored import Graph
 from runtime.bundle.float_manifest import float_tables
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from runtime.bundle.trusted import trust_graphs
-from runtime.core.errors import StorageError, UsageError
-from runtime.core.files import fsync_path, sha256_file, storage_errors
+from runtime.core.errors import StorageError
 from runtime.core.notes import Progress
 from runtime.core.version import __version__
-from runtime.operations.values import DECODED_TOKENS, graph_key
 
 MakeEngine = Callable[[Path], ExportEngine]
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """A progress callback that shows nothing."""
 
 
 def export_bundle(
@@ -199,21 +189,6 @@ def _check_space(
         )
 
 
-def set_device(name: str) -> str:
-    """Choose the device to trace graphs for: "cpu", "gpu", or "auto" for MLX's default.
-
-    Returns which of "cpu" and "gpu" it is.
-    """
-    if name == "gpu" and not mx.is_available(mx.gpu):
-        raise UsageError(
-            "--device gpu: MLX finds no GPU here, and graphs are traced on the device that runs "
-            "them; use --device cpu, or export where there is a GPU"
-        )
-    if name != "auto":
-        mx.set_default_device(mx.gpu if name == "gpu" else mx.cpu)
-    return "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
-
-
 def _settings(config: ExportConfig) -> dict[str, Any]:
     """The settings that are not at their default, as the manifest records them."""
     values = {one.name: (getattr(config, one.name), one.default) for one in fields(config)}
@@ -222,43 +197,3 @@ def _settings(config: ExportConfig) -> dict[str, Any]:
         for name, (value, default) in values.items()
         if value != default
     }
-
-
-def write_graphs(
-    cut: Cut, buckets: tuple[int, ...], folder: Path, subfolder: str, progress: Progress
-) -> dict[str, Graph]:
-    """Serialize every elementwise graph into `folder / subfolder`: for buckets, and to decode."""
-    graphs: dict[str, Graph] = {}
-    for index, graph in enumerate(cut.graphs):
-        operation = graph.operation
-        lengths = sorted(set(map(operation.graph_tokens, buckets)))
-        wanted = {(direction, n) for direction in ("forward", "vjp") for n in lengths}
-        wanted |= {(operation.decoding_direction, tokens) for tokens in DECODED_TOKENS}
-        for direction, length in sorted(wanted):
-            key = graph_key(operation.graph, direction, length)
-            function = graph.functions[direction]
-            graphs[key] = _write_graph(function, length, folder, f"{subfolder}/{key}")
-        progress("graphs", index + 1, len(cut.graphs))
-    return graphs
-
-
-def _write_graph(function: TracedFunction, length: int, folder: Path, stem: str) -> Graph:
-    inputs, traced = function.probes(length), function.trace(length)
-    name = f"{stem}.mlxfn"
-    path = folder / name
-    with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:  # the function has been traced: what fails now is the file, whole only if it loads
-            serialize(path, function.call, inputs, function.differentiated)
-            mx.import_function(str(path))
-        except RuntimeError as problem:
-            raise OSError(errno.ENOSPC, str(problem)) from None
-        fsync_path(path)
-    return Graph(
-        name,
-        path.stat().st_size,
-        sha256_file(path),
-        tuple(tuple(a.shape) for a in inputs),
-        traced.output_shapes,
-        traced.workspace_bytes,
-    )

@@ -1,17 +1,82 @@
-"""Writing a model's tensors while rows of tokens run through it, block by block.
+"""Calibrated quantization: each matrix is quantized for the inputs that it will see.
 
-The matrices of a product are quantized for the inputs that reach it, and the pass goes on with
-their quantized values.
+A pass takes the calibration rows through the model, block by block. Before each product it collects
+the Gram matrix X^T X of the inputs, quantizes and writes the matrices of that product by GPTQ
+(arXiv 2210.17323), and goes on with the quantized values, so that later matrices can make up for
+the errors of earlier ones. The head of a model with tied embeddings is quantized last; its Gram
+matrix is scaled to a mean diagonal of 1, and the identity is added for the lookup of single rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from export.cut.model import Cut
 from export.passes.block_pass import RowPass, RowProducts
-from export.quantize.calibrate import Calibration
-from export.stored import QuantizedForm
+from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
+from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessian
+from export.quantize.search import Quantized
+from export.sources.source import SLICE_VALUES
+from export.stored import MatrixRows, QuantizedForm
 from export.tensors import Tensors
 from runtime.arrays.stored import Block
+from runtime.core.errors import DataError
+
+DAMPING, DAMPING_OF_FEW = 0.01, 0.1
+FEW_TOKENS = 2048  # below which the damping of few tokens is used
+
+
+@dataclass
+class Calibration:
+    """How matrices are quantized for their inputs.
+
+    tokens: how many tokens the inputs come from. block: how many columns share one Gram matrix at
+    most. largest_damping: the largest that any matrix has needed so far.
+    """
+
+    tokens: int
+    block: int
+    largest_damping: float = 0.0
+
+    def factor(self, products: RowProducts, tied: bool = False) -> Factor:
+        """The factor of the Gram matrix of a product's inputs.
+
+        Raises:
+            DataError: the inputs are not finite, or too large.
+        """
+        inputs = products.inputs()
+        first = next(inputs)
+        gram = Gram(first.shape[1], self.block)
+        gram.add(first)
+        for x in inputs:
+            gram.add(x)
+        try:
+            factor = prepare(tied_hessian(gram) if tied else gram, self.damping)
+        except DataError as problem:
+            raise DataError(f"{', '.join(products.names)}: {problem}") from None
+        self.largest_damping = max(self.largest_damping, factor.damping)
+        return factor
+
+    @property
+    def damping(self) -> float:
+        """The share of the mean diagonal that is added to the diagonal."""
+        return DAMPING if self.tokens >= FEW_TOKENS else DAMPING_OF_FEW
+
+    def needed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of the Gram matrix of a matrix (R, C), and of what is done with it at most."""
+        block, taken = min(self.block, columns), min(rows, max(1, SLICE_VALUES // columns))
+        largest = QuantizedForm(8, ALIGN // 4, "affine", "float32")
+        quantizing = 4 * taken * columns + gptq_bytes(taken, columns, block, largest)
+        most = max(add_bytes(columns, block), prepare_bytes(block), quantizing)
+        return gram_bytes(columns, block) + most
+
+    def slices(
+        self, name: str, form: QuantizedForm, factor: Factor, source: MatrixRows
+    ) -> Iterator[Quantized]:
+        """A matrix, quantized slice by slice of rows."""
+        for start, stop in source.ranges(name):
+            yield gptq(source.source_rows(name, start, stop), factor, form)
 
 
 def write_calibrated(tensors: Tensors, cut: Cut, rows: RowPass, calibration: Calibration) -> None:

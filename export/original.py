@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from export.calibrated import write_calibrated
+from export.calibrated import Calibration, write_calibrated
 from export.config.export import ExportConfig
 from export.cut.model import Cut
 from export.passes.block_pass import RowPass
 from export.passes.engine import ExportEngine
-from export.quantize.bits import Candidate, choose_bits
-from export.quantize.calibrate import Calibration
-from export.quantize.sensitivity import Sensitivities
+from export.quantize.bits import Candidate, Sensitivities, choose_bits
 from export.sources.source import Checkpoint
 from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from runtime.core.version import __version__
 
 if TYPE_CHECKING:
-    from export.config.adapter import AdapterConfig
     from export.config.export import ExportConfig
-    from export.config.fuse import FuseConfig
+    from export.config.fuse import AdapterConfig, FuseConfig
     from ondevice.api.bundles import ExportResult, export_bundle, open_bundle
     from ondevice.api.conversation import Conversation, chat
     from ondevice.api.converting import AdapterResult, adapter
@@ -82,10 +81,9 @@ _MODULES = {
     "ondevice.api.use": ("compare_with_source", "evaluate", "generate"),
     "runtime.bundle.quality": ("Quality",),
     "runtime.bundle.store": ("Bundle",),
-    "export.config.adapter": ("AdapterConfig",),
     "runtime.config.evaluate": ("EvalConfig",),
     "export.config.export": ("ExportConfig",),
-    "export.config.fuse": ("FuseConfig",),
+    "export.config.fuse": ("AdapterConfig", "FuseConfig"),
     "runtime.config.generate": ("ChatConfig", "GenerateConfig"),
     "runtime.config.plan": ("PlanConfig",),
     "runtime.config.train": ("TrainConfig",),

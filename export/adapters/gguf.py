@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 
 from export.adapters.adapter import Adapter, base_model
-from export.gguf_type import is_adapter
+from export.sources.gguf_file import is_adapter
 from export.sources.gguf_names import ARCHITECTURES, architecture_of, model_rows, tensor_names
 from runtime.adapters.names import A, B
 from runtime.core.errors import UsageError

@@ -1,21 +1,24 @@
-"""The formats in which an adapter can be written, and who writes each."""
+"""Writes an adapter in the format of another tool: PEFT, mlx-lm, or llama.cpp."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from export.adapters.adapter import Adapter
+import numpy as np
+from safetensors.numpy import save
+
+from export.adapters.adapter import F32, Adapter, base_model
 from export.adapters.gguf import write_gguf
-from export.adapters.mlx_lm import write_mlx
-from export.adapters.peft import write_peft
+from runtime.adapters import mlx_lm, peft
+from runtime.adapters.names import outer_name
+from runtime.core.files import write_atomic
+from runtime.core.folder_writer import FolderWriter
 from runtime.core.paths import text_path
 
-_WRITERS: dict[str, Callable[[Adapter, Path, bool, str | None], None]] = {
-    "peft": write_peft,
-    "gguf": write_gguf,
-    "mlx": write_mlx,
-}
+_INSIDE = "language_model."  # mlx-lm's prefix of the language model in a model with a vision tower
 
 
 def write_adapter(
@@ -35,3 +38,61 @@ def write_adapter(
         StorageError: it cannot be written.
     """
     _WRITERS[form](adapter, text_path(output), force, base)
+
+
+def _write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -> None:
+    """Write a folder for `PeftModel.from_pretrained`: PEFT, transformers, vLLM and others."""
+    name, revision = base_model(adapter.manifest.provenance) if base is None else (base, None)
+    every_layer = len(adapter.layers) == len(adapter.manifest.layers)
+    config = peft.config_of(
+        adapter.manifest.lora,
+        adapter.paths,
+        None if every_layer else adapter.layers,
+        name,
+        revision,
+        adapter.sees,
+    )
+    tensors = {peft.stored_name(own, adapter.sees): v.T for own, v in adapter.tensors.items()}
+    _write_folder(output, force, (peft.WEIGHTS, tensors, "pt"), (peft.CONFIG, config))
+
+
+def _write_mlx(adapter: Adapter, output: Path, force: bool, base: str | None) -> None:
+    """Write a folder for `mlx_lm.load(model, adapter_path=...)`."""
+    name = base_model(adapter.manifest.provenance)[0] if base is None else base
+    config = mlx_lm.config_of(adapter.manifest.lora, len(adapter.layers), adapter.paths)
+    tensors = {
+        outer_name(own, _INSIDE) if adapter.sees else own: value
+        for own, value in adapter.tensors.items()
+    }
+    weights = (mlx_lm.WEIGHTS, tensors, "mlx")
+    _write_folder(output, force, weights, (mlx_lm.CONFIG, {"model": name, **config}))
+
+
+_WRITERS: dict[str, Callable[[Adapter, Path, bool, str | None], None]] = {
+    "peft": _write_peft,
+    "gguf": write_gguf,
+    "mlx": _write_mlx,
+}
+
+
+def _write_folder(
+    output: Path,
+    force: bool,
+    weights: tuple[str, Mapping[str, F32], str],
+    config: tuple[str, dict[str, Any]],
+) -> None:
+    """Write a folder with a file of tensors and a configuration.
+
+    Args:
+        output: the folder; it must not exist, unless `force` replaces it.
+        weights: the name of the safetensors file, its tensors, and the library that it is for.
+        config: the name and the content of the configuration.
+    """
+    (file, tensors, library), (name, content) = weights, config
+    with FolderWriter(
+        output, force, name, "folder with an adapter", lambda path: path.name in (file, name)
+    ) as writer:
+        contiguous = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
+        write_atomic(writer.folder / file, save(contiguous, metadata={"format": library}))
+        write_atomic(writer.folder / name, json.dumps(content, indent=2).encode() + b"\n")
+        writer.finish()

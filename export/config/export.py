@@ -1,4 +1,4 @@
-"""The options of `ondevice export`, which converts a checkpoint to a bundle."""
+"""The options of `ondevice export`, and of `ondevice trust` for the bundles that it writes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from runtime.config.base import (
     NOT_NEGATIVE,
     SIZE,
     Check,
+    Config,
     Group,
     choice,
     option,
@@ -21,7 +22,7 @@ from runtime.config.base import (
     required,
 )
 from runtime.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
-from runtime.config.shared import DEVICES, STORED, DataOptions
+from runtime.config.shared import DEVICES, STORED, DataOptions, bundle_field
 from runtime.core.units import parse_bytes
 
 
@@ -242,3 +243,11 @@ class ExportConfig(DataOptions):
     def lora(self) -> LoraSettings:
         """The adapters that training uses where it is given no others."""
         return LoraSettings(self.lora_rank, self.lora_alpha, targets_of(self.lora_targets))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustConfig(Config):
+    """The options of `ondevice trust`, which lets a bundle's own graphs run."""
+
+    bundle: str = bundle_field()
+    yes: bool = option(False, "do not ask")

@@ -21,7 +21,7 @@ from export.fused.model import FusedCheckpoint
 from export.fused.slices import TYPES, Slices
 from export.sources.families import transformers_config
 from export.sources.hf import TOKENIZER_FILES
-from export.sources.shards import INDEX
+from export.sources.safetensors_files import INDEX
 from export.stored import FloatType
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import StorageError

@@ -21,8 +21,8 @@ from export.fused.gguf_metadata import add_metadata, rope_factors
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import TYPES, Slices
-from export.gguf_type import is_model
 from export.sources.gguf_config import ROPE_FREQS
+from export.sources.gguf_file import is_model
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
 from export.stored import F32, FloatType
 from runtime.adapters.fused import IN_GGUF

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from export.quantize.gram import Gram
-from export.quantize.search import CHUNK_VALUES, Floats, Quantized, fit_rows
+from export.quantize.scales import Floats, inverse_of
+from export.quantize.search import CHUNK_VALUES, Quantized, fit_rows
 from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 from runtime.core.errors import DataError
 
@@ -215,9 +216,7 @@ class _Steps:
         # an infinite scale is refused elsewhere: it must only not spread to other columns
         self.scale = _finite(scales)
         self.bias = None if biases is None else _finite(biases)
-        self.inverse = np.divide(
-            1, self.scale, out=np.zeros_like(self.scale), where=self.scale != 0
-        )
+        self.inverse = inverse_of(self.scale)
 
 
 def _finite(a: Floats) -> F32:

@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from export.quantize import affine, symmetric
+from export.quantize.scales import Floats, fit_affine, fit_symmetric, inverse_of
 from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 
 CHUNK_VALUES = 1 << 16  # searched at once: so many fit a core's cache
 T = TypeVar("T")
-Floats = npt.NDArray[np.floating[Any]]
 FITS: dict[str, Callable[[F32, int, npt.DTypeLike], tuple[Floats, Floats | None]]] = {
-    "symmetric": symmetric.fit,
-    "affine": affine.fit,
+    "symmetric": fit_symmetric,
+    "affine": fit_affine,
 }
 
 
@@ -115,10 +114,9 @@ def _round(
 ) -> tuple[npt.NDArray[np.uint8], F32]:
     """The nearest integers for groups (G, group_size), and the errors that they leave."""
     scale = scales.astype(np.float32)
-    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
     zero = np.float32(2.0 ** (bits - 1) if biases is None else 0)
     rest = w if biases is None else w - biases.astype(np.float32)[:, None]
-    q = rest * inverse[:, None]
+    q = rest * inverse_of(scale)[:, None]
     np.rint(q, out=q)
     np.clip(q, -zero, 2.0**bits - 1 - zero, out=q)
     error = rest - q * scale[:, None]

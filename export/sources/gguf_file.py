@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFType, GGUFValueType, Keys
 from gguf.quants import dequantize
 
 from export.sources.source import F32
 from runtime.core.errors import BundleError
 
+_MAGIC = b"GGUF"
+_TYPE_BYTES = 4096  # at a file's start; every writer known here has put the type there
 _STRING, _ARRAY = 8, 9
 _SCALARS = {  # GGUF value type -> struct code
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -57,7 +59,7 @@ class GGUFFile:
         with path.open("rb") as handle:
             self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         magic, version, tensor_count, key_count = self._unpack("<4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
+        if magic != _MAGIC or version not in (2, 3):
             raise BundleError(
                 f"{path}: not a little-endian GGUF file of version 2 or 3 "
                 f"(magic {magic!r}, version {version})"
@@ -173,3 +175,28 @@ class GGUFFile:
             )
         self._at += count
         return self._map[self._at - count : self._at]
+
+
+def is_model(path: Path) -> bool:
+    """Whether a file is a GGUF file of a model."""
+    return _has_type(path, GGUFType.MODEL)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a file is a GGUF file of an adapter."""
+    return _has_type(path, GGUFType.ADAPTER)
+
+
+def _has_type(path: Path, kind: str) -> bool:
+    """Whether a file begins as a GGUF file whose `general.type` is `kind`."""
+    entry = b"".join(  # of the metadata: a key, the type of its value, and the text
+        (
+            str(Keys.General.TYPE).encode(),
+            int(GGUFValueType.STRING).to_bytes(4, "little"),
+            len(kind).to_bytes(8, "little"),
+            kind.encode(),
+        )
+    )
+    with path.open("rb") as file:
+        start = file.read(_TYPE_BYTES)
+    return start.startswith(_MAGIC) and entry in start

@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 
 from export.sources.families import check_architecture, expected_shapes, normalise_config
-from export.sources.json_file import read_json
 from export.sources.mlx_quantized import find_layouts, repacked, unpacked_shape
-from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile, StoredTensor
-from export.sources.shards import open_shards
+from export.sources.safetensors_files import (
+    FLOAT_TYPES,
+    SafetensorsFile,
+    StoredTensor,
+    open_shards,
+    read_json,
+)
 from export.sources.source import F32, Checkpoint, check_tensors
 from export.stored import QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked

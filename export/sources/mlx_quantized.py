@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.sources.safetensors_file import FLOAT_TYPES, StoredTensor
+from export.sources.safetensors_files import FLOAT_TYPES, StoredTensor
 from export.stored import QuantizedForm, words_of
 from runtime.core.errors import BundleError
 

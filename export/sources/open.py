@@ -7,7 +7,7 @@ from pathlib import Path
 from export.sources.gguf import GGUFCheckpoint
 from export.sources.hf import TOKENIZER_FILES, HFCheckpoint
 from export.sources.random import PRESETS, RandomCheckpoint
-from export.sources.shards import INDEX
+from export.sources.safetensors_files import INDEX
 from export.sources.source import Checkpoint
 from runtime.core.errors import UsageError
 from runtime.core.lookalikes import HUB_ID

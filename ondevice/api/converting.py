@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from export.config.adapter import AdapterConfig
+from export.config.fuse import AdapterConfig
 from ondevice.api.process import Note, hearing, prepare
 from runtime.adapters.lora import LoraSettings
 

@@ -147,7 +147,7 @@ COMMANDS = (
         "adapter",
         "write a trained adapter for PEFT, llama.cpp or mlx-lm",
         "The bundle's model says which tensors there are, and how llama.cpp orders their rows.",
-        "export.config.adapter.AdapterConfig",
+        "export.config.fuse.AdapterConfig",
         "adapter",
     ),
     Command(
@@ -163,7 +163,7 @@ COMMANDS = (
         "let a bundle's own graphs run on this machine",
         "Graphs from elsewhere do not run: they are traced again from the model's configuration. "
         "This is for machines without mlx-lm, which does the tracing.",
-        "export.config.trust.TrustConfig",
+        "export.config.export.TrustConfig",
         "trust",
         group=CommandGroup.MACHINE,
     ),

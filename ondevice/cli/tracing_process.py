@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 def _trace(name: str, folder: Path, device: str) -> None:
     manifest = read_manifest(sys.stdin.buffer.read(), name)
     check_manifest(manifest)
-    from export.traced import trace_graphs
+    from export.graph_files import trace_graphs
 
     try:
         trace_graphs(manifest, device, folder)

@@ -12,7 +12,7 @@ from support.bundles import Rng, settings
 from support.checkpoints import weights_of, write_folder
 from support.files import listing
 
-import export.bundle as exporting
+from export import graph_files
 from export.bundle import export_bundle
 from export.sources import source
 from export.sources.families import expected_shapes
@@ -157,8 +157,8 @@ def test_values_beyond_a_type_are_refused_with_a_way_out(tmp_path: Path) -> None
 
 def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
     if mx.is_available(mx.gpu):
-        assert exporting.set_device("gpu") == "gpu"
-        exporting.set_device("cpu")
+        assert graph_files.set_device("gpu") == "gpu"
+        graph_files.set_device("cpu")
         return
     with pytest.raises(UsageError, match="no GPU"):
         export_bundle(settings("random:tiny-llama", tmp_path / "out", device="gpu"))

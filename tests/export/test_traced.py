@@ -11,7 +11,7 @@ import pytest
 from support.bundles import put
 from support.files import listing
 
-from export.traced import trace_graphs
+from export.graph_files import trace_graphs
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.bundle.traced import RECORD, read_traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from export.config.adapter import AdapterConfig
+from export.config.fuse import AdapterConfig
 from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 
 _LOADED_BY = {

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from export.config.trust import TrustConfig
+from export.config.export import TrustConfig
 from ondevice.cli.handlers.common import configuration, note, set_up
 from runtime.core.errors import UsageError
 

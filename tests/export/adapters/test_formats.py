@@ -17,7 +17,7 @@ from support.bundles import Tiny
 from support.models import FAMILIES, logits_of, relative
 from support.runs import here, ondevice, train_arguments
 
-from export.config.adapter import FORMATS
+from export.config.fuse import FORMATS
 from harness.peers.whole_model import dense_model
 from runtime.bundle.store import Bundle
 

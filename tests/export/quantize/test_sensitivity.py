@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from export.quantize.bits import Sensitivities
 from export.quantize.search import quantize_rows
-from export.quantize.sensitivity import Sensitivities
 from export.stored import QuantizedForm
 
 F32 = npt.NDArray[np.float32]

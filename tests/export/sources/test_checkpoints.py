@@ -18,7 +18,7 @@ from support.checkpoints import Arrays, weights_of, whole, write_folder
 from export.sources.families import build_model, normalise_config
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
-from export.sources.safetensors_file import FLOAT_TYPES, SafetensorsFile
+from export.sources.safetensors_files import FLOAT_TYPES, SafetensorsFile
 from export.stored import QuantizedForm
 from runtime.core.errors import BundleError, UsageError
 

@@ -15,7 +15,7 @@ from support.gguf_files import write_gguf
 from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 
 from export.sources.gguf_file import GGUFFile
-from export.sources.safetensors_file import SafetensorsFile
+from export.sources.safetensors_files import SafetensorsFile
 from fuzz.kind import Change, Kind, Read, put_in_place, sha256
 from fuzz.kinds.bundles import exported
 from runtime.bundle.store import WEIGHTS

@@ -148,6 +148,8 @@ import os, resource, sys
 from runtime.machine.backend import prepare
 prepare()
 import export.bundle as exporting
+import export.bundle
+import export.graph_files
 from export.config.export import ExportConfig
 from runtime.core.errors import StorageError
 
@@ -158,26 +160,26 @@ def fill(limit):
 if where == "weights":
     fill(50_000)
 elif where == "last bytes of the weights":
-    finish = exporting.BundleWriter.finish_weights
+    finish = export.bundle.BundleWriter.finish_weights
     def finished(self):
         self._write(bytes(3000))  # stays in the buffer
         fill(os.path.getsize(self.folder / "weights.bin") + 10)
         return finish(self)
-    exporting.BundleWriter.finish_weights = finished
+    export.bundle.BundleWriter.finish_weights = finished
 elif where == "graphs":
-    serialize = exporting.serialize
+    serialize = export.graph_files.serialize
     def serialized(*a, **k):
         fill(700)
         serialize(*a, **k)
-    exporting.serialize = serialized
+    export.graph_files.serialize = serialized
 elif where == "manifest":
-    commit = exporting.BundleWriter.commit
+    commit = export.bundle.BundleWriter.commit
     def committed(self, manifest):
         fill(1000)
         return commit(self, manifest)
-    exporting.BundleWriter.commit = committed
+    export.bundle.BundleWriter.commit = committed
 try:
-    exporting.export_bundle(
+    export.bundle.export_bundle(
         ExportConfig(source="random:tiny-qwen2", output=output, seq_lens=(16,), device="cpu")
     )
 except StorageError as problem:

@@ -1,0 +1,145 @@
+"""The safetensors files and JSON files of a checkpoint folder.
+
+Weights are in a single file, or in shards that an index or their names list. Tensors are read by
+rows as NumPy arrays. The safetensors library maps a file and checks its header: the tensors fill
+the file without gap or overlap, and each has the bytes that its shape and type need.
+Invariant: every file that is opened lies directly in the folder, and none is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes  # noqa: F401  (imported, it gives NumPy the bfloat16 that safetensors asks for)
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from runtime.core.documents import from_json
+from runtime.core.errors import BundleError
+from runtime.core.files import read_small
+
+INDEX = "model.safetensors.index.json"
+_MOST_JSON_BYTES = 64 << 20  # far above any index of tensors
+FLOAT_TYPES = ("F32", "F16", "BF16")  # safetensors' names
+_READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.uint32}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file: its name there, safetensors' name of its type, its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    _file: Any
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows start:stop of a tensor of F32, F16, BF16 or U32, as a fresh array.
+
+        They have the file's type, except that BF16 becomes float32.
+        """
+        read_as = _READ_AS[self.dtype]
+        if start == stop:  # the library refuses an empty slice
+            return np.empty((0, *self.shape[1:]), read_as)
+        rows: npt.NDArray[Any] = self._file.get_slice(self.name)[start:stop]
+        return rows.astype(read_as, copy=False)
+
+
+class SafetensorsFile:
+    """A mapped safetensors file; `tensors` are its tensors by name.
+
+    Raises BundleError if the file is truncated or inconsistent.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.bytes = path.stat().st_size
+        try:
+            file = cast("Any", safe_open(path, framework="numpy"))
+            slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+        except SafetensorError as problem:
+            reason = str(problem).removeprefix("Error while deserializing header: ")
+            raise BundleError(
+                f"{path}: truncated or damaged, {self.bytes} bytes that are not a whole "
+                f"safetensors file ({reason}); download it again"
+            ) from None
+        self.tensors = {
+            name: StoredTensor(name, view.get_dtype(), tuple(view.get_shape()), file)
+            for name, view in slices.items()
+        }
+
+
+def open_shards(folder: Path) -> list[SafetensorsFile]:
+    """Open all weight files, and check that each holds the tensors that the index puts there."""
+    weight_map = _weight_map(folder / INDEX)
+    names = sorted({str(name) for name in weight_map.values()}) or _names_without_index(folder)
+    if not names:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
+        raise BundleError(
+            f"{folder}: no model*.safetensors"
+            + ("; pickled weights are not read, convert them to safetensors" if pickled else "")
+        )
+    files: dict[str, SafetensorsFile] = {}
+    for name in names:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise BundleError(
+                f"{folder / INDEX}: {name!r} is not a plain file name; weights must lie in the "
+                "folder itself"
+            )
+        if not (folder / name).is_file():
+            raise BundleError(
+                f"{folder}: {name} is missing (one of {len(names)} weight files); download it again"
+            )
+        files[name] = SafetensorsFile(folder / name)
+    for tensor, name in weight_map.items():
+        if tensor not in files[str(name)].tensors:
+            raise BundleError(
+                f"{folder}: the index puts {tensor} in {name}, which does not hold it; download "
+                "both again"
+            )
+    return list(files.values())
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """The file of each tensor, as an index has it; empty without an index."""
+    if not index.is_file():
+        return {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BundleError(f"{index}: has no 'weight_map' from tensors to files; download it again")
+    return weight_map
+
+
+def _names_without_index(folder: Path) -> list[str]:
+    """The names of the weight files, with those of shards that are missing.
+
+    The name of a shard says how many there are.
+    """
+    names = {path.name for path in folder.glob("model*.safetensors")}
+    for name in list(names):
+        if match := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.safetensors", name):
+            stem, total = match[1], int(match[2])
+            names |= {f"{stem}-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)}
+    return sorted(names)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises BundleError if it is missing, holds no object, or has more than 64 MiB.
+    """
+    try:
+        value = from_json(read_small(path, _MOST_JSON_BYTES, "a description of a checkpoint"))
+    except FileNotFoundError:
+        raise BundleError(f"{path}: missing; a checkpoint folder needs it") from None
+    except OSError as e:
+        raise BundleError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise BundleError(f"{path}: not JSON: {e}; download it again") from e
+    if not isinstance(value, dict):
+        raise BundleError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
+    return value
