@@ -25,7 +25,7 @@ from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
-from runtime.adapters.lora import LoraSettings
+from runtime.arrays.stored import File, Graph
 from runtime.bundle.float_manifest import float_tables
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
@@ -38,12 +38,12 @@ MakeEngine = Callable[[Path], ExportEngine]
 
 
 def export_bundle(
-    config: ExportConfig, progress: Progress = no_progress, engine: MakeEngine | None = None
+    config: ExportConfig, progress: Progress = no_progress, make_engine: MakeEngine | None = None
 ) -> Bundle:
     """Export `config.source` to a bundle at `config.output`.
 
-    The engine, which is made for a folder of scratch files, runs the model: to calibrate the
-    quantization, and to measure its quality. Without one the quality is not measured.
+    `make_engine` makes an engine for a folder of scratch files. The engine runs the model: to
+    calibrate the quantization, and to measure its quality. Without it the quality is not measured.
 
     Raises:
         BudgetError: the memory budget is too small to calibrate or to measure.
@@ -53,12 +53,12 @@ def export_bundle(
             cannot be written.
         UsageError: the destination exists, or the settings do not suit the model.
     """
-    if engine is None and (config.calibrate is not None or config.bits == "auto"):
+    if make_engine is None and (config.calibrate is not None or config.bits == "auto"):
         raise ValueError("calibration and --bits auto run the model, which takes an engine")
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:
         with BundleWriter(Path(config.output), config.force) as writer:
-            return _export(config, checkpoint, writer, progress, engine)
+            return _export(config, checkpoint, writer, progress, make_engine)
     finally:
         checkpoint.close()
 
@@ -68,106 +68,118 @@ def _export(
     checkpoint: Checkpoint,
     writer: BundleWriter,
     progress: Progress,
-    engine: MakeEngine | None,
+    make_engine: MakeEngine | None,
 ) -> Bundle:
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
-    lora = _lora(config, cut)
-    stored, kept = stored_forms(config, checkpoint, cut)
+    config.lora.check_targets(linear_names(cut))
+    stored, copied = stored_forms(config, checkpoint, cut)
     _check_space(config, checkpoint, writer, stored)
-    running = None if engine is None else engine(writer.place)
+    engine = None if make_engine is None else make_engine(writer.place)
 
-    def written(what: str, done: int, total: int) -> None:
+    def report_and_check(what: str, done: int, total: int) -> None:
         progress(what, done, total)
-        if running is not None:
-            running.check(f"while it wrote {what}")
+        if engine is not None:
+            engine.check(f"while it wrote {what}")
 
-    tensors = Tensors(checkpoint, writer, stored, kept, written)
-    buckets = tuple(config.seq_lens)
-    graphs = write_graphs(cut, buckets, writer.folder, GRAPHS, progress)
+    graphs = write_graphs(cut, tuple(config.seq_lens), writer.folder, GRAPHS, progress)
     files = {
         f"{TOKENIZER}/{name}": writer.file(f"{TOKENIZER}/{name}", data)
         for name, data in sorted(checkpoint.tokenizer_files().items())
     }
-    first = cut.blocks[0]
-    (lookup,) = cut.block_types[first.type].operations[0].matrices(first.tensor)
-    vocabulary, width = checkpoint.shape(f"{lookup}.weight")
-    provenance = {
-        **checkpoint.provenance,
-        "exporter": f"ondevice {__version__}",
-        "mlx_lm": metadata.version("mlx-lm"),
-        "settings": _settings(config),
-    }
-    shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    matrices, vectors, nbytes = float_tables(
-        {name: tensors.shape(name) for name in stored},
-        {
-            name: shape
-            for name, shape in shapes.items()
-            if name.removesuffix(".weight") not in stored
-        },
+    tensors = Tensors(checkpoint, writer, stored, copied, report_and_check)
+    manifest = _source_manifest(config, tensors, cut, device, graphs, files)
+    if config.graphs:
+        trust_graphs(manifest, f"written by ondevice export to {writer.destination}")
+    folder = writer.folder
+    original = Original(Bundle(folder, manifest, folder), checkpoint, engine, config)
+    facts = _write_tensors(config, cut, original, tensors)
+    nbytes, digest = writer.finish_weights()
+    manifest = msgspec.structs.replace(
+        manifest,
+        lora=config.lora,
+        trainable=config.trainable,
+        weights_nbytes=nbytes,
+        weights_sha256=digest,
+        matrices=tensors.matrices,
+        vectors=tensors.vectors,
+        provenance={**manifest.provenance, **facts},
     )
-    source = Manifest(
+    quality = original.quality_of(Bundle(folder, manifest, folder))
+    if not config.graphs:
+        shutil.rmtree(folder / GRAPHS)
+        manifest = msgspec.structs.replace(manifest, graphs={})
+    return writer.commit(msgspec.structs.replace(manifest, quality=quality))
+
+
+def _source_manifest(
+    config: ExportConfig,
+    tensors: Tensors,
+    cut: Cut,
+    device: str,
+    graphs: dict[str, Graph],
+    files: dict[str, File],
+) -> Manifest:
+    """The manifest of the checkpoint's own model: all matrices are floats, and there is no LoRA."""
+    checkpoint = tensors.checkpoint
+    matrices = {name: tensors.shape(name) for name in tensors.stored}
+    vectors = {
+        name: checkpoint.shape(name)
+        for name in checkpoint.names()
+        if name.removesuffix(".weight") not in matrices
+    }
+    float_matrices, float_vectors, nbytes = float_tables(matrices, vectors)
+    embedding = cut.blocks[0]
+    (table,) = cut.block_types[embedding.type].operations[0].matrices(embedding.tensor)
+    vocabulary, width = matrices[table]
+    return Manifest(
         mlx_version=metadata.version("mlx"),
         device=device,
         family=checkpoint.family,
         config=checkpoint.config,
         hidden_size=width,
         vocab_size=vocabulary,
-        lora=msgspec.structs.replace(lora, targets=()),
-        buckets=buckets,
+        lora=msgspec.structs.replace(config.lora, targets=()),
+        buckets=tuple(config.seq_lens),
         weights_nbytes=nbytes,
         weights_sha256="",
-        matrices=matrices,
-        vectors=vectors,
+        matrices=float_matrices,
+        vectors=float_vectors,
         block_types=cut.block_types,
         blocks=tuple(cut.blocks),
         graphs=graphs,
         files=files,
-        provenance=provenance,
+        provenance={
+            **checkpoint.provenance,
+            "exporter": f"ondevice {__version__}",
+            "mlx_lm": metadata.version("mlx-lm"),
+            "settings": _settings(config),
+        },
     )
-    if config.graphs:
-        trust_graphs(source, f"written by ondevice export to {writer.destination}")
-    here = writer.folder
-    original = Original(Bundle(here, source, here), checkpoint, running, config)
+
+
+def _write_tensors(
+    config: ExportConfig, cut: Cut, original: Original, tensors: Tensors
+) -> dict[str, Any]:
+    """Write all tensors. Returns the facts about it that the manifest's provenance has."""
+    facts: dict[str, Any] = {}
     if config.bits == "auto":
-        provenance["bits"] = original.choose_bits(tensors)
+        facts["bits"] = original.choose_bits(tensors)
     if config.calibrate is None:
         tensors.write(cut)
     else:
-        provenance["calibration"] = original.calibrate(tensors, cut)
+        facts["calibration"] = original.calibrate(tensors, cut)
     if transcoded := _transcoded(tensors):
-        provenance["transcoded"] = transcoded
-    nbytes, digest = writer.finish_weights()
-    manifest = msgspec.structs.replace(
-        source,
-        lora=lora,
-        trainable=config.trainable,
-        weights_nbytes=nbytes,
-        weights_sha256=digest,
-        matrices=tensors.matrices,
-        vectors=tensors.vectors,
-        provenance=provenance,
-    )
-    quality = original.quality_of(Bundle(here, manifest, here))
-    if not config.graphs:
-        shutil.rmtree(here / GRAPHS)
-        manifest = msgspec.structs.replace(manifest, graphs={})
-    return writer.commit(msgspec.structs.replace(manifest, quality=quality))
-
-
-def _lora(config: ExportConfig, cut: Cut) -> LoraSettings:
-    """The manifest's `lora`. Raises UsageError for a target that no linear layer has."""
-    config.lora.check_targets(linear_names(cut))
-    return config.lora
+        facts["transcoded"] = transcoded
+    return facts
 
 
 def _transcoded(tensors: Tensors) -> dict[str, int]:
-    """How many matrices keep the values of a quantized checkpoint, by how they are stored."""
+    """How many matrices are copied from a quantized checkpoint, by stored form."""
     return Counter(
-        f"{one.bits} bits, {one.layout} groups of {one.group_size}, {one.scale_dtype} scales"
-        for name, one in tensors.stored.items()
-        if isinstance(one, QuantizedForm) and not tensors.is_quantized(name)
+        f"{form.bits} bits, {form.layout} groups of {form.group_size}, {form.scale_dtype} scales"
+        for name, form in tensors.stored.items()
+        if isinstance(form, QuantizedForm) and not tensors.is_quantized(name)
     )
 
 
@@ -191,9 +203,8 @@ def _check_space(
 
 def _settings(config: ExportConfig) -> dict[str, Any]:
     """The settings that are not at their default, as the manifest records them."""
-    values = {one.name: (getattr(config, one.name), one.default) for one in fields(config)}
+    names = [field.name for field in fields(config) if field.name in config.changed]
+    values = {name: getattr(config, name) for name in names}
     return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, (value, default) in values.items()
-        if value != default
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }

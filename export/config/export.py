@@ -215,7 +215,9 @@ class ExportConfig(DataOptions):
     @property
     def changed(self) -> frozenset[str]:
         """The names of the options that differ from their defaults."""
-        return frozenset(one.name for one in fields(self) if getattr(self, one.name) != one.default)
+        return frozenset(
+            field.name for field in fields(self) if getattr(self, field.name) != field.default
+        )
 
     @property
     def budget_bytes(self) -> int:

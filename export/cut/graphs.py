@@ -1,4 +1,4 @@
-"""Elementwise graphs: what a model computes between two products, and its vjp, as functions.
+"""Elementwise graphs: a model's computation between two products, and its vjp, as functions.
 
 Both take only the inputs on which they depend, so that no value is kept for a backward pass that
 does not need it.
@@ -17,7 +17,7 @@ from export.cut.properties import continues, gated_activation, treats_tokens_ali
 from export.cut.trace import Function, Trace, trace
 from runtime.core.errors import BundleError
 from runtime.operations.elementwise import Elementwise
-from runtime.operations.values import F32, Shape, T, shape_at
+from runtime.operations.values import F32, Shape, T, gradient_of, is_parameter, shape_at, token_axis
 
 # a graph is tried for running by tiles of tokens where it allocates more than this many times the
 # hidden state
@@ -25,14 +25,14 @@ TILING_PAYS = 0.5
 
 
 Stage = Callable[[Mapping[str, mx.array], mx.array | None], list[mx.array]]
-"""What a model computes, from arrays by name and, to decode, the position of the first token."""
+"""A computation of the model from arrays by name and, to decode, the first token's position."""
 
 
 @dataclass(frozen=True)
 class TracedFunction:
     """A function of an elementwise operation and the shapes of its inputs, at any length.
 
-    `positioned` says that a last input besides is the position of the first token.
+    positioned: whether it has a further, last input, the position of the first token.
     """
 
     call: Function
@@ -41,7 +41,7 @@ class TracedFunction:
     positioned: bool = False
 
     def probes(self, tokens: int) -> list[mx.array]:
-        """Zeros that it takes for so many tokens."""
+        """Zeros as its inputs, for so many tokens."""
         zeros = [mx.zeros(shape_at(shape, tokens)) for shape in self.shapes]
         return [*zeros, mx.array(0, mx.int32)] if self.positioned else zeros
 
@@ -87,73 +87,38 @@ def cut_graph(
         name: of the graph, as in the bundle.
         sources: shapes of the activations that it may read.
         parameters: shapes of the small tensors that it may read.
-        targets: names of what it computes.
+        targets: names of the values that it computes.
         values: shapes of all named values, the targets among them; "x" is the hidden state.
         stage: called with some of the inputs; missing arrays are zeros.
-        tokens: the length to trace at. The functions hold at any length.
+        tokens: the length to trace at. The functions work at any length.
 
     Raises:
         BundleError: a token's results depend on other tokens.
     """
-    shapes: dict[str, Shape] = {**sources, **{f"@{k}": v for k, v in parameters.items()}}
-
-    def over(keys: Sequence[str]) -> Function:
-        chosen = tuple(keys)
-        return lambda *arrays: stage(dict(zip(chosen, arrays, strict=True)), None)
-
-    def probe(keys: Sequence[str]) -> list[mx.array]:
-        return [mx.zeros(shape_at(shapes[key], tokens)) for key in keys]
-
-    everything = tuple(shapes)
-    full = trace(over(everything), probe(everything))
-    wanted = frozenset().union(*full.depends)
-    inputs = tuple(key for position, key in enumerate(everything) if position in wanted)
-    primals = tuple(key for key in inputs if not key.startswith("@"))
-    constants = tuple(key for key in inputs if key.startswith("@"))
+    shapes: dict[str, Shape] = {
+        **values,
+        **sources,
+        **{_parameter(key): shape for key, shape in parameters.items()},
+        **{gradient_of(target): values[target] for target in targets},
+    }
+    readable = (*sources, *map(_parameter, parameters))
+    read = _inputs_read(_forward(stage, readable), readable, shapes, tokens)
+    primals = tuple(key for key in read if not is_parameter(key))
+    constants = tuple(key for key in read if is_parameter(key))
     inputs = primals + constants
-    forward = over(inputs)
+    forward, decode = _forward(stage, inputs), _decode(stage, inputs)
+    pullback = _Pullback(forward, primals, constants, tuple(map(gradient_of, targets)), shapes)
+    vjp_inputs = pullback.inputs_read(tokens)
+    vjp = pullback.function(vjp_inputs)
 
-    def decode(*arrays: mx.array) -> list[mx.array]:
-        return stage(dict(zip(inputs, arrays[:-1], strict=True)), arrays[-1])
-
-    cotangents = tuple(f"~{target}" for target in targets)
-    shapes.update({f"~{target}": values[target] for target in targets})
-    vjp_candidates = (*primals, *constants, *cotangents)
-
-    def pull(keys: tuple[str, ...]) -> Function:
-        def pulled(*arrays: mx.array) -> list[mx.array]:
-            given = dict(zip(keys, arrays, strict=True))
-            bucket = next(a for k, a in given.items() if k.startswith("~")).shape
-            length = bucket[list(shapes[next(k for k in keys if k.startswith("~"))]).index(T)]
-            for key in vjp_candidates:
-                if key not in given:  # the vjp does not depend on it
-                    given[key] = mx.zeros(shape_at(shapes[key], length))
-            rest = [given[key] for key in constants]
-            _, gradients = mx.vjp(
-                lambda *arrays: forward(*arrays, *rest),
-                [given[key] for key in primals],
-                [given[key] for key in cotangents],
-            )
-            return list(gradients)
-
-        return pulled
-
-    traced = trace(pull(vjp_candidates), probe(vjp_candidates), differentiated=True)
-    used = frozenset().union(*traced.depends)
-    vjp_inputs = tuple(
-        key
-        for position, key in enumerate(vjp_candidates)
-        if position in used or key in cotangents[:1]
-    )
     input_shapes = tuple(shapes[key] for key in inputs)
+    vjp_shapes = tuple(shapes[key] for key in vjp_inputs)
     functions = {
         "forward": TracedFunction(forward, input_shapes),
-        "vjp": TracedFunction(
-            pull(vjp_inputs), tuple(shapes[key] for key in vjp_inputs), differentiated=True
-        ),
+        "vjp": TracedFunction(vjp, vjp_shapes, differentiated=True),
         "decode": TracedFunction(decode, input_shapes, positioned=True),
     }
-    traces = {direction: one.trace(tokens) for direction, one in functions.items()}
+    traces = {direction: function.trace(tokens) for direction, function in functions.items()}
     operation = Elementwise(
         inputs=inputs,
         outputs=tuple(targets),
@@ -165,20 +130,19 @@ def cut_graph(
     )
     if not operation.position:  # its forward decodes too
         del functions["decode"], traces["decode"]
-    if not continues(forward, decode, inputs, operation.outputs, {**values, **shapes}):
+
+    if not continues(forward, decode, inputs, operation.outputs, shapes):
         raise BundleError(
             f"the model computes {', '.join(targets)} of one token from other tokens, which only "
             "attention may do; that is not supported"
         )
-    most = max(traces[direction].workspace_bytes for direction in ("forward", "vjp"))
-    if most > TILING_PAYS * tokens * math.prod(int(d) for d in values["x"] if d != T) * F32:
-        known = {**values, **shapes}
-        forward_alike = treats_tokens_alike(forward, inputs, operation.outputs, known)
-        vjp_alike = treats_tokens_alike(pull(vjp_inputs), vjp_inputs, primals, known)
-        operation = replace(operation, tokenwise=forward_alike and vjp_alike)
+    if _tiling_pays(traces, values["x"], tokens):
+        tokenwise = treats_tokens_alike(forward, inputs, operation.outputs, shapes)
+        tokenwise = tokenwise and treats_tokens_alike(vjp, vjp_inputs, primals, shapes)
+        operation = replace(operation, tokenwise=tokenwise)
     if operation.may_be_gated(values):
         shape = shape_at(values[targets[0]], tokens)
-        operation = replace(operation, gated=gated_activation(forward, pull(vjp_inputs), shape))
+        operation = replace(operation, gated=gated_activation(forward, vjp, shape))
     return CutGraph(
         operation,
         ElementwiseGraph(operation, functions),
@@ -187,12 +151,93 @@ def cut_graph(
     )
 
 
+def _parameter(name: str) -> str:
+    """The name of a small tensor among a graph's inputs."""
+    return f"@{name}"
+
+
+def _is_cotangent(key: str) -> bool:
+    return key.startswith("~")
+
+
+def _forward(stage: Stage, keys: Sequence[str]) -> Function:
+    """The stage as a function of these inputs."""
+    return lambda *arrays: stage(dict(zip(keys, arrays, strict=True)), None)
+
+
+def _decode(stage: Stage, keys: Sequence[str]) -> Function:
+    """The stage as a function of these inputs and the position of the first token."""
+    return lambda *arrays: stage(dict(zip(keys, arrays[:-1], strict=True)), arrays[-1])
+
+
+def _inputs_read(
+    function: Function,
+    keys: Sequence[str],
+    shapes: Mapping[str, Shape],
+    tokens: int,
+    differentiated: bool = False,
+) -> tuple[str, ...]:
+    """The inputs on which the results of a function of `keys` depend, in their order."""
+    probes = [mx.zeros(shape_at(shapes[key], tokens)) for key in keys]
+    positions = frozenset().union(*trace(function, probes, differentiated).depends)
+    return tuple(key for position, key in enumerate(keys) if position in positions)
+
+
+@dataclass(frozen=True)
+class _Pullback:
+    """The vjp of a graph's forward function with respect to its primals."""
+
+    forward: Function
+    primals: tuple[str, ...]
+    constants: tuple[str, ...]
+    cotangents: tuple[str, ...]
+    shapes: Mapping[str, Shape]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """All inputs that the gradients may depend on."""
+        return (*self.primals, *self.constants, *self.cotangents)
+
+    def inputs_read(self, tokens: int) -> tuple[str, ...]:
+        """The inputs on which the gradients depend, and a cotangent, which tells the length."""
+        function = self.function(self.inputs)
+        read = _inputs_read(function, self.inputs, self.shapes, tokens, differentiated=True)
+        return tuple(key for key in self.inputs if key in read or key == self.cotangents[0])
+
+    def function(self, keys: Sequence[str]) -> Function:
+        """The gradients as a function of `keys`; other inputs do not matter and are zeros."""
+
+        def pulled(*arrays: mx.array) -> list[mx.array]:
+            given = dict(zip(keys, arrays, strict=True))
+            cotangent = next(key for key in given if _is_cotangent(key))
+            tokens = given[cotangent].shape[token_axis(self.shapes[cotangent])]
+            for key in self.inputs:
+                if key not in given:
+                    given[key] = mx.zeros(shape_at(self.shapes[key], tokens))
+            constants = [given[key] for key in self.constants]
+            _, gradients = mx.vjp(
+                lambda *primals: self.forward(*primals, *constants),
+                [given[key] for key in self.primals],
+                [given[key] for key in self.cotangents],
+            )
+            return list(gradients)
+
+        return pulled
+
+
+def _tiling_pays(traces: Mapping[str, Trace], hidden: Shape, tokens: int) -> bool:
+    """Whether a graph allocates so much that running it by tiles of tokens is worth a trial."""
+    most = max(traces[direction].workspace_bytes for direction in ("forward", "vjp"))
+    width = math.prod(int(size) for size in hidden if size != T)
+    return most > TILING_PAYS * tokens * width * F32
+
+
 def _same(vjp: Trace, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
     """For each gradient the cotangent or earlier gradient that is the same array, or ""."""
-    found = []
+    names = []
     for passed, first in zip(vjp.passes, vjp.same, strict=True):
-        if passed is not None and inputs[passed].startswith("~"):
-            found.append(inputs[passed])
+        if passed is not None and _is_cotangent(inputs[passed]):
+            names.append(inputs[passed])
         else:
-            found.append("" if first is None else outputs[first])
-    return tuple(found)
+            names.append("" if first is None else outputs[first])
+    return tuple(names)

@@ -1,7 +1,7 @@
 """Cutting an mlx-lm model into blocks of matrix products, attention and elementwise graphs.
 
 The model runs over taps (see `export.cut.taps`), which record its matrix products and attention in
-order, with their inputs. What the model computes between these is traced and becomes elementwise
+order, with their inputs. The computations between these are traced and become elementwise
 graphs. Nothing here is specific to an architecture. A model that a program cannot express is
 refused: if it has a matrix outside linear layers, an operation between two layers, or a mask that
 is neither causal nor a sliding window.
@@ -45,7 +45,7 @@ from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
 from runtime.operations.program import BlockType
 from runtime.operations.table import StoredOperation
-from runtime.operations.values import Shape, T, shape_at
+from runtime.operations.values import Shape, T, is_parameter, shape_at, token_axis
 
 
 @dataclass
@@ -85,95 +85,128 @@ def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     module = importlib.import_module(f"mlx_lm.models.{family}")
     taps = Taps(module, model, probe_length(model, config))
     cut = Cut()
-    _cut_ends(taps, cut)
+    ends = _EndsCutter(taps)
+    for block_type, graphs in (ends.embedding(), ends.head()):
+        cut.block_types[block_type.name] = block_type
+        cut.blocks.append(Block("", block_type.name))
+        cut.graphs += graphs
     windows = attention_windows(taps, config)
-    seen: dict[str, str] = {}
+    types: dict[str, str] = {}  # the names of layers' block types, by signature
     layers: list[Block] = []
     for index, layer in enumerate(taps.layers):
-        name = f"layer{len(seen)}"
-        block_type, graphs, signature = _Cutter(taps, layer, windows[index]).cut(name)
-        if signature not in seen:
-            seen[signature] = name
+        name = f"layer{len(types)}"
+        block_type, graphs, signature = _LayerCutter(taps, layer, windows[index], name).cut()
+        if signature not in types:
+            types[signature] = name
             cut.block_types[name] = block_type
             cut.graphs += graphs
-        layers.append(Block(f"model.layers.{index}", seen[signature]))
+        layers.append(Block(f"model.layers.{index}", types[signature]))
     cut.blocks[1:1] = layers
     return cut
 
 
-def _cut_ends(taps: Taps, cut: Cut) -> None:
-    """Cut what lies before the first layer, the embedding, and after the last, the head."""
-    tape = Tape()
-    with taps.recording(tape):
-        taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
-    calls = tape.calls
-    layers = [LayerCall] * len(taps.layers)
-    if [type(call) for call in calls] != [EmbeddingCall, *layers, LinearCall]:
-        raise BundleError(
-            f"the model runs {_described(calls)}, where an embedding, {len(layers)} layers and one "
-            "product for the head are expected; such models are not supported"
-        )
-    width = calls[0].output.shape[-1]
+class _EndsCutter:
+    """Cuts the two ends of a model: before the first layer, the embedding, and after the last.
 
-    def replay(outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
-        with taps.recording(Tape(outputs)) as tape:
-            final = taps.model(mx.zeros((1, outputs[0].shape[1]), dtype=mx.int32))
-        return tape.calls, final
+    Raises:
+        BundleError: the model is not an embedding, layers one after another, and a head.
+    """
 
-    def ends(*outputs: mx.array) -> list[mx.array]:
-        calls, final = replay(outputs)
-        return [*(call.inputs[0] for call in calls[1:]), final]
+    def __init__(self, taps: Taps) -> None:
+        self.taps = taps
+        with taps.recording(Tape()) as tape:
+            taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
+        self.calls = tape.calls
+        self._check_calls()
+        self.parameters = _parameters(taps.model)
+        self.shape: Shape = (1, T, self.calls[0].output.shape[-1])
+        self.passes = self._checked_passes()
 
-    traced = trace(ends, [call.output for call in calls])
-    passes = traced.passes
-    if not (traced.depends[0] <= {0} and traced.depends[-2] <= {len(calls) - 2}):
-        raise BundleError(
-            "the model's head reads more than its last layer, or its first layer more than the "
-            "embedding: a skip past a layer is not supported"
-        )
-    if passes[-1] != len(calls) - 1:
-        raise BundleError(
-            "the model changes its logits after the head's product, as soft-capping does; that is "
-            "not supported"
-        )
-    for index in range(1, len(taps.layers)):
-        if passes[index] != index:
+    def embedding(self) -> tuple[BlockType, list[ElementwiseGraph]]:
+        """The block type of the embedding, and its graphs."""
+        block_type, graphs = self._elementwise("embed", "e", "x", 1)
+        lookup = Embedding(("e",), self.calls[0].name)
+        return replace(block_type, input="", operations=(lookup, *block_type.operations)), graphs
+
+    def head(self) -> tuple[BlockType, list[ElementwiseGraph]]:
+        """The block type of the head, and its graphs."""
+        block_type, graphs = self._elementwise("head", "x", "h", len(self.calls) - 1)
+        head = Head((block_type.output,), self.calls[-1].name)
+        return replace(block_type, operations=(*block_type.operations, head)), graphs
+
+    def _check_calls(self) -> None:
+        layers = [LayerCall] * len(self.taps.layers)
+        if [type(call) for call in self.calls] != [EmbeddingCall, *layers, LinearCall]:
             raise BundleError(
-                f"the model computes something between layers {index - 1} and {index}; that is not "
-                "supported"
+                f"the model runs {_described(self.calls)}, where an embedding, {len(layers)} "
+                "layers and one product for the head are expected; such models are not supported"
             )
-    parameters = _parameters(taps.model)
-    shape: Shape = (1, T, width)
 
-    def end(
-        name: str, source: str, target: str, consumer: int
-    ) -> tuple[list[StoredOperation], BlockType]:
-        alias = passes[consumer - 1] == consumer - 1
-        output = source if alias else target
-        values = {source: shape, output: shape}
-        if alias:
-            return [], BlockType(name, source, output, values, {}, ())
+    def _replay(self, outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
+        """The calls and the result of the model, whose taps return `outputs`."""
+        with self.taps.recording(Tape(outputs)) as tape:
+            logits = self.taps.model(mx.zeros((1, outputs[0].shape[1]), dtype=mx.int32))
+        return tape.calls, logits
+
+    def _checked_passes(self) -> Sequence[int | None]:
+        """For each call after the first, and for the logits, the call whose output it reads.
+
+        None where the model computes something in between, which is allowed at both ends.
+        """
+
+        def inputs(*outputs: mx.array) -> list[mx.array]:
+            calls, logits = self._replay(outputs)
+            return [*(call.inputs[0] for call in calls[1:]), logits]
+
+        last = len(self.calls) - 1
+        traced = trace(inputs, [call.output for call in self.calls])
+        if not (traced.depends[0] <= {0} and traced.depends[-2] <= {last - 1}):
+            raise BundleError(
+                "the model's head reads more than its last layer, or its first layer more than the "
+                "embedding: a skip past a layer is not supported"
+            )
+        if traced.passes[-1] != last:
+            raise BundleError(
+                "the model changes its logits after the head's product, as soft-capping does; that "
+                "is not supported"
+            )
+        for index in range(1, len(self.taps.layers)):
+            if traced.passes[index] != index:
+                raise BundleError(
+                    f"the model computes something between layers {index - 1} and {index}; that is "
+                    "not supported"
+                )
+        return traced.passes
+
+    def _elementwise(
+        self, name: str, source: str, target: str, consumer: int
+    ) -> tuple[BlockType, list[ElementwiseGraph]]:
+        """The elementwise part of an end: it computes the input of call `consumer` from `source`.
+
+        If the call reads `source` itself, there is nothing to compute, and no `target`.
+        """
+        if self.passes[consumer - 1] == consumer - 1:
+            return BlockType(name, source, source, {source: self.shape}, {}, ()), []
+        values = {source: self.shape, target: self.shape}
 
         def stage(given: Mapping[str, mx.array], position: mx.array | None) -> list[mx.array]:
             length = _length(given, values)  # the position is that of layers: the ends see none
-            _set(taps.model, {k[1:]: v for k, v in given.items() if k.startswith("@")})
-            outputs = [given.get(source, mx.zeros((1, length, width)))] * (len(calls) - 1)
-            outputs.append(mx.zeros((1, length, 1)))
-            return [replay(outputs)[0][consumer].inputs[0]]
+            _set_parameters(self.taps.model, given)
+            hidden = given.get(source, mx.zeros(shape_at(self.shape, length)))
+            outputs = [*[hidden] * (len(self.calls) - 1), mx.zeros((1, length, 1))]
+            return [self._replay(outputs)[0][consumer].inputs[0]]
 
-        made = cut_graph(
-            f"{name}.0", {source: shape}, parameters, [target], values, stage, taps.probe
+        part = cut_graph(
+            f"{name}.0",
+            {source: self.shape},
+            self.parameters,
+            [target],
+            values,
+            stage,
+            self.taps.probe,
         )
-        cut.graphs.append(made.graph)
-        return [made.operation], BlockType(name, source, output, values, made.parameters, ())
-
-    operations, block_type = end("embed", "e", "x", 1)
-    lookup = Embedding(("e",), calls[0].name)
-    cut.block_types["embed"] = replace(block_type, input="", operations=(lookup, *operations))
-    operations, block_type = end("head", "x", "h", len(calls) - 1)
-    head = Head((block_type.output,), calls[-1].name)
-    cut.block_types["head"] = replace(block_type, operations=(*operations, head))
-    cut.blocks += [Block("", "embed"), Block("", "head")]
+        block_type = BlockType(name, source, target, values, part.parameters, (part.operation,))
+        return block_type, [part.graph]
 
 
 def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -187,9 +220,11 @@ def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _set(root: nn.Module, values: dict[str, mx.array]) -> None:
+def _set_parameters(root: nn.Module, given: Mapping[str, mx.array]) -> None:
+    """Give a module those of a graph's inputs that are parameters, named "@name"."""
+    values = [(key[1:], value) for key, value in given.items() if is_parameter(key)]
     if values:
-        root.update(tree_unflatten(list(values.items())))
+        root.update(tree_unflatten(values))
 
 
 def _described(calls: Sequence[Call]) -> str:
@@ -198,131 +233,131 @@ def _described(calls: Sequence[Call]) -> str:
     return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(names))
 
 
-class _Cutter:
+class _LayerCutter:
     """Cuts one transformer layer into a block type and its elementwise graphs."""
 
-    def __init__(self, taps: Taps, layer: nn.Module, window: int | None) -> None:
-        self.taps, self.layer, self.window = taps, layer, window
+    def __init__(self, taps: Taps, layer: nn.Module, window: int | None, name: str) -> None:
+        self.taps, self.layer, self.window, self.name = taps, layer, window, name
         self.parameters = _parameters(layer)
+        hidden: Shape = (1, T, int(taps.inner.embed_tokens.columns))
+        self.calls, self.out = self._run(mx.zeros(shape_at(hidden, taps.probe)), None)
+        self.output_shapes = [self._symbolic(call.output) for call in self.calls]
+        self.values: dict[str, Shape] = {"x": hidden}
+        self.names: dict[int, str] = {}  # by id of the arrays that taps read; q, k, v share one
+        self.outputs: list[str] = []  # names of the taps' outputs, in call order
+        self.operations: list[StoredOperation] = []
+        self.graphs: list[CutGraph] = []
 
-    def run(
+    def cut(self) -> tuple[BlockType, list[ElementwiseGraph], str]:
+        """The layer as a block type, its graphs, and a signature: equal for equal layers."""
+        if not self.calls:
+            raise BundleError("a layer has no matrix products; such models are not supported")
+        for call, shape in zip(self.calls, self.output_shapes, strict=True):
+            if isinstance(call, LinearCall):
+                output = self._add_linear(call)
+            elif isinstance(call, AttentionCall):
+                output = self._add_attention(call)
+            else:
+                raise BundleError(
+                    f"a layer holds an embedding, {call.name}; such models are not supported"
+                )
+            self.values[output] = shape
+            self.outputs.append(output)
+        (end,) = self._reach([("out", self.out)])
+        parameters = {key: v for graph in self.graphs for key, v in graph.parameters.items()}
+        operations = tuple(self.operations)
+        block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
+        return block_type, [graph.graph for graph in self.graphs], self._signature()
+
+    def _signature(self) -> str:
+        unnamed = [
+            replace(operation, graph="") if isinstance(operation, Elementwise) else operation
+            for operation in self.operations
+        ]
+        signatures = [graph.signature for graph in self.graphs]
+        return repr([*unnamed, *signatures, *sorted(self.values.items())])
+
+    def _run(
         self,
         x: mx.array,
         outputs: Sequence[mx.array] | None,
         position: mx.array | None = None,
     ) -> tuple[list[Call], mx.array]:
+        """The calls and the result of the layer, whose taps return `outputs`."""
         with self.taps.recording(Tape(outputs)) as tape:
             out = self.layer(x, MASK, None if position is None else Position(position))
         return tape.calls, out
 
-    def cut(self, name: str) -> tuple[BlockType, list[ElementwiseGraph], str]:
-        width = self._width()
-        x = mx.zeros((1, self.taps.probe, width))
-        calls, out = self.run(x, None)
-        if not calls:
-            raise BundleError("a layer has no matrix products; such models are not supported")
-        values: dict[str, Shape] = {"x": (1, T, width)}
-        known: dict[int, str] = {}  # names by id of the arrays that taps read; q, k, v share one
-        outputs: list[str] = []  # names of the taps' outputs, in call order
-        operations: list[StoredOperation] = []
-        graphs: list[ElementwiseGraph] = []
-        signatures: list[str] = []
-        needed: dict[str, tuple[int, ...]] = {}
-        attentions = 0
+    def _add_linear(self, call: LinearCall) -> str:
+        """Add a product; those of one input are one operation. Returns the output's name."""
+        (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
+        product = Product(call.name, f"{call.name}.out", call.bias)
+        last = self.operations[-1] if self.operations else None
+        if isinstance(last, Linear) and last.inputs == (source,):
+            self.operations[-1] = replace(last, linears=(*last.linears, product))
+        else:
+            self.operations.append(Linear((source,), (product,)))
+        return product.output
 
-        def reach(targets: list[tuple[str, mx.array]], upto: int) -> list[str]:
-            """Names of the arrays that a tap reads; those not yet known come from a new graph."""
-            fresh = [(key, array) for key, array in targets if id(array) not in known]
-            if fresh:
-                for key, array in fresh:
-                    known[id(array)] = key
-                    values[key] = self._symbolic(array)
-                made = self._stage(
-                    f"{name}.{len(graphs)}", [k for k, _ in fresh], values, outputs[:upto], upto
-                )
-                operations.append(made.operation)
-                graphs.append(made.graph)
-                signatures.append(made.signature)
-                needed.update(made.parameters)
-            return [known[id(array)] for _, array in targets]
+    def _add_attention(self, call: AttentionCall) -> str:
+        """Add an attention. Returns the output's name."""
+        count = sum(isinstance(operation, Attention) for operation in self.operations)
+        keys = [f"attention{count}.{part}" for part in "qkv"]
+        q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
+        output = f"attention{count}.out"
+        self.operations.append(Attention((q, k, v), (output,), call.scale, self.window))
+        return output
 
-        for index, call in enumerate(calls):
-            if isinstance(call, LinearCall):
-                (source,) = reach([(f"{call.name}.in", call.inputs[0])], index)
-                product = Product(call.name, f"{call.name}.out", call.bias)
-                target = product.output
-                last = operations[-1] if operations else None
-                if isinstance(last, Linear) and last.inputs == (source,):
-                    operations[-1] = replace(last, linears=(*last.linears, product))
-                else:
-                    operations.append(Linear((source,), (product,)))
-            elif isinstance(call, AttentionCall):
-                prefix = f"attention{attentions}"
-                attentions += 1
-                keys = [f"{prefix}.{part}" for part in "qkv"]
-                q, k, v = reach(list(zip(keys, call.inputs, strict=True)), index)
-                target = f"{prefix}.out"
-                operations.append(Attention((q, k, v), (target,), call.scale, self.window))
-            else:
-                raise BundleError(
-                    f"a layer holds an embedding, {call.name}; such models are not supported"
-                )
-            values[target] = self._symbolic(call.output)
-            outputs.append(target)
-        (end,) = reach([("out", out)], len(calls))
-        block_type = BlockType(name, "x", end, values, needed, tuple(operations))
-        unnamed = [
-            replace(one, graph="") if isinstance(one, Elementwise) else one for one in operations
-        ]
-        signature = repr([*unnamed, *signatures, *sorted(values.items())])
-        return block_type, graphs, signature
+    def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:
+        """Names of the arrays that the next tap reads; a new graph computes those without a name.
 
-    def _width(self) -> int:
-        embedding = self.taps.inner.embed_tokens
-        return int(embedding.columns)
+        `inputs` are the arrays with the names that they get.
+        """
+        fresh = [(key, array) for key, array in inputs if id(array) not in self.names]
+        if fresh:
+            for key, array in fresh:
+                self.names[id(array)] = key
+                self.values[key] = self._symbolic(array)
+            graph = self._stage(f"{self.name}.{len(self.graphs)}", [key for key, _ in fresh])
+            self.operations.append(graph.operation)
+            self.graphs.append(graph)
+        return [self.names[id(array)] for _, array in inputs]
 
-    def _stage(
-        self,
-        name: str,
-        targets: list[str],
-        values: dict[str, Shape],
-        available: list[str],
-        upto: int,
-    ) -> CutGraph:
-        sources = {"x": values["x"], **{key: values[key] for key in available}}
-        probe_calls, _ = self.run(mx.zeros(shape_at(values["x"], self.taps.probe)), None)
-        shapes = [self._symbolic(call.output) for call in probe_calls]
+    def _stage(self, name: str, targets: list[str]) -> CutGraph:
+        """The graph that computes inputs of the next tap from the outputs of those before it."""
+        available, hidden = list(self.outputs), self.values["x"]
+        sources = {"x": hidden, **{key: self.values[key] for key in available}}
 
         def stage(given: Mapping[str, mx.array], position: mx.array | None) -> list[mx.array]:
             length = _length(given, sources)
-            x = given.get("x", mx.zeros(shape_at(values["x"], length)))
-            feed = [
-                given[available[i]]
-                if i < len(available) and available[i] in given
-                else mx.zeros(shape_at(shapes[i], length))
-                for i in range(len(shapes))
-            ]
-            _set(self.layer, {k[1:]: v for k, v in given.items() if k.startswith("@")})
-            calls, out = self.run(x, feed, position)
+            x = given.get("x", mx.zeros(shape_at(hidden, length)))
+            outputs = [mx.zeros(shape_at(shape, length)) for shape in self.output_shapes]
+            for index, key in enumerate(available):
+                outputs[index] = given.get(key, outputs[index])
+            _set_parameters(self.layer, given)
+            calls, out = self._run(x, outputs, position)
             if targets == ["out"]:
                 return [out]
-            return [calls[upto].inputs[_part(target)] for target in targets]
+            return [calls[len(available)].inputs[_part(target)] for target in targets]
 
-        return cut_graph(name, sources, self.parameters, targets, values, stage, self.taps.probe)
+        return cut_graph(
+            name, sources, self.parameters, targets, self.values, stage, self.taps.probe
+        )
 
     def _symbolic(self, array: mx.array) -> Shape:
         return tuple(T if size == self.taps.probe else size for size in array.shape)
 
 
 def _part(target: str) -> int:
-    """Which of a tap's inputs a value is: attention has q, k and v, a product has one."""
+    """The index of a value among a tap's inputs: attention has q, k and v, a product has one."""
     return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
 
 
 def _length(given: Mapping[str, mx.array], shapes: dict[str, Shape]) -> int:
+    """The number of tokens of arrays by name."""
     for key, array in given.items():
         if key in shapes:
-            return int(array.shape[list(shapes[key]).index(T)])
+            return int(array.shape[token_axis(shapes[key])])
     raise BundleError(
         "the model computes something between two products that depends on no activation; that is "
         "not supported"

@@ -1,9 +1,9 @@
 """Properties of a traced function that let a runtime run it faster or in less memory.
 
-Two are looked for: whether the function treats every token alike, so that it can run on a few
-tokens at a time; and whether it is a gated activation, for which a runtime has a kernel. Both are
-found by running the function on random values, not by reading its graph: how mlx-lm spells a norm
-or an activation does not matter.
+There are two: the function may treat every token alike, so that it can run on a few tokens at a
+time; and it may be a gated activation, for which a runtime has a kernel. Both are found by running
+the function on random values, not by reading its graph: the spelling of a norm or an activation in
+mlx-lm does not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from export.cut.trace import Function
 from runtime.operations.elementwise import Activation
-from runtime.operations.values import Shape, T, shape_at, token_axis
+from runtime.operations.values import Shape, T, is_parameter, shape_at, token_axis
 
 TRIAL_TOKENS = 8  # in each half of the sequence that the function is tried on
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # how close equal values are; GELU and its tanh form differ by 5e-4
@@ -46,7 +46,7 @@ def _by_halves(
     shapes: dict[str, Shape],
 ) -> bool:
     """Whether `half_of` gives each half of the tokens the results of `function` for all."""
-    if any(shapes[name].count(T) != 1 for name in (*outputs, *inputs) if name[0] != "@"):
+    if any(shapes[name].count(T) != 1 for name in (*outputs, *inputs) if not is_parameter(name)):
         return False
     keys = mx.random.split(mx.random.key(0), len(inputs))
     given = [
@@ -57,15 +57,15 @@ def _by_halves(
     for start in (0, TRIAL_TOKENS):
         half = slice(start, start + TRIAL_TOKENS)
         parts = [
-            array if name[0] == "@" else array[_of_tokens(shapes[name], half)]
+            array if is_parameter(name) else array[_of_tokens(shapes[name], half)]
             for name, array in zip(inputs, given, strict=True)
         ]
-        found = half_of(half, parts)
+        results = half_of(half, parts)
         expected = (
             array[_of_tokens(shapes[name], half)]
             for name, array in zip(outputs, whole, strict=True)
         )
-        if not _equal(found, expected):
+        if not _equal(results, expected):
             return False
     return True
 
@@ -79,8 +79,8 @@ def continues(
 ) -> bool:
     """Whether `decode` gives each half of a sequence, at its position, the results of the whole.
 
-    It does if no token's results depend on other tokens. `decode` takes what `forward` takes and a
-    position. For `inputs`, `outputs` and `shapes` see `treats_tokens_alike`.
+    It does if no token's results depend on other tokens. `decode` takes the inputs of `forward` and
+    a position. For `inputs`, `outputs` and `shapes` see `treats_tokens_alike`.
     """
 
     def at(half: slice, given: Sequence[mx.array]) -> list[mx.array]:
@@ -101,10 +101,10 @@ def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -
     keys = mx.random.split(mx.random.key(0), 3)
     g, u, dy = (mx.random.normal(shape, key=key) for key in keys)
     g = GATE_SCALE * g
-    found = [*forward(g, u), *vjp(g, u, dy)]
+    results = [*forward(g, u), *vjp(g, u, dy)]
     for name, activation in ACTIVATIONS.items():
         values, gradients = mx.vjp(_gate(activation), [g, u], [dy])
-        if _equal(found, [*values, *gradients]):
+        if _equal(results, [*values, *gradients]):
             return name
     return ""
 
@@ -118,8 +118,8 @@ def _of_tokens(shape: Shape, tokens: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * token_axis(shape), tokens)
 
 
-def _equal(found: Iterable[mx.array], expected: Iterable[mx.array]) -> bool:
+def _equal(results: Iterable[mx.array], expected: Iterable[mx.array]) -> bool:
     return all(
-        mx.allclose(one, other, RELATIVE, ABSOLUTE).item()
-        for one, other in zip(found, expected, strict=True)
+        mx.allclose(result, value, RELATIVE, ABSOLUTE).item()
+        for result, value in zip(results, expected, strict=True)
     )

@@ -19,7 +19,7 @@ IN_PLACE = {
     "Abs", "Add", "Cos", "Divide", "Exp", "Log", "Maximum", "Minimum", "Multiply", "Negative",
     "Power", "Rsqrt", "Select", "Sigmoid", "Sin", "Sqrt", "Square", "Subtract", "Tanh",
 }  # fmt: skip
-RUN_AHEAD = 2  # so many primitives later MLX frees what one has read last
+RUN_AHEAD = 2  # MLX frees an array so many primitives after the last one that reads it
 
 
 def workspace_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
@@ -66,7 +66,11 @@ def workspace_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
 
 def _as_evaluated(primitives: list[Primitive], outputs: list[str]) -> list[Primitive]:
     """The primitives in MLX's order: depth first from the outputs, first operands first."""
-    maker = {name: index for index, one in enumerate(primitives) for name, _, _ in one["outputs"]}
+    maker = {
+        name: index
+        for index, primitive in enumerate(primitives)
+        for name, _, _ in primitive["outputs"]
+    }
     order: dict[int, None] = {}
     stack = [(maker[name], False) for name in reversed(outputs) if name in maker]
     while stack:

@@ -202,8 +202,9 @@ def _fit_stored(
 
 def _rounded(rest: F32, scale: F32, levels: np.float32) -> F32:
     """The integers (G, group_size) nearest to `rest` over `scale` (G,)."""
-    integers: F32 = np.clip(np.rint(rest * inverse_of(scale)[:, None]), 0, levels)
-    return integers.astype(np.float32, copy=False)
+    nearest = np.rint(rest * inverse_of(scale)[:, None])
+    integers: F32 = np.clip(nearest, 0, levels).astype(np.float32)
+    return integers
 
 
 def _errors(w: F32, scales: Floats, biases: Floats, levels: np.float32) -> F32:
