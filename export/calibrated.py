@@ -31,8 +31,8 @@ FEW_TOKENS = 2048  # below which the damping of few tokens is used
 class Calibration:
     """How matrices are quantized for their inputs.
 
-    tokens: how many tokens the inputs come from. block: how many columns share one Gram matrix at
-    most. largest_damping: the largest that any matrix has needed so far.
+    tokens: of the inputs. block: the most columns that share one Gram matrix. largest_damping: the
+    largest that any matrix has needed so far.
     """
 
     tokens: int
@@ -64,7 +64,7 @@ class Calibration:
         return DAMPING if self.tokens >= FEW_TOKENS else DAMPING_OF_FEW
 
     def needed_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of the Gram matrix of a matrix (R, C), and of what is done with it at most."""
+        """Bytes of the Gram matrix of a matrix (R, C), and the most that is used beside it."""
         block, taken = min(self.block, columns), min(rows, max(1, SLICE_VALUES // columns))
         largest = QuantizedForm(8, ALIGN // 4, "affine", "float32")
         quantizing = 4 * taken * columns + gptq_bytes(taken, columns, block, largest)
@@ -116,12 +116,12 @@ def _write_products(
             tensors.matrix(name)
         else:
             assert isinstance(form, QuantizedForm)
-            tensors.packed(name, calibration.slices(name, form, factor, tensors))
+            tensors.write_quantized(name, calibration.slices(name, form, factor, tensors))
 
 
 def _matrices(cut: Cut, block: Block) -> tuple[str, ...]:
     operations = cut.block_types[block.type].operations
-    return tuple(name for one in operations for name in one.matrices(block.tensor))
+    return tuple(name for operation in operations for name in operation.matrices(block.tensor))
 
 
 def _write_vectors(tensors: Tensors, cut: Cut, block: Block) -> None:

@@ -50,10 +50,10 @@ class Original:
         Returns why each has its bits.
         """
         assert self.engine is not None
-        asked = {
-            name: one
-            for name, one in tensors.stored.items()
-            if isinstance(one, QuantizedForm) and self._is_layer(name)
+        four_bit = {
+            name: form
+            for name, form in tensors.stored.items()
+            if isinstance(form, QuantizedForm) and self._is_layer(name)
         }
         if self.config.calibrate is not None:
             rows, _ = self._split()
@@ -64,25 +64,27 @@ class Original:
                 f"--bits auto runs text through the model, but {self.config.source} has no "
                 "tokenizer: add --calibrate random:0"
             )
-        found = Sensitivities(tensors, asked, self.engine.scratch)
-        self.engine.backward(self.bundle, self.checkpoint, rows, found)
+        sensitivities = Sensitivities(tensors, four_bit, self.engine.scratch)
+        self.engine.backward(self.bundle, self.checkpoint, rows, sensitivities)
         self.engine.check("while it measured sensitivities")
         tokens = sum(len(row.scored) for row in rows)
-        total = sum(_bytes(tensors, name, one) for name, one in tensors.stored.items())
+        total = sum(_bytes(tensors, name, form) for name, form in tensors.stored.items())
+        eight_bit = {
+            name: replace(form, bits=8, layout="symmetric") for name, form in four_bit.items()
+        }
         candidates = []
-        for name, one in asked.items():
-            eight = replace(one, bits=8, layout="symmetric")
-            loss = found.divergence(name, tokens)
-            sizes = (_bytes(tensors, name, one), _bytes(tensors, name, eight))
+        for name, form in four_bit.items():
+            loss = sensitivities.divergence(name, tokens)
+            sizes = (_bytes(tensors, name, form), _bytes(tensors, name, eight_bit[name]))
             candidates.append(Candidate(name, *sizes, loss, loss * EIGHT_BITS_LOSE))
-        chosen = choose_bits(candidates, int(total * self.config.size_share))
-        for name, choice in chosen.items():
+        choices = choose_bits(candidates, int(total * self.config.size_share))
+        for name, choice in choices.items():
             if choice.bits == 8:
-                tensors.stored[name] = replace(asked[name], bits=8, layout="symmetric")
-        return {name: f"{choice.bits} bits: {choice.reason}" for name, choice in chosen.items()}
+                tensors.stored[name] = eight_bit[name]
+        return {name: f"{choice.bits} bits: {choice.reason}" for name, choice in choices.items()}
 
     def calibrate(self, tensors: Tensors, cut: Cut) -> dict[str, Any]:
-        """Write all tensors, calibrated. Returns the facts that the bundle keeps about it."""
+        """Write all tensors, calibrated. Returns the facts about it for the manifest."""
         assert self.engine is not None
         rows, _ = self._split()
         tokens = sum(len(row.tokens) - 1 for row in rows)
@@ -93,8 +95,8 @@ class Original:
             )
         names = [name for name in tensors.stored if tensors.is_quantized(name)]
         shapes = {tensors.shape(name) for name in names}
-        calibration, run = self._planned(tensors, shapes, rows, tokens)
-        write_calibrated(tensors, cut, run, calibration)
+        calibration, row_pass = self._planned(tensors, shapes, rows, tokens)
+        write_calibrated(tensors, cut, row_pass, calibration)
         self.engine.check("while it calibrated")
         return {
             "data": self.config.calibrate,
@@ -133,14 +135,14 @@ class Original:
         if self._rows is None:
             assert self.engine is not None and self.config.calibrate is not None
             wanted = self.config.calibration_tokens * EVERY // (EVERY - 1)
-            found = self.engine.rows(
+            rows = self.engine.rows(
                 self.bundle, self.config.calibrate, self._row_tokens, wanted, self.config
             )
-            held_out = found[EVERY // 2 :: EVERY]
+            held_out = rows[EVERY // 2 :: EVERY]
             if sum(len(row.scored) for row in held_out) < LEAST_COMPARED:
-                self._rows = found, []
+                self._rows = rows, []
             else:
-                others = [row for i, row in enumerate(found) if i % EVERY != EVERY // 2]
+                others = [row for i, row in enumerate(rows) if i % EVERY != EVERY // 2]
                 self._rows = others, held_out
         return self._rows
 
@@ -206,14 +208,18 @@ def original_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:
         for name, matrix in manifest.matrices.items()
     }
     shapes |= {name: extent.shape for name, extent in manifest.vectors.items()}
-    found = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    if found == shapes and checkpoint.config != bundle.manifest.config:
+    source_shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    if source_shapes == shapes and checkpoint.config != bundle.manifest.config:
         raise UsageError(
             f"{checkpoint.provenance['name']} is not the checkpoint of {bundle.path}: its "
             "configuration differs"
         )
-    if found != shapes:
-        wrong = sorted({*found, *shapes} - {n for n in found if found[n] == shapes.get(n)})
+    if source_shapes != shapes:
+        wrong = sorted(
+            name
+            for name in {*source_shapes, *shapes}
+            if source_shapes.get(name) != shapes.get(name)
+        )
         raise UsageError(
             f"{checkpoint.provenance['name']} is not the checkpoint of {bundle.path}: "
             f"{len(wrong)} tensors differ in name or shape, such as {wrong[0]}"

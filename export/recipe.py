@@ -1,8 +1,8 @@
-"""How each matrix of a model is stored: the recipe that an export follows.
+"""The stored form of each matrix of a model: the recipe that an export follows.
 
-A quantized checkpoint keeps its values, unless bits are asked for. A float checkpoint is quantized
-to 4 bits in affine groups. Keys and values take 8 bits: their matrices are small, and errors there
-harm all later tokens.
+The integers of a quantized checkpoint are copied, unless bits are asked for. A float checkpoint is
+quantized to 4 bits in affine groups. Keys and values take 8 bits: their matrices are small, and
+errors there harm all later tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
-
-import numpy as np
 
 from export.config.export import EIGHT_BIT, ExportConfig
 from export.cut.model import Cut
@@ -33,49 +31,49 @@ class Use:
 
 def matrices(cut: Cut) -> Iterator[Use]:
     """Every matrix of a model once, in the order of its blocks."""
-    known: set[str] = set()
+    seen: set[str] = set()
     for index, block in enumerate(cut.blocks):
         for operation in cut.block_types[block.type].operations:
             for name in operation.matrices(block.tensor):
-                if name not in known:
-                    known.add(name)
+                if name not in seen:
+                    seen.add(name)
                     yield Use(name, index, bool(operation.adaptable))
 
 
 def stored_forms(
     config: ExportConfig, checkpoint: Checkpoint, cut: Cut
 ) -> tuple[dict[str, StoredForm], frozenset[str]]:
-    """The stored form of each matrix, and the matrices that keep a quantized source's integers.
+    """The stored form of each matrix, and the matrices whose integers are copied from the source.
 
     Raises:
         UsageError: the group size does not divide a matrix, or an option contradicts the source.
     """
     _check_names(config, cut)
-    found: dict[str, StoredForm] = {}
-    kept: set[str] = set()
+    stored: dict[str, StoredForm] = {}
+    copied: set[str] = set()
     for use in matrices(cut):
         if config.is_full:
-            found[use.name] = FloatForm(cast(FloatType, config.storage))
+            stored[use.name] = FloatForm(cast(FloatType, config.storage))
             continue
         asked = config.bits if use.adaptable else config.head_bits
-        ready = checkpoint.prequantized(f"{use.name}.weight")
-        if ready is not None and asked is None:
-            found[use.name] = ready
-            kept.add(use.name)
+        source_form = checkpoint.quantized_form(f"{use.name}.weight")
+        if source_form is not None and asked is None:
+            stored[use.name] = source_form
+            copied.add(use.name)
         else:
-            found[use.name] = _form(config, checkpoint, use, asked)
-    quantized = [n for n, one in found.items() if isinstance(one, QuantizedForm) and n not in kept]
+            stored[use.name] = _form(config, checkpoint, use, asked)
+    quantized = {name for name, form in stored.items() if isinstance(form, QuantizedForm)} - copied
     unused = sorted(config.changed & {"calibrate", "group_size", "layout", "eight_bit"})
     if unused and not quantized:
         raise UsageError(
             f"{', '.join(flag(name) for name in unused)}: nothing is quantized; "
             + (
                 "a quantized checkpoint keeps its values: add --bits 4 to quantize it again"
-                if kept
+                if copied
                 else f"--bits {config.bits} keeps floats: leave one of the two options out"
             )
         )
-    return found, frozenset(kept)
+    return stored, frozenset(copied)
 
 
 def _check_names(config: ExportConfig, cut: Cut) -> None:
@@ -91,8 +89,12 @@ def _check_names(config: ExportConfig, cut: Cut) -> None:
 
 def linear_names(cut: Cut) -> set[str]:
     """The last parts of the names of all linear layers."""
-    operations = (one for block_type in cut.block_types.values() for one in block_type.operations)
-    return {name.split(".")[-1] for one in operations for name in one.adaptable}
+    return {
+        name.split(".")[-1]
+        for block_type in cut.block_types.values()
+        for operation in block_type.operations
+        for name in operation.adaptable
+    }
 
 
 def _form(
@@ -123,7 +125,7 @@ def _short_form(checkpoint: Checkpoint, tensor: str) -> FloatForm:
     forms = {FloatForm("float16"), FloatForm("bfloat16")}
     for start, stop in slices(*checkpoint.shape(tensor)):
         values = checkpoint.rows(tensor, start, stop)
-        forms = {f for f in forms if (f.rounded(values).astype(np.float32) == values).all()}
+        forms = {form for form in forms if form.holds(values)}
         if not forms:
             break
     return FloatForm("float16") if forms == {FloatForm("float16")} else FloatForm("bfloat16")

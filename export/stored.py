@@ -14,6 +14,11 @@ F32 = npt.NDArray[np.float32]
 FloatType = Literal["float32", "float16", "bfloat16"]
 
 
+def numpy_type(name: str) -> np.dtype[Any]:
+    """NumPy's type of this name, or the bfloat16 that NumPy lacks."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
 @dataclass(frozen=True)
 class QuantizedForm:
     """The stored form of a quantized matrix: value = scale * q + bias, for each group of a row.
@@ -52,9 +57,12 @@ class FloatForm:
 
     def rounded(self, values: F32) -> npt.NDArray[Any]:
         """The values in the stored type; those that are too large become infinite."""
-        dtype = ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
         with np.errstate(over="ignore"):
-            return values.astype(dtype, copy=False)
+            return values.astype(numpy_type(self.dtype), copy=False)
+
+    def holds(self, values: F32) -> bool:
+        """Whether the stored type has all these values exactly."""
+        return bool((self.rounded(values).astype(np.float32) == values).all())
 
 
 StoredForm = QuantizedForm | FloatForm
@@ -78,10 +86,10 @@ class QuantizedRows:
         codes = codes_of(self.words, form.bits)
         q = codes.reshape(*self.scales.shape, form.group_size).astype(np.float32)
         if self.biases is None:
-            found = (q - 2.0 ** (form.bits - 1)) * scales
+            values = (q - 2.0 ** (form.bits - 1)) * scales
         else:
-            found = q * scales + self.biases.astype(np.float32)[..., None]
-        return found.reshape(codes.shape).astype(np.float32, copy=False)
+            values = q * scales + self.biases.astype(np.float32)[..., None]
+        return values.reshape(codes.shape).astype(np.float32, copy=False)
 
 
 def words_of(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:

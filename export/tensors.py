@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from export.cut.model import Cut
-from export.quantize.search import Quantized, quantize_rows
+from export.quantize.search import Quantized, error_sums, quantize_rows
 from export.sources.source import Checkpoint, slices
 from export.stored import F32, FloatForm, QuantizedForm, QuantizedRows, StoredForm
 from runtime.arrays.stored import Extent, Matrix
@@ -22,9 +23,9 @@ from runtime.core.notes import Progress
 class Tensors:
     """Writes tensors to a bundle, and remembers where each is.
 
-    `stored` says how each matrix is stored, and `kept` which of them keep the integers of a
-    quantized checkpoint. As a reader of rows it gives the values of a matrix as the bundle holds
-    them, once it is written, and those of the checkpoint before.
+    `stored` is the stored form of each matrix, and `copied` names those whose integers are copied
+    from a quantized checkpoint. As a reader of rows it gives the values of a matrix as the bundle
+    has them, once it is written, and those of the checkpoint before.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class Tensors:
         checkpoint: Checkpoint,
         writer: BundleWriter,
         stored: dict[str, StoredForm],
-        kept: frozenset[str],
+        copied: frozenset[str],
         progress: Progress,
     ) -> None:
         self.checkpoint, self.writer, self.stored = checkpoint, writer, stored
-        self.kept, self.progress = kept, progress
+        self.copied, self.progress = copied, progress
         self.matrices: dict[str, Matrix] = {}
         self.vectors: dict[str, Extent] = {}
         self._done = 0
@@ -44,18 +45,17 @@ class Tensors:
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         """Rows of the tensor `name`, (n, C) or (n,), see above."""
-        written = self.matrices.get(name.removesuffix(".weight"))
-        if written is None or written.scales is None:
+        matrix = self.matrices.get(name.removesuffix(".weight"))
+        if matrix is None or matrix.scales is None:
             return self.checkpoint.rows(name, start, stop)
         form = self.stored[name.removesuffix(".weight")]
         assert isinstance(form, QuantizedForm)
-        words, scales = (
-            self._written(extent, start, stop) for extent in (written.packed, written.scales)
-        )
-        biases = None if written.biases is None else self._written(written.biases, start, stop)
+        words = self._written_rows(matrix.packed, start, stop)
+        scales = self._written_rows(matrix.scales, start, stop)
+        biases = None if matrix.biases is None else self._written_rows(matrix.biases, start, stop)
         return QuantizedRows(words, scales, biases).values(form)
 
-    def _written(self, extent: Extent, start: int, stop: int) -> npt.NDArray[Any]:
+    def _written_rows(self, extent: Extent, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows of a tensor that is in the weights file."""
         row = extent.nbytes // extent.shape[0]
         data = self.writer.read(extent.offset + start * row, (stop - start) * row)
@@ -77,8 +77,8 @@ class Tensors:
         self.writer.align_block()
 
     def is_quantized(self, name: str) -> bool:
-        """Whether a matrix is quantized here, and neither copied nor kept in floating point."""
-        return isinstance(self.stored[name], QuantizedForm) and name not in self.kept
+        """Whether a matrix is quantized here, and neither copied nor stored as floats."""
+        return isinstance(self.stored[name], QuantizedForm) and name not in self.copied
 
     def vector(self, name: str, shape: tuple[int, ...]) -> None:
         """Write a vector, unless it is there already."""
@@ -95,41 +95,39 @@ class Tensors:
             return
         stored = self.stored[name]
         if isinstance(stored, FloatForm):
-            self._plain(name, stored)
+            self._write_floats(name, stored)
         elif self.is_quantized(name):
-            self.packed(name, self._rounded(name, stored))
+            self.write_quantized(name, self._rounded(name, stored))
         else:
-            exact = self.checkpoint.packed_exactly(f"{name}.weight")
-            self.packed(name, self._copied(name), measured=not exact)
+            is_exact = self.checkpoint.quantized_exactly(f"{name}.weight")
+            self.write_quantized(name, self._copied(name, stored, is_exact), measured=not is_exact)
 
-    def packed(self, name: str, parts: Iterable[Quantized], measured: bool = True) -> None:
+    def write_quantized(self, name: str, parts: Iterable[Quantized], measured: bool = True) -> None:
         """Write a quantized matrix, given its rows slice by slice.
 
         `measured` says whether they come with the errors of quantization.
         """
         form = self.stored[name]
         assert isinstance(form, QuantizedForm)
-        rows, columns = self.checkpoint.shape(f"{name}.weight")
+        rows, columns = self.shape(name)
         scales: list[bytes] = []
         biases: list[bytes] = []
-        squares = errors = peak = 0.0
+        errors = _Errors()
 
         def words() -> Iterator[bytes]:
-            nonlocal squares, errors, peak
-            for one in parts:
-                if one.overflows:
+            for quantized in parts:
+                if quantized.overflows:
                     raise BundleError(
                         f"{name}.weight holds values too large for {form.scale_dtype} scales: "
                         f"{self.checkpoint.remedy}"
                     )
-                scales.append(one.rows.scales.astype(form.scale_dtype).tobytes())
-                if one.rows.biases is not None:
-                    biases.append(one.rows.biases.astype(form.scale_dtype).tobytes())
-                squares += one.square_sum
-                errors += one.error_sum
-                peak = max(peak, one.error_max)
-                yield one.rows.words.tobytes()
-                self._advance(name, len(one.rows.words) * columns)
+                part = quantized.rows
+                scales.append(part.scales.astype(form.scale_dtype).tobytes())
+                if part.biases is not None:
+                    biases.append(part.biases.astype(form.scale_dtype).tobytes())
+                errors.add(quantized.square_sum, quantized.error_sum, quantized.error_max)
+                yield part.words.tobytes()
+                self._advance(name, len(part.words) * columns)
 
         extent = self.writer.tensor(words(), "uint32", (rows, columns * form.bits // 32))
         groups = (rows, columns // form.group_size)
@@ -142,7 +140,7 @@ class Tensors:
             extent,
             self.writer.tensor(scales, form.scale_dtype, groups),
             self.writer.tensor(biases, form.scale_dtype, groups) if biases else None,
-            _errors(squares, errors, peak, rows * columns) if measured else {},
+            errors.facts(rows * columns) if measured else {},
         )
 
     def ranges(self, name: str) -> Iterator[tuple[int, int]]:
@@ -164,14 +162,11 @@ class Tensors:
         for start, stop in self.ranges(name):
             yield quantize_rows(self.source_rows(name, start, stop), form)
 
-    def _copied(self, name: str) -> Iterator[Quantized]:
-        """The matrix as the checkpoint packs it, with the errors where that is not exact."""
+    def _copied(self, name: str, form: QuantizedForm, is_exact: bool) -> Iterator[Quantized]:
+        """The integers of the checkpoint, with the errors where they are not exact."""
         tensor = f"{name}.weight"
-        is_exact = self.checkpoint.packed_exactly(tensor)
-        form = self.stored[name]
-        assert isinstance(form, QuantizedForm)
         for start, stop in self.ranges(name):
-            rows = self.checkpoint.packed_rows(tensor, start, stop)
+            rows = self.checkpoint.quantized_rows(tensor, start, stop)
             for numbers in (rows.scales, rows.biases):
                 if numbers is not None:
                     _check(tensor, numbers, start)
@@ -179,21 +174,14 @@ class Tensors:
                 yield Quantized(rows, 0.0, 0.0, 0.0)
                 continue
             values = self.checkpoint.rows(tensor, start, stop)
-            difference = rows.values(form) - values
-            yield Quantized(
-                rows,
-                float(np.square(values, dtype=np.float64).sum()),
-                float(np.square(difference, dtype=np.float64).sum()),
-                float(np.abs(difference).max(initial=0.0)),
-            )
+            yield Quantized(rows, *error_sums(values, rows.values(form) - values))
 
-    def _plain(self, name: str, stored: FloatForm) -> None:
-        """Write a matrix in floating point."""
-        rows, columns = self.checkpoint.shape(f"{name}.weight")
-        squares = errors = peak = 0.0
+    def _write_floats(self, name: str, stored: FloatForm) -> None:
+        """Write a matrix of floats."""
+        rows, columns = self.shape(name)
+        errors = _Errors()
 
         def parts() -> Iterator[bytes]:
-            nonlocal squares, errors, peak
             for start, stop in self.ranges(name):
                 value = self.source_rows(name, start, stop)
                 rounded = stored.rounded(value)
@@ -203,27 +191,38 @@ class Tensors:
                         f"{name}.weight holds values too large for {stored.dtype}, up to "
                         f"{np.abs(value).max():.3g}; use --bits 32"
                     )
-                squares += float(np.square(value, dtype=np.float64).sum())
-                errors += float(np.square(error, dtype=np.float64).sum())
-                peak = max(peak, float(np.abs(error).max(initial=0.0)))
+                errors.add(*error_sums(value, error))
                 yield rounded.tobytes()
                 self._advance(name, value.size)
 
         extent = self.writer.tensor(parts(), stored.dtype, (rows, columns))
-        error = _errors(squares, errors, peak, rows * columns) if errors else {}
-        self.matrices[name] = Matrix(rows, columns, stored.bits, 0, "float", extent, error=error)
+        facts = errors.facts(rows * columns) if errors.error_sum else {}
+        self.matrices[name] = Matrix(rows, columns, stored.bits, 0, "float", extent, error=facts)
 
     def _advance(self, name: str, values: int) -> None:
         self._done += values
         self.progress(name, self._done, self._total)
 
 
-def _errors(squares: float, errors: float, peak: float, values: int) -> dict[str, float]:
-    return {
-        "relative_rms": math.sqrt(errors / squares) if squares else 0.0,
-        "rms": math.sqrt(errors / values),
-        "max": peak,
-    }
+@dataclass
+class _Errors:
+    """The errors of a matrix, summed slice by slice: see `error_sums`."""
+
+    square_sum: float = 0.0
+    error_sum: float = 0.0
+    error_max: float = 0.0
+
+    def add(self, square_sum: float, error_sum: float, error_max: float) -> None:
+        """Add a slice's."""
+        self.square_sum += square_sum
+        self.error_sum += error_sum
+        self.error_max = max(self.error_max, error_max)
+
+    def facts(self, values: int) -> dict[str, float]:
+        """The manifest's entry about a matrix of so many values."""
+        relative = math.sqrt(self.error_sum / self.square_sum) if self.square_sum else 0.0
+        rms = math.sqrt(self.error_sum / values)
+        return {"relative_rms": relative, "rms": rms, "max": self.error_max}
 
 
 def _check(name: str, value: npt.NDArray[Any], row: int) -> None:

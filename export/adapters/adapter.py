@@ -47,7 +47,7 @@ class Adapter:
 
     @property
     def sees(self) -> bool:
-        """Whether the model is the language model of one that also sees."""
+        """Whether the model is the language model of one with a vision tower."""
         return self.manifest.provenance.get("model_type") in _SEES
 
 

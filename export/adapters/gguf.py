@@ -2,7 +2,7 @@
 
 llama.cpp scales an adapter's output by alpha / rank, and knows nothing of rsLoRA: the alpha in the
 file is our scale times the rank. Tensors are named after the model's, and the rows of B are in the
-order in which llama.cpp keeps those of the model.
+order in which llama.cpp has those of the model.
 """
 
 from __future__ import annotations

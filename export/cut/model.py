@@ -211,13 +211,13 @@ class _EndsCutter:
 
 def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of a module's parameters outside its taps: the weights of norms and the like."""
-    found = {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
-    large = {name: shape for name, shape in found.items() if len(shape) > 1}
+    shapes = {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
+    large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
     if large:
         raise BundleError(
             f"the model has matrices that are not linear layers, which is not supported: {large}"
         )
-    return found
+    return shapes
 
 
 def _set_parameters(root: nn.Module, given: Mapping[str, mx.array]) -> None:

@@ -1,6 +1,6 @@
 """Writes a model as a bundle: the same layouts and graphs, and an adapter in the weights.
 
-A matrix to which nothing is added keeps its integers. Others are dequantized, added to, and
+The integers of a matrix to which nothing is added are copied. Others are dequantized, added to, and
 quantized again.
 """
 
@@ -41,7 +41,7 @@ def write_bundle(
     Args:
         bits: of all matrices; None to store each as before.
         force: whether a bundle that is there is replaced.
-        measure: what fusing has cost, given the unfinished bundle; the new manifest keeps it.
+        measure: returns the cost of fusing, given the unfinished bundle, for the new manifest.
 
     Raises:
         BundleError: a value is not finite, or too large for how it is stored.
@@ -50,20 +50,20 @@ def write_bundle(
     """
     manifest = model.bundle.manifest
     cut = Cut(dict(manifest.block_types), list(manifest.blocks))
-    stored, kept = model.stored()
+    stored, copied = model.stored()
     if bits is not None:
         asked = ExportConfig(source=str(model.bundle.path), output=str(output), bits=bits)
-        stored, kept = stored_forms(asked, model, cut)
+        stored, copied = stored_forms(asked, model, cut)
     with BundleWriter(output, force) as writer:
         check_space(writer, stored_bytes(model, stored))
-        tensors = Tensors(model, writer, stored, kept, progress)
+        tensors = Tensors(model, writer, stored, copied, progress)
         tensors.write(cut)
         nbytes, digest = writer.finish_weights()
         for name in (*(graph.file for graph in manifest.graphs.values()), *manifest.files):
             path = model.bundle.path / name
             with reading_errors(path):
                 writer.file(name, read_file(path))
-        floats = all(isinstance(one, FloatForm) for one in stored.values())
+        floats = all(isinstance(form, FloatForm) for form in stored.values())
         fused = msgspec.structs.replace(
             manifest,
             weights_nbytes=nbytes,

@@ -15,14 +15,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from export.fused.model import FusedCheckpoint
-from export.fused.slices import TYPES, Slices
+from export.fused.slices import Slices
 from export.sources.families import transformers_config
 from export.sources.hf import TOKENIZER_FILES
 from export.sources.safetensors_files import INDEX
-from export.stored import FloatType
+from export.stored import FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import StorageError
 from runtime.core.files import fsync_path, storage_errors
@@ -54,12 +52,12 @@ def write_checkpoint(
         StorageError: the disk has too little space, and nothing is left behind.
         UsageError: there is something at `output` already.
     """
-    item = np.dtype(TYPES[dtype]).itemsize
+    item = numpy_type(dtype).itemsize
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
     tokenizer = model.tokenizer_files()
     config = transformers_config(model.family, model.config, dtype)
-    if model.held:
-        config[IN_CONFIG] = model.held
+    if model.digests:
+        config[IN_CONFIG] = model.digests
     with FolderWriter(output, force, CONFIG, "checkpoint", _belongs) as writer:
         check_space(writer, sum(sizes.values()) + sum(map(len, tokenizer.values())))
         slices = Slices(sum(sizes.values()) // item, progress)
@@ -68,8 +66,10 @@ def write_checkpoint(
         for name, tensors in zip(files, shards, strict=True):
             _write_tensors(writer.folder / name, model, tensors, dtype, slices)
         if len(shards) > 1:
-            where = {one: file for file, some in zip(files, shards, strict=True) for one in some}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+            file_of = {
+                name: file for file, names in zip(files, shards, strict=True) for name in names
+            }
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
             _write(writer.folder / INDEX, json.dumps(index, indent=2).encode())
         for name, data in tokenizer.items():
             _write(writer.folder / name, data)

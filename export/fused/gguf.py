@@ -13,18 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from export.fused.checkpoint import check_space
 from export.fused.gguf_metadata import add_metadata, rope_factors
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
-from export.fused.slices import TYPES, Slices
+from export.fused.slices import Slices
 from export.sources.gguf_config import ROPE_FREQS
 from export.sources.gguf_file import is_model
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
-from export.stored import F32, FloatType
+from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import UsageError
 from runtime.core.files import fsync_path, storage_errors
@@ -85,8 +84,8 @@ def _write(
     writer.add_type("model")
     writer.add_name(str(model.provenance["name"]))
     writer.add_file_type(int(_GGML[dtype][1]))
-    if model.held:
-        writer.add_array(IN_GGUF, model.held)
+    if model.digests:
+        writer.add_array(IN_GGUF, model.digests)
     vocabulary = model.bundle.manifest.vocab_size
     add_metadata(writer, model.family, model.config, vocabulary)
     add_vocabulary(writer, model.tokenizer_files(), vocabulary)
@@ -105,18 +104,18 @@ def _write(
             raise UsageError(f"--format gguf: {arch} files have no tensor {name}; use --format hf")
         shape = model.shape(name)
         form: FloatType = dtype if len(shape) == 2 else "float32"
-        item = np.dtype(TYPES[form])
+        item = numpy_type(form)
         nbytes = math.prod(shape) * item.itemsize
         writer.add_tensor_info(stored, shape, item, nbytes, _GGML[form][0])
         parts = slices.bytes_of(name, shape, form, partial(_stored_rows, model, name))
         tensors.append(_Tensor(nbytes, parts))
-    check_space(place, sum(one.nbytes for one in tensors))
+    check_space(place, sum(tensor.nbytes for tensor in tensors))
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for one in tensors:
-            writer.write_tensor_data(one)
+        for tensor in tensors:
+            writer.write_tensor_data(tensor)
     finally:
         writer.close()
 

@@ -1,7 +1,7 @@
 """A tokenizer's files as the vocabulary of a GGUF file: the inverse of `sources.gguf_tokenizer`.
 
-Byte-level BPE keeps its merges. SentencePiece has scores in place of merges: a piece scores higher
-the earlier its merges come. Invariant: a token keeps its id.
+Byte-level BPE has merges. SentencePiece has scores in place of merges: a piece scores higher
+the earlier its merges come. Invariant: a token has the same id in both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runtime.core.errors import UsageError
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
-_UNRANKED = -1000.0  # the score of what is never merged
+_UNRANKED = -1000.0  # the score of a token that merges never make
 
 
 class _Model(msgspec.Struct):
@@ -50,7 +50,7 @@ class _Added(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """What is read of tokenizer.json."""
+    """The parts of tokenizer.json that are read."""
 
     model: _Model
     added_tokens: list[_Added] = []
@@ -60,7 +60,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """What is read of tokenizer_config.json. Tokens are texts, or objects with one."""
+    """The parts of tokenizer_config.json that are read. A token is a text, or an object with it."""
 
     chat_template: str | list[dict[str, str]] | None = None
     bos_token: str | dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class _Config(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a GGUF file holds of a tokenizer.
+    """The entries of a GGUF file about a tokenizer.
 
     `scores` are those of SentencePiece (model "llama"), `merges` those of byte-level BPE ("gpt2").
     """
@@ -138,7 +138,7 @@ def _read(files: dict[str, bytes], size: int) -> Vocabulary:
         raise _refusal(f"its files are of another form: {problem}") from None
     if tokenizer.model.type != "BPE":
         raise _refusal(f"its model is {tokenizer.model.type!r:.40}; BPE is supported")
-    ids = {**tokenizer.model.vocab, **{one.content: one.id for one in tokenizer.added_tokens}}
+    ids = {**tokenizer.model.vocab, **{token.content: token.id for token in tokenizer.added_tokens}}
     special = {name: index for name in _NAMED if (index := _id_of(config, name, ids)) is not None}
     template: Any = config.chat_template
     if "chat_template.jinja" in files:
@@ -151,7 +151,9 @@ def _read(files: dict[str, bytes], size: int) -> Vocabulary:
         "special": special,
         "chat_template": template,
     }
-    merges = [one if isinstance(one, tuple) else _pair(one) for one in tokenizer.model.merges]
+    merges = [
+        merge if isinstance(merge, tuple) else _pair(merge) for merge in tokenizer.model.merges
+    ]
     if any(part.get("type") == "ByteLevel" for part in _parts(tokenizer.pre_tokenizer)):
         texts = [f"{left} {right}" for left, right in merges]
         return Vocabulary("gpt2", _pre(tokenizer), **shared, merges=texts)
@@ -176,7 +178,7 @@ def _id_of(config: _Config, name: str, ids: dict[str, int]) -> int | None:
 
 
 def _tokens(tokenizer: _Tokenizer, unknown: int | None, size: int) -> tuple[list[str], list[int]]:
-    """Tokens by id and their types; what the model has beyond them is unused."""
+    """Tokens by id and their types; the model's other rows are unused tokens."""
     tokens = [f"[PAD{index}]" for index in range(size)]
     types = [UNUSED] * size
 
@@ -188,8 +190,8 @@ def _tokens(tokenizer: _Tokenizer, unknown: int | None, size: int) -> tuple[list
     fallback = tokenizer.model.byte_fallback
     for text, index in tokenizer.model.vocab.items():
         put(text, index, BYTE if fallback and text in _BYTES else NORMAL)
-    for one in tokenizer.added_tokens:
-        put(one.content, one.id, CONTROL if one.special else USER_DEFINED)
+    for added in tokenizer.added_tokens:
+        put(added.content, added.id, CONTROL if added.special else USER_DEFINED)
     if unknown is not None:
         types[unknown] = UNKNOWN
     return tokens, types
@@ -199,21 +201,21 @@ def _adds(
     processor: dict[str, Any] | None, special: dict[str, int], ids: dict[str, int]
 ) -> dict[str, bool]:
     """Whether each text gets the tokens of its beginning and end."""
-    found = {"bos": False, "eos": False}
+    adds = {"bos": False, "eos": False}
     for part in _parts(processor):
         kind = part.get("type")
         if kind == "TemplateProcessing":
             template = part["single"]
-            texts = ["Sequence" in one for one in template]
+            texts = ["Sequence" in piece for piece in template]
             before, after = template[: texts.index(True)], template[texts.index(True) + 1 :]
-            for end, some in (("bos", before), ("eos", after)):
-                tokens = [ids.get(one["SpecialToken"]["id"]) for one in some]
+            for end, pieces in (("bos", before), ("eos", after)):
+                tokens = [ids.get(piece["SpecialToken"]["id"]) for piece in pieces]
                 if tokens not in ([], [special.get(end)]):
                     raise _refusal(f"it adds tokens to texts that are no {end} token")
-                found[end] = bool(tokens)
+                adds[end] = bool(tokens)
         elif kind != "ByteLevel":
             raise _refusal(f"its post-processor {kind!r:.40} is not supported")
-    return found
+    return adds
 
 
 def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -224,7 +226,7 @@ def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
         return [step]
     names = ("normalizers", "pretokenizers", "processors")
     inner: list[dict[str, Any]] = next((step[name] for name in names if name in step), [])
-    return [part for one in inner for part in _parts(one)]
+    return [part for inner_step in inner for part in _parts(inner_step)]
 
 
 def _pre(tokenizer: _Tokenizer) -> str:
@@ -243,9 +245,9 @@ def _pre(tokenizer: _Tokenizer) -> str:
             raise _refusal(f"its pre-tokenizer {kind!r:.40} is none that llama.cpp has a name for")
     if normalizers not in ([], ["NFC"]) or own_regex != (regex is None):
         raise _refusal(f"its normalizer {normalizers} is none that llama.cpp has a name for")
-    found = Split(regex, digits, bool(normalizers), tokenizer.model.ignore_merges)
+    split = Split(regex, digits, bool(normalizers), tokenizer.model.ignore_merges)
     for name, known in SPLITS.items():
-        if found == Split(known.regex, known.digits, known.nfc, known.ignore_merges):
+        if split == Split(known.regex, known.digits, known.nfc, known.ignore_merges):
             return name
     raise _refusal(f"it splits text by {regex!r:.60}, for which llama.cpp has no name")
 
@@ -277,13 +279,13 @@ def _scores(tokens: list[str], types: list[int], merges: list[tuple[str, str]]) 
         UsageError: no scores do, because SentencePiece would join others, or in another order.
     """
     normal = {text: index for index, text in enumerate(tokens) if types[index] == NORMAL}
-    scores = [_UNRANKED if one != BYTE else 0.0 for one in types]
+    scores = [0.0 if kind == BYTE else _UNRANKED for kind in types]
     ways: dict[int, int] = {}  # of making a piece
     last = -1
     for left, right in merges:
         piece = normal.get(left + right)
         if piece is None or left not in normal or right not in normal:
-            continue  # of an added token, which is found before anything is joined
+            continue  # of an added token, which is looked for before pieces are joined
         if piece != last and piece in ways:
             raise _refusal(f"its merges to {tokens[piece]!r:.40} do not follow each other")
         if piece != last:

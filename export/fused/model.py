@@ -1,4 +1,4 @@
-"""A bundle's weights with what an adapter adds to them, as a checkpoint that is read by rows."""
+"""A bundle's weights plus an adapter's terms, as a checkpoint that is read by rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from export.sources.families import MODEL_TYPES, completed_config, expected_shapes
 from export.sources.source import Checkpoint, check_tensors
-from export.stored import F32, FloatForm, FloatType, QuantizedForm, QuantizedRows, StoredForm
+from export.stored import (
+    F32,
+    FloatForm,
+    FloatType,
+    QuantizedForm,
+    QuantizedRows,
+    StoredForm,
+    numpy_type,
+)
 from runtime.adapters.fused import adapters_in, digest_of, refuse_held
 from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import TOKENIZER, Bundle
@@ -25,7 +32,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a matrix W (R, C): scale * (a b)^T, with a (C, r) and b (r, R)."""
+    """An adapter's term of a matrix W (R, C): scale * (a b)^T, with a (C, r) and b (r, R)."""
 
     a: F32
     b: F32
@@ -35,19 +42,19 @@ class LowRank:
         """Rows start:stop of it, (stop - start, C)."""
         part = np.float32(self.scale) * self.b[:, start:stop].T  # (stop - start, r)
         with np.errstate(over="ignore", invalid="ignore"):  # of damaged adapters, who uses it says
-            found: F32 = np.matmul(part, self.a.T, dtype=np.float32)
-        return found
+            product: F32 = np.matmul(part, self.a.T, dtype=np.float32)
+        return product
 
 
 class FusedCheckpoint(Checkpoint):
     """The model that a bundle and an adapter are together.
 
     Rows are dequantized and added to in float32 when they are read. Nothing of the weights stays in
-    memory between two reads. A matrix to which nothing is added can also be read as it is packed.
+    memory between two reads. A matrix to which nothing is added can also be read as its integers.
 
     Args:
         bundle: an open bundle, whose checksums have been checked.
-        added: what the adapter adds, by the names of the manifest's matrices.
+        added: the adapter's terms, by the names of the manifest's matrices.
 
     Raises:
         BundleError: the weights cannot be opened, or the tensors are not those that the
@@ -60,23 +67,25 @@ class FusedCheckpoint(Checkpoint):
 
     def __init__(self, bundle: Bundle, added: Mapping[str, LowRank]) -> None:
         manifest = bundle.manifest
-        shapes: dict[int, tuple[str, tuple[int, ...]]] = {
+        shapes_at: dict[int, tuple[str, tuple[int, ...]]] = {  # by offset
             matrix.packed.offset: (f"{name}{_WEIGHT}", (matrix.rows, matrix.columns))
             for name, matrix in manifest.matrices.items()
         }
-        shapes |= {one.offset: (name, one.shape) for name, one in manifest.vectors.items()}
-        named = dict(shapes[offset] for offset in sorted(shapes))
-        for name, one in added.items():
-            expected = (one.b.shape[1], one.a.shape[0])
-            if named.get(f"{name}{_WEIGHT}") != expected or one.a.shape[1] != one.b.shape[0]:
+        shapes_at |= {
+            extent.offset: (name, extent.shape) for name, extent in manifest.vectors.items()
+        }
+        shapes = dict(shapes_at[offset] for offset in sorted(shapes_at))
+        for name, term in added.items():
+            expected = (term.b.shape[1], term.a.shape[0])
+            if shapes.get(f"{name}{_WEIGHT}") != expected or term.a.shape[1] != term.b.shape[0]:
                 raise ValueError(f"what is added to {name} has the shape {expected}")
         source = str(manifest.provenance.get("name", bundle.path.name))
-        held = _held(bundle, added)
-        fused = {"adapted": len(added), "adapters": held}
+        digests = _digests(bundle, added)
+        fused = {"adapted": len(added), "adapters": digests}
         provenance = {**manifest.provenance, "name": source, "fused": fused}
-        config = _checked_config(bundle, named)
-        super().__init__(manifest.family, config, provenance, named)
-        self.bundle, self.added, self.held = bundle, added, held
+        config = _checked_config(bundle, shapes)
+        super().__init__(manifest.family, config, provenance, shapes)
+        self.bundle, self.added, self.digests = bundle, added, digests
         with reading_errors(bundle.weights_path):
             self._file = os.open(bundle.weights_path, os.O_RDONLY)
 
@@ -90,47 +99,49 @@ class FusedCheckpoint(Checkpoint):
             return self._read(vector, start, stop).astype(np.float32)
         matrix = self._matrix(name)
         if matrix.is_float:
-            found: F32 = self._read(matrix.packed, start, stop).astype(np.float32)
+            values: F32 = self._read(matrix.packed, start, stop).astype(np.float32)
         else:
-            found = self._packed(matrix, start, stop).values(_packing(matrix))
+            values = self._quantized(matrix, start, stop).values(_form(matrix))
         added = self.added.get(name.removesuffix(_WEIGHT))
         if added is not None:
-            found += added.rows(start, stop)
-            if not np.isfinite(found).all():
+            values += added.rows(start, stop)
+            if not np.isfinite(values).all():
                 raise BundleError(
                     f"{name} is no longer finite with what the adapter adds: {self.remedy}"
                 )
-        return found
+        return values
 
-    def prequantized(self, name: str) -> QuantizedForm | None:
+    def quantized_form(self, name: str) -> QuantizedForm | None:
         base = name.removesuffix(_WEIGHT)
         matrix = self.bundle.manifest.matrices.get(base)
         if matrix is None or matrix.is_float or base in self.added:
             return None
-        return _packing(matrix)
+        return _form(matrix)
 
-    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
+    def quantized_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
         self._check_rows(name, start, stop)
-        if self.prequantized(name) is None:
-            return super().packed_rows(name, start, stop)
-        return self._packed(self._matrix(name), start, stop)
+        if self.quantized_form(name) is None:
+            return super().quantized_rows(name, start, stop)
+        return self._quantized(self._matrix(name), start, stop)
 
     def stored(self) -> tuple[dict[str, StoredForm], frozenset[str]]:
-        """How the bundle stores each matrix, and those whose integers nothing is added to."""
-        found: dict[str, StoredForm] = {}
-        for name, matrix in self.bundle.manifest.matrices.items():
-            plain = FloatForm(cast(FloatType, matrix.packed.dtype))
-            found[name] = plain if matrix.is_float else _packing(matrix)
-        kept = {name for name in found if self.prequantized(f"{name}{_WEIGHT}") is not None}
-        return found, frozenset(kept)
+        """The stored form of each matrix, and the quantized ones to which nothing is added."""
+        forms: dict[str, StoredForm] = {
+            name: FloatForm(cast(FloatType, matrix.packed.dtype))
+            if matrix.is_float
+            else _form(matrix)
+            for name, matrix in self.bundle.manifest.matrices.items()
+        }
+        copied = {name for name in forms if self.quantized_form(f"{name}{_WEIGHT}") is not None}
+        return forms, frozenset(copied)
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         for name in self.bundle.manifest.files:
             path = self.bundle.path / name
             with reading_errors(path):
-                found[name.removeprefix(f"{TOKENIZER}/")] = read_file(path)
-        return found
+                contents[name.removeprefix(f"{TOKENIZER}/")] = read_file(path)
+        return contents
 
     def close(self) -> None:
         super().close()
@@ -139,7 +150,7 @@ class FusedCheckpoint(Checkpoint):
     def _matrix(self, name: str) -> Matrix:
         return self.bundle.manifest.matrices[name.removesuffix(_WEIGHT)]
 
-    def _packed(self, matrix: Matrix, start: int, stop: int) -> QuantizedRows:
+    def _quantized(self, matrix: Matrix, start: int, stop: int) -> QuantizedRows:
         """Rows of a quantized matrix as they are stored."""
         assert matrix.scales is not None, "a quantized matrix has scales"
         biases = None if matrix.biases is None else self._read(matrix.biases, start, stop)
@@ -158,24 +169,23 @@ class FusedCheckpoint(Checkpoint):
                 count, offset = count - len(part), offset + len(part)
         if count:
             raise BundleError(f"{self.bundle.weights_path} became shorter while it was read")
-        bfloat = extent.dtype == "bfloat16"
-        dtype = np.dtype(ml_dtypes.bfloat16 if bfloat else extent.dtype)
-        return np.frombuffer(b"".join(parts), dtype).reshape(stop - start, *extent.shape[1:])
+        values = np.frombuffer(b"".join(parts), numpy_type(extent.dtype))
+        return values.reshape(stop - start, *extent.shape[1:])
 
 
-def _held(bundle: Bundle, added: Mapping[str, LowRank]) -> list[str]:
-    """The digests of the adapters in a bundle's weights, with that of what is added to them."""
-    held = adapters_in(bundle.manifest.provenance, str(bundle.path))
+def _digests(bundle: Bundle, added: Mapping[str, LowRank]) -> list[str]:
+    """The digests of the adapters in a bundle's weights, and of the one that is added to them."""
+    digests = adapters_in(bundle.manifest.provenance, str(bundle.path))
     if not added:
-        return held
+        return digests
     tensors = {
-        f"{name}.{part}": np.ascontiguousarray(getattr(one, part), np.float32).tobytes()
-        for name, one in added.items()
+        f"{name}.{part}": np.ascontiguousarray(getattr(term, part), np.float32).tobytes()
+        for name, term in added.items()
         for part in ("a", "b")
     }
     digest = digest_of(tensors.items(), next(iter(added.values())).scale)
-    refuse_held(digest, held, str(bundle.path))
-    return [*held, digest]
+    refuse_held(digest, digests, str(bundle.path))
+    return [*digests, digest]
 
 
 def _checked_config(bundle: Bundle, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -191,10 +201,9 @@ def _checked_config(bundle: Bundle, shapes: dict[str, tuple[int, ...]]) -> dict[
     return completed_config(manifest.family, manifest.config, where)
 
 
-def _packing(matrix: Matrix) -> QuantizedForm:
+def _form(matrix: Matrix) -> QuantizedForm:
     """The stored form of a quantized matrix; float32 holds scales of bfloat16 exactly."""
     assert matrix.scales is not None and matrix.layout != "float"
-    scales: Literal["float16", "float32"] = (
-        "float16" if matrix.scales.dtype == "float16" else "float32"
-    )
-    return QuantizedForm(matrix.bits, matrix.group_size, matrix.layout, scales)
+    is_half = matrix.scales.dtype == "float16"
+    dtype: Literal["float16", "float32"] = "float16" if is_half else "float32"
+    return QuantizedForm(matrix.bits, matrix.group_size, matrix.layout, dtype)

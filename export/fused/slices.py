@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from export.stored import F32, FloatType
+from export.stored import F32, FloatForm, FloatType
 from runtime.core.errors import BundleError
 from runtime.core.notes import Progress
 
 SLICE_VALUES = 1 << 20  # values of a tensor that are in memory at a time
-TYPES: Mapping[FloatType, npt.DTypeLike] = {
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float32": np.float32,
-}
 Read = Callable[[int, int], F32]  # rows start:stop of a tensor
 
 
 class Slices:
     """Reads tensors a slice at a time, rounds and checks them, and tells how far it is.
 
-    `values` is how many values there are in all tensors together.
+    `values` is the number of values in all tensors together.
     """
 
     def __init__(self, values: int, progress: Progress) -> None:
@@ -39,13 +32,13 @@ class Slices:
         Raises:
             BundleError: a value is not finite, or too large for the type.
         """
+        form = FloatForm(dtype)
         width = math.prod(shape[1:])
         step = max(1, SLICE_VALUES // width)
         for start in range(0, shape[0], step):
             stop = min(shape[0], start + step)
             values = read(start, stop)
-            with np.errstate(over="ignore"):
-                rounded = values.astype(TYPES[dtype], copy=False)
+            rounded = form.rounded(values)
             if not np.isfinite(rounded).all():
                 raise BundleError(_not_finite(name, values, dtype))
             self._done += values.size

@@ -1,6 +1,6 @@
 """A forward pass of rows through all blocks that stops before the products of each block.
 
-Between two stops the values of every row are in a scratch file, so that one row is in memory.
+Between two stops the values of all rows are in a scratch file, and few rows are in memory.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RowPass:
                 del output
 
     def head(self) -> RowProducts:
-        """What the head is about to multiply."""
+        """The product that the head is about to compute."""
         last = self.models[0].lowered.blocks[-1]
         assert last.head is not None
         return RowProducts(last.head.matrices(last.block.tensor), self._hidden)
@@ -136,7 +136,7 @@ class RowPass:
             self.check_budget()
 
     def _visit(self, index: int) -> ExitStack:
-        """A visit of a block by the models of all buckets: each holds tiles of its own."""
+        """A visit of a block by the models of all buckets: each has tiles of its own."""
         models = {model.bucket: model for model in self.models}
         with ExitStack() as visiting:
             for model in models.values():
@@ -149,7 +149,11 @@ def _groups(models: Sequence[Model], most: int) -> list[list[int]]:
     rows: dict[int, list[int]] = {}
     for index, model in enumerate(models):
         rows.setdefault(model.bucket, []).append(index)
-    return [some[at : at + most] for some in rows.values() for at in range(0, len(some), most)]
+    return [
+        of_bucket[start : start + most]
+        for of_bucket in rows.values()
+        for start in range(0, len(of_bucket), most)
+    ]
 
 
 def _input_of(model: Model, index: int) -> str:
@@ -158,15 +162,15 @@ def _input_of(model: Model, index: int) -> str:
 
 def _waiting_bytes(model: Model) -> int:
     """The most bytes of a row's values between two instructions of any block."""
-    return max(_most_alive(one, model.bucket) for one in model.lowered.blocks)
+    return max(_most_alive(block, model.bucket) for block in model.lowered.blocks)
 
 
 def _most_alive(lowered: LoweredBlock, tokens: int) -> int:
     program = lowered.program
     alive = {program.input} - {""}
     most = _bytes(program, alive, tokens)
-    for one in lowered.forward:
-        alive = (alive | set(one.wanted)) - set(one.frees)
+    for instruction in lowered.forward:
+        alive = (alive | set(instruction.wanted)) - set(instruction.frees)
         most = max(most, _bytes(program, alive, tokens))
     return most
 

@@ -42,11 +42,11 @@ from runtime.storage.row_weights import RowWeights
 Float32 = npt.NDArray[np.float32]
 
 FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
-"""What a forward pass without adapters needs: rows that travel together."""
+"""The demand of a forward pass without adapters, in which rows travel together."""
 COMPARED_ROWS = 32  # rows that go through the blocks of two models at a time
 HEAD_ROWS = 4  # rows whose logits are compared in one pass over the vocabulary
-LOGITS_HELD = 5  # of both models, their exponentials, differences, and a copy
-TILES_HELD = 4  # float32 tiles that the second model's takes while it is dequantized
+LOGITS = 5  # arrays of logits at a time: of both models, exponentials, differences, a copy
+TILES = 4  # float32 tiles that the second model's takes while it is dequantized
 VISITED_BYTES = 100_000_000  # for a matrix's slice, its errors, and the products with them
 
 ObserveProduct = Callable[[str, Float32, Float32], None]
@@ -55,7 +55,7 @@ ObserveProduct = Callable[[str, Float32, Float32], None]
 
 @dataclass(frozen=True)
 class _Compared:
-    """One of two models that are compared."""
+    """A model to compare, and its adapters."""
 
     session: Session
     adapters: Adapters | None = None
@@ -76,18 +76,18 @@ class ExportEngine:
     ) -> list[Row]:
         """Rows of `data`, spread evenly over it, with about `tokens` tokens in all.
 
-        A row has at most `length` targets. Says what was read; without options the data are text
-        of ours, and nothing is said.
+        A row has at most `length` targets. A note reports what was read, unless there are no
+        options: then the data are the package's own text.
 
         Raises:
             DataError: the data cannot be used.
         """
         reading = reading_of(DataOptions() if options is None else options)
         name = "export.tokens" if options is None else "calibration.tokens"
-        found = TokenSource(name, data, "train", reading).rows(bundle, self.scratch, length)
-        if options is not None and found.report is not None:
-            self.note(f"{data}: {found.report.describe(bundle.manifest.buckets)}")
-        return _spread(found, tokens)
+        rows = TokenSource(name, data, "train", reading).rows(bundle, self.scratch, length)
+        if options is not None and rows.report is not None:
+            self.note(f"{data}: {rows.report.describe(bundle.manifest.buckets)}")
+        return _spread(rows, tokens)
 
     def first_rows(
         self, bundle: Bundle, source: TokenSource, length: int | None, count: int
@@ -100,11 +100,11 @@ class ExportEngine:
             DataError: the data cannot be used.
         """
         length = length or source.bucket(bundle, self.scratch)
-        found = source.rows(bundle, self.scratch, length)
-        if not count and isinstance(found, RandomRows):
+        rows = source.rows(bundle, self.scratch, length)
+        if not count and isinstance(rows, RandomRows):
             count = 1
-        wanted = min(len(found), count) if count else len(found)
-        return [Row(*found.row(index)) for index in range(wanted)]
+        count = min(len(rows), count) if count else len(rows)
+        return [Row(*rows.row(index)) for index in range(count)]
 
     def open(
         self, source: Bundle, reader: RowReader, rows: Sequence[Row], spare_bytes: int
@@ -151,7 +151,7 @@ class ExportEngine:
 
         model = replace(session.model(length), observe=observe)
         untrained = Adapters(source.manifest, {})
-        Backprop(model, untrained, activations).gradients(rows, 1, lambda block, found: None)
+        Backprop(model, untrained, activations).gradients(rows, 1, lambda block, gradients: None)
 
     def compare(
         self,
@@ -203,20 +203,20 @@ class ExportEngine:
         self, source: _Compared, model: _Compared, rows: Sequence[Row], text: str
     ) -> Quality:
         """Compare two models, a limited number of rows at a time."""
-        found: list[Divergence] = []
+        parts: list[Divergence] = []
         for start in range(0, len(rows), COMPARED_ROWS):
             chosen = rows[start : start + COMPARED_ROWS]
-            found += self._compare_rows((source, model), chosen, start, len(rows))
-        tokens = sum(len(one.loss) for one in found)
-        if not all(np.isfinite(one.divergence).all() for one in found):
+            parts += self._compare_rows((source, model), chosen, start, len(rows))
+        tokens = sum(len(part.loss) for part in parts)
+        if not all(np.isfinite(part.divergence).all() for part in parts):
             raise BundleError(
                 "the predictions of one of the two models are not finite: its weights are damaged, "
                 "or too large for the form in which they are stored"
             )
         return Quality(
-            divergence=sum(float(one.divergence.sum()) for one in found) / tokens,
-            source_loss=sum(float(one.source_loss.sum()) for one in found) / tokens,
-            loss=sum(float(one.loss.sum()) for one in found) / tokens,
+            divergence=sum(float(part.divergence.sum()) for part in parts) / tokens,
+            source_loss=sum(float(part.source_loss.sum()) for part in parts) / tokens,
+            loss=sum(float(part.loss.sum()) for part in parts) / tokens,
             tokens=tokens,
             rows=len(rows),
             text=text,
@@ -227,28 +227,30 @@ class ExportEngine:
     ) -> list[Divergence]:
         """Compare two models on some of `total` rows, of which `done` went before."""
         passes = [
-            RowPass(one.session, rows, self.scratch, self._watch, one.adapters) for one in models
+            RowPass(model.session, rows, self.scratch, self._watch, model.adapters)
+            for model in models
         ]
         layers = range(1, len(passes[0].models[0].lowered.blocks) - 1)
         steps = 2 * len(layers)
-        for number, one in enumerate(passes):
-            one.embed()
+        for number, row_pass in enumerate(passes):
+            row_pass.embed()
             for index in layers:
-                for _ in one.layer(index):
+                for _ in row_pass.layer(index):
                     pass
                 ready = done + len(rows) * (number * len(layers) + index) / steps
                 self.progress("comparing", round(ready), total)
-        found: list[Divergence] = []
+        divergences: list[Divergence] = []
         for start in range(0, len(rows), HEAD_ROWS):
             chosen = range(start, min(len(rows), start + HEAD_ROWS))
             first, second = (
-                [one.hidden(index, rows[index].scored) for index in chosen] for one in passes
+                [row_pass.hidden(index, rows[index].scored) for index in chosen]
+                for row_pass in passes
             )
             targets = [rows[i].targets for i in chosen]
             heads = (passes[0].models[start], passes[1].models[start])
-            found += compare_heads(*heads, first, second, targets)
+            divergences += compare_heads(*heads, first, second, targets)
             self._watch()
-        return found
+        return divergences
 
     def check(self, doing: str) -> None:
         """Raise BudgetError if the process has exceeded the budget."""
@@ -283,19 +285,16 @@ class ExportEngine:
         return make_plan(bundle.manifest, larger, Wanted(request, demand, self.budget_bytes))
 
     def _head_bytes(self, model: Bundle, rows: Sequence[Row]) -> int:
-        """What the comparison of heads takes beside one model: hidden states, logits, a tile."""
+        """The bytes that comparing heads takes beside a model: hidden states, logits, a tile."""
         tokens = max(len(row.tokens) - 1 for row in rows)
         hidden = 4 * HEAD_ROWS * tokens * model.manifest.hidden_size * F32
-        return hidden + (LOGITS_HELD + TILES_HELD) * HEAD_VALUES * F32
+        return hidden + (LOGITS + TILES) * HEAD_VALUES * F32
 
 
 def _spread(rows: Rows, tokens: int) -> list[Row]:
     """About so many tokens in rows that are spread evenly, in their order."""
-    found: list[Row] = []
-    count = max(1, min(len(rows), tokens))
-    sample = [rows.row(i * len(rows) // count) for i in range(min(count, 64))]
-    mean = sum(len(one) - 1 for one, _ in sample) / len(sample)
-    wanted = max(1, min(len(rows), round(tokens / mean)))
-    for index in range(wanted):
-        found.append(Row(*rows.row((2 * index + 1) * len(rows) // (2 * wanted))))
-    return found
+    most = max(1, min(len(rows), tokens))
+    sample = [rows.row(i * len(rows) // most) for i in range(min(most, 64))]
+    mean = sum(len(row_tokens) - 1 for row_tokens, _ in sample) / len(sample)
+    count = max(1, min(len(rows), round(tokens / mean)))
+    return [Row(*rows.row((2 * i + 1) * len(rows) // (2 * count))) for i in range(count)]

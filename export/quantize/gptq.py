@@ -10,7 +10,7 @@ ascending order of the diagonal, H = L L^T, and D = W - Q,
 
     tr(D H D^T) = sum over k of |D L_k|^2,    D L_k = L_kk (D_k + sum over m > k of D_m L_mk / L_kk)
 
-so from the last column to the first, Q_k is what is nearest to W_k + sum of D_m L_mk / L_kk.
+so from the last column to the first, Q_k is the value nearest to W_k + sum of D_m L_mk / L_kk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Factor:
-    """What GPTQ needs of a Hessian: for all rows of all matrices that share the input.
+    """A factored Hessian, for all rows of all matrices that share the input.
 
     damping: the share of the mean diagonal that was added to the diagonal, the largest of any
     chunk; above the one asked for where float32 needed more.
@@ -60,7 +60,7 @@ class Factor:
 
 
 def prepare_bytes(block: int) -> int:
-    """What `prepare` takes on top of the Gram matrix, whose memory becomes the factor's."""
+    """The bytes that `prepare` takes beside the Gram matrix, whose memory becomes the factor's."""
     return 4 * 3 * min(BLOCK, block) * block + 64 * block + 16 * BLOCK**2 * 4
 
 
@@ -85,17 +85,17 @@ def prepare(gram: Gram, damping: float = 0.01) -> Factor:
 
 
 def gptq_bytes(rows: int, columns: int, block: int, form: QuantizedForm, threads: int = 2) -> int:
-    """What `gptq` takes on top of its rows and the factor, with its result."""
+    """The bytes that `gptq` takes on top of its rows and the factor, with its result."""
     tile, width = min(rows, TILE_ROWS), min(columns, block)
     numbers = 2 if form.layout == "affine" else 1
     groups = numbers * rows * (columns // form.group_size)
     working = tile * (9 * width + 8 * BLOCK + 16 * columns // form.group_size * numbers)
     searched = 16 * min(CHUNK_VALUES, rows * columns)
-    packed = rows * columns * form.bits // 8
+    words = rows * columns * form.bits // 8
     return (
         rows * columns
         + 2 * groups * np.dtype(form.scale_dtype).itemsize
-        + max(threads * max(working, searched), 3 * packed)
+        + max(threads * max(working, searched), 3 * words)
         + (1 << 18)
     )
 
@@ -193,12 +193,7 @@ def gptq(w: F32, factor: Factor, form: QuantizedForm, threads: int = 2) -> Quant
 
     with ThreadPoolExecutor(threads) as pool:
         sums = list(pool.map(work, product(range(0, rows, TILE_ROWS), factor.chunks)))
-    return Quantized(
-        QuantizedRows(words_of(codes, form.bits), scales, biases),
-        sum(s[0] for s in sums),
-        sum(s[1] for s in sums),
-        max((s[2] for s in sums), default=0.0),
-    )
+    return Quantized.of(QuantizedRows(words_of(codes, form.bits), scales, biases), sums)
 
 
 def _square_sum(d: F32) -> float:
@@ -220,7 +215,7 @@ class _Steps:
 
 
 def _finite(a: Floats) -> F32:
-    """The transpose of `a`, float32, with zeros for what is not finite."""
+    """The transpose of `a`, float32, with zeros in place of infinities and NaN."""
     return np.ascontiguousarray(np.where(np.isfinite(a), a, 0).astype(np.float32).T)
 
 

@@ -2,8 +2,8 @@
 
 For W (R, C) and inputs X (T, C) the squared error of the products is tr((W - Q) H (W - Q)^T) with
 H = X^T X. The Hessian of a wide matrix is larger than the matrix, so that only its blocks on the
-diagonal may be kept: columns of different blocks then count as uncorrelated. The blocks follow the
-columns' own order, which is known before the first token.
+diagonal may be computed: columns of different blocks then count as uncorrelated. The blocks follow
+the columns' own order, which is known before the first token.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def block_extents(columns: int, block: int) -> tuple[tuple[int, int], ...]:
 
 
 def gram_bytes(columns: int, block: int) -> int:
-    """What a `Gram` of these columns holds."""
+    """The bytes of a `Gram` of these columns."""
     return sum(4 * (stop - start) ** 2 for start, stop in block_extents(columns, block))
 
 
 def add_bytes(columns: int, block: int) -> int:
-    """What `Gram.add` takes on top while it runs."""
+    """The bytes that `Gram.add` takes on top while it runs."""
     widest = max(stop - start for start, stop in block_extents(columns, block))
     return 4 * min(TILE, widest) * widest
 

@@ -1,11 +1,11 @@
 """Integer quantization by groups, at the scales and biases of least squared error.
 
-Nothing is known of the inputs: each value goes to the integer that is nearest.
+The inputs of a matrix do not matter here: each value goes to the nearest integer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,12 +37,31 @@ class Quantized:
     error_sum: float
     error_max: float
 
+    @classmethod
+    def of(cls, rows: QuantizedRows, sums: Sequence[tuple[float, float, float]]) -> Quantized:
+        """Rows whose errors were summed in parts."""
+        return cls(
+            rows,
+            sum(square_sum for square_sum, _, _ in sums),
+            sum(error_sum for _, error_sum, _ in sums),
+            max((error_max for _, _, error_max in sums), default=0.0),
+        )
+
     @property
     def overflows(self) -> bool:
         """Whether a scale or a bias is too large for its type."""
         biases = self.rows.biases
         finite = np.isfinite(self.rows.scales).all()
         return not (finite and (biases is None or np.isfinite(biases).all()))
+
+
+def error_sums(values: F32, errors: F32) -> tuple[float, float, float]:
+    """The sums of the squares of values and of their errors, and the largest error's magnitude."""
+    return (
+        float(np.square(values, dtype=np.float64).sum()),
+        float(np.square(errors, dtype=np.float64).sum()),
+        float(np.abs(errors).max(initial=0.0)),
+    )
 
 
 def quantize_rows(w: F32, form: QuantizedForm, threads: int = 2) -> Quantized:
@@ -63,9 +82,7 @@ def quantize_rows(w: F32, form: QuantizedForm, threads: int = 2) -> Quantized:
             biases[part] = bias
         with np.errstate(over="ignore", invalid="ignore"):  # seen as infinite scales
             codes[part], error = _round(w, scale, bias, form.bits)
-            squares = float(np.square(w, dtype=np.float64).sum())
-            errors = float(np.square(error, dtype=np.float64).sum())
-        return squares, errors, float(np.abs(error).max(initial=0.0))
+            return error_sums(w, error)
 
     sums = _in_parts(work, groups, threads)
     by_row = (len(w), w.shape[1] // form.group_size)
@@ -74,12 +91,7 @@ def quantize_rows(w: F32, form: QuantizedForm, threads: int = 2) -> Quantized:
         scales.reshape(by_row),
         biases if biases is None else biases.reshape(by_row),
     )
-    return Quantized(
-        rows,
-        sum(s[0] for s in sums),
-        sum(s[1] for s in sums),
-        max((s[2] for s in sums), default=0.0),
-    )
+    return Quantized.of(rows, sums)
 
 
 def fit_rows(w: F32, form: QuantizedForm, threads: int = 2) -> tuple[Floats, Floats | None]:
@@ -98,7 +110,7 @@ def _groups(w: F32, form: QuantizedForm) -> F32:
 
 
 def _in_parts(work: Callable[[slice], T], groups: F32, threads: int) -> list[T]:
-    """What `work` returns for parts of the groups, in order."""
+    """The results of `work` for parts of the groups, in order."""
     step = max(1, CHUNK_VALUES // groups.shape[1])
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, [slice(i, i + step) for i in range(0, len(groups), step)]))

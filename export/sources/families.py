@@ -18,7 +18,7 @@ MODEL_TYPES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "llama": "llama",
-    "gemma3": "gemma3_text",  # with a vision tower: its text_config is what counts
+    "gemma3": "gemma3_text",  # with a vision tower: its text_config counts
     "gemma3_text": "gemma3_text",
 }
 
@@ -29,7 +29,7 @@ _CLASSES = {
     "llama": "LlamaForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# what a configuration says of one checkpoint, and not of another with the same architecture
+# settings that describe a single checkpoint, and not its architecture
 _OF_THE_SOURCE = (
     *("quantization", "quantization_config", "torch_dtype", "dtype", "_name_or_path"),
     *("auto_map", "transformers_version", "rope_traditional"),
@@ -74,7 +74,7 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
     """The language model's configuration, as mlx-lm's ModelArgs spells it.
 
     Args:
-        raw: what a Hugging Face config.json holds, of any version of transformers.
+        raw: the content of a Hugging Face config.json, of any version of transformers.
         where: the file, for messages.
         has_lm_head: whether the source holds an output matrix. It says whether Gemma's embedding is
             tied, and that of other families where the configuration does not.
@@ -136,25 +136,22 @@ def completed_config(family: str, config: dict[str, Any], where: str = "config")
 
 
 def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """What config.json says of a normalised configuration, so that transformers reads it too.
+    """The content of config.json for a normalised configuration, so that transformers reads it too.
 
     Settings that the configuration leaves out are written as mlx-lm's model takes them: the
     defaults of transformers are others in places. `dtype` is the type of the weights.
     """
-    found = {
+    settings = {
         key: value
         for key, value in completed_config(family, config).items()
         if key not in _OF_THE_SOURCE
     }
     if family == "gemma3_text":
-        pattern = found["sliding_window_pattern"]
-        found["layer_types"] = [
-            "sliding_attention" if (index + 1) % pattern else "full_attention"
-            for index in range(found["num_hidden_layers"])
-        ]
+        pattern = settings["sliding_window_pattern"]
+        settings["layer_types"] = _layer_types(pattern, settings["num_hidden_layers"])
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
-    return {"architectures": [_CLASSES[family]], **found, **types}
+    return {"architectures": [_CLASSES[family]], **settings, **types}
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
@@ -165,7 +162,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     """
     try:
         module = importlib.import_module(f"mlx_lm.models.{family}")
-    except ImportError as e:  # there is none of this name, or a package that it needs is missing
+    except ImportError as e:  # no module of this name, or a package that it needs is missing
         raise BundleError(f"{where}: mlx-lm cannot load architecture {family!r:.40}: {e}") from e
     try:
         model = module.Model(module.ModelArgs.from_dict(config))
@@ -195,8 +192,8 @@ def _not_finite(value: Any, name: str = "") -> Iterator[str]:
         yield f"{name} is {value}"
     if isinstance(value, dict | list):
         inside = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, one in inside:
-            yield from _not_finite(one, f"{name}.{key}" if name else str(key))
+        for key, inner in inside:
+            yield from _not_finite(inner, f"{name}.{key}" if name else str(key))
 
 
 def _text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -220,17 +217,20 @@ def _gemma_windows(config: dict[str, Any], where: str) -> None:
         pattern = 6 if not layer_types else (full[0] + 1 if full else len(layer_types) + 1)
     if not isinstance(pattern, int) or pattern < 1:
         raise BundleError(f"{where}: sliding_window_pattern must be positive, is {pattern!r}")
-    if layer_types:
-        regular = [
-            "sliding_attention" if (i + 1) % pattern else "full_attention"
-            for i in range(config["num_hidden_layers"])
-        ]
-        if list(layer_types) != regular:
-            raise BundleError(
-                f"{where}: layer_types is not one full_attention in every {pattern} layers; "
-                "irregular patterns are not supported"
-            )
+    if layer_types and list(layer_types) != _layer_types(pattern, config["num_hidden_layers"]):
+        raise BundleError(
+            f"{where}: layer_types is not one full_attention in every {pattern} layers; "
+            "irregular patterns are not supported"
+        )
     config["sliding_window_pattern"] = pattern
+
+
+def _layer_types(pattern: int, layers: int) -> list[str]:
+    """Types of attention of which every `pattern`-th is global."""
+    return [
+        "sliding_attention" if (index + 1) % pattern else "full_attention"
+        for index in range(layers)
+    ]
 
 
 def _flatten_rope(config: dict[str, Any]) -> None:

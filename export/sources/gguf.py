@@ -2,7 +2,7 @@
 
 The converter renames the tensors, adds 1 to Gemma's norm weights, and reorders the query and key
 rows of llama. All three are undone here, so that rows equal those of the original checkpoint, up to
-the file's quantization. Packed rows are reordered alike; the norms are never quantized.
+the file's quantization. Quantized rows are reordered alike; the norms are never quantized.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from export.sources.families import expected_shapes, normalise_config
-from export.sources.gguf_blocks import Transcoding, transcode, transcoding
+from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
 from export.sources.gguf_config import ROPE_FREQS, read_config
 from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import stored_rows, tensor_names
@@ -48,8 +48,8 @@ class GGUFCheckpoint(Checkpoint):
         family = str(config["model_type"])
         expected = expected_shapes(family, config, str(path))
         self._stored = _stored_names(self._file, arch, config["num_hidden_layers"], expected)
-        found = {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
-        check_tensors(str(path), expected, found)
+        shapes = {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
+        check_tensors(str(path), expected, shapes)
         types = Counter(self._file.tensors[stored].type for stored in self._stored.values())
         for type_ in types:
             _check_readable(type_, path)
@@ -60,8 +60,8 @@ class GGUFCheckpoint(Checkpoint):
             "files": [{"name": path.name, "bytes": self._file.bytes}],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
-        if held := checked(meta.get(IN_GGUF, []), str(path)):
-            provenance["fused"] = {"adapters": held}
+        if digests := checked(meta.get(IN_GGUF, []), str(path)):
+            provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
 
     def rows(self, name: str, start: int, stop: int) -> F32:
@@ -70,18 +70,18 @@ class GGUFCheckpoint(Checkpoint):
             values -= 1
         return values
 
-    def prequantized(self, name: str) -> QuantizedForm | None:
-        known = self._transcoding(name)
-        return None if known is None else known.form
+    def quantized_form(self, name: str) -> QuantizedForm | None:
+        transcoding = self._transcoding(name)
+        return None if transcoding is None else transcoding.form
 
-    def packed_exactly(self, name: str) -> bool:
-        known = self._transcoding(name)
-        return known is not None and known.is_exact
+    def quantized_exactly(self, name: str) -> bool:
+        transcoding = self._transcoding(name)
+        return transcoding is not None and transcoding.is_exact
 
-    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
+    def quantized_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
         index = self._index(name, start, stop)
         if self._transcoding(name) is None:
-            return super().packed_rows(name, start, stop)
+            return super().quantized_rows(name, start, stop)
         stored = self._stored[name]
         return transcode(self._file.stored_rows(stored, index), self._file.tensors[stored].type)
 
@@ -95,7 +95,7 @@ class GGUFCheckpoint(Checkpoint):
     def _transcoding(self, name: str) -> Transcoding | None:
         if len(self.shape(name)) != 2:
             return None
-        return transcoding(self._file.tensors[self._stored[name]].type)
+        return TRANSCODINGS.get(self._file.tensors[self._stored[name]].type)
 
     def _index(self, name: str, start: int, stop: int) -> npt.NDArray[np.intp] | slice:
         """Where the file has rows start:stop of a tensor."""
@@ -107,15 +107,15 @@ class GGUFCheckpoint(Checkpoint):
 def _stored_names(
     file: GGUFFile, arch: str, layers: int, expected: Iterable[str]
 ) -> dict[str, str]:
-    """mlx-lm's name -> the file's, for all tensors that it holds, but for the RoPE table.
+    """mlx-lm's name -> the file's, for all tensors of the file, but for the RoPE table.
 
-    A tensor that the model does not have keeps its name, to be refused by it.
+    A tensor that the model does not have is listed by the file's name, to be refused by it.
     """
     name_of = tensor_names(arch, layers)
     stored = {name: name_of(name) for name in expected}
-    held = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
-    others = file.tensors.keys() - set(held.values()) - {ROPE_FREQS}
-    return {**held, **{name: name for name in sorted(others)}}
+    present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
+    others = file.tensors.keys() - set(present.values()) - {ROPE_FREQS}
+    return {**present, **{name: name for name in sorted(others)}}
 
 
 def _check_readable(type_: GGMLQuantizationType, path: Path) -> None:

@@ -27,7 +27,7 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
 class _Groups(NamedTuple):
-    """What N blocks hold: codes (N, V), scales and biases (N, groups of a block)."""
+    """The groups of N blocks: codes (N, V), scales and biases (N, groups of a block)."""
 
     codes: Octets
     scales: F32
@@ -36,7 +36,7 @@ class _Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Transcoding:
-    """How blocks of one type are stored: `groups` reads blocks (N, bytes of a block).
+    """The stored form of blocks of one type: `groups` reads blocks (N, bytes of a block).
 
     `is_exact` says whether the values remain the same bit for bit.
     """
@@ -46,28 +46,23 @@ class Transcoding:
     groups: Callable[[Octets], _Groups]
 
 
-def transcoding(type_: GGMLQuantizationType) -> Transcoding | None:
-    """How blocks of a type are stored, or None for floats and for the types with a codebook."""
-    return _TRANSCODINGS.get(type_)
-
-
 def transcode(rows: Octets, type_: GGMLQuantizationType) -> QuantizedRows:
-    """Rows (R, bytes of a row) of a type that has a transcoding, as a bundle packs them."""
-    known = _TRANSCODINGS[type_]
+    """Rows (R, bytes of a row) of a type that has a transcoding, as a bundle stores them."""
+    transcoding = TRANSCODINGS[type_]
     values, octets = GGML_QUANT_SIZES[type_]
     blocks = rows.reshape(-1, octets)
-    words = np.empty((len(blocks), values * known.form.bits // 32), np.uint32)
-    scales = np.empty((len(blocks), values // known.form.group_size), np.float16)
-    biases = np.empty_like(scales) if known.form.layout == "affine" else None
+    words = np.empty((len(blocks), values * transcoding.form.bits // 32), np.uint32)
+    scales = np.empty((len(blocks), values // transcoding.form.group_size), np.float16)
+    biases = np.empty_like(scales) if transcoding.form.layout == "affine" else None
     step = max(1, CHUNK_VALUES // values)
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
-        found = known.groups(blocks[part])
-        words[part] = words_of(found.codes, known.form.bits)
+        groups = transcoding.groups(blocks[part])
+        words[part] = words_of(groups.codes, transcoding.form.bits)
         with np.errstate(over="ignore"):  # infinite where it is too large, as in a damaged file
-            scales[part] = found.scales
+            scales[part] = groups.scales
             if biases is not None:
-                biases[part] = found.biases
+                biases[part] = groups.biases
     count = len(rows)
     return QuantizedRows(
         words.reshape(count, -1),
@@ -152,18 +147,18 @@ def _q6_k(blocks: Octets) -> _Groups:
     """The nearest symmetric 8 bits, exact where the scales of two groups of 16 allow it.
 
     A value is d times an integer, its group's scale times -32..31. Each step that is tried makes
-    one of the two groups exact, or both: a fraction of one's scale, or what divides both scales.
+    one of the two groups exact, or both: a fraction of one's scale, or a divisor of both scales.
     The smallest step that reaches all values is tried too, so that no other one is taken which is
     worse than plain rounding.
     """
     halves = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32) >> _PAIRS
     high = (halves & np.uint8(3)).reshape(len(blocks), -1) << np.uint8(4)
-    codes = (_nibbles(blocks[:, :128], 64) | high).view(np.int8) - np.int8(32)
+    signed = (_nibbles(blocks[:, :128], 64) | high).view(np.int8) - np.int8(32)
     factors = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    products = codes.reshape(-1, 16) * factors.reshape(-1, 1)
-    found, steps = _whole_steps(products.reshape(-1, 32), np.abs(factors.reshape(-1, 2)))
+    products = signed.reshape(-1, 16) * factors.reshape(-1, 1)
+    codes, steps = _whole_steps(products.reshape(-1, 32), np.abs(factors.reshape(-1, 2)))
     scales = steps.reshape(len(blocks), -1) * _floats(blocks, 208)
-    return _Groups(found.reshape(len(blocks), -1), scales)
+    return _Groups(codes.reshape(len(blocks), -1), scales)
 
 
 def _whole_steps(values: F32, factors: F32) -> tuple[Octets, F32]:
@@ -191,16 +186,28 @@ def _whole_steps(values: F32, factors: F32) -> tuple[Octets, F32]:
     return codes.astype(np.uint8), steps * signs
 
 
-_KNOWN: dict[str, tuple[QuantizedForm, bool, Callable[[Octets], _Groups]]] = {
-    "Q4_0": (QuantizedForm(4, 32, "symmetric", "float16"), True, _q4_0),
-    "Q4_1": (QuantizedForm(4, 32, "affine", "float16"), True, _q4_1),
-    "Q5_0": (QuantizedForm(8, 32, "symmetric", "float16"), True, _q5_0),
-    "Q5_1": (QuantizedForm(8, 32, "affine", "float16"), True, _q5_1),
-    "Q8_0": (QuantizedForm(8, 32, "symmetric", "float16"), True, _q8_0),
-    "Q2_K": (QuantizedForm(8, 32, "symmetric", "float16"), False, _q2_k),
-    "Q3_K": (QuantizedForm(8, 128, "symmetric", "float16"), True, _q3_k),
-    "Q4_K": (QuantizedForm(4, 32, "affine", "float16"), False, _q4_k),
-    "Q5_K": (QuantizedForm(8, 32, "affine", "float16"), False, _q5_k),
-    "Q6_K": (QuantizedForm(8, 32, "symmetric", "float16"), False, _q6_k),
+# the types that a bundle stores as integers; floats and types with a codebook are not among them
+TRANSCODINGS: dict[GGMLQuantizationType, Transcoding] = {
+    GGMLQuantizationType.Q4_0: Transcoding(
+        QuantizedForm(4, 32, "symmetric", "float16"), True, _q4_0
+    ),
+    GGMLQuantizationType.Q4_1: Transcoding(QuantizedForm(4, 32, "affine", "float16"), True, _q4_1),
+    GGMLQuantizationType.Q5_0: Transcoding(
+        QuantizedForm(8, 32, "symmetric", "float16"), True, _q5_0
+    ),
+    GGMLQuantizationType.Q5_1: Transcoding(QuantizedForm(8, 32, "affine", "float16"), True, _q5_1),
+    GGMLQuantizationType.Q8_0: Transcoding(
+        QuantizedForm(8, 32, "symmetric", "float16"), True, _q8_0
+    ),
+    GGMLQuantizationType.Q2_K: Transcoding(
+        QuantizedForm(8, 32, "symmetric", "float16"), False, _q2_k
+    ),
+    GGMLQuantizationType.Q3_K: Transcoding(
+        QuantizedForm(8, 128, "symmetric", "float16"), True, _q3_k
+    ),
+    GGMLQuantizationType.Q4_K: Transcoding(QuantizedForm(4, 32, "affine", "float16"), False, _q4_k),
+    GGMLQuantizationType.Q5_K: Transcoding(QuantizedForm(8, 32, "affine", "float16"), False, _q5_k),
+    GGMLQuantizationType.Q6_K: Transcoding(
+        QuantizedForm(8, 32, "symmetric", "float16"), False, _q6_k
+    ),
 }
-_TRANSCODINGS = {GGMLQuantizationType[name]: Transcoding(*one) for name, one in _KNOWN.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from export.sources.gguf_names import ARCHITECTURES
 from export.sources.source import F32
 from runtime.core.errors import BundleError
 
-ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files hold instead of metadata
+ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files have instead of metadata
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
 GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
@@ -29,42 +30,31 @@ def read_config(file: GGUFFile, where: str) -> dict[str, Any]:
             f"supported are {', '.join(sorted(ARCHITECTURES))}"
         )
     try:
-        return _config(file, arch, where)
+        return _config(_Metadata(file, arch, where))
     except (TypeError, ValueError) as e:  # a value of another type than it has to be
         raise BundleError(f"{where}: the metadata cannot be understood: {e}") from e
 
 
-def _config(file: GGUFFile, arch: str, where: str) -> dict[str, Any]:
-    meta = file.metadata
+@dataclass(frozen=True)
+class _Metadata:
+    """The entries of a file about its architecture, by keys without the architecture's name."""
 
-    def get(key: str, default: Any = None) -> Any:
-        value = meta.get(f"{arch}.{key}", default)
+    file: GGUFFile
+    arch: str
+    where: str
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """An entry. Raises BundleError if it is missing and has no default."""
+        value = self.file.metadata.get(f"{self.arch}.{key}", default)
         if value is None:
-            raise BundleError(f"{where}: metadata {arch}.{key} is missing")
+            raise BundleError(f"{self.where}: metadata {self.arch}.{key} is missing")
         return value
 
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    embedding = file.tensors.get("token_embd.weight")
-    kv_heads = get("attention.head_count_kv", heads)
-    if embedding is None:
-        raise BundleError(f"{where}: token_embd.weight is missing")
-    if not all(isinstance(value, int) and value > 0 for value in (hidden, heads, kv_heads)):
-        raise BundleError(
-            f"{where}: {arch}.embedding_length, attention.head_count and attention.head_count_kv "
-            f"must be positive integers, are {hidden!r}, {heads!r} and {kv_heads!r}"
-        )
-    head_dim = get("attention.key_length", hidden // heads)
-    if get("attention.value_length", head_dim) != head_dim:
-        raise BundleError(
-            f"{where}: attention values of {get('attention.value_length')} numbers a head and keys "
-            f"of {head_dim} are not supported; they must be equal"
-        )
-    if get("rope.dimension_count", head_dim) != head_dim:
-        raise BundleError(
-            f"{where}: RoPE over {get('rope.dimension_count')} of the {head_dim} numbers of a head "
-            "is not supported; it must be over all"
-        )
-    gemma = arch == "gemma3"
+
+def _config(entries: _Metadata) -> dict[str, Any]:
+    file, arch, get = entries.file, entries.arch, entries.get
+    hidden, heads, kv_heads = _widths(entries)
+    head_dim = _head_dim(entries, hidden // heads)
     config: dict[str, Any] = {
         "model_type": ARCHITECTURES[arch],
         "hidden_size": hidden,
@@ -74,16 +64,16 @@ def _config(file: GGUFFile, arch: str, where: str) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),  # from float32
-        "vocab_size": embedding.shape[0],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": get("context_length"),
-        "rope_theta": float(get("rope.freq_base", 1e6 if gemma else 1e4)),
-        "rope_scaling": _rope_scaling(file, arch, head_dim, where),
+        "rope_theta": float(get("rope.freq_base", 1e6 if arch == "gemma3" else 1e4)),
+        "rope_scaling": _rope_scaling(file, arch, head_dim, entries.where),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     if arch == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if gemma:
+    if arch == "gemma3":
         large = config["num_hidden_layers"] == GEMMA_27B_LAYERS
         config |= {
             "sliding_window": get("attention.sliding_window"),
@@ -92,13 +82,46 @@ def _config(file: GGUFFile, arch: str, where: str) -> dict[str, Any]:
             "rope_local_base_freq": float(get("rope.freq_base_swa", 1e4)),
         }
     for key in ("bos_token_id", "eos_token_id"):
-        if f"tokenizer.ggml.{key}" in meta:
-            config[key] = meta[f"tokenizer.ggml.{key}"]
+        if f"tokenizer.ggml.{key}" in file.metadata:
+            config[key] = file.metadata[f"tokenizer.ggml.{key}"]
     return config
 
 
+def _widths(entries: _Metadata) -> tuple[int, int, int]:
+    """The width of the hidden state, the heads of queries, and those of keys and values."""
+    hidden, heads = entries.get("embedding_length"), entries.get("attention.head_count")
+    kv_heads = entries.get("attention.head_count_kv", heads)
+    if "token_embd.weight" not in entries.file.tensors:
+        raise BundleError(f"{entries.where}: token_embd.weight is missing")
+    if not all(isinstance(value, int) and value > 0 for value in (hidden, heads, kv_heads)):
+        raise BundleError(
+            f"{entries.where}: {entries.arch}.embedding_length, attention.head_count and "
+            "attention.head_count_kv must be positive integers, are "
+            f"{hidden!r}, {heads!r} and {kv_heads!r}"
+        )
+    return hidden, heads, kv_heads
+
+
+def _head_dim(entries: _Metadata, default: int) -> int:
+    """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
+    head_dim: int = entries.get("attention.key_length", default)
+    value_dim = entries.get("attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise BundleError(
+            f"{entries.where}: attention values of {value_dim} numbers a head and keys of "
+            f"{head_dim} are not supported; they must be equal"
+        )
+    rotated = entries.get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise BundleError(
+            f"{entries.where}: RoPE over {rotated} of the {head_dim} numbers of a head is not "
+            "supported; it must be over all"
+        )
+    return head_dim
+
+
 def _rope_scaling(file: GGUFFile, arch: str, head_dim: int, where: str) -> dict[str, Any] | None:
-    """RoPE scaling from the metadata, or from the table of factors that Llama 3 files hold."""
+    """RoPE scaling from the metadata, or from the table of factors that Llama 3 files have."""
     meta = file.metadata
     if ROPE_FREQS in file.tensors:
         factors = file.rows(ROPE_FREQS, slice(None))

@@ -1,6 +1,6 @@
-"""What llama.cpp calls a model's tensors, and in which order it keeps their rows.
+"""The names of a model's tensors in llama.cpp, and the order of their rows there.
 
-`export.sources.gguf` undoes this to read a file; what writes GGUF files does the same.
+`export.sources.gguf` undoes this to read a file; the writers of GGUF files do it again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
     names = get_tensor_name_map(known, layers)
 
     def name_of(name: str) -> str | None:
-        found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        return found
+        stored: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        return stored
 
     return name_of
 
@@ -59,7 +59,7 @@ def model_rows(
 ) -> npt.NDArray[np.intp] | None:
     """Which of the model's rows a file has in each place, (rows,); None where it is the same.
 
-    The inverse of `stored_rows`: `array[model_rows(...)]` is what a file holds.
+    The inverse of `stored_rows`: `array[model_rows(...)]` are the rows of the file.
     """
     order = stored_rows(family, config, name, rows)
     return None if order is None else np.argsort(order)

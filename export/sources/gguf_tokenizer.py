@@ -1,7 +1,7 @@
 """Converts the vocabulary in a GGUF file's metadata to Hugging Face tokenizer files.
 
 There are two sorts: SentencePiece ("llama"), whose merges follow from the scores of its tokens, and
-byte-level BPE ("gpt2"), whose merges are stored. Invariant: a token keeps its id.
+byte-level BPE ("gpt2"), whose merges are stored. Invariant: a token has the same id in both.
 """
 
 from __future__ import annotations
@@ -79,22 +79,11 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
     if not tokens or len(types) != len(tokens):
         raise BundleError(f"{where}: {len(tokens)} tokens with {len(types)} token types")
     if model == "llama":
-        scores = metadata.get("tokenizer.ggml.scores")
-        if scores is None or len(scores) != len(tokens):
-            raise BundleError(f"{where}: the vocabulary needs a score for each token")
-        unk = _token(metadata, "unknown", tokens, where)
-        prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-        tokenizer = _sentencepiece(tokens, types, [float(s) for s in scores], unk, prefix)
-        default_bos = True
+        tokenizer, default_bos = _sentencepiece(metadata, tokens, types, where), True
     elif model == "gpt2":
-        pre = metadata.get("tokenizer.ggml.pre", "default")
-        if pre not in SPLITS:
-            raise BundleError(
-                f"{where}: pre-tokenizer {pre!r} is not supported; "
-                f"supported are {', '.join(SPLITS)}"
-            )
-        tokenizer = _byte_level(tokens, metadata.get("tokenizer.ggml.merges"), SPLITS[pre], where)
-        default_bos = SPLITS[pre].add_bos
+        split = _split(metadata, where)
+        merges = metadata.get("tokenizer.ggml.merges")
+        tokenizer, default_bos = _byte_level(tokens, merges, split, where), split.add_bos
     else:
         raise BundleError(
             f"{where}: vocabularies of model {model!r} are not supported; "
@@ -117,6 +106,27 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
     }
     _add_bos_and_eos(tokenizer, named, adds, tokens)
+    config = _tokenizer_config(named, adds, metadata.get("tokenizer.chat_template"))
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
+    }
+
+
+def _split(metadata: dict[str, Any], where: str) -> Split:
+    """The split of a byte-level tokenizer, by its name in the file."""
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
+        raise BundleError(
+            f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(SPLITS)}"
+        )
+    return SPLITS[name]
+
+
+def _tokenizer_config(
+    named: dict[str, str | None], adds: dict[str, bool], template: Any
+) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -124,12 +134,9 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         "add_eos_token": adds["eos"] and named["eos_token"] is not None,
         **{key: token for key, token in named.items() if token is not None},
     }
-    if "tokenizer.chat_template" in metadata:
-        config["chat_template"] = metadata["tokenizer.chat_template"]
-    return {
-        "tokenizer.json": tokenizer.to_str().encode(),
-        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
-    }
+    if template is not None:
+        config["chat_template"] = template
+    return config
 
 
 def _token(metadata: dict[str, Any], key: str, tokens: Sequence[str], where: str) -> str | None:
@@ -152,27 +159,30 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _sentencepiece(
-    tokens: Sequence[str],
-    types: Sequence[int],
-    scores: Sequence[float],
-    unk: str | None,
-    prefix: bool,
+    metadata: dict[str, Any], tokens: Sequence[str], types: Sequence[int], where: str
 ) -> Tokenizer:
-    """BPE with byte fallback. Spaces become "▁"; `prefix` puts one before the text."""
+    """BPE with byte fallback. Spaces become "▁"; with add_space_prefix the text gets another."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise BundleError(f"{where}: the vocabulary needs a score for each token")
     vocabulary = _vocabulary(tokens)
     merges = derive_merges(
         [t for t, type_ in zip(tokens, types, strict=True) if type_ == NORMAL],
-        [s for s, type_ in zip(scores, types, strict=True) if type_ == NORMAL],
+        [float(s) for s, type_ in zip(scores, types, strict=True) if type_ == NORMAL],
     )
     has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=vocabulary, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=has_bytes
+            vocab=vocabulary,
+            merges=merges,
+            unk_token=_token(metadata, "unknown", tokens, where),
+            fuse_unk=True,
+            byte_fallback=has_bytes,
         )
     )
     replace = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -193,8 +203,8 @@ def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[
     for index in sorted(range(len(pieces)), key=lambda i: -scores[i]):
         piece = pieces[index]
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        found = [(left, right) for left, right in halves if left in rank and right in rank]
-        merges += sorted(found, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
+        pairs = [(left, right) for left, right in halves if left in rank and right in rank]
+        merges += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
     return merges
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from export.sources.families import check_architecture, expected_shapes, normalise_config
-from export.sources.mlx_quantized import find_layouts, repacked, unpacked_shape
+from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
     SafetensorsFile,
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-# what a multimodal checkpoint, new or old, puts before the names of its language model
+# prefixes of the language model's names in a multimodal checkpoint, new or old
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _TEXT_MODEL = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 
@@ -42,11 +42,13 @@ _TEXT_MODEL = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 class HFCheckpoint(Checkpoint):
     """A folder with config.json and safetensors files (F32, F16, BF16, or MLX affine integers).
 
+    `origin` are further entries of the provenance, such as a name on the hub.
+
     Raises BundleError if a file is missing, truncated or inconsistent, or holds other tensors
     than the configuration implies.
     """
 
-    def __init__(self, folder: Path, provenance: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, origin: dict[str, Any] | None = None) -> None:
         self._folder = folder
         _refuse_others(folder)
         raw = read_json(folder / "config.json")
@@ -58,43 +60,43 @@ class HFCheckpoint(Checkpoint):
         family = str(config["model_type"])
         expected = expected_shapes(family, config, where)
         self._layouts = find_layouts(raw, self._tensors, str(folder))
-        check_tensors(str(folder), expected, self._found_shapes(expected))
+        check_tensors(str(folder), expected, self._parameter_shapes(expected))
         for key in ("quantization", "quantization_config"):
             config.pop(key, None)
-        described = {
+        provenance = {
             "kind": "hf",
             "model_type": raw["model_type"],
             "name": folder.resolve().name,
-            **(provenance or {}),
+            **(origin or {}),
             "files": [{"name": file.name, "bytes": file.bytes} for file in files],
             "types": sorted({self._tensors[name].dtype for name in expected}),
         }
-        if held := checked(config.pop(IN_CONFIG, []), where):
-            described["fused"] = {"adapters": held}
-        super().__init__(family, config, described, expected)
+        if digests := checked(config.pop(IN_CONFIG, []), where):
+            provenance["fused"] = {"adapters": digests}
+        super().__init__(family, config, provenance, expected)
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         self._check_rows(name, start, stop)
         layout = self._layouts.get(name)
         if layout is None:
             return self._tensors[name].rows(start, stop).astype(np.float32, copy=False)
-        return self.packed_rows(name, start, stop).values(layout.form)
+        return self.quantized_rows(name, start, stop).values(layout.form)
 
-    def prequantized(self, name: str) -> QuantizedForm | None:
+    def quantized_form(self, name: str) -> QuantizedForm | None:
         self.shape(name)
         layout = self._layouts.get(name)
         return None if layout is None else layout.form
 
-    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
+    def quantized_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
         self._check_rows(name, start, stop)
         layout = self._layouts.get(name)
         if layout is None:
-            return super().packed_rows(name, start, stop)
+            return super().quantized_rows(name, start, stop)
         base = name.removesuffix("weight")
         weight, scales, biases = (
             self._tensors[base + part].rows(start, stop) for part in ("weight", "scales", "biases")
         )
-        words = repacked(weight, layout.bits, layout.form.bits)
+        words = widened(weight, layout.bits, layout.form.bits)
         dtype = layout.form.scale_dtype
         return QuantizedRows(words, scales.astype(dtype), biases.astype(dtype))
 
@@ -106,8 +108,8 @@ class HFCheckpoint(Checkpoint):
         super().close()
         self._tensors.clear()
 
-    def _found_shapes(self, expected: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that are parameters, those of packed ones as if unpacked.
+    def _parameter_shapes(self, expected: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that are parameters, those of quantized ones as (out, in).
 
         Raises BundleError for a type that is not supported.
         """
@@ -123,14 +125,13 @@ class HFCheckpoint(Checkpoint):
                     f"{self._folder}: {name} has type {tensor.dtype}; supported are "
                     f"{', '.join(FLOAT_TYPES)} and MLX's affine quantization"
                 )
-            shapes[name] = tensor.shape if layout is None else unpacked_shape(tensor, layout.bits)
+            shapes[name] = tensor.shape if layout is None else matrix_shape(tensor, layout.bits)
         return shapes
 
 
 def _refuse_others(folder: Path) -> None:
-    """Raise UsageError for a bundle, a run or an adapter, which hold no checkpoint."""
-    found = kind_of(folder)
-    if found in (Kind.BUNDLE, Kind.RUN, Kind.ADAPTER):
+    """Raise UsageError for a bundle, a run or an adapter, which are no checkpoints."""
+    if kind_of(folder) in (Kind.BUNDLE, Kind.RUN, Kind.ADAPTER):
         raise UsageError(f"{folder} is no checkpoint: {instead(folder, Kind.CHECKPOINT)}")
 
 

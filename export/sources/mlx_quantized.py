@@ -1,6 +1,7 @@
-"""Matrices that MLX has already quantized: how each is packed, and checks of its parts.
+"""Matrices that MLX has already quantized: the layout of each, and checks of its parts.
 
-Such a matrix is three tensors: "weight", packed integers, and "scales" and "biases" of each group.
+Such a matrix is three tensors: "weight", words of integers, and "scales" and "biases" of each
+group.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def find_layouts(
             f"{where}/config.json: without a 'quantization', though the weights hold {scales[0]}; "
             "download it again"
         )
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for name in scales:
         base = name.removesuffix(".scales")
         stored_base = tensors[name].name.removesuffix(".scales")
@@ -70,23 +71,23 @@ def find_layouts(
         bits, group_size = _integers(chosen, f"{where}: {base}")
         _check_parts(base, bits, group_size, tensors, where)
         halves = all(tensors[f"{base}.{part}"].dtype == "F16" for part in ("scales", "biases"))
-        found[f"{base}.weight"] = Layout(
+        layouts[f"{base}.weight"] = Layout(
             bits,
             QuantizedForm(
                 4 if bits <= 4 else 8, group_size, "affine", "float16" if halves else "float32"
             ),
         )
-    return found
+    return layouts
 
 
-def unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int]:
+def matrix_shape(tensor: StoredTensor, bits: int) -> tuple[int, int]:
     """(out, in) of a matrix that is stored as (out, in * bits / 32) words."""
     out, words = tensor.shape
     return out, words * 32 // bits
 
 
-def repacked(words: npt.NDArray[np.uint32], bits: int, new_bits: int) -> npt.NDArray[np.uint32]:
-    """Rows (R, in * bits / 32) of integers of `bits` bits, with `new_bits` (4 or 8) for each.
+def widened(words: npt.NDArray[np.uint32], bits: int, new_bits: int) -> npt.NDArray[np.uint32]:
+    """Rows (R, in * bits / 32) of integers of `bits` bits, as integers of `new_bits` (4 or 8).
 
     A row is one sequence of bits, the lowest of each integer first: eight integers fill `bits`
     bytes.
@@ -127,7 +128,7 @@ def _check_parts(
                 "download it again"
             )
     words = tensors[f"{base}.weight"]
-    out, width = unpacked_shape(words, bits)
+    out, width = matrix_shape(words, bits)
     groups = (out, width // group_size)
     for part in ("scales", "biases"):
         shape = tensors[f"{base}.{part}"].shape

@@ -26,7 +26,7 @@ class Checkpoint(ABC):
 
     Attributes:
         family: the name of a module under mlx_lm.models.
-        config: what its ModelArgs.from_dict takes, always with "tie_word_embeddings".
+        config: the argument of its ModelArgs.from_dict, always with "tie_word_embeddings".
         provenance: where the weights are from, as JSON values.
         remedy: what to do about weights that are too large to store.
     """
@@ -56,7 +56,7 @@ class Checkpoint(ABC):
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """(out, in) or (dim,), also where the file holds packed integers."""
+        """(out, in) or (dim,), also of a tensor that the file has as words of integers."""
         if name not in self._shapes:
             raise BundleError(f"{self.provenance['name']}: there is no tensor {name!r}")
         return self._shapes[name]
@@ -65,20 +65,20 @@ class Checkpoint(ABC):
     def rows(self, name: str, start: int, stop: int) -> F32:
         """Rows start:stop of a tensor, (stop - start, in) or (stop - start,), as a fresh array."""
 
-    def prequantized(self, name: str) -> QuantizedForm | None:
-        """How `packed_rows` packs a matrix that the source holds quantized, else None."""
+    def quantized_form(self, name: str) -> QuantizedForm | None:
+        """The form of `quantized_rows` for a matrix that the source has quantized, else None."""
         self.shape(name)
         return None
 
-    def packed_exactly(self, name: str) -> bool:
-        """Whether `packed_rows` stand for the same values as `rows`, bit for bit."""
-        return self.prequantized(name) is not None
+    def quantized_exactly(self, name: str) -> bool:
+        """Whether `quantized_rows` stand for the same values as `rows`, bit for bit."""
+        return self.quantized_form(name) is not None
 
-    def packed_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
-        """Rows start:stop of a matrix, packed as `prequantized` says.
+    def quantized_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
+        """Rows start:stop of a matrix, in its `quantized_form`.
 
         They stand for the same values as `rows`, or for the nearest. Raises BundleError for a
-        tensor that the source does not hold quantized.
+        tensor that the source does not have quantized.
         """
         raise BundleError(f"{self.provenance['name']}: {name} is not quantized")
 
@@ -108,36 +108,36 @@ def slices(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def check_tensors(
-    where: str, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
+    where: str, expected: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     """Compare the names and shapes that a source has with those that its model needs.
 
     Raises BundleError that names the first tensors that are missing, of another shape, or unknown.
-    `found` must not contain tensors outside the language model, such as a vision tower's.
+    `shapes` must not contain tensors outside the language model, such as a vision tower's.
     """
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in shapes]
     if missing:
         raise BundleError(
-            f"{where}: {len(missing)} of {len(expected)} tensors are missing: {_some(missing)}; "
-            "the download may be incomplete, or the configuration belongs to another model"
+            f"{where}: {len(missing)} of {len(expected)} tensors are missing: "
+            f"{_first_names(missing)}; the download may be incomplete, or the configuration belongs to another model"
         )
     wrong = [
-        f"{name} is {found[name]}, the configuration implies {shape}"
+        f"{name} is {shapes[name]}, the configuration implies {shape}"
         for name, shape in expected.items()
-        if found[name] != shape
+        if shapes[name] != shape
     ]
     if wrong:
         raise BundleError(
-            f"{where}: {len(wrong)} tensors have the wrong shape: {_some(wrong)}; the "
+            f"{where}: {len(wrong)} tensors have the wrong shape: {_first_names(wrong)}; the "
             "configuration may belong to another model"
         )
-    unknown = [name for name in found if name not in expected]
+    unknown = [name for name in shapes if name not in expected]
     if unknown:
         raise BundleError(
             f"{where}: there are {len(unknown)} tensors that this architecture does not use: "
-            f"{_some(unknown)}; results would differ from the original model's"
+            f"{_first_names(unknown)}; results would differ from the original model's"
         )
 
 
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:3]) + (", ..." if len(items) > 3 else "")
+def _first_names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -139,9 +139,9 @@ def test_what_a_gguf_holds_as_floats_is_quantized(rng: Rng, tmp_path: Path) -> N
             if tensor in source.blocks:
                 assert matrix.group_size in (32, 128)
                 continue
-            assert read.prequantized(tensor) is None
+            assert read.quantized_form(tensor) is None
             with pytest.raises(BundleError, match="is not quantized"):
-                read.packed_rows(tensor, 0, 1)
+                read.quantized_rows(tensor, 0, 1)
             bits = 8 if name.endswith(("k_proj", "v_proj")) else 4
             assert (matrix.bits, matrix.group_size) == (bits, 64)
             low, high = {4: (0.03, 0.12), 8: (0.002, 0.01)}[bits]
@@ -172,7 +172,7 @@ def test_bits_that_are_asked_for_requantize(
     with open_checkpoint(str(source.path)) as read:
         for name, matrix in bundle.manifest.matrices.items():
             wanted = linear if ".layers." in name else embedding
-            kept = read.prequantized(f"{name}.weight")
+            kept = read.quantized_form(f"{name}.weight")
             assert kept is not None
             found = (matrix.bits, matrix.group_size)
             assert found == (wanted or (kept.bits, kept.group_size))

@@ -49,12 +49,12 @@ def test_only_matrices_without_an_adapter_keep_their_integers(tiny: Tiny, rng: R
         _, kept = model.stored()
         assert kept == set(bundle.manifest.matrices) - set(part)
         for name in kept:
-            packing = model.prequantized(f"{name}.weight")
+            packing = model.quantized_form(f"{name}.weight")
             assert packing is not None
-            packed = model.packed_rows(f"{name}.weight", 3, 9).values(packing)
+            packed = model.quantized_rows(f"{name}.weight", 3, 9).values(packing)
             np.testing.assert_array_equal(packed, model.rows(f"{name}.weight", 3, 9))
         with pytest.raises(BundleError, match="not quantized"):
-            model.packed_rows(f"{next(iter(part))}.weight", 0, 1)
+            model.quantized_rows(f"{next(iter(part))}.weight", 0, 1)
 
 
 def test_what_does_not_fit_is_refused(tiny: Tiny, rng: Rng) -> None:

@@ -49,7 +49,7 @@ def test_folder_gives_back_what_was_written(tmp_path: Path, preset: str) -> None
         assert read.family == config["model_type"]
         for name, array in arrays.items():
             assert read.shape(name) == array.shape
-            assert read.prequantized(name) is None
+            assert read.quantized_form(name) is None
             np.testing.assert_array_equal(whole(read, name), array)
             np.testing.assert_array_equal(read.rows(name, 3, 17), array[3:17])
         json.dumps(read.provenance)
@@ -62,7 +62,7 @@ def test_rows_outside_a_tensor_are_an_error() -> None:
     with pytest.raises(BundleError, match="no tensor"):
         read.shape("lm_head.weight")
     with pytest.raises(BundleError, match="not quantized"):
-        read.packed_rows("model.norm.weight", 0, 1)
+        read.quantized_rows("model.norm.weight", 0, 1)
 
 
 def test_shards_and_tokenizer_files(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_mlx_quantized_with_overrides(
     read = open_checkpoint(str(write_folder(tmp_path / "m", config, stored)))
     assert read.names() == list(arrays)
     assert "quantization" not in read.config
-    assert read.prequantized("model.norm.weight") is None
+    assert read.quantized_form("model.norm.weight") is None
     for name in (f"{override}.weight", "model.embed_tokens.weight"):
         group, own = (32, other_bits) if override in name else (64, bits)
-        form = read.prequantized(name)
+        form = read.quantized_form(name)
         kept = "float16" if dtype == mx.float16 else "float32"
         assert form == QuantizedForm(4 if own <= 4 else 8, group, "affine", kept)
         parts = [stored[name.removesuffix("weight") + p] for p in ("weight", "scales", "biases")]
@@ -120,7 +120,7 @@ def test_mlx_quantized_with_overrides(
         np.testing.assert_allclose(
             read.rows(name, 5, 40), np.array(oracle)[5:40], rtol=1e-6, atol=1e-7
         )
-        got = read.packed_rows(name, 5, 40)
+        got = read.quantized_rows(name, 5, 40)
         np.testing.assert_array_equal(got.values(form), read.rows(name, 5, 40))
         np.testing.assert_array_equal(got.scales, np.array(wide[1])[5:40])
         np.testing.assert_array_equal(got.biases, np.array(wide[2])[5:40])

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from support.gguf_files import QUANTIZED, Blocks, random_blocks
 
 from export.sources import gguf_blocks
-from export.sources.gguf_blocks import transcode, transcoding
+from export.sources.gguf_blocks import TRANSCODINGS, transcode
 from export.stored import QuantizedForm, QuantizedRows, codes_of
 
 Rng = np.random.Generator
@@ -25,7 +25,7 @@ def blocks(request: pytest.FixtureRequest, rng: Rng) -> Blocks:
 
 
 def packed(blocks: Blocks) -> tuple[QuantizedForm, QuantizedRows]:
-    known = transcoding(blocks.type)
+    known = TRANSCODINGS[blocks.type]
     assert known is not None
     return known.form, transcode(blocks.rows, blocks.type)
 
@@ -60,7 +60,7 @@ ROUNDED = {  # type -> how far a value may be from the library's
 def test_values_are_the_librarys(blocks: Blocks) -> None:
     form, rows = packed(blocks)
     values = rows.values(form)
-    known = transcoding(blocks.type)
+    known = TRANSCODINGS[blocks.type]
     assert known is not None and known.is_exact == (blocks.type.name not in ROUNDED)
     if known.is_exact:
         np.testing.assert_array_equal(values, blocks.values)
@@ -160,4 +160,4 @@ def test_a_number_that_is_not_finite_shows_in_the_scales(blocks: Blocks) -> None
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0"])
 def test_other_types_are_floats_to_the_export(name: str) -> None:
-    assert transcoding(GGMLQuantizationType[name]) is None
+    assert GGMLQuantizationType[name] not in TRANSCODINGS

@@ -147,7 +147,6 @@ FULL = """
 import os, resource, sys
 from runtime.machine.backend import prepare
 prepare()
-import export.bundle as exporting
 import export.bundle
 import export.graph_files
 from export.config.export import ExportConfig
