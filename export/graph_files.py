@@ -91,7 +91,7 @@ def _write_graph(function: TracedFunction, length: int, folder: Path, stem: str)
     path = folder / name
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:  # the function has been traced: what fails now is the file, whole only if it loads
+        try:  # the function has been traced: only the file can fail, and is whole if it loads
             serialize(path, function.call, inputs, function.differentiated)
             mx.import_function(str(path))
         except RuntimeError as problem:

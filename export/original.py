@@ -30,7 +30,7 @@ OWN_TEXT = "the package's own text"
 COMPARED_TOKENS = 2048  # of the package's own text, to compare or to measure sensitivities
 LEAST_COMPARED = 512  # tokens with a loss that held-out rows must have
 LEAST_BLOCK = 128  # columns of the smallest Gram matrix
-EIGHT_BITS_LOSE = 1 / 256  # of what 4 bits lose: the errors are 16 times smaller
+EIGHT_BITS_LOSE = 1 / 256  # of the loss of 4 bits: the errors are 16 times smaller
 EVERY = 5  # one row in so many is held out
 
 

@@ -62,7 +62,7 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
 
     Args:
         family: mlx-lm's module name.
-        config: what its `ModelArgs.from_dict` takes.
+        config: the argument of its `ModelArgs.from_dict`.
 
     Raises:
         BundleError: the model does something that a program cannot express.

@@ -1,8 +1,8 @@
 """Taps: stand-ins for a model's embedding, linear layers, attention and transformer layers.
 
 A tap computes nothing. It records its inputs and returns zeros, so that running the model shows the
-order of its products and the inputs of each. Or it returns given arrays, so that what the model
-computes between two products can be traced.
+order of its products and the inputs of each. Or it returns given arrays, so that the
+computation between two products can be traced.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AttentionCall(Call):
 
 
 class Tape:
-    """The calls of one run, in order. `outputs` are what taps return; without any, zeros."""
+    """The calls of one run, in order. Taps return `outputs`; without them, zeros."""
 
     def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
         self.calls: list[Call] = []
@@ -134,7 +134,7 @@ class _LayerTap:
         return getattr(self.__dict__["layer"], name)
 
 
-MASK = "causal"  # what a layer is given for a mask while it is cut
+MASK = "causal"  # the mask of a layer while it is cut
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tracing a function with MLX: what its results depend on, and its graph as a file.
+"""Tracing a function with MLX: the inputs that its results depend on, and its graph as a file.
 
 A function takes float32 arrays by position and returns a list of them. It is traced with
 compilation disabled, so that helpers that mlx-lm compiles become primitives of the graph.
@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from export.cut.workspace import workspace_bytes
+from export.cut.workspace import Primitive, workspace_bytes
 
 Function = Callable[..., list[mx.array]]
 
@@ -31,7 +31,7 @@ class Trace:
         same: the position of the first output that is the same array; None if it is the first.
         output_shapes: the output's shape.
         signature: equal for equal computations: primitives, arguments, shapes and constants.
-        workspace_bytes: the peak of what MLX allocates to evaluate the graph, less its outputs.
+        workspace_bytes: the peak of MLX's allocations for the graph, less its outputs.
     """
 
     depends: tuple[frozenset[int], ...]
@@ -103,49 +103,67 @@ def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool =
 
     `differentiated` says whether the function calls `mx.vjp`.
     """
-    number: dict[str, int] = {}
-    arguments: set[str] = set()
-    reach: dict[str, frozenset[int]] = {}
-    digest = hashlib.sha256()
-    primitives: list[dict[str, Any]] = []
-    outputs: list[tuple[str, tuple[int, ...], Any]] = []
-
-    def note(*parts: Any) -> None:
-        digest.update(repr(parts).encode())
-
+    graph = _RecordedGraph()
     for event in _record(function, inputs, differentiated):
+        graph.add(event)
+    return graph.facts()
+
+
+class _RecordedGraph:
+    """A graph, from the events that `mx.export_function` reports, and the reach of its inputs."""
+
+    def __init__(self) -> None:
+        self.number: dict[str, int] = {}  # of each array, by its name, which differs between runs
+        self.position: dict[str, int] = {}  # of each input
+        self.depends: dict[str, frozenset[int]] = {}  # the positions of the inputs, by array
+        self.primitives: list[Primitive] = []
+        self.outputs: list[tuple[str, tuple[int, ...], Any]] = []
+        self.digest = hashlib.sha256()
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take an event."""
         if event["type"] == "inputs":
             for position, (name, shape, dtype) in enumerate(event["inputs"]):
-                number[name] = len(number)
-                arguments.add(name)
-                reach[name] = frozenset([position])
-                note("input", shape, str(dtype))
+                self.position[name] = position
+                self._array(name, frozenset([position]))
+                self._note("input", shape, str(dtype))
         elif event["type"] == "constants":
             for name, value in event["constants"]:
-                number[name] = len(number)
-                reach[name] = frozenset()
-                note("constant", value.shape, str(value.dtype), value.tolist())
+                self._array(name, frozenset())
+                self._note("constant", value.shape, str(value.dtype), value.tolist())
         elif event["type"] == "outputs":
-            outputs = event["outputs"]
+            self.outputs = event["outputs"]
         elif event["type"] == "primitive":
-            primitives.append(event)
-            sources = [name for name, _, _ in event["inputs"]]
-            union = frozenset().union(*(reach[name] for name in sources))
-            for name, shape, dtype in event["outputs"]:
-                number[name] = len(number)
-                reach[name] = union
-                note(event["name"], event["arguments"], [number[s] for s in sources])
-                note(shape, str(dtype))
-    positions = {name: min(reach[name]) for name in number if name in arguments}
-    note("outputs", [number[name] for name, _, _ in outputs])
-    return Trace(
-        depends=tuple(reach[name] for name, _, _ in outputs),
-        passes=tuple(positions.get(name) for name, _, _ in outputs),
-        same=tuple(_first_same([name for name, _, _ in outputs])),
-        output_shapes=tuple(tuple(shape) for _, shape, _ in outputs),
-        signature=digest.hexdigest(),
-        workspace_bytes=workspace_bytes(primitives, [name for name, _, _ in outputs]),
-    )
+            self._primitive(event)
+
+    def _primitive(self, event: Primitive) -> None:
+        self.primitives.append(event)
+        sources = [name for name, _, _ in event["inputs"]]
+        depends = frozenset().union(*(self.depends[name] for name in sources))
+        for name, shape, dtype in event["outputs"]:
+            self._array(name, depends)
+            self._note(event["name"], event["arguments"], [self.number[s] for s in sources])
+            self._note(shape, str(dtype))
+
+    def _array(self, name: str, depends: frozenset[int]) -> None:
+        self.number[name] = len(self.number)
+        self.depends[name] = depends
+
+    def _note(self, *parts: Any) -> None:
+        self.digest.update(repr(parts).encode())
+
+    def facts(self) -> Trace:
+        """The facts about the graph, after its last event."""
+        names = [name for name, _, _ in self.outputs]
+        self._note("outputs", [self.number[name] for name in names])
+        return Trace(
+            depends=tuple(self.depends[name] for name in names),
+            passes=tuple(self.position.get(name) for name in names),
+            same=tuple(_first_same(names)),
+            output_shapes=tuple(tuple(shape) for _, shape, _ in self.outputs),
+            signature=self.digest.hexdigest(),
+            workspace_bytes=workspace_bytes(self.primitives, names),
+        )
 
 
 def _first_same(names: list[str]) -> Iterator[int | None]:

@@ -1,1 +1,1 @@
-"""What becomes of a bundle and an adapter elsewhere: checkpoints, GGUF files, and bundles again."""
+"""Writes a bundle and an adapter as one model: a checkpoint, a GGUF file, or a bundle again."""

@@ -79,8 +79,7 @@ def write_gguf(
 def _write(
     model: FusedCheckpoint, path: Path, dtype: FloatType, place: FolderWriter, progress: Progress
 ) -> None:
-    arch = architecture_of(model.family)
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, architecture_of(model.family))
     writer.add_type("model")
     writer.add_name(str(model.provenance["name"]))
     writer.add_file_type(int(_GGML[dtype][1]))
@@ -89,15 +88,37 @@ def _write(
     vocabulary = model.bundle.manifest.vocab_size
     add_metadata(writer, model.family, model.config, vocabulary)
     add_vocabulary(writer, model.tokenizer_files(), vocabulary)
+    tensors = [*_add_rope_factors(writer, model), *_add_tensors(writer, model, dtype, progress)]
+    check_space(place, sum(tensor.nbytes for tensor in tensors))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            writer.write_tensor_data(tensor)
+    finally:
+        writer.close()
+
+
+def _add_rope_factors(writer: GGUFWriter, model: FusedCheckpoint) -> list[_Tensor]:
+    """Announce the table of Llama 3's RoPE scaling, where the model has it."""
+    factors = rope_factors(model.config)
+    if factors is None:
+        return []
+    writer.add_tensor_info(
+        ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
+    )
+    return [_Tensor(factors.nbytes, iter([factors.tobytes()]))]
+
+
+def _add_tensors(
+    writer: GGUFWriter, model: FusedCheckpoint, dtype: FloatType, progress: Progress
+) -> list[_Tensor]:
+    """Announce the model's tensors. Returns them in the order in which they are to be written."""
+    arch = architecture_of(model.family)
     name_of = tensor_names(arch, int(model.config["num_hidden_layers"]))
     slices = Slices(sum(math.prod(model.shape(name)) for name in model.names()), progress)
     tensors: list[_Tensor] = []
-    factors = rope_factors(model.config)
-    if factors is not None:
-        writer.add_tensor_info(
-            ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
-        )
-        tensors.append(_Tensor(factors.nbytes, iter([factors.tobytes()])))
     for name in model.names():
         stored = name_of(name)
         if stored is None:
@@ -109,15 +130,7 @@ def _write(
         writer.add_tensor_info(stored, shape, item, nbytes, _GGML[form][0])
         parts = slices.bytes_of(name, shape, form, partial(_stored_rows, model, name))
         tensors.append(_Tensor(nbytes, parts))
-    check_space(place, sum(tensor.nbytes for tensor in tensors))
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in tensors:
-            writer.write_tensor_data(tensor)
-    finally:
-        writer.close()
+    return tensors
 
 
 def _stored_rows(model: FusedCheckpoint, name: str, start: int, stop: int) -> F32:

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model: the inverse of `export.sources.gguf_config`."""
+"""The metadata of a GGUF file about a model: the inverse of `export.sources.gguf_config`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def head_dim_of(config: dict[str, Any]) -> int:
 
 
 def rope_factors(config: dict[str, Any]) -> F32 | None:
-    """The table (head_dim / 2,) that Llama 3 files hold in place of metadata; None for others."""
+    """The table (head_dim / 2,) that Llama 3 files have in place of metadata; None for others."""
     scaling = config.get("rope_scaling") or {}
     if _type_of(scaling) != "llama3":
         return None

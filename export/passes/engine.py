@@ -76,8 +76,8 @@ class ExportEngine:
     ) -> list[Row]:
         """Rows of `data`, spread evenly over it, with about `tokens` tokens in all.
 
-        A row has at most `length` targets. A note reports what was read, unless there are no
-        options: then the data are the package's own text.
+        A row has at most `length` targets. A note reports the rows that were read, unless
+        there are no options: then the data are the package's own text.
 
         Raises:
             DataError: the data cannot be used.

@@ -1,7 +1,7 @@
 """The architectures that can be exported, and their configurations as mlx-lm spells them.
 
-Invariant: the returned configuration means to mlx-lm what the given one means to the original
-library. A setting that mlx-lm would silently ignore is refused by name.
+Invariant: the returned configuration has the same meaning to mlx-lm as the given one has to the
+original library. A setting that mlx-lm would silently ignore is refused by name.
 """
 
 from __future__ import annotations

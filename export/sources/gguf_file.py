@@ -158,7 +158,7 @@ class GGUFFile:
         return self._unpack("<" + _SCALARS[type_])[0]
 
     def _string(self) -> str:
-        # tokens of byte-level vocabularies are stored as text, so damage is what fails to decode
+        # tokens of byte-level vocabularies are stored as text, so only damage fails to decode
         try:
             return self._take(self._unpack("<Q")[0]).decode("utf-8")
         except UnicodeDecodeError as e:

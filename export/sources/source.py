@@ -28,7 +28,7 @@ class Checkpoint(ABC):
         family: the name of a module under mlx_lm.models.
         config: the argument of its ModelArgs.from_dict, always with "tie_word_embeddings".
         provenance: where the weights are from, as JSON values.
-        remedy: what to do about weights that are too large to store.
+        remedy: the way out, for messages about weights that are too large to store.
     """
 
     remedy = "the checkpoint is damaged, download or convert it again"
@@ -119,7 +119,8 @@ def check_tensors(
     if missing:
         raise BundleError(
             f"{where}: {len(missing)} of {len(expected)} tensors are missing: "
-            f"{_first_names(missing)}; the download may be incomplete, or the configuration belongs to another model"
+            f"{_first_names(missing)}; the download may be incomplete, or the configuration "
+            "belongs to another model"
         )
     wrong = [
         f"{name} is {shapes[name]}, the configuration implies {shape}"
