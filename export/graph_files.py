@@ -61,16 +61,16 @@ def trace_graphs(manifest: Manifest, device: str, folder: Path) -> None:
     here = set_device(device)
     cut = cut_model(manifest.family, manifest.config)
     check_programs(manifest, cut.block_types, tuple(cut.blocks))
-    graphs = write_graphs(cut, manifest.buckets, folder, GRAPHS, no_progress)
+    graphs = write_graphs(cut, manifest.buckets, folder, no_progress)
     traced = TracedGraphs(metadata.version("mlx"), here, cut.block_types, tuple(cut.blocks), graphs)
     check_manifest(traced.put_into(manifest))
     write_atomic(folder / RECORD, traced_bytes(traced))
 
 
 def write_graphs(
-    cut: Cut, buckets: tuple[int, ...], folder: Path, subfolder: str, progress: Progress
+    cut: Cut, buckets: tuple[int, ...], folder: Path, progress: Progress
 ) -> dict[str, Graph]:
-    """Serialize every elementwise graph into `folder / subfolder`: for buckets, and to decode."""
+    """Serialize every elementwise graph into `folder`: for buckets, and to decode."""
     graphs: dict[str, Graph] = {}
     for index, graph in enumerate(cut.graphs):
         operation = graph.operation
@@ -80,7 +80,7 @@ def write_graphs(
         for direction, length in sorted(wanted):
             key = graph_key(operation.graph, direction, length)
             function = graph.functions[direction]
-            graphs[key] = _write_graph(function, length, folder, f"{subfolder}/{key}")
+            graphs[key] = _write_graph(function, length, folder, f"{GRAPHS}/{key}")
         progress("graphs", index + 1, len(cut.graphs))
     return graphs
 

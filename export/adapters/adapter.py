@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from export.stored import F32
 from runtime.adapters.names import A, B
 from runtime.bundle.manifest import Manifest
 
-F32 = npt.NDArray[np.float32]
 _SEES = ("gemma3",)  # architectures with a vision tower, as their configurations name them
 
 

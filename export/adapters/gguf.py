@@ -43,35 +43,41 @@ def write_gguf(adapter: Adapter, output: Path, force: bool, base: str | None) ->
             f"{output} is a folder, and llama.cpp's adapter is one file; give --output "
             f"{output / 'adapter.gguf'}"
         )
-    arch = architecture_of(manifest.family)
-    name_of = tensor_names(arch, len(manifest.layers))
-    name = base_model(manifest.provenance)[0] if base is None else base
     with FolderWriter(output, force, "", "GGUF file of an adapter", is_adapter) as writer:
         path = writer.folder / f"adapter{SUFFIX}"
         with storage_errors(output):
-            file = GGUFWriter(path, arch)
-            file.add_type(GGUFType.ADAPTER)
-            file.add_file_type(LlamaFileType.ALL_F32)
-            file.add_string(Keys.Adapter.TYPE, "lora")
-            file.add_float32(Keys.Adapter.LORA_ALPHA, manifest.lora.scale * manifest.lora.rank)
-            if name:
-                file.add_base_model_count(1)
-                file.add_base_model_name(0, name)
-            for module, (a, b) in adapter.modules.items():
-                stored = name_of(f"{module}.weight")
-                if stored is None:
-                    raise UsageError(
-                        f"--to gguf: llama.cpp's {arch} has no tensor for {module}.weight"
-                    )
-                columns = np.ascontiguousarray(b.T)  # (out, r)
-                order = model_rows(
-                    manifest.family, manifest.config, f"{module}.weight", len(columns)
-                )
-                file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a.T))  # (r, in)
-                file.add_tensor(f"{stored}.{B}", columns if order is None else columns[order])
-            file.write_header_to_file()
-            file.write_kv_data_to_file()
-            file.write_tensors_to_file()
-            file.close()
+            _write(adapter, path, base_model(manifest.provenance)[0] if base is None else base)
             fsync_path(path)
         writer.finish(path)
+
+
+def _write(adapter: Adapter, path: Path, base: str) -> None:
+    lora = adapter.manifest.lora
+    file = GGUFWriter(path, architecture_of(adapter.manifest.family))
+    file.add_type(GGUFType.ADAPTER)
+    file.add_file_type(LlamaFileType.ALL_F32)
+    file.add_string(Keys.Adapter.TYPE, "lora")
+    file.add_float32(Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)
+    if base:
+        file.add_base_model_count(1)
+        file.add_base_model_name(0, base)
+    _add_tensors(file, adapter)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
+    manifest = adapter.manifest
+    arch = architecture_of(manifest.family)
+    name_of = tensor_names(arch, len(manifest.layers))
+    for module, (a, b) in adapter.modules.items():
+        name = f"{module}.weight"
+        stored = name_of(name)
+        if stored is None:
+            raise UsageError(f"--to gguf: llama.cpp's {arch} has no tensor for {name}")
+        columns = np.ascontiguousarray(b.T)  # (out, r)
+        order = model_rows(manifest.family, manifest.config, name, len(columns))
+        file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a.T))  # (r, in)
+        file.add_tensor(f"{stored}.{B}", columns if order is None else columns[order])

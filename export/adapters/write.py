@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from export.adapters.adapter import F32, Adapter, base_model
+from export.adapters.adapter import Adapter, base_model
 from export.adapters.gguf import write_gguf
+from export.stored import F32
 from runtime.adapters import mlx_lm, peft
 from runtime.adapters.names import outer_name
 from runtime.core.files import write_atomic

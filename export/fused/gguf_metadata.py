@@ -7,7 +7,7 @@ from typing import Any
 from gguf import GGUFWriter, RopeScalingType
 
 from export.sources.gguf_config import GEMMA_27B_LAYERS, llama3_factors
-from export.sources.source import F32
+from export.stored import F32
 from runtime.core.errors import UsageError
 
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
+from export.stored import F32
 from runtime.arrays.arrays import view
 from runtime.arrays.values import Values
 from runtime.engine.model import Model, Positions
@@ -26,8 +26,6 @@ from runtime.operations.values import bytes_at
 from runtime.plan.lower import LoweredBlock
 from runtime.run.open import Session
 from runtime.storage.row_values import RowValues
-
-F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import mlx.core as mx
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from export import stored
 from export.passes.block_pass import RowPass
 from runtime.adapters.lora import ALL_LINEAR
 from runtime.arrays.arrays import view
@@ -39,8 +39,6 @@ from runtime.run.open import Session, open_session
 from runtime.storage.activations import Activations
 from runtime.storage.row_weights import RowWeights
 
-Float32 = npt.NDArray[np.float32]
-
 FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
 """The demand of a forward pass without adapters, in which rows travel together."""
 COMPARED_ROWS = 32  # rows that go through the blocks of two models at a time
@@ -49,7 +47,7 @@ LOGITS = 5  # arrays of logits at a time: of both models, exponentials, differen
 TILES = 4  # float32 tiles that the second model's takes while it is dequantized
 VISITED_BYTES = 100_000_000  # for a matrix's slice, its errors, and the products with them
 
-ObserveProduct = Callable[[str, Float32, Float32], None]
+ObserveProduct = Callable[[str, stored.F32, stored.F32], None]
 """Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
 
 

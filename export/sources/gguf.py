@@ -22,8 +22,8 @@ from export.sources.gguf_config import ROPE_FREQS, read_config
 from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
-from export.sources.source import F32, Checkpoint, check_tensors
-from export.stored import QuantizedForm, QuantizedRows
+from export.sources.source import Checkpoint, check_tensors
+from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_GGUF, checked
 from runtime.core.errors import BundleError
 

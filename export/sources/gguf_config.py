@@ -9,7 +9,7 @@ import numpy as np
 
 from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import ARCHITECTURES
-from export.sources.source import F32
+from export.stored import F32
 from runtime.core.errors import BundleError
 
 ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files have instead of metadata

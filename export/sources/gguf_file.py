@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFType, GGUFValueType, Keys
 from gguf.quants import dequantize
 
-from export.sources.source import F32
+from export.stored import F32
 from runtime.core.errors import BundleError
 
 _MAGIC = b"GGUF"

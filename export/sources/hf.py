@@ -19,8 +19,8 @@ from export.sources.safetensors_files import (
     open_shards,
     read_json,
 )
-from export.sources.source import F32, Checkpoint, check_tensors
-from export.stored import QuantizedForm, QuantizedRows
+from export.sources.source import Checkpoint, check_tensors
+from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead, kind_of

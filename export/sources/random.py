@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
-from export.sources.source import F32, Checkpoint
+from export.sources.source import Checkpoint
+from export.stored import F32
 from runtime.core.errors import UsageError
 
 

@@ -10,13 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from export.stored import QuantizedForm, QuantizedRows
+from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.core.errors import BundleError
-
-F32 = npt.NDArray[np.float32]
 
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
 
