@@ -231,7 +231,7 @@ class ExportConfig(DataOptions):
 
     @property
     def head_bits(self) -> int | str | None:
-        """The bits of the embedding and the LM head; None to keep a quantized source's values."""
+        """The bits of the embedding and the LM head; None to copy a quantized source's integers."""
         if self.embedding_bits is not None:
             return self.embedding_bits
         return 4 if self.bits == "auto" else self.bits

@@ -136,13 +136,7 @@ def cut_graph(
             f"the model computes {', '.join(targets)} of one token from other tokens, which only "
             "attention may do; that is not supported"
         )
-    if _tiling_pays(traces, values["x"], tokens):
-        tokenwise = treats_tokens_alike(forward, inputs, operation.outputs, shapes)
-        tokenwise = tokenwise and treats_tokens_alike(vjp, vjp_inputs, primals, shapes)
-        operation = replace(operation, tokenwise=tokenwise)
-    if operation.may_be_gated(values):
-        shape = shape_at(values[targets[0]], tokens)
-        operation = replace(operation, gated=gated_activation(forward, vjp, shape))
+    operation = _with_properties(operation, functions, traces, values, shapes, tokens)
     return CutGraph(
         operation,
         ElementwiseGraph(operation, functions),
@@ -223,6 +217,28 @@ class _Pullback:
             return list(gradients)
 
         return pulled
+
+
+def _with_properties(
+    operation: Elementwise,
+    functions: Mapping[str, TracedFunction],
+    traces: Mapping[str, Trace],
+    values: Mapping[str, Shape],
+    shapes: dict[str, Shape],
+    tokens: int,
+) -> Elementwise:
+    """The operation with the properties that let it run by tiles, or as a gated activation."""
+    forward, vjp = functions["forward"].call, functions["vjp"].call
+    if _tiling_pays(traces, values["x"], tokens):
+        tokenwise = treats_tokens_alike(forward, operation.inputs, operation.outputs, shapes)
+        tokenwise = tokenwise and treats_tokens_alike(
+            vjp, operation.vjp_inputs, operation.vjp_outputs, shapes
+        )
+        operation = replace(operation, tokenwise=tokenwise)
+    if operation.may_be_gated(values):
+        shape = shape_at(values[operation.outputs[0]], tokens)
+        operation = replace(operation, gated=gated_activation(forward, vjp, shape))
+    return operation
 
 
 def _tiling_pays(traces: Mapping[str, Trace], hidden: Shape, tokens: int) -> bool:

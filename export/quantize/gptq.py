@@ -69,7 +69,7 @@ def prepare(gram: Gram, damping: float = 0.01) -> Factor:
 
     damping: the share of the mean diagonal to add to the diagonal; 0.1 suits inputs of fewer than
     8 rows of text. It is raised tenfold while float32 finds a block not positive definite, up to
-    DAMPING_LIMIT. A column that no token used keeps its nearest integers.
+    DAMPING_LIMIT. A column that no token used gets its nearest integers.
 
     Raises:
         DataError: even the largest damping does not help.

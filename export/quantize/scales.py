@@ -113,7 +113,7 @@ class _BestPairs:
         np.multiply(centred, inverse[:, None], out=q)
         np.add(q, offset[:, None], out=q)
         np.rint(q, out=q)
-        np.clip(q, -half, half - 1, out=q)  # about zero, sums keep more digits
+        np.clip(q, -half, half - 1, out=q)  # about zero, sums lose fewer digits
         along = np.einsum("gk,gk->g", centred, q)
         total = np.einsum("gk->g", q)
         square = np.einsum("gk,gk->g", q, q) - total * total / centred.shape[1]
