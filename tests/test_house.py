@@ -62,7 +62,6 @@ OTHER_MEANING = {
         "harness/bench/published.py",
         "*",
     ): "figures as papers print them, by the method they measured",
-    ("harness/bench/step_profile.py", "name not in OWNERS"): "lines of a table that come first",
 }
 UNSEEDED = {
     ("tests/conftest.py", "secrets.randbits(32)"): "the seed fixture itself",

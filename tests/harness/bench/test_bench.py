@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.bench import bench as benches
-from harness.bench import benchmark, packing, published, zo2_ablation
+from harness.bench import benchmark, published, zo2_ablation
 from harness.bench.bench import BENCHMARKS, bench, command, find, to_text
 from harness.bench.block_profiles import _shares, together
 from harness.bench.mebp_tables import TABLE2
@@ -30,7 +30,6 @@ from harness.measure.repeats import (
     time_ratio,
 )
 from runtime.bundle.store import MANIFEST, Bundle, open_bundle
-from runtime.config.methods import USUAL
 from runtime.core.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
 
 MODEL = "tiny-qwen2"
@@ -271,6 +270,12 @@ def test_bundles_are_used_again_and_others_are_not(
     assert ran[0][-3:] == ("--seq-lens", "16,32,64", "--force")
 
 
+def test_a_bundle_of_other_bits_is_used_again(tmp_path: Path) -> None:
+    notes: list[str] = []
+    first, again = (bundle_of(tmp_path, MODEL, (16,), notes.append, {"bits": "8"}) for _ in "12")
+    assert first == again and len(notes) == 1
+
+
 def test_pages_are_dropped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
@@ -392,27 +397,14 @@ def test_all_in_memory_needs_a_bundle_of_all_parameters(bundles: Path, tmp_path:
     assert done.returncode == 2 and "are in memory anyway" in done.stderr
 
 
-@pytest.mark.parametrize("methods", [("mebp",), pytest.param(USUAL, marks=pytest.mark.slow)])
-def test_packing(
-    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(packing, "USUAL", methods)
-    report = run(bundles, tmp_path, "packing", seq_lens="128")
-    found = report["rows"][0]["variants"]
-    assert len(found) == len(methods) * 3
-    for packed, batch, alone in (found[at : at + 3] for at in range(0, len(found), 3)):
-        assert [one["failed"] for one in (packed, batch, alone)] == [None] * 3
-        assert batch["how"] == "3 rows a step" and alone["how"] == "1 row a step"
-        first, second, third = (one["processes"][0] for one in (packed, batch, alone))
-        assert first["tokens"] == second["tokens"] == third["tokens"]
-        assert first["tokens"] <= first["computed_tokens"] < third["computed_tokens"]
-        assert third["computed_tokens"] <= second["computed_tokens"]
-        assert (first["steps"] < second["steps"], third["steps"]) == (True, 64)
-        assert packed["epoch_s_to_packed"] == {"median": 1, "low": 1, "high": 1}
-        assert alone["epoch_cpu_s_to_packed"]["low"] > 0
-    assert "An epoch over 64 rows of 10 to 60 tokens" in to_text(report)
-    failed = run(bundles, tmp_path, "packing", seq_lens="16")
-    assert "--max-seq-length 16 < 60, the tokens of the longest row" in to_text(failed)
+@pytest.mark.parametrize("feature", ["single-read", "deferred-update"])
+def test_features_that_a_method_does_not_have(tmp_path: Path, feature: str) -> None:
+    bundle = bundle_of(tmp_path, MODEL, (16,), print)
+    words = ["--method=mebp", "--max-seq-length=16", f"--without={feature}"]
+    words += [f"--scratch={tmp_path}"]
+    command = [sys.executable, "-m", "harness.bench.ablation_process", str(bundle), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "mebp has no such feature" in done.stderr
 
 
 def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(

@@ -1,4 +1,4 @@
-"""Benchmarks of footprint, prediction, budgets, owners of time and peers: numbers, then runs."""
+"""Benchmarks of footprint, prediction, budgets, machines and peers: numbers, then runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from harness.bench.budget_curve import CURVE, compare, spaced_budgets
 from harness.bench.footprint import FOOTPRINT
 from harness.bench.prediction import PREDICTION, distribution, is_within
 from harness.bench.published import MESP_PEAK_MB, MODELS
-from harness.bench.step_profile import PROFILE, REST, order, owners
 from harness.bench.targets import PEAK_MB
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of
@@ -233,25 +232,6 @@ def test_the_curve_is_drawn_and_told() -> None:
     assert CURVE.pictures([row(256)]) == {}
 
 
-# --- where the time goes ----------------------------------------------------------------------
-
-
-def test_owners_and_the_rest_sum_to_the_step() -> None:
-    known = {"unpack": 0.4, "linear forward": 1.0, "a new one": 0.1}
-    found = owners({"seconds": 4.0, "steps": 2, "seconds_per_step": known})
-    assert found["profiled_step_s"] == 2.0
-    assert found["owners_s"] == {**known, REST: pytest.approx(0.5)}
-    assert order([found]) == ["unpack", "linear forward", "a new one", REST]
-    slow = {"median": 1.1, "low": 1.0, "high": 1.2}
-    mebp = {**found, "method": "mebp", "budget": "1GB", "plain_step_s": slow, "slowdown": slow}
-    none = {"owners_s": {}, "profiled_step_s": None, "plain_step_s": None, "slowdown": None}
-    rows = [{**row(256), "profiles": [mebp, {**none, "method": "mezo", "budget": "1GB"}]}]
-    where, cost = PROFILE.tables(rows)
-    assert where.rows[1][3:] == ("unpack", "0.4", "20.0", "-", "-")
-    assert where.rows[-1][3:] == ("the step", "2.00", "100.0", "did not run", "")
-    assert cost.rows[1][3:] == ("mebp", "1.10", "1.00-1.20", "x1.10", "x1.00-x1.20")
-
-
 # --- peers ------------------------------------------------------------------------------------
 
 
@@ -377,17 +357,6 @@ def test_machine(bundles: Path, tmp_path: Path) -> None:
     flags.append(f"--machine={tmp_path / 'found.json'}")
     plan = json.loads(ondevice("plan", str(bundles / MODEL), *flags))
     assert plan["process_bytes"] >= machine.process_bytes
-
-
-def test_profile(bundles: Path, tmp_path: Path) -> None:
-    found, text = run(bundles, tmp_path, "profile")
-    mebp, mezo = found["profiles"]
-    for one in (mebp, mezo):
-        assert sum(one["owners_s"].values()) == pytest.approx(one["profiled_step_s"])
-        assert one["owners_s"][REST] > 0 and one["slowdown"]["median"] > 0
-        assert {"read", "unpack", "linear forward", "head"} <= set(one["owners_s"])
-    assert "optimizer" in mebp["owners_s"] and "noise" in mezo["owners_s"]
-    assert "profiled / not" in text and "which slows a step down" in text
 
 
 def test_peers(bundles: Path, tmp_path: Path) -> None:
