@@ -1,4 +1,4 @@
-"""Training without one feature: a process of `zo2-ablation`, `zo2-full`, `bits` and `machine`.
+"""Training without one feature: a process of `zo2-ablation`, `zo2-full` and `machine`.
 
 `python -m harness.bench.ablation_process BUNDLE --without FEATURE`, where FEATURE is
 
@@ -18,8 +18,11 @@ computed, so the losses are the same without any of them.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +37,8 @@ from runtime.machine.backend import prepare
 prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 
-from harness.bench.process import configured, process_parser, report  # noqa: E402
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
-from harness.measure.repository import repository_only  # noqa: E402
+from harness.measure.provenance import repository_only  # noqa: E402
 from runtime.bundle.store import Bundle, open_bundle  # noqa: E402
 from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
@@ -169,22 +171,47 @@ def _drop(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the figures as JSON, and errors as the command line does."""
-    parser = process_parser("harness.bench.ablation_process", __doc__, length=256)
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.bench.ablation_process",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", default="1GB")
+    parser.add_argument("--max-seq-length", type=int, default=256)
+    parser.add_argument("--scratch", type=Path, default=Path())
     parser.add_argument("--method", choices=tuple(METHODS), default="mezo")
     parser.add_argument("--without", choices=("nothing", *FEATURES), default="nothing")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args(argv)
+    try:
+        figures = _measure(given)
+    except OnDeviceError as problem:
+        print(f"ondevice: {problem}", file=sys.stderr)
+        return problem.exit_code
+    print(json.dumps(figures))
+    return 0
 
-    def measure(scratch: Path) -> dict[str, Any]:
-        if given.steps < 2:
-            raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
-        full = open_bundle(given.bundle).manifest.trainable == "full"
-        rate = {"learning_rate": RATE} if full else {}
-        config = configured(given, method=given.method, steps=given.steps, **rate)
-        return ablate(config, given.without, given.cold, scratch)
 
-    return report(given.scratch, measure)
+def _measure(given: argparse.Namespace) -> dict[str, Any]:
+    if given.steps < 2:
+        raise UsageError(f"--steps {given.steps}: the first step is not timed; give 2 or more")
+    full = open_bundle(given.bundle).manifest.trainable == "full"
+    rate: dict[str, Any] = {"learning_rate": RATE} if full else {}
+    config = TrainConfig(
+        bundle=given.bundle,
+        method=given.method,
+        steps=given.steps,
+        budget=given.budget,
+        max_seq_length=given.max_seq_length,
+        data=f"random:{given.seed}",
+        seed=given.seed,
+        **rate,
+    )
+    with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
+        return ablate(config, given.without, given.cold, Path(scratch))
 
 
 if __name__ == "__main__":

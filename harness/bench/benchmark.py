@@ -27,6 +27,7 @@ from harness.report.table import Table
 from runtime.core.errors import OnDeviceError
 
 Row = dict[str, Any]
+Cells = tuple[str, ...]  # the cells of a table
 NOT_PUBLISHED = "not in the paper"
 
 
@@ -59,20 +60,19 @@ class Bench:
 
     def rows(
         self,
-        measured: Callable[[Path, str, int], Row],
-        besides: Sequence[int] = (),
+        measured: Callable[[Bench, Path, str, int], Row],
         export: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[Row]:
         """A row for each model and length: what `measured` returns, or why there is nothing.
 
-        The bundles have the lengths `besides` too, and are exported with the options `export`.
+        `measured` is given the bundle, the model's name and the length; the bundles are exported
+        with the options `export`.
         """
         private = {str(self.runs): "RUNS", str(Path(self.config.bundles).resolve()): "BUNDLES"}
         for model, lengths in self.cases.items():
             bundle, failed = None, None
             try:
-                buckets = (*lengths, *besides)
-                bundle = bundle_of(Path(self.config.bundles), model, buckets, self.note, export)
+                bundle = bundle_of(Path(self.config.bundles), model, lengths, self.note, export)
             except OnDeviceError as problem:
                 failed = f"no bundle: {reason(problem)}"
                 self.note(f"{model}: {failed}")
@@ -80,18 +80,18 @@ class Bench:
                 row: Row = {"model": model, "tokens": length, "failed": failed}
                 if bundle is not None:
                     self.note(f"{model} at {length} tokens")
-                    row |= measured(bundle, model, length)
+                    row |= measured(self, bundle, model, length)
                 yield _without(private, row)
 
     def variants(self, *methods: str) -> list[Variant]:
         """Every method under every plan of `--plans`, plan by plan."""
         paper = [Variant(method, "paper", "") for method in methods]
         plans = {"budget": self.ours(*methods), "paper": paper}
-        return [one for plan in self.config.plan_names for one in plans[plan]]
+        return [variant for plan in self.config.plan_names for variant in plans[plan]]
 
     def ours(self, *methods: str) -> list[Variant]:
         """Every method under our plan, budget by budget."""
-        return [Variant(method, "budget", one) for one in self.budgets for method in methods]
+        return [Variant(method, "budget", budget) for budget in self.budgets for method in methods]
 
     def budget(self, bundle: Path, length: int, variant: Variant) -> str:
         """The budget that a variant trains under, as a size.
@@ -110,7 +110,7 @@ class Bench:
         bundle: Path,
         length: int,
         variants: Sequence[Variant],
-        kept: Callable[[dict[str, Any]], Process],
+        kept: Callable[[dict[str, Any]], Process] = lambda summary: {},
         profile: bool = False,
     ) -> dict[Variant, Outcome]:
         """Train every variant `--repeats` times; `kept` extracts what to keep of each summary."""
@@ -119,9 +119,9 @@ class Bench:
             process, summary = self.train(bundle, length, variant, profile)
             return process | kept(summary)
 
-        runs = {one.name: partial(run, one) for one in variants}
+        runs = {variant.name: partial(run, variant) for variant in variants}
         outcomes = in_turn(runs, self.config.repeats, self.note)
-        return {one: outcomes[one.name] for one in variants}
+        return {variant: outcomes[variant.name] for variant in variants}
 
     def train(
         self, bundle: Path, length: int, variant: Variant, profile: bool = False
@@ -154,9 +154,9 @@ def _without(private: Mapping[str, str], value: Any) -> Any:
         for path, word in private.items():
             value = value.replace(path, word)
     elif isinstance(value, dict):
-        value = {key: _without(private, one) for key, one in value.items()}
+        value = {key: _without(private, item) for key, item in value.items()}
     elif isinstance(value, list):
-        value = [_without(private, one) for one in value]
+        value = [_without(private, item) for item in value]
     return value
 
 
@@ -165,12 +165,12 @@ def measured_variant(variant: Variant, outcome: Outcome) -> dict[str, Any]:
     return {"name": variant.name, **asdict(variant), **figures(outcome)}
 
 
-def _no_pictures(rows: Sequence[Row]) -> dict[str, list[Chart]]:
-    return {}
-
-
-def _no_facts(rows: Sequence[Row]) -> dict[str, Any]:
-    return {}
+def each_case(
+    measured: Callable[[Bench, Path, str, int], Row],
+    export: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[Bench], Iterator[Row]]:
+    """The rows of a benchmark that measures each model and length by itself: see `Bench.rows`."""
+    return lambda bench: bench.rows(measured, export)
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ class Benchmark:
     rows: Callable[[Bench], Iterator[Row]]
     tables: Callable[[Sequence[Row]], list[Table]]
     notes: Sequence[str] = ()
-    pictures: Callable[[Sequence[Row]], Mapping[str, Sequence[Chart]]] = _no_pictures
-    facts: Callable[[Sequence[Row]], Mapping[str, Any]] = _no_facts
+    pictures: Callable[[Sequence[Row]], Mapping[str, Sequence[Chart]]] = lambda rows: {}
+    facts: Callable[[Sequence[Row]], Mapping[str, Any]] = lambda rows: {}
     budgets: Sequence[str] = ("1GB",)
     own_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -199,12 +199,33 @@ def place(row: Row) -> tuple[str, str]:
     return row["model"], str(row["tokens"])
 
 
-def failed_line(row: Row, head: Sequence[str], at: int = 3) -> list[tuple[str, ...]]:
-    """The table line of a row that failed, with its reason in cell `at`; none for other rows."""
-    if not row["failed"]:
-        return []
-    blank = [""] * (len(head) - at - 1)
-    return [(*place(row), *[""] * (at - 2), row["failed"], *blank)]
+def failed_lines(rows: Sequence[Row], left: int) -> list[Cells]:
+    """The lines of rows that failed, with the reason in the last of `left` columns of words."""
+    return [(*place(row), *[""] * (left - 3), row["failed"]) for row in rows if row["failed"]]
+
+
+def padded(title: str, lines: Sequence[Cells], left: int) -> Table:
+    """A table whose short lines end with blank cells."""
+    width = len(lines[0])
+    return Table(title, [(*line, *[""] * (width - len(line))) for line in lines], left)
+
+
+def variants_table(
+    title: str,
+    head: Cells,
+    rows: Sequence[Row],
+    left: int,
+    cells: Callable[[Row, dict[str, Any]], Cells],
+) -> Table:
+    """A line for each variant of each row: model, tokens, and the variant's cells.
+
+    The first `left` columns are words. A row that failed has its reason in the last of them.
+    """
+    lines: list[Cells] = [("model", "tokens", *head)]
+    for row in rows:
+        lines += [(*place(row), *cells(row, variant)) for variant in row.get("variants", ())]
+        lines += failed_lines([row], left)
+    return padded(title, lines, left)
 
 
 def megabytes(size: float | None) -> str:
@@ -216,11 +237,11 @@ def seconds(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
-def around(found: Mapping[str, float] | None, shown: Callable[[float], str]) -> tuple[str, str]:
+def around(spread: Mapping[str, float] | None, shown: Callable[[float], str]) -> tuple[str, str]:
     """A spread as two cells: the median, and the range."""
-    if found is None:
+    if spread is None:
         return "-", "-"
-    return shown(found["median"]), f"{shown(found['low'])}-{shown(found['high'])}"
+    return shown(spread["median"]), f"{shown(spread['low'])}-{shown(spread['high'])}"
 
 
 def times(value: float | None) -> str:
@@ -229,15 +250,15 @@ def times(value: float | None) -> str:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """A note for each row and each variant that failed."""
-    found: list[str] = []
+    notes: list[str] = []
     for row in rows:
         where = f"{row['model']} at {row['tokens']} tokens"
         if row["failed"]:
-            found.append(f"{where}: {row['failed']}")
+            notes.append(f"{where}: {row['failed']}")
         for variant in row.get("variants", ()):
             if variant["failed"]:
-                found.append(f"{where}, {variant['name']}: {variant['failed']}")
-    return found
+                notes.append(f"{where}, {variant['name']}: {variant['failed']}")
+    return notes
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

@@ -7,7 +7,7 @@ boundary between parts: it explains a step and does not time one, and it counts 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from harness.bench.benchmark import (
     NOT_PUBLISHED,
     Bench,
     Benchmark,
+    Cells,
     Row,
     Variant,
     around,
-    failed_line,
+    each_case,
     measured_variant,
     megabytes,
-    place,
     seconds,
     times,
+    variants_table,
 )
 from harness.bench.published import (
     BACKWARD_OVER_FORWARD,
@@ -47,21 +48,15 @@ PROFILED = (
 Block = dict[str, Any]
 
 
-def _rows(bench: Bench) -> Iterator[Row]:
-    def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = bench.variants(*MEBP_TABLE3.methods)
-        outcomes = bench.in_turn(bundle, length, variants, _kept, profile=True)
-        share, backward = (
-            DECOMPRESSION.get((model, length)),
-            BACKWARD_OVER_FORWARD.get((model, length)),
-        )
-        return {
-            "variants": [_figures(*one) for one in outcomes.items()],
-            "published_percent": None if share is None else asdict(share),
-            "published_backward_over_forward": backward,
-        }
-
-    return bench.rows(measured)
+def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
+    variants = bench.variants(*MEBP_TABLE3.methods)
+    outcomes = bench.in_turn(bundle, length, variants, _kept, profile=True)
+    share = DECOMPRESSION.get((model, length))
+    return {
+        "variants": [_figures(variant, outcome) for variant, outcome in outcomes.items()],
+        "published_percent": None if share is None else asdict(share),
+        "published_backward_over_forward": BACKWARD_OVER_FORWARD.get((model, length)),
+    }
 
 
 def _kept(summary: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +69,7 @@ def _figures(variant: Variant, outcome: Outcome) -> dict[str, Any]:
     return {
         **measured_variant(variant, outcome),
         "shares": {
-            owner: {part: spread([one[owner][part] for one in shares]) for part in PARTS}
+            owner: {part: spread([share[owner][part] for share in shares]) for part in PARTS}
             for owner in OWNERS
         },
         "blocks": blocks,
@@ -109,28 +104,28 @@ def _shares(process: Process) -> dict[str, dict[str, float]]:
 
 def layers_and_head(blocks: Sequence[Block]) -> tuple[Sequence[Block], Block]:
     """The layers, the only blocks with a backward pass of their own, and the head."""
-    return [one for one in blocks if "backward_s" in one], blocks[-1]
+    return [block for block in blocks if "backward_s" in block], blocks[-1]
 
 
 def together(profiles: Sequence[Sequence[Block]]) -> list[Block]:
     """The profiles of several processes as one: median seconds, largest peaks."""
-    found: list[Block] = []
+    merged: list[Block] = []
     for blocks in zip(*profiles, strict=True):
-        one: Block = {"name": blocks[0]["name"]}
+        median: Block = {"name": blocks[0]["name"]}
         for key in list(blocks[0])[1:]:
             values = [block[key] for block in blocks]
             if key.endswith("_peak_bytes"):
-                one[key] = max(values)
+                median[key] = max(values)
             elif key.endswith("_owners_s"):
                 owners = dict.fromkeys(owner for value in values for owner in value)
-                one[key] = {
+                median[key] = {
                     owner: statistics.median([value.get(owner, 0.0) for value in values])
                     for owner in owners
                 }
             else:
-                one[key] = statistics.median(values)
-        found.append(one)
-    return found
+                median[key] = statistics.median(values)
+        merged.append(median)
+    return merged
 
 
 def _backward_over_forward(blocks: Sequence[Block]) -> dict[str, float] | None:
@@ -140,7 +135,10 @@ def _backward_over_forward(blocks: Sequence[Block]) -> dict[str, float] | None:
     keys = {"memory": "_peak_bytes", "time": "_s"}
     return {
         name: statistics.median(
-            [one[f"backward{key}"] / one[f"forward{key}"] for one in layers_and_head(blocks)[0]]
+            [
+                layer[f"backward{key}"] / layer[f"forward{key}"]
+                for layer in layers_and_head(blocks)[0]
+            ]
         )
         for name, key in keys.items()
     }
@@ -150,24 +148,18 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
-def _lines(
-    rows: Sequence[Row],
-    head: tuple[str, ...],
-    cells: Callable[[Row, dict[str, Any]], tuple[str, ...]],
-) -> list[tuple[str, ...]]:
-    found = [head]
-    for row in rows:
-        for one in row.get("variants", ()):
-            no_cells = ("did not run", *[""] * (len(head) - 4))
-            measured = cells(row, one) if one["blocks"] else no_cells
-            found.append((*place(row), one["name"], *measured))
-        found += failed_line(row, head, at=2)
-    return found
+def _table(
+    title: str, head: Cells, rows: Sequence[Row], cells: Callable[[Row, dict[str, Any]], Cells]
+) -> list[Table]:
+    def measured(row: Row, variant: dict[str, Any]) -> Cells:
+        return (variant["name"], *(cells(row, variant) if variant["blocks"] else ("did not run",)))
+
+    return [variants_table(title, ("variant", *head), rows, 3, measured)]
 
 
 def _decompression(rows: Sequence[Row]) -> list[Table]:
-    def cells(row: Row, one: dict[str, Any]) -> tuple[str, ...]:
-        unpack, read = one["shares"]["unpack"], one["shares"]["read"]
+    def cells(row: Row, variant: dict[str, Any]) -> Cells:
+        unpack, read = variant["shares"]["unpack"], variant["shares"]["read"]
         published = row["published_percent"]
         return (
             *(cell for part in PARTS[:2] for cell in around(unpack[part], _percent)),
@@ -181,17 +173,17 @@ def _decompression(rows: Sequence[Row]) -> list[Table]:
         )
 
     head = (
-        "model", "tokens", "variant", "forward %", "low-high", "backward %", "low-high", "head %",
+        "forward %", "low-high", "backward %", "low-high", "head %",
         "step %", "reading: step %", "paper: forward %", "backward %",
     )  # fmt: skip
     title = "Share of time that dequantizing weights takes, in the layers, the head, and the step"
-    return [Table(title, _lines(rows, head, cells), 3)]
+    return _table(title, head, rows, cells)
 
 
 def _blockwise(rows: Sequence[Row]) -> list[Table]:
-    def cells(row: Row, one: dict[str, Any]) -> tuple[str, ...]:
-        layers, head = layers_and_head(one["blocks"])
-        ratio, published = one["backward_over_forward"], row["published_backward_over_forward"]
+    def cells(row: Row, variant: dict[str, Any]) -> Cells:
+        layers, head = layers_and_head(variant["blocks"])
+        ratio, published = variant["backward_over_forward"], row["published_backward_over_forward"]
         memory = [
             megabytes(max(block[f"{direction}_peak_bytes"] for block in layers))
             for direction in ("forward", "backward")
@@ -208,17 +200,21 @@ def _blockwise(rows: Sequence[Row]) -> list[Table]:
         )
 
     head = (
-        "model", "tokens", "variant", "layer forward MB", "backward MB", "head MB",
+        "layer forward MB", "backward MB", "head MB",
         "layer forward s", "backward s", "head s", "backward / forward: MB", "s", "paper: MB", "s",
     )  # fmt: skip
-    return [Table("Memory and time of a block", _lines(rows, head, cells), 3)]
+    return _table("Memory and time of a block", head, rows, cells)
 
 
 def pictures(rows: Sequence[Row]) -> Mapping[str, list[Chart]]:
     """Memory and time of every block, forward and backward, a picture for each row."""
     drawn = {}
     for row in rows:
-        measured = {one["name"]: one["blocks"] for one in row.get("variants", ()) if one["blocks"]}
+        measured = {
+            variant["name"]: variant["blocks"]
+            for variant in row.get("variants", ())
+            if variant["blocks"]
+        }
         if measured:
             drawn[f"{row['model']}-{row['tokens']}"] = block_charts(measured)
     return drawn
@@ -229,7 +225,7 @@ TABLE3 = Benchmark(
     MEBP_TABLE3,
     MODELS,
     (256,),
-    _rows,
+    each_case(_row),
     _decompression,
     (
         "forward and backward: of the layers; the head computes loss and gradient in one pass and "
@@ -242,7 +238,7 @@ FIGURE2 = Benchmark(
     MEBP_FIGURE2,
     ("qwen2.5-1.5b",),
     (256,),
-    _rows,
+    each_case(_row),
     _blockwise,
     (
         "MB: the most memory that MLX's allocator held while the block ran, adapters included, of "

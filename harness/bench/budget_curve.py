@@ -15,15 +15,16 @@ from typing import Any
 from harness.bench.benchmark import (
     Bench,
     Benchmark,
+    Cells,
     Row,
     Variant,
     around,
-    failed_line,
+    each_case,
     measured_variant,
     megabytes,
-    place,
     seconds,
     times,
+    variants_table,
 )
 from harness.measure.bundles import smallest_megabytes
 from harness.report.chart import Chart, Line
@@ -45,24 +46,20 @@ def spaced_budgets(
     return tuple(f"{size}MB" for size in dict.fromkeys(rising))
 
 
-def _rows(bench: Bench) -> Iterator[Row]:
-    def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = [
-            Variant(method, "budget", budget)
-            for method in USUAL
-            for budget in bench.budgets
-            or spaced_budgets(smallest_megabytes(bundle, method, length))
-        ]
-        outcomes = bench.in_turn(bundle, length, variants, _choices)
-        found = [measured_variant(*one) for one in outcomes.items()]
-        compared = {
-            method: compare([one for one in found if one["method"] == method and one["processes"]])
-            for method in USUAL
-        }
-        notes = [note for method, one in compared.items() for note in _notes(method, one)]
-        return {"variants": found, "compared": compared, "notes": notes}
-
-    return bench.rows(measured)
+def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
+    variants = [
+        Variant(method, "budget", budget)
+        for method in USUAL
+        for budget in bench.budgets or spaced_budgets(smallest_megabytes(bundle, method, length))
+    ]
+    outcomes = bench.in_turn(bundle, length, variants, _choices)
+    measured = [measured_variant(variant, outcome) for variant, outcome in outcomes.items()]
+    compared = {
+        method: compare([one for one in measured if one["method"] == method and one["processes"]])
+        for method in USUAL
+    }
+    notes = [note for method, result in compared.items() for note in _notes(method, result)]
+    return {"variants": measured, "compared": compared, "notes": notes}
 
 
 def _choices(summary: dict[str, Any]) -> dict[str, Any]:
@@ -124,16 +121,8 @@ def _notes(method: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    lines: list[tuple[str, ...]] = [
-        ("model", "tokens", "method", "budget", "s/step", "low-high", "peak MB", "predicted MB",
-         "plan"),
-    ]  # fmt: skip
-    for row in rows:
-        shown = _differing(row.get("variants", ()))
-        for one in row.get("variants", ()):
-            lines.append((*place(row), one["method"], one["budget"], *_cells(one, shown)))
-        lines += failed_line(row, lines[0])
-    return [Table("Seconds of a step against the budget", lines, 4)]
+    head = ("method", "budget", "s/step", "low-high", "peak MB", "predicted MB", "plan")
+    return [variants_table("Seconds of a step against the budget", head, rows, 4, _cells)]
 
 
 def _differing(variants: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -145,14 +134,17 @@ def _differing(variants: Sequence[Mapping[str, Any]]) -> set[str]:
     return found
 
 
-def _cells(one: Mapping[str, Any], shown: set[str]) -> tuple[str, ...]:
-    if not one["processes"]:
-        return ("did not run", *[""] * 4)
-    choices = {key: value for key, value in _plan(one).items() if key in shown}
+def _cells(row: Row, variant: Mapping[str, Any]) -> Cells:
+    head = (variant["method"], variant["budget"])
+    if not variant["processes"]:
+        return (*head, "did not run")
+    shown = _differing(row["variants"])
+    choices = {key: value for key, value in _plan(variant).items() if key in shown}
     return (
-        *around(one["step_s"], seconds),
-        megabytes(one["peak_footprint_bytes"]),
-        megabytes(one["processes"][0]["predicted_peak_bytes"]),
+        *head,
+        *around(variant["step_s"], seconds),
+        megabytes(variant["peak_footprint_bytes"]),
+        megabytes(variant["processes"][0]["predicted_peak_bytes"]),
         ", ".join(f"{key} {value}" for key, value in choices.items()),
     )
 
@@ -194,7 +186,7 @@ CURVE = Benchmark(
     None,
     ("qwen2.5-0.5b",),
     (256,),
-    _rows,
+    each_case(_row),
     _tables,
     (
         "low-high: the range of all timed steps; time rises beyond the spread where every step of "

@@ -7,16 +7,20 @@ README's table.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from harness.bench.benchmark import (
     Bench,
     Benchmark,
+    Cells,
     Row,
-    failed_line,
+    each_case,
+    failed_lines,
     measured_variant,
     megabytes,
+    padded,
     place,
     seconds,
 )
@@ -30,23 +34,18 @@ SMALL, LARGE = "min", "1GB"
 _SYSTEM = re.compile(r"[^-]+-[\d.]+")  # of "Linux-6.1.0-18-amd64-x86_64-with-glibc2.36"
 
 
-def _rows(bench: Bench) -> Iterator[Row]:
-    def measured(bundle: Any, model: str, length: int) -> Row:
-        outcomes = bench.in_turn(bundle, length, bench.ours(*USUAL), lambda summary: {})
-        return {
-            "variants": [measured_variant(one, outcome) for one, outcome in outcomes.items()],
-        }
-
-    return bench.rows(measured)
+def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
+    outcomes = bench.in_turn(bundle, length, bench.ours(*USUAL))
+    return {
+        "variants": [measured_variant(variant, outcome) for variant, outcome in outcomes.items()]
+    }
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    head = ("model", "tokens", "method", "MB (smallest budget)", "s/step (1 GB)")
-    lines: list[tuple[str, ...]] = [head]
+    lines: list[Cells] = [("model", "tokens", "method", "MB (smallest budget)", "s/step (1 GB)")]
     for row in rows:
-        lines += failed_line(row, head)
         lines += [(*place(row), method, *cells) for method, cells in _cells(row).items()]
-    return [Table("Peak footprint and seconds per step", lines, 3)]
+    return [padded("Peak footprint and seconds per step", [*lines, *failed_lines(rows, 3)], 3)]
 
 
 def _cells(row: Row) -> dict[str, tuple[str, str]]:
@@ -94,7 +93,7 @@ DOCTOR = Benchmark(
     None,
     MODELS,
     (TOKENS,),
-    _rows,
+    each_case(_row),
     _tables,
     ("weights are random, in the models' shapes; a step trains LoRA rank 8 on one row",),
     budgets=(SMALL, LARGE),

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench.benchmark import Bench, Benchmark, Row, around, megabytes
+from harness.bench.benchmark import Bench, Benchmark, Cells, Row, around, megabytes
 from harness.measure.command import ondevice
 from harness.measure.other_load import other_load
+from harness.measure.provenance import repository_only
 from harness.measure.repeats import Outcome, Process, in_turn, most, spread, turn_ratio
-from harness.measure.repository import repository_only
 from harness.report.table import Table
 from runtime.core.errors import OnDeviceError, UsageError
 from runtime.data.prompts import confined_prompt
@@ -32,7 +32,6 @@ PROMPT = (
 )
 MAX_TOKENS = 24
 BUSY_CORES = 0.1  # more than an idle system uses
-MLX_LM, LLAMA = "harness.peers.mlx_lm_generator", "harness.peers.llama_cpp_generator"
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
@@ -58,8 +57,8 @@ def _rows(bench: Bench) -> Iterator[Row]:
         }
         peer = partial(_peer, tokens, Path(scratch))
         runs |= {
-            "mlx-lm, 8 bits": partial(peer, sys.executable, MLX_LM, bundle=bundle, bits=8),
-            "llama.cpp": partial(peer, python, LLAMA, model=checkpoint),
+            "mlx-lm, 8 bits": partial(peer, sys.executable, "mlx-lm", model=bundle, bits=8),
+            "llama.cpp": partial(peer, python, "llama.cpp", model=checkpoint),
         }
         outcomes = in_turn(runs, bench.config.repeats, bench.note)
     ours = outcomes[f"ours, {bench.budgets[-1]}"]
@@ -104,13 +103,15 @@ def _ours(bundle: Path, budget: str) -> Process:
     return {**{key: found[key] for key in kept}, "text": found["text"], "other_cores": others.cores}
 
 
-def _peer(tokens: Path, scratch: Path, python: str, module: str, **options: object) -> Process:
-    flags = [f"--{name}={value}" for name, value in options.items()]
+def _peer(tokens: Path, scratch: Path, python: str, name: str, **options: object) -> Process:
+    flags = [f"--{option}={value}" for option, value in options.items()]
     flags += [f"--prompt={tokens}", f"--max-tokens={MAX_TOKENS}", f"--threads={cores()}"]
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
     with environment(cores(), as_it_comes=False), other_load() as others:
-        found = run_peer([python, "-P", "-m", module, str(result), *flags], result)
+        found = run_peer(
+            [python, "-P", "-m", "harness.peers.generator", str(result), name, *flags], result
+        )
     return {**found, "other_cores": others.cores}
 
 
@@ -138,7 +139,7 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
         "program", "tokens/s", "low-high", "prompt tokens/s", "low-high", "peak MB",
         "tokens/s: it/ours", "low-high", "peak: it/ours", "low-high",
     )  # fmt: skip
-    lines: list[tuple[str, ...]] = [head]
+    lines: list[Cells] = [head]
     for row in rows:
         for one in row.get("variants", ()):
             lines.append(

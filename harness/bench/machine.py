@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,18 @@ import numpy as np
 from harness.bench.benchmark import (
     Bench,
     Benchmark,
+    Cells,
     Row,
     Variant,
-    failed_line,
+    each_case,
     measured_variant,
     megabytes,
+    variants_table,
 )
-from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
-from harness.bench.zo2_ablation import with_plan
+from harness.bench.prediction import PREDICTED_UNDER, PREDICTED_WITHIN
+from harness.bench.zo2_ablation import measure_ablation
 from harness.measure.command import ondevice
-from harness.measure.repeats import Outcome, Process, in_turn
+from harness.measure.repeats import Process, in_turn, most
 from harness.report.table import Table
 from runtime.bundle.store import open_bundle
 from runtime.config.methods import USUAL
@@ -55,31 +57,24 @@ KEPT = ("step_s", "peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_byte
 Features = dict[str, float]
 
 
-def _rows(bench: Bench) -> Iterator[Row]:
-    def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = bench.ours(*USUAL)
-        runs = {one.name: partial(_process, bench, bundle, length, one) for one in variants}
-        outcomes = in_turn(runs, bench.config.repeats, bench.note)
-        return {
-            "speeds": _speeds(),
-            "variants": [
-                measured_variant(one, outcomes[one.name])
-                | {"extra_bytes": _most(outcomes[one.name])}
-                for one in variants
-            ],
-        }
-
-    return bench.rows(measured)
+def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
+    variants = bench.ours(*USUAL)
+    runs = {variant.name: partial(_process, bench, bundle, length, variant) for variant in variants}
+    outcomes = in_turn(runs, bench.config.repeats, bench.note)
+    return {
+        "speeds": _speeds(),
+        "variants": [
+            measured_variant(variant, outcomes[variant.name])
+            | {"extra_bytes": most(outcomes[variant.name], "extra_bytes")}
+            for variant in variants
+        ],
+    }
 
 
 def _process(bench: Bench, bundle: Path, length: int, variant: Variant) -> Process:
     """Train without ending at the budget: what is too little memory here shall be measured."""
-    measured = with_plan(bench, bundle, length, variant, "budget", cold=False)
+    measured = measure_ablation(bench, bundle, length, variant, "budget", cold=False)
     return {key: measured[key] for key in KEPT} | _extra(bundle, measured)
-
-
-def _most(outcome: Outcome) -> int | None:
-    return max((process["extra_bytes"] for process in outcome.processes), default=None)
 
 
 def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
@@ -110,7 +105,7 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
 
 
 def _speeds() -> dict[str, float]:
-    return dict(json.loads(ondevice("speeds", module="harness.bench.speeds_process")))
+    return dict(json.loads(ondevice("probe", module="harness.bench.probe_process"))["speeds"])
 
 
 def fit(rows: Sequence[Row]) -> Heap:
@@ -125,16 +120,16 @@ def fit(rows: Sequence[Row]) -> Heap:
     extra = np.array([process["extra_bytes"] for process in processes], float)
     extra += (PREDICTED_WITHIN - PREDICTED_UNDER) / 2 * peaks
     scale = table.max(axis=0)
-    found = np.zeros(len(names))
+    values = np.zeros(len(names))
     free = list(range(len(names)))
     while free:
         part = (table / scale / peaks[:, None])[:, free]
         solved = np.linalg.lstsq(part, extra / peaks, rcond=None)[0]
         if (solved >= 0).all():
-            found[free] = solved / scale[free]
+            values[free] = solved / scale[free]
             break
         free = [index for index, value in zip(free, solved, strict=True) if value >= 0]
-    fitted = {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
+    fitted = {name: round(float(value), 3) for name, value in zip(names, values, strict=True)}
     fitted |= {name: int(value) for name, value in fitted.items() if name.endswith("_bytes")}
     return msgspec.structs.replace(Heap(), **fitted)
 
@@ -159,34 +154,26 @@ def measured_machine(rows: Sequence[Row]) -> dict[str, Any]:
     return {"measured_machine": msgspec.to_builtins(machine)}
 
 
+def _cells(row: Row, variant: dict[str, Any]) -> Cells:
+    sizes = (variant["peak_footprint_bytes"], variant["extra_bytes"])
+    return (variant["method"], variant["budget"], *map(megabytes, sizes))
+
+
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    found = measured_machine(rows)
-    shares: list[tuple[str, ...]] = [("the heap's constant", "measured", "default")]
-    if found:
-        heap, default = found["measured_machine"]["heap"], msgspec.to_builtins(Heap())
+    facts = measured_machine(rows)
+    shares: list[Cells] = [("the heap's constant", "measured", "default")]
+    if facts:
+        heap, default = facts["measured_machine"]["heap"], msgspec.to_builtins(Heap())
         shares += [(name, f"{heap[name]:g}", f"{default[name]:g}") for name in default]
-    cells: list[tuple[str, ...]] = [
-        ("model", "tokens", "method", "budget", "peak MB", "beyond what is alive MB")
-    ]
-    for row in rows:
-        cells += failed_line(row, cells[0])
-    cells += [
-        (
-            *(row["model"], str(row["tokens"]), one["method"], one["budget"]),
-            megabytes(one["peak_footprint_bytes"]),
-            megabytes(one["extra_bytes"]),
-        )
-        for row in rows
-        for one in row.get("variants", ())
-    ]
-    speeds: list[tuple[str, ...]] = [("speed", "value")]
+    head = ("method", "budget", "peak MB", "beyond what is alive MB")
+    speeds: list[Cells] = [("speed", "value")]
     measured = [row["speeds"] for row in rows if "speeds" in row]
     for name in measured[0] if measured else ():
         middle = statistics.median(row[name] for row in measured)
         speeds.append((name, f"{middle:.3g}"))
     return [
         Table("Constants for `--machine`", shares, 1),
-        Table("What they were fitted to", cells, 4),
+        variants_table("What they were fitted to", head, rows, 4, _cells),
         Table("Speeds", speeds, 1),
     ]
 
@@ -196,7 +183,7 @@ MACHINE = Benchmark(
     None,
     MODELS,
     LENGTHS,
-    _rows,
+    each_case(_row),
     _tables,
     (
         "share_beside_mapped and share_of_large are not fitted: they apply to longer rows",

@@ -6,7 +6,7 @@ logits) on this machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
@@ -16,15 +16,17 @@ from harness.bench.benchmark import (
     NOT_PUBLISHED,
     Bench,
     Benchmark,
+    Cells,
     Row,
     Variant,
     around,
-    failed_line,
+    each_case,
     measured_variant,
     megabytes,
     place,
     seconds,
     times,
+    variants_table,
 )
 from harness.bench.published import MEBP_TABLE2, MEBP_TABLE4, MODELS, STEPS, TRAINABLE_MILLIONS
 from harness.measure.repeats import Outcome, peak_ratio, time_ratio
@@ -40,27 +42,24 @@ NOTES = (
 )
 
 
-def _rows(bench: Bench) -> Iterator[Row]:
-    def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = bench.variants(*MEBP_TABLE2.methods)
-        outcomes = bench.in_turn(bundle, length, variants, _trainable)
-        trainable = [
-            process[TRAINABLE] for outcome in outcomes.values() for process in outcome.processes
-        ]
-        return {
-            TRAINABLE: trainable[0] if trainable else None,
-            "variants": [
-                {
-                    **measured_variant(variant, outcome),
-                    "published": _published(model, length, variant.method),
-                }
-                for variant, outcome in outcomes.items()
-            ],
-            "ratios": _ratios(outcomes),
-            "published_trainable_millions": TRAINABLE_MILLIONS.get(model),
-        }
-
-    return bench.rows(measured)
+def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
+    variants = bench.variants(*MEBP_TABLE2.methods)
+    outcomes = bench.in_turn(bundle, length, variants, _trainable)
+    trainable = [
+        process[TRAINABLE] for outcome in outcomes.values() for process in outcome.processes
+    ]
+    return {
+        TRAINABLE: trainable[0] if trainable else None,
+        "variants": [
+            {
+                **measured_variant(variant, outcome),
+                "published": _published(model, length, variant.method),
+            }
+            for variant, outcome in outcomes.items()
+        ],
+        "ratios": _ratios(outcomes),
+        "published_trainable_millions": TRAINABLE_MILLIONS.get(model),
+    }
 
 
 def _trainable(summary: dict[str, Any]) -> dict[str, Any]:
@@ -83,37 +82,38 @@ def _ratios(outcomes: dict[Variant, Outcome]) -> list[dict[str, Any]]:
             "peak_footprint": peak_ratio(outcomes[over], outcomes[under]),
         }
 
-    found = []
+    ratios = []
     for a, b in combinations(outcomes, 2):
         if a.label == b.label:
             methods = (a.method, b.method)
-            found.append(ratio(f"{a.method} / {b.method}, {a.label}", a, b, methods))
+            ratios.append(ratio(f"{a.method} / {b.method}, {a.label}", a, b, methods))
     for paper in outcomes:
         for ours in outcomes:
             if (paper.plan, ours.plan) == ("paper", "budget") and paper.method == ours.method:
                 name = f"{paper.label} / {ours.label}, {ours.method}"
-                found.append(ratio(name, paper, ours, ()))
-    return found
+                ratios.append(ratio(name, paper, ours, ()))
+    return ratios
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    steps: list[tuple[str, ...]] = [
-        ("model", "tokens", "method", "plan", "s/step", "low-high", "peak MB", "kernel peak MB",
-         "predicted MB", "paper: s", "MB"),
-    ]  # fmt: skip
+    steps = variants_table(
+        "Seconds and peak footprint of a step",
+        ("method", "plan", "s/step", "low-high", "peak MB", "kernel peak MB", "predicted MB",
+         "paper: s", "MB"),
+        rows,
+        4,
+        lambda row, variant: (variant["method"], _plan(variant), *_step_cells(variant)),
+    )  # fmt: skip
     ratios = [
         ("model", "tokens", "ratio", "s/step", "low-high", "peak MB", "smaller peak",
          "paper: s", "MB"),
     ]  # fmt: skip
     for row in rows:
-        for one in row.get("variants", ()):
-            steps.append((*place(row), one["method"], _plan(one), *_step_cells(one)))
-        for one in row.get("ratios", ()):
-            cells = (*around(one["step_s"], times), times(one["peak_footprint"]))
-            published = _published_ratio(row, *one["methods"]) if one["methods"] else ("", "")
-            ratios.append((*place(row), one["what"], *cells, _smaller(one), *published))
-        steps += failed_line(row, steps[0])
-    return [Table("Seconds and peak footprint of a step", steps, 4), Table("Ratios", ratios, 3)]
+        for ratio in row.get("ratios", ()):
+            cells = (*around(ratio["step_s"], times), times(ratio["peak_footprint"]))
+            published = _published_ratio(row, *ratio["methods"]) if ratio["methods"] else ("", "")
+            ratios.append((*place(row), ratio["what"], *cells, _smaller(ratio), *published))
+    return [steps, Table("Ratios", ratios, 3)]
 
 
 def _plan(variant: dict[str, Any]) -> str:
@@ -122,7 +122,7 @@ def _plan(variant: dict[str, Any]) -> str:
     return f"our plan, min ({variant['processes'][0]['budget_bytes'] / 1e6:.0f} MB)"
 
 
-def _step_cells(variant: dict[str, Any]) -> tuple[str, ...]:
+def _step_cells(variant: dict[str, Any]) -> Cells:
     published = variant["published"]
     papers = (
         (f"{published['seconds']:.2f}", f"{published['peak_mb']:.2f}")
@@ -160,7 +160,7 @@ TABLE2 = Benchmark(
     MEBP_TABLE2,
     MODELS,
     (256,),
-    _rows,
+    each_case(_row),
     _tables,
     NOTES,
 )
@@ -169,7 +169,7 @@ TABLE4 = Benchmark(
     MEBP_TABLE4,
     ("qwen2.5-1.5b",),
     (128, 256, 512, 1024),
-    _rows,
+    each_case(_row),
     _tables,
     NOTES,
 )

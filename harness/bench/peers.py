@@ -15,22 +15,21 @@ from typing import Any
 from harness.bench.benchmark import (
     Bench,
     Benchmark,
+    Cells,
     Row,
     Variant,
     around,
-    failed_line,
     megabytes,
-    place,
     seconds,
+    variants_table,
 )
+from harness.measure.provenance import repository_only
 from harness.measure.repeats import Outcome, figures, in_turn, most, time_ratio, turn_ratio
-from harness.measure.repository import repository_only
 from harness.report.table import Table
 from runtime.core.errors import UsageError
 
 with repository_only():
-    from harness.peers.launch import Setup, cores, inherited
-    from harness.peers.programs import DEFAULT, METHOD, OURS, PROGRAMS
+    from harness.peers.launch import DEFAULT, METHOD, OURS, PROGRAMS, Setup, cores, inherited
     from harness.peers.trainer import ALPHA, RANK
 
 OPTION = "--python"
@@ -38,41 +37,41 @@ BUSY_CORES = 0.1  # more than an idle system uses
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
+    _check(bench, bench.config.peer_names)
+    return bench.rows(_row)
+
+
+def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     names = bench.config.peer_names or DEFAULT
-    _check(bench, names)
     python = bench.config.python or sys.executable
-
-    def measured(bundle: Path, model: str, length: int) -> Row:
-        setup = Setup(
-            bundle.resolve(),
-            model,
-            length,
-            bench.config.steps,
-            bench.budget(bundle, length, Variant(METHOD, "budget", bench.budgets[0])),
-            python,
-            cores(),
-            bench.runs,
-        )
-        outcomes = in_turn(
-            {name: partial(setup.measure, name) for name in names},
-            bench.config.repeats,
-            bench.note,
-            once=[name for name in names if PROGRAMS[name].once],
-        )
-        for outcome in outcomes.values():
-            if outcome.failed:
-                outcome.failed = _without_paths(outcome.failed, python)
-        found = [_figures(name, outcomes) for name in names]
-        return {
-            "budget": setup.budget,
-            "threads": setup.threads,
-            "lora": {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"},
-            "inherited": inherited(),
-            "variants": found,
-            "notes": notes(found, inherited()),
-        }
-
-    return bench.rows(measured)
+    setup = Setup(
+        bundle.resolve(),
+        model,
+        length,
+        bench.config.steps,
+        bench.budget(bundle, length, Variant(METHOD, "budget", bench.budgets[0])),
+        python,
+        cores(),
+        bench.runs,
+    )
+    outcomes = in_turn(
+        {name: partial(setup.measure, name) for name in names},
+        bench.config.repeats,
+        bench.note,
+        once=[name for name in names if PROGRAMS[name].once],
+    )
+    for outcome in outcomes.values():
+        if outcome.failed:
+            outcome.failed = _without_paths(outcome.failed, python)
+    found = [_figures(name, outcomes) for name in names]
+    return {
+        "budget": setup.budget,
+        "threads": setup.threads,
+        "lora": {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"},
+        "inherited": inherited(),
+        "variants": found,
+        "notes": notes(found, inherited()),
+    }
 
 
 def _check(bench: Bench, names: Sequence[str]) -> None:
@@ -136,27 +135,23 @@ def notes(found: Sequence[dict[str, Any]], set_before: dict[str, str]) -> list[s
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
     head = (
-        "model", "tokens", "program", "s/step", "low-high", "training MB", "process MB",
-        "kernel peak MB", "time: ours/it", "low-high", "peak: ours/it", "low-high",
+        "program", "s/step", "low-high", "training MB", "process MB", "kernel peak MB",
+        "time: ours/it", "low-high", "peak: ours/it", "low-high",
     )  # fmt: skip
-    lines: list[tuple[str, ...]] = [head]
-    for row in rows:
-        for one in row.get("variants", ()):
-            lines.append((*place(row), one["name"], *_cells(one)))
-        lines += failed_line(row, head, at=2)
-    return [Table("Ours and the usual tools", lines, 3)]
+    return [variants_table("Ours and the usual tools", head, rows, 3, _cells)]
 
 
-def _cells(one: dict[str, Any]) -> tuple[str, ...]:
-    if not one["processes"]:
-        return ("did not run", *[""] * 8)
+def _cells(row: Row, program: dict[str, Any]) -> Cells:
+    if not program["processes"]:
+        return (program["name"], "did not run")
     return (
-        *around(one["step_s"], seconds),
-        megabytes(one["training_peak_bytes"]),
-        megabytes(one["peak_footprint_bytes"]),
-        megabytes(one["peak_rss_bytes"]),
-        *around(one["time_ratio"], _ratio),
-        *around(one["peak_ratio"], _ratio),
+        program["name"],
+        *around(program["step_s"], seconds),
+        megabytes(program["training_peak_bytes"]),
+        megabytes(program["peak_footprint_bytes"]),
+        megabytes(program["peak_rss_bytes"]),
+        *around(program["time_ratio"], _ratio),
+        *around(program["peak_ratio"], _ratio),
     )
 
 

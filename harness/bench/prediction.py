@@ -15,13 +15,16 @@ from typing import Any
 from harness.bench.benchmark import (
     Bench,
     Benchmark,
+    Cells,
     Row,
-    failed_line,
+    each_case,
+    failed_lines,
     measured_variant,
     megabytes,
+    padded,
+    place,
 )
 from harness.bench.published import MODELS
-from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
 from harness.measure.repeats import Outcome, most
 from harness.report.table import Table
 from runtime.config.methods import USUAL
@@ -31,21 +34,20 @@ OTHER_MODELS = ("gemma3-270m", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-g
 UNSEEN_MODELS = ("llama-135m", "qwen3-0.6b")
 UNSEEN_LENGTHS = (96, 160, 200, 384)
 SHOWN = 5  # of the lowest errors, and of the highest
-Found = dict[str, Any]
+# targets, as shares of the measured peak
+PREDICTED_WITHIN = 0.05
+PREDICTED_UNDER = 0.02  # at most so much below it
+Combination = dict[str, Any]  # a variant with its model and tokens
 
 
-def _rows(bench: Bench) -> Iterator[Row]:
-    def measured(bundle: Path, model: str, length: int) -> Row:
-        variants = bench.ours(*USUAL)
-        outcomes = bench.in_turn(bundle, length, variants, lambda summary: {})
-        return {
-            "variants": [
-                {**measured_variant(variant, outcome), "error": _error(outcome)}
-                for variant, outcome in outcomes.items()
-            ]
-        }
-
-    return bench.rows(measured)
+def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
+    outcomes = bench.in_turn(bundle, length, bench.ours(*USUAL))
+    return {
+        "variants": [
+            {**measured_variant(variant, outcome), "error": _error(outcome)}
+            for variant, outcome in outcomes.items()
+        ]
+    }
 
 
 def _error(outcome: Outcome) -> float | None:
@@ -78,51 +80,50 @@ def is_within(error: float) -> bool:
     return -PREDICTED_UNDER <= error <= PREDICTED_WITHIN
 
 
-def _combinations(rows: Sequence[Row]) -> list[Found]:
+def _combinations(rows: Sequence[Row]) -> list[Combination]:
     """Every variant of every row, with its place."""
     return [
-        {"model": row["model"], "tokens": row["tokens"], **one}
+        {"model": row["model"], "tokens": row["tokens"], **variant}
         for row in rows
-        for one in row.get("variants", ())
+        for variant in row.get("variants", ())
     ]
 
 
-def _groups(found: Sequence[Found]) -> Iterator[tuple[str, list[Found]]]:
+def _groups(known: Sequence[Combination]) -> Iterator[tuple[str, list[Combination]]]:
     """All combinations, then those that share a property; a property that all share is left out."""
 
-    def shared(key: Callable[[Found], str]) -> Iterator[tuple[str, list[Found]]]:
-        names = list(dict.fromkeys(map(key, found)))
+    def shared(key: Callable[[Combination], str]) -> Iterator[tuple[str, list[Combination]]]:
+        names = list(dict.fromkeys(map(key, known)))
         for name in names if len(names) > 1 else ():
-            yield name, [one for one in found if key(one) == name]
+            yield name, [combination for combination in known if key(combination) == name]
 
-    yield "all", list(found)
+    yield "all", list(known)
     yield from shared(_origin)
-    yield from shared(lambda one: one["method"])
-    yield from shared(lambda one: f"budget {one['budget']}")
-    yield from shared(lambda one: f"{one['tokens']} tokens")
-    yield from shared(lambda one: one["model"])
+    yield from shared(lambda combination: combination["method"])
+    yield from shared(lambda combination: f"budget {combination['budget']}")
+    yield from shared(lambda combination: f"{combination['tokens']} tokens")
+    yield from shared(lambda combination: combination["model"])
 
 
-def _origin(one: Found) -> str:
-    if one["model"] in UNSEEN_MODELS:
+def _origin(combination: Combination) -> str:
+    if combination["model"] in UNSEEN_MODELS:
         return "unseen models and lengths"
-    return "the papers' models" if one["model"] in MODELS else "other models"
+    return "the papers' models" if combination["model"] in MODELS else "other models"
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    every = _combinations(rows)
-    return [_errors(every), _extremes(rows, every)]
+    known = [combination for combination in _combinations(rows) if combination["error"] is not None]
+    return [_errors(known), _extremes(rows, known)]
 
 
-def _errors(found: Sequence[Found]) -> Table:
+def _errors(known: Sequence[Combination]) -> Table:
     """The distribution of the errors in every group."""
-    lines: list[tuple[str, ...]] = [
+    lines: list[Cells] = [
         ("of", "combinations", "median %", "p5 %", "p95 %", "lowest %", "highest %",
          "within target", "all within"),
     ]  # fmt: skip
-    known = [one for one in found if one["error"] is not None]
     for name, group in _groups(known) if known else ():
-        spread = distribution([each["error"] for each in group])
+        spread = distribution([combination["error"] for combination in group])
         keys = ("median", "p5", "p95", "lowest", "highest")
         all_within = "yes" if spread["within"] == spread["count"] else "NO"
         counts = (f"{spread['count']:.0f}", f"{spread['within']:.0f}")
@@ -131,25 +132,23 @@ def _errors(found: Sequence[Found]) -> Table:
     return Table("Error of the predicted peak, (predicted - measured) / measured", lines, 1)
 
 
-def _extremes(rows: Sequence[Row], every: Sequence[Found]) -> Table:
-    lines: list[tuple[str, ...]] = [
+def _extremes(rows: Sequence[Row], known: Sequence[Combination]) -> Table:
+    lines: list[Cells] = [
         ("model", "tokens", "method", "budget", "measured MB", "predicted MB", "error %"),
     ]
-    known = [one for one in every if one["error"] is not None]
-    rising = sorted(known, key=lambda one: float(one["error"]))
-    for one in [*rising[:SHOWN], *rising[SHOWN:][-SHOWN:]]:
-        process = one["processes"][0]
+    rising = sorted(known, key=lambda combination: float(combination["error"]))
+    for combination in [*rising[:SHOWN], *rising[SHOWN:][-SHOWN:]]:
+        process = combination["processes"][0]
         lines.append(
             (
-                *(one["model"], str(one["tokens"]), one["method"]),
-                f"{one['budget']} ({process['budget_bytes'] / 1e6:.0f} MB)",
-                megabytes(one["peak_footprint_bytes"]),
+                *(*place(combination), combination["method"]),
+                f"{combination['budget']} ({process['budget_bytes'] / 1e6:.0f} MB)",
+                megabytes(combination["peak_footprint_bytes"]),
                 megabytes(process["predicted_peak_bytes"]),
-                _percent(one["error"]),
+                _percent(combination["error"]),
             )
         )
-    lines += [line for row in rows for line in failed_line(row, lines[0])]
-    return Table("The lowest and the highest errors", lines, 4)
+    return padded("The lowest and the highest errors", [*lines, *failed_lines(rows, 4)], 4)
 
 
 def _percent(value: float) -> str:
@@ -161,7 +160,7 @@ PREDICTION = Benchmark(
     None,
     (*MODELS, *OTHER_MODELS, *UNSEEN_MODELS),
     (64, 256, 1024),
-    _rows,
+    each_case(_row),
     _tables,
     (
         f"target: within {100 * PREDICTED_WITHIN:.0f} % of the measured peak, and never under it "

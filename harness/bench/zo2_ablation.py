@@ -11,7 +11,7 @@ system's cache, and with its pages dropped before each step.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from harness.bench.benchmark import (
     NOT_PUBLISHED,
     Bench,
     Benchmark,
+    Cells,
     Row,
     Variant,
     around,
-    failed_line,
+    each_case,
     megabytes,
-    place,
+    seconds,
+    times,
+    variants_table,
 )
-from harness.bench.benchmark import seconds as shown_seconds
-from harness.bench.benchmark import times as shown_times
 from harness.bench.published import ABLATION, ZO2_TABLE3
 from harness.measure.command import flag, ondevice
 from harness.measure.repeats import (
@@ -62,36 +63,25 @@ PUBLISHED = {  # feature: field of `published.Throughput`
 Variants = Mapping[str, tuple[str, bool, str]]
 
 
-def _rows(variants: Variants, export: Mapping[str, str], bench: Bench) -> Iterator[Row]:
-    def measured(bundle: Path, model: str, length: int) -> Row:
-        (method,) = ZO2_TABLE3.methods
-        found: list[dict[str, Any]] = []
-        for budget in bench.budgets:
-            variant = Variant(method, "budget", budget)
-            run = partial(ablated, bench, bundle, length, variant)
-            outcomes = in_turn(
-                {
-                    name: partial(run, without, cold)
-                    for name, (without, cold, _) in variants.items()
-                },
-                bench.config.repeats,
-                bench.note,
-            )
-            found += [_figures(name, variants[name], budget, outcomes) for name in variants]
-        return {"variants": found, "published": _published()}
-
-    return bench.rows(measured, export=export)
+def _row(variants: Variants, bench: Bench, bundle: Path, model: str, length: int) -> Row:
+    (method,) = ZO2_TABLE3.methods
+    measured: list[dict[str, Any]] = []
+    for budget in bench.budgets:
+        run = partial(_process, bench, bundle, length, Variant(method, "budget", budget))
+        runs = {name: partial(run, without, cold) for name, (without, cold, _) in variants.items()}
+        outcomes = in_turn(runs, bench.config.repeats, bench.note)
+        measured += [_figures(name, variants[name], budget, outcomes) for name in variants]
+    return {"variants": measured, "published": _published()}
 
 
-def ablated(
+def _process(
     bench: Bench, bundle: Path, length: int, variant: Variant, without: str, cold: bool
 ) -> Process:
-    """What a process of `harness.bench.ablation_process` measured."""
-    process = with_plan(bench, bundle, length, variant, without, cold)
+    process = measure_ablation(bench, bundle, length, variant, without, cold)
     return {key: process[key] for key in process.keys() - {"plan", "machine_value"}}
 
 
-def with_plan(
+def measure_ablation(
     bench: Bench, bundle: Path, length: int, variant: Variant, without: str, cold: bool
 ) -> Process:
     """What a process of `harness.bench.ablation_process` measured, its plan and its machine."""
@@ -104,20 +94,18 @@ def with_plan(
         "max_seq_length": length,
         "scratch": bench.runs,
     }
-    flags = [flag(name, value) for name, value in settings.items()]
-    if cold:
-        flags.append("--cold")
-    found: Process = json.loads(
+    flags = [flag(name, value) for name, value in settings.items()] + ["--cold"] * cold
+    process: Process = json.loads(
         ondevice(str(bundle), *flags, module="harness.bench.ablation_process")
     )
-    return found
+    return process
 
 
 def _figures(
     name: str, variant: tuple[str, bool, str], budget: str, outcomes: dict[str, Outcome]
 ) -> dict[str, Any]:
     without, cold, whole = variant
-    losses = [process["losses"] for one in outcomes.values() for process in one.processes]
+    losses = [process["losses"] for outcome in outcomes.values() for process in outcome.processes]
     mine = [process["losses"] for process in outcomes[name].processes]
     return {
         "name": name,
@@ -127,9 +115,9 @@ def _figures(
         **figures(outcomes[name]),
         "ratio": None if name == whole else time_ratio(outcomes[name], outcomes[whole]),
         "memory": None if name == whole else peak_ratio(outcomes[name], outcomes[whole]),
-        "same_losses": all(one == losses[0] for one in mine) if mine else None,
+        "same_losses": all(run == losses[0] for run in mine) if mine else None,
         "largest_difference": max(
-            (abs(a - b) for one in mine for a, b in zip(one, losses[0], strict=True)), default=None
+            (abs(a - b) for run in mine for a, b in zip(run, losses[0], strict=True)), default=None
         ),
         "published": PUBLISHED.get(without),
     }
@@ -138,7 +126,10 @@ def _figures(
 def _published() -> dict[str, Any]:
     """How many times longer ZO2's step is without a feature: for each model, and over all."""
     columns = {
-        column: {model: one.whole / float(getattr(one, column)) for model, one in ABLATION.items()}
+        column: {
+            model: speeds.whole / float(getattr(speeds, column))
+            for model, speeds in ABLATION.items()
+        }
         for column in PUBLISHED.values()
     }
     return {
@@ -148,40 +139,38 @@ def _published() -> dict[str, Any]:
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    lines: list[tuple[str, ...]] = [
-        ("model", "tokens", "budget", "variant", "s/step", "low-high", "to full", "low-high",
-         "peak MB", "to full", "same losses", "paper: to full", "low-high"),
-    ]  # fmt: skip
-    for row in rows:
-        for one in row.get("variants", ()):
-            lines.append((*place(row), one["budget"], one["name"], *_cells(row, one)))
-        lines += failed_line(row, lines[0])
-    return [Table("MeZO without one feature", lines, 4)]
+    head = (
+        "budget", "variant", "s/step", "low-high", "to full", "low-high", "peak MB", "to full",
+        "same losses", "paper: to full", "low-high",
+    )  # fmt: skip
+    return [variants_table("MeZO without one feature", head, rows, 4, _cells)]
 
 
-def _cells(row: Row, one: dict[str, Any]) -> tuple[str, ...]:
-    papers = ("", "") if one["without"] == "nothing" else (NOT_PUBLISHED, "")
-    if one["published"]:
-        papers = around(row["published"][one["published"]]["over"], shown_times)
-    if not one["processes"]:
-        return ("did not run", *[""] * 6, *papers)
-    ratio = ("", "") if one["without"] == "nothing" else around(one["ratio"], shown_times)
+def _cells(row: Row, variant: dict[str, Any]) -> Cells:
+    head = (variant["budget"], variant["name"])
+    papers = ("", "") if variant["without"] == "nothing" else (NOT_PUBLISHED, "")
+    if variant["published"]:
+        papers = around(row["published"][variant["published"]]["over"], times)
+    if not variant["processes"]:
+        return (*head, "did not run", *[""] * 6, *papers)
+    ratio = ("", "") if variant["without"] == "nothing" else around(variant["ratio"], times)
     return (
-        *around(one["step_s"], shown_seconds),
+        *head,
+        *around(variant["step_s"], seconds),
         *ratio,
-        megabytes(one["peak_footprint_bytes"]),
-        "" if one["memory"] is None else f"x{one['memory']:.2f}",
-        _sameness(one),
+        megabytes(variant["peak_footprint_bytes"]),
+        "" if variant["memory"] is None else times(variant["memory"]),
+        _sameness(variant),
         *papers,
     )
 
 
-def _sameness(one: dict[str, Any]) -> str:
+def _sameness(variant: dict[str, Any]) -> str:
     """Whether the losses are those of the full version; all in memory they are rounded apart."""
-    if one["same_losses"]:
+    if variant["same_losses"]:
         return "yes"
-    if one["without"] == "disk":
-        return f"within {one['largest_difference']:.0e}"
+    if variant["without"] == "disk":
+        return f"within {variant['largest_difference']:.0e}"
     return "NO"
 
 
@@ -198,7 +187,7 @@ ZO2_ABLATION = Benchmark(
     ZO2_TABLE3,
     ("qwen2.5-0.5b",),
     (256,),
-    partial(_rows, VARIANTS, {}),
+    each_case(partial(_row, VARIANTS)),
     _tables,
     (
         *_NOTES,
@@ -211,7 +200,7 @@ ZO2_FULL = Benchmark(
     ZO2_TABLE3,
     ("qwen2.5-0.5b",),
     (256,),
-    partial(_rows, FULL_VARIANTS, {"trainable": "full"}),
+    each_case(partial(_row, FULL_VARIANTS), {"trainable": "full"}),
     _tables,
     (
         *_NOTES,

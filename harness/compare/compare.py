@@ -16,21 +16,32 @@ from pathlib import Path
 from typing import Any
 
 from harness.compare.curve import read_curve
-from harness.compare.finding import Finding
 from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, open_folder, remove
 from harness.compare.lengths import (
     UNBOUNDED_STEPS,
     evaluated_every,
     first_passes,
     passes_of_row,
+    passes_of_step,
     step_limit,
     sweep_steps,
 )
 from harness.compare.report import write_report
 from harness.compare.result import result
-from harness.compare.trials import Trial, Tried, choose, grid, ranked, training_settings, without
+from harness.compare.trials import (
+    Finding,
+    Trial,
+    Tried,
+    choose,
+    grid,
+    ranked,
+    training_settings,
+    without,
+)
 from harness.config.compare import CompareConfig
 from harness.measure.training import measure_training
+from runtime.bundle.store import open_bundle
+from runtime.config.train import TrainConfig
 from runtime.core.errors import (
     BudgetError,
     DivergedError,
@@ -41,6 +52,8 @@ from runtime.core.errors import (
 from runtime.core.files import write_atomic
 from runtime.data.hub import hub_dataset
 from runtime.data.source import split_file
+from runtime.run.budget import training
+from runtime.run.lora import to_train
 
 PROFILE_STEPS = 3  # in a run of their own, as profiling slows a step down
 MOST_RISE = 1.1  # times the loss before training: a run that is above it is stopped
@@ -226,6 +239,28 @@ def compare(
         if not has_runs(folder):
             remove(folder, existed)
         raise
+
+
+def check_methods(config: CompareConfig) -> None:
+    """Check each method's options against the bundle, and the forward passes of one step.
+
+    Raises:
+        UsageError: a method cannot be trained like this, or has no step in so few passes.
+        BundleError: there is no bundle, or it is damaged.
+    """
+    bundle = open_bundle(config.bundle)
+    for method in config.method_names:
+        settings = training_settings(config, grid(config, method)[0])
+        trained, own = to_train(TrainConfig(**settings), bundle)
+        training(trained, own.manifest)
+        before = first_passes(config, method)
+        passes = before + passes_of_step(config, method)
+        if 0 < config.max_forward_passes < passes:
+            raise UsageError(
+                f"max_forward_passes {config.max_forward_passes} < {passes}, those of one step of "
+                f"{method}{' and those before it' if before else ''}; give more, or leave the "
+                "method out"
+            )
 
 
 def _tried(trial: Trial, outcome: str, reason: str, run: Path, steps: int) -> Tried:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.compare.finding import Finding
 from harness.compare.lengths import PASSES_WITH_BACKWARD, evaluated_every, passes_of_row
+from harness.compare.trials import Finding
 from harness.config.compare import CompareConfig
 
 FEW = 5  # evaluations, the one before training among them

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.compare.finding import Finding
+from harness.compare.curve import levels
 from harness.compare.lengths import sweep_steps
-from harness.compare.levels import levels
 from harness.compare.notes import notes
+from harness.compare.trials import Finding
 from harness.compare.verdict import verdict
 from harness.config.compare import CompareConfig
 from harness.measure.provenance import provenance

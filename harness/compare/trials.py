@@ -1,4 +1,4 @@
-"""The trials of a sweep: a method with one combination of the values to try, and how it ended."""
+"""The trials of a sweep, how each of them ended, and what a comparison found for a method."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
+from harness.compare.curve import Curve
 from harness.config.compare import CompareConfig
 from runtime.config.lora import LoraOptions
 from runtime.config.methods import METHODS, OPTIONS_OF
@@ -44,6 +45,24 @@ class Tried:
     loss: float | None
     training_s: float | None
     steps: int = 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A method's sweep and its run.
+
+    `chosen` is the index of the trial that was run, `outcome` "finished", "diverged" or "over
+    budget"; `curve`, `summary` and `profile` are None if the run did not get so far.
+    """
+
+    trial: Trial | None
+    tried: tuple[Tried, ...]
+    chosen: int | None
+    outcome: str
+    reason: str
+    curve: Curve | None
+    summary: dict[str, Any] | None
+    profile: dict[str, Any] | None
 
 
 def grid(config: CompareConfig, method: str) -> list[Trial]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from export.sources.random import PRESETS
 from harness.bench.doctor import MODELS, TOKENS
 from harness.config.bench import BenchConfig
-from harness.doctor.computing import PRODUCTS
+from harness.doctor.doctor import PRODUCTS
 from harness.doctor.finding import Finding
 from runtime.bundle.store import MANIFEST
 from runtime.core.units import format_seconds

@@ -1,4 +1,4 @@
-"""Where a measurement comes from: the version, the commit, and the machine."""
+"""Where a measurement comes from: the version, the commit, the machine, and the repository."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from harness.measure.process import ROOT
+from runtime.core.errors import UsageError
 from runtime.core.version import __version__
 from runtime.machine.backend import describe
+
+PARTS = ("harness.peers", "harness.tasks")  # that pyproject.toml leaves out of the wheel
 
 
 def provenance() -> dict[str, Any]:
@@ -57,3 +62,21 @@ def _cpu() -> str:
 def memory_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def repository_only() -> Iterator[None]:
+    """Modules of `PARTS` are imported inside of it.
+
+    Raises:
+        UsageError: they are not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name not in PARTS:
+            raise
+        raise UsageError(
+            f"{missing.name} is in the repository of ondevice only; clone it, and there run "
+            "`pip install -e .` and this command"
+        ) from None

@@ -13,8 +13,7 @@ from ondevice.cli.handlers.common import configuration, note
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(CompareConfig, arguments)
-    from harness.compare.checks import check_methods
-    from harness.compare.compare import compare
+    from harness.compare.compare import check_methods, compare
     from harness.compare.report import to_text
 
     check_methods(config)

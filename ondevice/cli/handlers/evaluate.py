@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _eval_calls(config: EvalConfig, as_json: bool) -> None:
     """Have function calls generated and judged, and keep the answers where they are wanted."""
-    from harness.measure.repository import repository_only
+    from harness.measure.provenance import repository_only
 
     with repository_only():
         from harness.tasks.bfcl.score import describe, run

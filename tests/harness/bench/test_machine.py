@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.bench.machine import fit
-from harness.bench.targets import PREDICTED_UNDER, PREDICTED_WITHIN
+from harness.bench.prediction import PREDICTED_UNDER, PREDICTED_WITHIN
 
 Rng = np.random.Generator
 MIDDLE = (PREDICTED_WITHIN - PREDICTED_UNDER) / 2

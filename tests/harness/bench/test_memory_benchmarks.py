@@ -15,12 +15,10 @@ from harness.bench import benchmark
 from harness.bench import peers as peer_bench
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.benchmark import Bench, Row
-from harness.bench.breakdown import OTHERS, OWNERS, breakdown
 from harness.bench.budget_curve import CURVE, compare, spaced_budgets
-from harness.bench.footprint import FOOTPRINT
+from harness.bench.footprint import FOOTPRINT, OTHERS, OWNERS, PEAK_MB, breakdown
 from harness.bench.prediction import PREDICTION, distribution, is_within
 from harness.bench.published import MESP_PEAK_MB, MODELS
-from harness.bench.targets import PEAK_MB
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of
 from harness.measure.command import ondevice

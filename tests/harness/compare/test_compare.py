@@ -22,12 +22,10 @@ from support.curves import curve_of
 
 from harness.compare.compare import compare
 from harness.compare.curve import read_curve
-from harness.compare.finding import Finding
 from harness.compare.lengths import step_limit
 from harness.compare.notes import notes
-from harness.compare.report import to_text
-from harness.compare.tables import tables
-from harness.compare.trials import Trial, Tried, grid
+from harness.compare.report import tables, to_text
+from harness.compare.trials import Finding, Trial, Tried, grid
 from harness.config.compare import CompareConfig, by_method
 from harness.measure import command, process
 from harness.measure.training import measure_training

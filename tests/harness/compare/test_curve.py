@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support.curves import curve_of, entry, evaluation
 
-from harness.compare.curve import make_curve
-from harness.compare.levels import levels
+from harness.compare.curve import levels, make_curve
 from harness.compare.trials import Trial, Tried, choose
 
 

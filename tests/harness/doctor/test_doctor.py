@@ -15,9 +15,8 @@ from support.runs import here
 from harness.bench.bench import find
 from harness.bench.doctor import MODELS, markdown
 from harness.config.bench import BenchConfig
-from harness.doctor import computing, machine, packages
-from harness.doctor.computing import PRODUCTS
-from harness.doctor.doctor import verdict
+from harness.doctor import doctor, machine, packages
+from harness.doctor.doctor import PRODUCTS, computing, verdict
 from harness.doctor.duration import describe_duration
 from harness.doctor.finding import Finding, Status
 from harness.doctor.packages import EXTRAS, fits, name_of
@@ -46,7 +45,7 @@ def test_what_is_broken_ends_with_1_and_the_rest_is_shown(monkeypatch: pytest.Mo
     def fail(*words: str, module: str) -> str:
         raise OnDeviceError("the process of `probe` was ended by SIGILL")
 
-    monkeypatch.setattr(computing, "ondevice", fail)
+    monkeypatch.setattr(doctor, "ondevice", fail)
     done = here("doctor")
     assert done.returncode == 1
     assert (
@@ -67,8 +66,8 @@ def test_a_slow_blas_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(
         [probed(90.0), probed(4.0), probed(4.0, blas="reference", warning="install libgfortran5")]
     )
-    monkeypatch.setattr(computing, "ondevice", lambda *words, module: next(answers))
-    fast, slow, none = (computing.computing()[1] for _ in range(3))
+    monkeypatch.setattr(doctor, "ondevice", lambda *words, module: next(answers))
+    fast, slow, none = (computing()[1] for _ in range(3))
     assert [one.status for one in (fast, slow, none)] == ["ok", "warning", "warning"]
     assert "4 GFLOP/s" in slow.text and "other programs" in slow.way
     assert none.way == "install libgfortran5"
@@ -168,7 +167,7 @@ def test_a_row_is_measured_with_tiny_shapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(computing, "ondevice", lambda *words, module: probed(100.0))
+    monkeypatch.setattr(doctor, "ondevice", lambda *words, module: probed(100.0))
     done = here("doctor", "--bench", "--models", "tiny-qwen2", "--seq-lens", "16", "--json")
     assert done.returncode == 0, done.stderr
     assert "measuring tiny-qwen2 with random weights: about " in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.measure.repository import PARTS
+from harness.measure.provenance import PARTS
 
 ROOT = Path(__file__).parents[3]
 WITHOUT = f"""

@@ -17,8 +17,7 @@ from harness.bench.peers import PEERS, _figures, _without_paths, notes
 from harness.measure.bundles import bundle_of
 from harness.measure.other_load import STAT, busy_ticks, other_load
 from harness.measure.repeats import Outcome
-from harness.peers.launch import Setup, environment, inherited, run_peer
-from harness.peers.programs import PROGRAMS
+from harness.peers.launch import PROGRAMS, Setup, environment, inherited, run_peer
 from harness.peers.torch_trainer import blas
 from harness.peers.trainer import PREPARED, THREADS
 from runtime.core.errors import OnDeviceError

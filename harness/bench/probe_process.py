@@ -1,4 +1,7 @@
-"""A process that measures how fast this machine computes the parts of a training step."""
+"""A process that says which MLX, BLAS and device there are, and how fast they compute.
+
+It is a process of its own because a library that does not fit the processor ends it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from runtime.machine.backend import prepare
+from runtime.machine.backend import blas_threads, mlx_version, prepare
 
-prepare()
+PREPARED = prepare()
 
 import mlx.core as mx  # noqa: E402
 
@@ -23,12 +26,12 @@ ROUNDS = 7
 
 def _seconds(work: Callable[[], object]) -> float:
     """The median of a few rounds, after one that is not counted."""
-    found = []
+    times = []
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
         mx.eval(work())
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def speeds() -> dict[str, float]:
@@ -52,5 +55,13 @@ def speeds() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(speeds()))
+    facts = {
+        "mlx": mlx_version(),
+        "device": "gpu" if mx.is_available(mx.gpu) else "cpu",
+        "blas": PREPARED.blas,
+        "warning": PREPARED.warning,
+        "threads": blas_threads(),
+        "speeds": speeds(),
+    }
+    print(json.dumps(facts))
     sys.exit(0)
