@@ -123,8 +123,11 @@ def _method(
 
         if without == "disk":
             with repository_only():
-                from harness.peers.in_memory import InMemoryMeZO  # takes 40 MB
-                from harness.peers.whole_model_full import MemoryWeights, all_weights
+                from harness.peers.in_memory import (  # takes 40 MB
+                    InMemoryMeZO,
+                    MemoryWeights,
+                    all_weights,
+                )
 
             memory = MemoryWeights(bundle, all_weights(bundle))
             models = open_session(bundle, planned, memory).model

@@ -35,7 +35,7 @@ def mlx_lm(given: argparse.Namespace, prompt: list[int]) -> tuple[Iterator[int],
     import mlx.nn as nn
     from mlx_lm.generate import generate_step
 
-    from harness.peers.whole_model import dense_model
+    from harness.peers.in_memory import dense_model
     from runtime.bundle.store import open_bundle
 
     mx.set_default_device(mx.cpu)

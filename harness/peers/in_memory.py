@@ -1,4 +1,4 @@
-"""Full-parameter MeZO with all weights in memory, as published: what offloading is compared with.
+"""Whole models in memory, which offloading is compared with: mlx-lm's own, and MeZO as published.
 
 MeZO's Algorithm 1 (arXiv 2305.17333): theta is perturbed in place by +eps z, -2 eps z and +eps z,
 with a whole forward pass after each of the first two, and then updated. So the noise of all
@@ -9,17 +9,98 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
-from harness.peers.whole_model import plain_loss
-from harness.peers.whole_model_full import MemoryWeights
+from export.sources.families import build_model
+from runtime.arrays.stored import Block, Matrix
+from runtime.arrays.weight_source import FloatTile, WeightSource
+from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.protocol import StepLoss
+from runtime.storage.weights import Weights
 
+F32 = npt.NDArray[np.float32]
 TILE_VALUES = 1 << 19  # of a matrix that are perturbed at once
+
+
+def dequantized(weights: WeightSource, matrix: Matrix) -> mx.array:
+    """W (R, C) float32, by `mx.dequantize` if it is quantized."""
+    tile = weights.tile(matrix, 0, matrix.rows)
+    if isinstance(tile, FloatTile):
+        return tile.values.astype(mx.float32)
+    return mx.dequantize(
+        tile.words,
+        tile.scales,
+        tile.biases(matrix.bits),
+        group_size=matrix.group_size,
+        bits=matrix.bits,
+    )
+
+
+def dense_model(bundle: Bundle) -> nn.Module:
+    """mlx-lm's model with the bundle's weights, float32."""
+    manifest = bundle.manifest
+    model = build_model(manifest.family, manifest.config)
+    weights = Weights(bundle)
+    values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
+    values |= {name: weights.vector(name) for name in manifest.vectors}
+    model.load_weights(list(values.items()), strict=True)
+    return model
+
+
+def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> float:
+    """Mean loss over all scored targets, each sample run by itself from end to end."""
+    total, count = 0.0, 0
+    for row in rows:
+        x = model.embed(row.inputs)
+        for block in model.blocks[1:-1]:
+            x = model.forward(block, x, adapters.loras(block), row.offsets)
+        h = model.hidden(x, row.scored)
+        (result,) = model.losses([h], [row.targets], gradient=False)
+        total += float(result.loss.sum().item())  # type: ignore[arg-type]
+        count += len(row.targets)
+    return total / count
+
+
+class MemoryWeights:
+    """A source of weights that are all in memory, float32; vectors have one row."""
+
+    def __init__(self, bundle: Bundle, tensors: dict[str, F32]) -> None:
+        self.tensors = tensors
+        matrices = bundle.manifest.matrices
+        self._names = {matrix.packed.offset: name for name, matrix in matrices.items()}
+
+    def vector(self, name: str) -> mx.array:
+        return mx.array(self.tensors[name][0])
+
+    def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
+        return FloatTile(mx.array(self.tensors[self._names[matrix.packed.offset]][start:stop]))
+
+    def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> FloatTile:
+        return FloatTile(mx.array(self.tensors[self._names[matrix.packed.offset]][rows]))
+
+    def read_ahead(self, block: Block) -> None:
+        """Nothing: everything is in memory."""
+
+    def release(self, block: Block) -> None:
+        """Nothing: everything stays in memory."""
+
+
+def all_weights(bundle: Bundle) -> dict[str, F32]:
+    """Every matrix (R, C) and vector (1, N) of a bundle in floating point, as float32."""
+    weights, manifest = Weights(bundle), bundle.manifest
+    found = {name: np.array(weights.vector(name))[None] for name in manifest.vectors}
+    for name, matrix in manifest.matrices.items():
+        tile = weights.tile(matrix, 0, matrix.rows)
+        assert isinstance(tile, FloatTile)
+        found[name] = np.array(tile.values.astype(mx.float32))
+    return found
 
 
 class InMemoryMeZO:

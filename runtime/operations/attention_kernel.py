@@ -7,7 +7,7 @@ each row; the backward rebuilds the probabilities from it (as FlashAttention, ar
     dQ = dS K          dK = dS^T Q
 
 A block of queries is multiplied by no keys before its window or before the row of its first query.
-The reference is `harness.peers.whole_model.attention`.
+The reference is `tests.oracles.whole_model.attention`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention of new tokens to a ring of past keys and values, into which their own are written.
 
-The reference is `harness.peers.whole_model.attention` of the whole sequence.
+The reference is `tests.oracles.whole_model.attention` of the whole sequence.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttenti
 
 Each chunk is read and dequantized once for all batch lanes; the result of a lane does not depend on
 the others. Callers pass only positions that have a target. The reference is
-`harness.peers.whole_model.head`.
+`tests.oracles.whole_model.head`.
 """
 
 from __future__ import annotations

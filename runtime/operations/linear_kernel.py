@@ -6,7 +6,7 @@ With dropout, drop(x) takes the place of x in the products with A, and dx = dy W
 A^T) with the same mask, which is drawn again (`runtime.arrays.dropout`).
 x A is recomputed in the backward pass (MeSP, arXiv 2602.13069). Several inputs (batch lanes) can be
 multiplied by each tile of W while it is dequantized; the result of a lane does not depend on the
-others. The reference is `harness.peers.whole_model.linear`.
+others. The reference is `tests.oracles.whole_model.linear`.
 """
 
 from __future__ import annotations

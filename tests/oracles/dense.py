@@ -26,7 +26,6 @@ import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from harness.peers.whole_model import dense_model, gradients  # noqa: E402
 from runtime.bundle.store import open_bundle  # noqa: E402
 from runtime.config.removed import load_run  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
@@ -37,8 +36,9 @@ from runtime.engine.sample import Row  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import StepLoss  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
-from runtime.run.results import Evaluation, loss_of  # noqa: E402
-from runtime.run.trainer import learning_rate  # noqa: E402
+from runtime.run.results import Evaluation, loss_of
+from runtime.run.trainer import learning_rate
+from tests.oracles.whole_model import dense_model, gradients
 
 
 @dataclass(frozen=True)

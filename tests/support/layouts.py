@@ -13,13 +13,13 @@ import numpy as np
 
 from export.quantize.search import quantize_rows
 from export.stored import QuantizedForm
-from harness.peers import whole_model as reference
 from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
 from runtime.bundle.manifest import manifest_bytes
 from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle
 from runtime.storage.weights import Weights
 from support.bundles import links, runnable
 from support.models import FAMILIES
+from tests.oracles import whole_model as reference
 
 
 class Layout(NamedTuple):

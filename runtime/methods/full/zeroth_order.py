@@ -4,7 +4,7 @@ theta are all matrices and vectors of the model, in the type in which the run st
 visits each block once: a tile of its weights is read, the last step's update is applied, the hidden
 states are multiplied by it at each of the estimator's points, and the updated tile is written back,
 while the next block is read ahead (ZO2, sections 4 and 5; MeZO, Algorithm 1). The reference on the
-whole model in memory is `harness.peers.whole_model_full.MonolithicFullMeZO`.
+whole model in memory is `tests.oracles.whole_model_full.MonolithicFullMeZO`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ MeZO's Algorithms 1 and 2 (arXiv 2305.17333) are SPSA along noise z, over n dire
 Its other descents are those of `runtime.methods.zeroth.descent` and
 `runtime.methods.zeroth.layer_scales`.
 
-The reference on the whole model is `harness.peers.whole_model.MonolithicMeZO`.
+The reference on the whole model is `tests.oracles.whole_model.MonolithicMeZO`.
 """
 
 from __future__ import annotations

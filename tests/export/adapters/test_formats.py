@@ -18,8 +18,8 @@ from support.models import FAMILIES, logits_of, relative
 from support.runs import here, ondevice, train_arguments
 
 from export.config.fuse import FORMATS
-from harness.peers.whole_model import dense_model
 from runtime.bundle.store import Bundle
+from tests.oracles.whole_model import dense_model
 
 Rng = np.random.Generator
 SETTINGS = ({}, {**SOME, "rslora": True, "dropout": 0.1})

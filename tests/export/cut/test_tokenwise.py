@@ -22,7 +22,6 @@ from support.models import (
 from support.plans import demand_of
 
 from export.cut.properties import treats_tokens_alike
-from harness.peers import whole_model as reference
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
@@ -33,6 +32,7 @@ from runtime.operations.program import BlockType
 from runtime.operations.values import Shape, T, graph_key, shape_at
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.peak import PeakModel
+from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from harness.peers import whole_model as reference
 from runtime.arrays.dropout import STEPS, Dropout
 from runtime.methods.backprop import StepDropout
+from tests.oracles import whole_model as reference
 
 Rng = np.random.Generator
 

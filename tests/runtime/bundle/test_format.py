@@ -15,7 +15,6 @@ from support.checkpoints import weights_of
 from support.files import listing
 
 from export.bundle import export_bundle
-from harness.peers import whole_model as reference
 from runtime.arrays.stored import Extent
 from runtime.bundle.manifest import manifest_bytes
 from runtime.bundle.store import (
@@ -26,6 +25,7 @@ from runtime.bundle.store import (
     open_bundle,
 )
 from runtime.storage.weights import Weights
+from tests.oracles import whole_model as reference
 
 
 def test_manifest_to_the_byte(origin: Bundle) -> None:

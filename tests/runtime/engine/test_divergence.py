@@ -8,9 +8,9 @@ import numpy.typing as npt
 import pytest
 from support.models import Tiny, model_of
 
-from harness.peers.whole_model import dequantized
 from runtime.engine.divergence import compare_heads
 from runtime.engine.model import Model
+from tests.oracles.whole_model import dequantized
 
 F64 = npt.NDArray[np.float64]
 

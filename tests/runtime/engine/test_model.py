@@ -26,7 +26,6 @@ from support.models import (
     with_input_gradients,
 )
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row
@@ -36,6 +35,7 @@ from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
 from runtime.operations.attention import Attention
 from runtime.run.evaluate import evaluate
+from tests.oracles import whole_model as reference
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]

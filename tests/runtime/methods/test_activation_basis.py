@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from support.models import adapters_of, model_of, row_of
 
-from harness.peers.whole_model import dense_model
 from runtime.arrays.stored import Block
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
@@ -22,6 +21,7 @@ from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.zeroth.zo_act import ITERATIONS, PASSES, set_bases
 from runtime.storage.activations import Activations
+from tests.oracles.whole_model import dense_model
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -15,7 +15,6 @@ from support.lengths import at_length
 from support.models import FAMILIES, Kept, adapters_of, agree, model_of, rows_of
 from support.plans import LINUX, demand_of
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DivergedError, UsageError
@@ -28,6 +27,7 @@ from runtime.plan.demand import Demand
 from runtime.plan.plan import Planner, Request
 from runtime.run import budget
 from runtime.storage.activations import Activations
+from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -12,7 +12,6 @@ import pytest
 from support.estimators import config_of, copy_of, rows_of, same, started
 from support.models import adapters_of, model_of
 
-from harness.peers.whole_model import plain_loss
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, UsageError
@@ -21,6 +20,7 @@ from runtime.methods.protocol import method as implementation
 from runtime.methods.zeroth.log import read_log, rebuild
 from tests.oracles import estimators
 from tests.oracles.estimators import Monolithic
+from tests.oracles.whole_model import plain_loss
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

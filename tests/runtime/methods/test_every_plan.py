@@ -15,7 +15,6 @@ from support.lora import drawn_lora
 from support.models import Kept, adapters_of, agree, model_of, packed_of, row_of
 from support.plans import LINUX, PLENTY, predicted, task_of
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import DTYPES, Adapters
@@ -30,6 +29,7 @@ from runtime.plan.plan import LEVELS, PAPER, Plan
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
+from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -11,7 +11,6 @@ import pytest
 from support.lengths import at_length
 from support.models import model_of, packed_of, row_of
 
-from harness.peers.whole_model_full import MonolithicFullMeZO
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
@@ -25,6 +24,7 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.storage.activations import Activations
 from runtime.storage.slots import Slots
 from runtime.storage.weights import Weights
+from tests.oracles.whole_model_full import MonolithicFullMeZO
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -12,7 +12,6 @@ import pytest
 from support.lengths import at_length
 from support.models import model_of, row_of
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
 from runtime.engine.model import Model
@@ -23,6 +22,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import MOST_UNMOVED, ZerothOrder
 from runtime.storage.activations import Activations
+from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -12,7 +12,6 @@ import pytest
 from support.models import FAMILIES, agree, mebp, model_of, packed_of, rows_of
 from support.prefixes import prefix_of, with_prefix
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters
@@ -21,6 +20,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.storage.activations import Activations
+from tests.oracles import whole_model as reference
 from tests.oracles.prefix import keys_and_values, prefix_gradients
 
 Tiny = Callable[..., Bundle]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from support.models import adapters_of, mebp, model_of, rows_of
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.config.objectives import OBJECTIVES
 from runtime.core.errors import UsageError
@@ -24,6 +23,7 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.protocol import Group, Loss, loss_of, objective_of
 from runtime.storage.activations import Activations
+from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -13,7 +13,6 @@ import pytest
 from support.models import adapters_of, model_of
 from support.runs import adapter, here, ondevice, train_arguments
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.config.objectives import OBJECTIVES
 from runtime.core.errors import DataError
@@ -26,6 +25,7 @@ from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.labels import MOST_LABELS, labels_of
 from runtime.objectives.protocol import objective_of
 from runtime.storage.activations import Activations
+from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

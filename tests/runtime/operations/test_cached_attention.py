@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from harness.peers import whole_model as reference
 from runtime.arrays.arrays import Arrays, CpuArrays, GpuArrays
 from runtime.operations.cached_attention import slots_of
 from runtime.operations.cached_attention_kernel import Ring
+from tests.oracles import whole_model as reference
 
 Rng = np.random.Generator
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from support.models import FAMILIES, model_of
 
 from export.cut.properties import ACTIVATIONS, gated_activation
-from harness.peers.whole_model import relative_error
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
@@ -29,6 +28,7 @@ from runtime.operations.values import F32, graph_key
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredModel, Sizes, lower
 from runtime.plan.peak import PeakModel
+from tests.oracles.whole_model import relative_error
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

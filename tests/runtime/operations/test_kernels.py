@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from harness.peers import whole_model as reference
 from runtime.arrays.arrays import Arrays, CpuArrays, arrays_for
 from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
 from runtime.arrays.matrices import Matrices
@@ -26,6 +25,7 @@ from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.plan.lower import rows_at_once
 from runtime.storage.weights import Tile, Weights
+from tests.oracles import whole_model as reference
 
 CLOSE = 1e-5
 LAYOUTS = [

@@ -27,11 +27,11 @@ from support.plans import demand_of
 from support.runs import train_arguments
 
 import ondevice
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
 from runtime.operations.base import WHOLE
 from runtime.plan.peak import PeakModel
+from tests.oracles import whole_model as reference
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]

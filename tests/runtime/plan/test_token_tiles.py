@@ -21,7 +21,6 @@ from support.models import (
 )
 from support.plans import demand_of
 
-from harness.peers import whole_model as reference
 from runtime.arrays.values import accumulate
 from runtime.bundle.manifest import manifest_bytes, read_manifest
 from runtime.bundle.store import Bundle
@@ -35,6 +34,7 @@ from runtime.operations.tiled import Tiled
 from runtime.plan.lower import Sizes, lower, rows_at_once
 from runtime.plan.peak import PeakModel
 from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
+from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

@@ -13,11 +13,11 @@ import pytest
 from support.text_bundle import text_bundle
 from support.token_rows import EOS, ids, make_tokenizer
 
-from harness.peers import whole_model as reference
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle
 from runtime.run.decoder import Decoder
 from runtime.run.sampling import Sampling
+from tests.oracles import whole_model as reference
 
 TEMPLATE = (
     "{% for one in messages %}{{ one.role[0] }}: {{ one.content }}\n{% endfor %}"

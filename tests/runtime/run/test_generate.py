@@ -19,13 +19,13 @@ from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 import ondevice
 import runtime.data.text_encoder
 from export.bundle import export_bundle
-from harness.peers import whole_model as reference
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle
 from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
 from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder
+from tests.oracles import whole_model as reference
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 

@@ -13,12 +13,12 @@ import pytest
 from support.runs import adapter, here, ondevice, struck
 from support.text_bundle import text_bundle
 
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.data.rows import TokenRows
 from runtime.data.samples import Samples
+from tests.oracles import whole_model as reference
 from tests.oracles.dense import run_dense
 
 WORDS = ("sun", "the rain", "we", "no", "bathe in", "ice")

@@ -12,7 +12,6 @@ from support.bundles import runnable
 from support.lengths import at_length
 from support.plans import plan_of, task_of
 
-from harness.peers import whole_model as reference
 from runtime.arrays.values import Gradients
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import Row
@@ -23,6 +22,7 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.open import open_session
 from runtime.storage.activations import Activations
+from tests.oracles import whole_model as reference
 
 pytestmark = pytest.mark.real
 

@@ -13,9 +13,9 @@ from support.runs import here
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids
 
-from harness.peers import whole_model as reference
 from harness.tasks.examples import Example, write_jsonl
 from runtime.bundle.store import Bundle
+from tests.oracles import whole_model as reference
 
 ANSWERS = {"cat": "yes", "sea": "no", "bee": "maybe"}
 

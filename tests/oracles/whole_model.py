@@ -22,31 +22,17 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from export.sources.families import build_model
 from export.sources.source import Checkpoint
-from runtime.arrays.stored import Matrix
-from runtime.arrays.weight_source import FloatTile, WeightSource
+from harness.peers import in_memory
+from harness.peers.in_memory import dequantized as dequantized
+from harness.peers.in_memory import plain_loss
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.backprop import StepDropout
 from runtime.methods.noise import Noise
-from runtime.storage.weights import Weights
 
 Row = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens (T+1,) and the scored positions (N,)
-
-
-def dequantized(weights: WeightSource, matrix: Matrix) -> mx.array:
-    """W (R, C) float32, by `mx.dequantize` if it is quantized."""
-    tile = weights.tile(matrix, 0, matrix.rows)
-    if isinstance(tile, FloatTile):
-        return tile.values.astype(mx.float32)
-    return mx.dequantize(
-        tile.words,
-        tile.scales,
-        tile.biases(matrix.bits),
-        group_size=matrix.group_size,
-        bits=matrix.bits,
-    )
 
 
 def dense_model(
@@ -56,12 +42,7 @@ def dense_model(
 
     With `dropout` it is that of `batch_loss` in a training step.
     """
-    manifest = bundle.manifest
-    model = build_model(manifest.family, manifest.config)
-    weights = Weights(bundle)
-    values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
-    values |= {name: weights.vector(name) for name in manifest.vectors}
-    model.load_weights(list(values.items()), strict=True)
+    model = in_memory.dense_model(bundle)
     return model if adapters is None else adapted(model, adapters, dropout)
 
 
@@ -208,20 +189,6 @@ def gradients(
         found: dict[str, mx.array] = dict(tree_flatten(tree))
         mx.eval(value, found)
     return float(value), found
-
-
-def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> float:
-    """Mean loss over all scored targets, each sample run by itself from end to end."""
-    total, count = 0.0, 0
-    for row in rows:
-        x = model.embed(row.inputs)
-        for block in model.blocks[1:-1]:
-            x = model.forward(block, x, adapters.loras(block), row.offsets)
-        h = model.hidden(x, row.scored)
-        (result,) = model.losses([h], [row.targets], gradient=False)
-        total += float(result.loss.sum().item())  # type: ignore[arg-type]
-        count += len(row.targets)
-    return total / count
 
 
 class MonolithicMeZO:
