@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.config.compare import EVAL_EVERY, CompareConfig, by_method
+from harness.config.searches import search_of
 from runtime.config.methods import METHODS
 from runtime.config.shared import StepConfig
 from runtime.data.rows import count_rows
@@ -73,7 +74,7 @@ def _step_limit(config: CompareConfig, method: str, before: int = 0) -> int:
         return min(limits)
     if config.max_seconds:
         return UNBOUNDED_STEPS
-    return METHODS[method].search.most_steps
+    return search_of(method).most_steps
 
 
 def evaluated_every(config: CompareConfig, method: str) -> int:
@@ -91,7 +92,7 @@ def sweep_steps(config: CompareConfig, method: str, trials: int) -> list[int]:
     After each round the better half goes on, for twice as many steps, until one is left.
     """
     rounds = max(1, (trials - 1).bit_length())
-    default = METHODS[method].search.sweep_steps
+    default = search_of(method).sweep_steps
     if config.sweep_steps is not None:
         first = by_method(config.sweep_steps, int).get(method, default)
     elif config.max_forward_passes:

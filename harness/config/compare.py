@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from harness.config.searches import search_of
 from runtime.config.base import (
     FILLED,
     NOT_NEGATIVE,
@@ -40,7 +41,7 @@ from runtime.config.zeroth_order import MOST_QUERIES
 
 T = TypeVar("T")
 EVAL_EVERY = 50
-_SWEEP_STEPS = ",".join(f"{name}={method.search.sweep_steps}" for name, method in METHODS.items())
+_SWEEP_STEPS = ",".join(f"{name}={search_of(name).sweep_steps}" for name in METHODS)
 SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
 COUNTED = ("steps", "eval_every", "sweep_steps")
 BY_METHOD = (*COUNTED, *SEARCHED.values())  # options that can differ between methods
@@ -55,10 +56,10 @@ def by_method(text: str, read: Callable[[str], T]) -> dict[str, T]:
     if "=" not in text:
         return dict.fromkeys(METHODS, read(text))
     pairs = [part.partition("=")[::2] for part in text.replace(" ", "").split(",")]
-    found = {name: read(value) for name, value in pairs}
-    if len(found) < len(pairs) or not set(found) <= set(METHODS):
+    values = {name: read(value) for name, value in pairs}
+    if len(values) < len(pairs) or not set(values) <= set(METHODS):
         raise ValueError(f"{text!r} names a method twice, or none of {', '.join(METHODS)}")
-    return found
+    return values
 
 
 def _texts(text: str | None) -> dict[str, str]:
@@ -97,9 +98,9 @@ _NAMES = Check(
 def _searched(option: str) -> str:
     """The values to try for a training option, as they are typed."""
     return ",".join(
-        f"{name}={':'.join(f'{value:g}' for value in method.search.values[option])}"
-        for name, method in METHODS.items()
-        if option in method.search.values
+        f"{name}={':'.join(f'{value:g}' for value in search_of(name).values[option])}"
+        for name in METHODS
+        if option in search_of(name).values
     )
 
 
@@ -245,11 +246,11 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
 
         Values that name no method apply to the methods that try the option by default.
         """
-        default = METHODS[method].search.values
-        found = {}
+        default = search_of(method).values
+        values = {}
         for searched, field_name in SEARCHED.items():
             text = getattr(self, field_name)
             given = by_method(text, _values)
             if searched in default or (method in given and "=" in text):
-                found[searched] = given.get(method, default.get(searched, ()))
-        return found
+                values[searched] = given.get(method, default.get(searched, ()))
+        return values

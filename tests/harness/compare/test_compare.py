@@ -27,6 +27,7 @@ from harness.compare.notes import notes
 from harness.compare.report import tables, to_text
 from harness.compare.trials import Finding, Trial, Tried, grid
 from harness.config.compare import CompareConfig, by_method
+from harness.config.searches import search_of
 from harness.measure import command, process
 from harness.measure.training import measure_training
 from runtime.config import base as config
@@ -86,7 +87,7 @@ def test_flags_and_files_hold_every_setting(tmp_path: Path) -> None:
     made = config.load(CompareConfig, None, config.given(parser.parse_args(typed), CompareConfig))
     assert made.method_names == ("mebp", "mezo")
     assert made.searched("mebp") == {"learning_rate": (2e-4,)}  # it has no epsilon
-    rates = METHODS["mezo"].search.values["learning_rate"]  # not named, so as they are by default
+    rates = search_of("mezo").values["learning_rate"]  # not named, so as they are by default
     assert made.searched("mezo") == {"learning_rate": rates, "epsilon": (0.001, 0.01)}
     (tmp_path / "c.toml").write_text(config.to_toml(made))
     assert config.load(CompareConfig, tmp_path / "c.toml", {}) == made
