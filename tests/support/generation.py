@@ -35,3 +35,14 @@ def dense_logits(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Logits (T, V) of the dense model after each token."""
     return np.array(reference.dense_model(bundle, adapters)(mx.array(tokens)[None])[0])
+
+
+def continued(bundle: Bundle, tokens: list[int], count: int, end: int | None = None) -> list[int]:
+    """`count` tokens that the dense model finds most likely, one after the other, up to `end`."""
+    model, said = reference.dense_model(bundle), list(tokens)
+    for _ in range(count):
+        token = int(mx.argmax(model(mx.array(said)[None])[0, -1]).item())
+        if token == end:
+            break
+        said.append(token)
+    return said[len(tokens) :]

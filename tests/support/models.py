@@ -63,6 +63,17 @@ def logits_of(bundle: Bundle, adapters: Adapters, tokens: Sequence[int], bucket:
     return np.array(model.label_logits(h, labels, {}))
 
 
+def scored_logits(
+    model: Model, adapters: Adapters, tokens: np.ndarray, scored: Positions
+) -> np.ndarray:
+    """(N, V) after the tokens at these positions, of the head's whole matrix."""
+    x = model.embed(tokens)
+    for block in model.blocks[1:-1]:
+        x = model.forward(block, x, adapters.loras(block))
+    w = reference.dequantized(model.weights, model.head_matrix)
+    return np.array(model.hidden(x, scored) @ w.T)
+
+
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
     """The relative distance of two arrays of one shape, in the Euclidean norm."""
     assert found.shape == expected.shape

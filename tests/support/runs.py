@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ondevice.cli.main import main
 from runtime.core.signals import ENDING
@@ -125,3 +128,59 @@ def replaced(run: Path, name: str, text: str) -> None:
 
 def adapter(run: Path) -> bytes:
     return (run / "adapters.safetensors").read_bytes()
+
+
+def succeeds(
+    *arguments: object, by: Callable[..., subprocess.CompletedProcess[str]] = ondevice
+) -> subprocess.CompletedProcess[str]:
+    """A command that must succeed.
+
+    by: `ondevice`, or `here`.
+    """
+    done = by(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def json_of(
+    *arguments: object, by: Callable[..., subprocess.CompletedProcess[str]] = ondevice
+) -> Any:
+    """What a command that must succeed says with `--json`."""
+    return json.loads(succeeds(*arguments, "--json", by=by).stdout)
+
+
+def killed_and_resumed(
+    run: Path, moment: str, arguments: list[Any]
+) -> subprocess.CompletedProcess[str]:
+    """Kill the command that begins the run at a moment, as of `struck`, and resume the run."""
+    done = struck(signal.SIGKILL, moment, *arguments)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return succeeds("train", "--resume", run)
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of its metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
+
+
+def refuses(
+    code: int,
+    said: str,
+    *arguments: object,
+    by: Callable[..., subprocess.CompletedProcess[str]] = here,
+) -> subprocess.CompletedProcess[str]:
+    """A command that must end with this exit code, and say this on stderr."""
+    done = by(*arguments)
+    assert done.returncode == code and said in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def evaluations_of(run: Path) -> dict[str, Any]:
+    evaluations: dict[str, Any] = json.loads((run / "evaluations.json").read_text())
+    return evaluations

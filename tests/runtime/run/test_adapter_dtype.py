@@ -5,28 +5,23 @@ That gradients and MeZO's steps are those of the rounded values is in `test_ever
 
 from __future__ import annotations
 
-import json
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.bundles import Rng, Tiny
 from support.models import adapters_of
 from support.plans import predicted, task_of
-from support.runs import adapter, ondevice, struck, train_arguments
+from support.runs import adapter, json_of, killed_and_resumed, succeeds, train_arguments
 
-from runtime.bundle.store import Bundle
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.plan.plan import LEVELS
 from tests.oracles.dense import run_dense
 
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 HALF = "bfloat16"
 
 
@@ -65,19 +60,15 @@ def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
     after = {}
     for dtype in ("float32", HALF):
         arguments = train_arguments(bundle, tmp_path / dtype, 6, adapter_dtype=dtype, **held_out)
-        done = ondevice(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        after[dtype] = json.loads(done.stdout)["eval"]["after"]["loss"]
+        after[dtype] = json_of(*arguments)["eval"]["after"]["loss"]
         kept = load_file(tmp_path / dtype / "adapters.safetensors")
         assert {value.dtype for value in kept.values()} == {np.dtype(np.float32)}
     assert after[HALF] == pytest.approx(after["float32"], rel=1e-2)
     assert after[HALF] != after["float32"]
 
     def evaluated(*more: str) -> float:
-        flags = ["--data=random:9", "--eval-rows=2", "--max-seq-length=24", "--json", *more]
-        done = ondevice("eval", bundle, f"--adapter={tmp_path / HALF}", *flags)
-        assert done.returncode == 0, done.stderr
-        return float(json.loads(done.stdout)["loss"])
+        flags = ["--data=random:9", "--eval-rows=2", "--max-seq-length=24", *more]
+        return float(json_of("eval", bundle, f"--adapter={tmp_path / HALF}", *flags)["loss"])
 
     assert evaluated("--adapter-dtype", HALF) == pytest.approx(after[HALF], rel=1e-6)
     assert evaluated() != evaluated("--adapter-dtype", HALF)
@@ -92,10 +83,6 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, meth
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     path = tiny("qwen3", "mixed").path
     arguments = [train_arguments(path, run, 8, **given) for run in (whole, killed)]
-    assert ondevice(*arguments[0]).returncode == 0
-    done = struck(signal.SIGKILL, "step 4", *arguments[1])
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(killed.glob("saves/step-*")) and not (killed / "summary.json").exists()
-    done = ondevice("train", "--resume", killed)
-    assert done.returncode == 0, done.stderr
+    succeeds(*arguments[0])
+    killed_and_resumed(killed, "step 4", arguments[1])
     assert adapter(killed) == adapter(whole)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from support.bundles import Rng
 from support.lengths import at_length
-from support.runs import adapter, here, ondevice, struck, train_arguments
+from support.runs import (
+    adapter,
+    here,
+    json_of,
+    ondevice,
+    refuses,
+    struck,
+    succeeds,
+    summary_of,
+    train_arguments,
+)
 from support.shared import Shared
 
 from runtime.core.errors import BundleError
 from runtime.run.folder import RunFolder
 from runtime.run.results import Best, Evaluation, best_of, no_better_since
 
-Rng = np.random.Generator
 STEPS = 28
 WATCHED = {
     "eval_data": "random:5", "eval_rows": 2, "eval_every": 3, "save_every": 2, "keep": 2,
@@ -73,24 +80,13 @@ def test_evaluations_that_are_no_better_are_counted(rng: Rng, draws: int) -> Non
     assert no_better_since(found({"before": 2.0, "3": math.nan, "6": math.nan}), 6, 0.0) == 2
 
 
-def summary_of(run: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return read
-
-
 def steps_saved(run: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run / "saves").iterdir())
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
-def test_the_best_save_is_kept_and_is_the_adapter_at_the_end(
-    bundle: Path, tmp_path: Path, method: str
-) -> None:
+def test_the_best_save_is_kept_and_is_the_adapter_at_the_end(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    rates = {"mebp": 0.1, "mezo": 1e-2}
-    options = {**WATCHED, "method": method, "learning_rate": rates[method]}
-    done = ondevice(*train_arguments(bundle, run, STEPS, **options), "--keep-best")
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*train_arguments(bundle, run, STEPS, **WATCHED), "--keep-best")
     facts = summary_of(run)
     losses = {
         {"before": 0, "after": STEPS}.get(when) or int(when.replace("before", "0")): one["loss"]
@@ -104,14 +100,11 @@ def test_the_best_save_is_kept_and_is_the_adapter_at_the_end(
     saves = {*range(2, STEPS + 1, 2), *bests, STEPS}
     assert steps_saved(run) == sorted({best, *sorted(saves)[-2:]})
     assert adapter(run) == adapter(run / "saves" / f"step-{best:08d}")
-    again = ondevice("train", "--resume", run, "--json")
-    assert json.loads(again.stdout)["best"] == facts["best"]
+    assert json_of("train", "--resume", run)["best"] == facts["best"]
     assert adapter(run) == adapter(run / "saves" / f"step-{best:08d}")
-    measured = ondevice(
-        "eval", bundle, "--data=random:5", "--eval-rows=2", "--max-seq-length=24", "--json",
-        f"--adapter={run}",
-    )  # fmt: skip
-    assert json.loads(measured.stdout)["loss"] == pytest.approx(losses[best], rel=1e-6)
+    words = ["--data=random:5", "--eval-rows=2", "--max-seq-length=24", f"--adapter={run}"]
+    measured = json_of("eval", bundle, *words)["loss"]
+    assert measured == pytest.approx(losses[best], rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +112,7 @@ def whole(bundle: Path, shared: Shared) -> Path:
     """A run that keeps its best save and that patience may end."""
 
     def train(path: Path) -> None:
-        done = ondevice(*train_arguments(bundle, path, STEPS, **WATCHED, patience=3), "--keep-best")
-        assert done.returncode == 0, done.stderr
+        succeeds(*train_arguments(bundle, path, STEPS, **WATCHED, patience=3), "--keep-best")
 
     return shared("a run that keeps its best save", train)
 
@@ -138,8 +130,7 @@ def test_killed_and_resumed_keeps_the_same_best(
         print(moment)
         struck(signal.SIGKILL, str(moment), *arguments)
         arguments = ["train", "--resume", str(killed)]
-    done = ondevice("train", "--resume", killed)
-    assert done.returncode == 0, done.stderr
+    succeeds("train", "--resume", killed)
     one, other = summary_of(whole), summary_of(killed)
     for key in ("steps", "stopped", "best", "eval", "evaluations_no_better"):
         assert one[key] == other[key], key
@@ -154,50 +145,42 @@ def test_killed_and_resumed_keeps_the_same_best(
 
 def test_a_run_stops_when_patience_is_at_its_end(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options: dict[str, object] = {
-        **WATCHED,
-        "min_delta": 100,
-        "patience": 2,
-    }  # no loss is so much better
-    done = ondevice(*train_arguments(bundle, run, STEPS, **options))
-    assert done.returncode == 0, done.stderr
+    # no loss is so much better
+    options: dict[str, object] = {**WATCHED, "min_delta": 100, "patience": 2}
+    done = succeeds(*train_arguments(bundle, run, STEPS, **options))
     facts = summary_of(run)
     assert facts["stopped"] == "patience" and facts["steps"] == 6
     assert "stopped early: 2 evaluations in a row had no better held-out loss" in done.stdout
     assert steps_saved(run) == [4, 6]
-    resumed = ondevice("train", "--resume", run)
-    assert resumed.returncode == 0 and "no better for as many evaluations" in resumed.stderr
+    resumed = succeeds("train", "--resume", run)
+    assert "no better for as many evaluations" in resumed.stderr
     assert summary_of(run)["steps"] == 6
     config = (run / "config.toml").read_text()
     refused = ondevice("train", "--resume", run, "--steps", STEPS + 1)
     assert refused.returncode == 2, refused.stderr
     assert f"give --resume {run} --patience MORE (and --steps MORE)" in refused.stderr
     assert (run / "config.toml").read_text() == config and summary_of(run)["steps"] == 6
-    further = ondevice("train", "--resume", run, "--patience", 4, "--steps", STEPS + 1)
-    assert further.returncode == 0 and "resuming after step 6 of 29" in further.stderr
+    further = succeeds("train", "--resume", run, "--patience", 4, "--steps", STEPS + 1)
+    assert "resuming after step 6 of 29" in further.stderr
     assert summary_of(run)["stopped"] == "patience" and summary_of(run)["steps"] == 12
-    to_the_end = ondevice("train", "--resume", run, "--patience", 99)
-    assert to_the_end.returncode == 0, to_the_end.stderr
+    succeeds("train", "--resume", run, "--patience", 99)
     assert summary_of(run)["stopped"] == "steps" and summary_of(run)["steps"] == STEPS + 1
     at_once = tmp_path / "at once"
     options |= {"patience": 0, "min_delta": 0}
-    whole = ondevice(*train_arguments(bundle, at_once, STEPS + 1, **options))
-    assert whole.returncode == 0, whole.stderr
+    succeeds(*train_arguments(bundle, at_once, STEPS + 1, **options))
     assert adapter(run) == adapter(at_once)
 
 
 def test_replay_rebuilds_the_best(bundle: Path, tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "replayed"
     options = {**WATCHED, "method": "mezo", "learning_rate": 1e-2}
-    done = ondevice(*train_arguments(bundle, run, 10, **options), "--keep-best")
-    assert done.returncode == 0, done.stderr
-    again = ondevice("replay", run, "-o", output, "--json")
-    facts = json.loads(again.stdout)
-    assert again.returncode == 0 and facts["identical"] is True
+    succeeds(*train_arguments(bundle, run, 10, **options), "--keep-best")
+    facts = json_of("replay", run, "-o", output)
+    assert facts["identical"] is True
     assert facts["best_step"] == summary_of(run)["best"]["step"] and facts["steps"] == 10
     assert adapter(output) == adapter(run)
     (run / "summary.json").unlink()  # a run that has not ended
-    assert ondevice("replay", run, "-o", tmp_path / "last", "--json").returncode == 0
+    succeeds("replay", run, "-o", tmp_path / "last", "--json")
     assert adapter(tmp_path / "last") == adapter(run / "saves" / "step-00000010")
 
 
@@ -211,8 +194,7 @@ def test_what_watches_the_held_out_loss_needs_it(bundle: Path, tmp_path: Path) -
         ({"patience": -1}, [], "patience is -1"),
     ]
     for options, flags, said in cases:
-        refused = here(*train_arguments(bundle, run, 3, **options), *flags)
-        assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+        refuses(2, said, *train_arguments(bundle, run, 3, **options), *flags)
         assert not run.exists()
 
 
@@ -237,6 +219,6 @@ def test_a_kill_before_the_first_save_loses_no_best(
         with pytest.raises(KeyError):
             here(*arguments)
     assert (run / "evaluations.json").exists() and not list((run / "saves").glob("step-*"))
-    assert here("train", "--resume", run).returncode == 0
+    succeeds("train", "--resume", run, by=here)
     assert summary_of(run)["best"]["step"] == 0
     assert steps_saved(run) == [0, 3]

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from support.runs import adapter, here, ondevice, struck, train_arguments
+from support.runs import adapter, evaluations_of, here, refuses, struck, succeeds, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
 
@@ -39,8 +39,7 @@ def whole(bundle: Path, shared: Shared, method: str) -> Path:
     """A run that nothing interrupted."""
 
     def train(path: Path) -> None:
-        done = ondevice(*arguments(bundle, path, method))
-        assert done.returncode == 0, done.stderr
+        succeeds(*arguments(bundle, path, method))
 
     return shared(f"a whole run of {method} with saves", train)
 
@@ -144,6 +143,7 @@ def test_logs_are_compared_before_anything_is_trained(
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize("method", ["mezo"], indirect=True)
 def test_a_save_says_its_own_step(killed: Path, method: str) -> None:
     """A state.json whose checksum was made right too must be that of its folder."""
     place = killed / LATEST
@@ -162,17 +162,6 @@ def test_a_save_says_its_own_step(killed: Path, method: str) -> None:
     refused(killed, "step-five is no save")
 
 
-def test_files_of_another_save_are_refused(killed: Path, method: str) -> None:
-    for name in ("state.json", "adapters.safetensors", "method.bin"):
-        path, other = killed / LATEST / name, killed / EARLIER / name
-        data = path.read_bytes()
-        if data == other.read_bytes():
-            continue  # MeZO's state besides the adapters is the same in both
-        path.write_bytes(other.read_bytes())
-        refused(killed, str(path))
-        path.write_bytes(data)
-
-
 def test_the_way_out_leads_to_the_same_bytes(killed: Path, whole: Path, method: str) -> None:
     """The latest save is damaged, and the run goes on from the one before it."""
     state = killed / LATEST / "state.json"
@@ -183,32 +172,28 @@ def test_the_way_out_leads_to_the_same_bytes(killed: Path, whole: Path, method: 
     half.mkdir()
     (half / "method.bin").write_text("half")
     shutil.rmtree(killed / LATEST)
-    done = ondevice("train", "--resume", killed)
-    assert done.returncode == 0, done.stderr
+    succeeds("train", "--resume", killed)
     assert adapter(killed) == adapter(whole)
     assert not list(killed.rglob(".*.partial"))
-    found = [json.loads((run / "evaluations.json").read_text()) for run in (killed, whole)]
-    assert found[0] == found[1]
+    assert evaluations_of(killed) == evaluations_of(whole)
 
 
 def test_a_finished_run_goes_on_from_an_earlier_save(whole: Path, tmp_path: Path) -> None:
     """Its evaluation after training is not taken for one of that save's step."""
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     shutil.rmtree(run / "saves" / "step-00000006")
-    done = ondevice("train", "--resume", run)
-    assert done.returncode == 0, done.stderr
+    succeeds("train", "--resume", run)
     assert adapter(run) == adapter(whole)
-    found = [json.loads((one / "evaluations.json").read_text()) for one in (run, whole)]
-    assert found[0] == found[1]
+    assert evaluations_of(run) == evaluations_of(whole)
 
 
+@pytest.mark.parametrize("method", ["mezo"], indirect=True)
 def test_a_finished_run_keeps_no_saves_too_many(whole: Path, tmp_path: Path) -> None:
     """As a kill between its last evaluation and the removal of old saves may leave."""
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     kept = sorted(path.name for path in (run / "saves").iterdir())
     shutil.copytree(run / "saves" / kept[0], run / EARLIER)
-    done = here("train", "--resume", run, "--budget", "2GB")
-    assert done.returncode == 0, done.stderr
+    succeeds("train", "--resume", run, "--budget", "2GB", by=here)
     assert sorted(path.name for path in (run / "saves").iterdir()) == kept
 
 
@@ -220,8 +205,7 @@ def test_without_an_earlier_save_the_settings_may_train_anew(
     command = f"ondevice train --config {killed / 'config.toml'} --output OTHER"
     refused(killed, "no earlier save is left", command)
     words = command.replace("OTHER", str(tmp_path / "anew")).split()[1:]
-    done = ondevice(*words)
-    assert done.returncode == 0, done.stderr
+    succeeds(*words)
     assert adapter(tmp_path / "anew") == adapter(whole)
 
 
@@ -261,15 +245,15 @@ def test_whoever_reads_a_runs_adapter_compares_it(
             assert done.returncode == 4, (words, done.stderr)
             assert f"{path} is " in done.stderr and f"--resume {run}" in done.stderr
         path.write_bytes(data)
-    assert here(*readers[0], "--budget=1GB").returncode == 0
+    succeeds(*readers[0], "--budget=1GB", by=here)
     saved = run / "saves" / "step-00000004" / "adapters.safetensors"
     saved.write_bytes(bit(saved.read_bytes(), rng))
-    done = here("eval", bundle, *random, "--adapter", saved.parent)
-    assert done.returncode == 4 and f"{saved} is altered" in done.stderr, done.stderr
+    refuses(4, f"{saved} is altered", "eval", bundle, *random, "--adapter", saved.parent)
     assert not (tmp_path / "more").exists() and not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "saves"])
+@pytest.mark.parametrize("method", ["mezo"], indirect=True)
 def test_a_run_that_leads_elsewhere_is_refused(
     killed: Path, tmp_path: Path, method: str, name: str
 ) -> None:

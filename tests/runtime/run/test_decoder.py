@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from support.bundles import Rng, Tiny
 from support.generation import dense_logits
 from support.layouts import LAYOUTS
 from support.models import FAMILIES, adapters_of
@@ -24,9 +24,6 @@ from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.open import open_session
 from tests.oracles.prefix import prefix_logits
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 
 CLOSE = 1e-5  # of the largest logit; products of one token round otherwise than those of many
 CONTEXT = 160

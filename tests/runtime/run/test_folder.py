@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.bundles import Tiny
 
-from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
 from runtime.run.evaluate import summarize
 from runtime.run.folder import EVALUATIONS, RunFolder
-
-Tiny = Callable[..., Bundle]
 
 # saves twice, and dies when it has begun to remove a save during the second
 SAVE_TWICE = """

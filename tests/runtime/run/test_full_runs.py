@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,7 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.bundles import Tiny
-from support.runs import here, ondevice, struck, train_arguments
+from support.runs import (
+    here,
+    json_of,
+    killed_and_resumed,
+    metrics_of,
+    ondevice,
+    refuses,
+    struck,
+    succeeds,
+    summary_of,
+    train_arguments,
+)
 
 from runtime.bundle.store import WEIGHTS, open_bundle
 from runtime.config.base import load
@@ -44,27 +54,24 @@ def weights_in(run: Path, bundle: Path) -> dict[str, bytes]:
 
 
 def steps_of(run: Path) -> list[tuple[object, object]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"]) for line in lines]
+    return [(line["step"], line["loss"]) for line in metrics_of(run)]
 
 
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("full") / "run"
-    done = ondevice(*arguments(model, path))
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*arguments(model, path))
     assert f"ondevice replay {path} --output BUNDLE writes the trained model" in done.stdout
     return path
 
 
 def test_the_bundle_stays_as_it_is_and_the_run_holds_no_adapter(model: Path, run: Path) -> None:
-    assert here("inspect", model, "--verify").returncode == 0
+    succeeds("inspect", model, "--verify", by=here)
     assert not list(run.glob("**/adapter*"))
     for words in (["eval", model, "--data", "random:1"], ["train", model, "--data", "random:1"]):
         more = ["--trainable", "lora"] if words[0] == "train" else []
-        refused = here(*words, *more, "--adapter", run)
-        assert refused.returncode == 2 and "holds no adapter; ondevice replay" in refused.stderr
-    summary = json.loads((run / "summary.json").read_text())
+        refuses(2, "holds no adapter; ondevice replay", *words, *more, "--adapter", run)
+    summary = summary_of(run)
     assert summary["trained"] == "full"
     assert summary["trainable_parameters"] == open_bundle(str(model)).manifest.parameters
 
@@ -72,20 +79,15 @@ def test_the_bundle_stays_as_it_is_and_the_run_holds_no_adapter(model: Path, run
 def test_replay_writes_the_trained_model_as_a_bundle(
     model: Path, run: Path, tmp_path: Path
 ) -> None:
-    done = here("replay", run, "--output", tmp_path / "trained", "--json")
-    facts = json.loads(done.stdout)
+    facts = json_of("replay", run, "--output", tmp_path / "trained", by=here)
     assert facts["identical"] is True and facts["steps"] == STEPS
-    assert here("inspect", tmp_path / "trained", "--verify").returncode == 0
+    succeeds("inspect", tmp_path / "trained", "--verify", by=here)
     before, after = (np.fromfile(one / WEIGHTS, np.uint8) for one in (model, tmp_path / "trained"))
     assert len(before) == len(after) and (before != after).any()
-    words = ["--data", "random:9", "--max-seq-length", 24, "--json"]
-    losses = [
-        json.loads(here("eval", one, *words).stdout)["loss"]
-        for one in (model, tmp_path / "trained")
-    ]
-    assert losses[0] != losses[1]
-    refused = here("replay", run, "--output", tmp_path / "trained")
-    assert refused.returncode == 2 and "exists" in refused.stderr
+    words = ["--data", "random:9", "--max-seq-length", 24]
+    bundles = (model, tmp_path / "trained")
+    assert len({json_of("eval", bundle, *words, by=here)["loss"] for bundle in bundles}) == 2
+    refuses(2, "exists", "replay", run, "--output", tmp_path / "trained")
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(
@@ -93,9 +95,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
 ) -> None:
     step = int(rng.integers(1, STEPS))
     words = arguments(model, tmp_path / "run", **{"eval-data": "random:9", "eval-every": 4})
-    assert struck(signal.SIGKILL, f"step {step}", *words).returncode == -signal.SIGKILL
-    done = ondevice("train", "--resume", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    done = killed_and_resumed(tmp_path / "run", f"step {step}", words)
     assert "damaged" not in done.stderr
     assert steps_of(tmp_path / "run") == steps_of(run)
     assert weights_in(tmp_path / "run", model) == weights_in(run, model)
@@ -107,8 +107,7 @@ def test_lost_weights_are_rebuilt_from_the_log_and_that_is_said(
     words = [*arguments(model, tmp_path / "run"), "--no-prefetch"]
     assert struck(signal.SIGKILL, "step 5", *words).returncode == -signal.SIGKILL
     (tmp_path / "run" / SLOTS).unlink()
-    done = ondevice("train", "--resume", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    done = succeeds("train", "--resume", tmp_path / "run")
     assert "blocks are damaged or gone: the first step rebuilds them" in done.stderr
     assert weights_in(tmp_path / "run", model) == weights_in(run, model)
 
@@ -116,30 +115,25 @@ def test_lost_weights_are_rebuilt_from_the_log_and_that_is_said(
 def test_the_best_step_is_what_replay_writes(model: Path, tmp_path: Path) -> None:
     more = {"eval-data": "random:9", "eval-every": 2, "eval-rows": 2, "learning-rate": 1e-2}
     words = [*arguments(model, tmp_path / "run", **more), "--keep-best"]
-    done = ondevice(*words)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    facts = json.loads(here("replay", tmp_path / "run", "-o", tmp_path / "best", "--json").stdout)
-    best = summary["best"]["step"]
-    assert facts["best_step"] == best
-    words = ["--data", "random:9", "--eval-rows", 2, "--max-seq-length", 24, "--json"]
-    loss = json.loads(here("eval", tmp_path / "best", *words).stdout)["loss"]
-    assert loss == pytest.approx(summary["best"]["loss"], rel=1e-6)
+    succeeds(*words)
+    best = summary_of(tmp_path / "run")["best"]
+    facts = json_of("replay", tmp_path / "run", "-o", tmp_path / "best", by=here)
+    assert facts["best_step"] == best["step"]
+    words = ["--data", "random:9", "--eval-rows", 2, "--max-seq-length", 24]
+    loss = json_of("eval", tmp_path / "best", *words, by=here)["loss"]
+    assert loss == pytest.approx(best["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("method", ["fzoo", "kzoo", "one-point"])
 def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method: str) -> None:
     options = {"method": method, "learning-rate": 1e-5, "weight-decay": 0.1}
-    for name, stopped in (("whole", False), ("killed", True)):
-        words = arguments(model, tmp_path / name, **options)
-        if stopped:
-            assert struck(signal.SIGKILL, "step 4", *words).returncode == -signal.SIGKILL
-            words = ["train", "--resume", str(tmp_path / name)]
-        done = ondevice(*words)
-        assert done.returncode == 0, done.stderr
+    succeeds(*arguments(model, tmp_path / "whole", **options))
+    killed_and_resumed(
+        tmp_path / "killed", "step 4", arguments(model, tmp_path / "killed", **options)
+    )
     assert weights_in(tmp_path / "killed", model) == weights_in(tmp_path / "whole", model)
-    done = here("replay", tmp_path / "killed", "-o", tmp_path / "trained", "--json")
-    assert json.loads(done.stdout)["identical"] is True
+    replayed = json_of("replay", tmp_path / "killed", "-o", tmp_path / "trained", by=here)
+    assert replayed["identical"] is True
 
 
 @pytest.mark.parametrize(
@@ -149,6 +143,7 @@ def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method:
         ({"method": "mebp"}, "--trainable full: mebp trains adapters only"),
         ({"method": "zo-act"}, "--trainable full: zo-act trains adapters only"),
         ({"method": "hizoo"}, "--trainable full is not for hizoo"),
+        ({"zo-scaling": "parameter-norm"}, "--zo-scaling parameter-norm is not for --trainable"),
         ({"adapter-dtype": "bfloat16"}, "adapter_dtype has no effect with trainable full"),
         ({"plan": "paper"}, "plan has no effect with trainable full"),
         ({"lora-rank": 4}, "--lora-rank: with --trainable full there are no adapters"),
@@ -184,9 +179,8 @@ def test_weights_that_are_lost_are_written_from_the_log_but_not_called_identical
     run: Path, tmp_path: Path, damage: str
 ) -> None:
     copy = damaged_copy(run, tmp_path / "run", damage)
-    assert here("replay", run, "--output", tmp_path / "whole").returncode == 0
-    done = here("replay", copy, "--output", tmp_path / "trained")
-    assert done.returncode == 0, done.stderr
+    succeeds("replay", run, "--output", tmp_path / "whole", by=here)
+    done = succeeds("replay", copy, "--output", tmp_path / "trained", by=here)
     assert "identical" not in done.stdout and "it is not compared" in done.stderr
     whole, again = (tmp_path / name / "weights.bin" for name in ("whole", "trained"))
     assert whole.read_bytes() == again.read_bytes()
@@ -207,8 +201,7 @@ def test_weights_that_diverged_are_not_written(tiny: Tiny, tmp_path: Path) -> No
         bundle, tmp_path / "run", 3, method="mezo", learning_rate=1e6, lr_schedule="constant"
     )
     ondevice(*words)  # it may have ended at a loss that is not finite
-    refused = here("replay", tmp_path / "run", "--output", tmp_path / "trained")
-    assert refused.returncode == 1 and "no finite numbers" in refused.stderr
+    refuses(1, "no finite numbers", "replay", tmp_path / "run", "--output", tmp_path / "trained")
     assert not (tmp_path / "trained").exists()
 
 
@@ -216,7 +209,7 @@ def test_rounding_suits_the_storage(tiny: Tiny, model: Path, tmp_path: Path) -> 
     exact = tiny("qwen2", trainable="full", storage="float32").path
     for bundle, rounding in ((model, "stochastic"), (exact, "nearest")):
         words = train_arguments(bundle, tmp_path / rounding, 1, method="mezo", learning_rate=1e-6)
-        assert ondevice(*words).returncode == 0
+        succeeds(*words)
         assert f'rounding = "{rounding}"' in (tmp_path / rounding / "config.toml").read_text()
 
 
@@ -239,8 +232,7 @@ def test_quantized_weights_are_not_trained_themselves(tiny: Tiny, tmp_path: Path
 
 def test_adapters_can_be_trained_on_such_a_bundle(model: Path, tmp_path: Path) -> None:
     words = train_arguments(model, tmp_path / "run", STEPS, trainable="lora", method="mebp")
-    done = ondevice(*words)
-    assert done.returncode == 0, done.stderr
+    succeeds(*words)
     assert (tmp_path / "run" / "adapters.safetensors").exists()
 
 
@@ -254,5 +246,4 @@ def test_adapters_can_be_trained_on_such_a_bundle(model: Path, tmp_path: Path) -
     ],
 )
 def test_export_refuses_what_contradicts(tmp_path: Path, options: list[str], said: str) -> None:
-    refused = here("export", "random:tiny-qwen2", "-o", tmp_path / "no", *options)
-    assert refused.returncode == 2 and said in refused.stderr
+    refuses(2, said, "export", "random:tiny-qwen2", "-o", tmp_path / "no", *options)

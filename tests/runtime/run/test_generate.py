@@ -8,11 +8,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 from support.bundles import copied, manifest_of, rewrite, settings
 from support.checkpoints import weights_of, write_folder
-from support.generation import generating, pieces
+from support.generation import continued, generating, pieces
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 
@@ -25,7 +24,6 @@ from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
 from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder
-from tests.oracles import whole_model as reference
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 
@@ -34,15 +32,6 @@ TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% 
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A tiny random model of the small tokenizer's vocabulary."""
     return text_bundle(tmp_path_factory.mktemp("generate"), TEMPLATE)
-
-
-def continued(bundle: Bundle, tokens: list[int], count: int) -> list[int]:
-    """`count` tokens that the dense model finds most likely, one after the other."""
-    model = reference.dense_model(bundle)
-    said = list(tokens)
-    for _ in range(count):
-        said.append(int(mx.argmax(model(mx.array(said)[None])[0, -1]).item()))
-    return said[len(tokens) :]
 
 
 def text_of(tokens: list[int]) -> str:

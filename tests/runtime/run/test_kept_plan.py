@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from safetensors.numpy import load_file
+from support.bundles import Tiny
 from support.plans import LINUX, plan_of, task_of
 from support.runs import adapter, replaced
 
-from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError
 from runtime.machine.footprint import Meter
@@ -22,7 +21,6 @@ from runtime.plan.plan import Plan
 from runtime.run import budget, start
 from runtime.run.results import Events, Step
 
-Tiny = Callable[..., Bundle]
 BUDGET = 40_000_000
 STEPS, STOPPED_AFTER = 6, 3
 
@@ -100,14 +98,21 @@ def test_plan_json_is_the_plan(runs: tuple[Path, Path]) -> None:
     assert whole.kept_layers and whole.materialized_layers  # what a larger process costs it
 
 
-@pytest.mark.parametrize("more", [-2_000_000, 0, 500_000])
+@pytest.mark.parametrize(
+    ("more", "budget"),  # the last is the same budget in other words
+    [(-2_000_000, None), (0, None), (500_000, None), (0, "40000kB")],
+)
 def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
-    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch, more: int
+    runs: tuple[Path, Path],
+    stopped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: int,
+    budget: str | None,
 ) -> None:
     before = plan_in(stopped)
     assert before.predicted_peak_bytes + more <= BUDGET
     on(monkeypatch, process_bytes=LINUX.process_bytes + more)
-    plan, said = resumed(stopped)
+    plan, said = resumed(stopped, budget)
     assert plan == before
     assert "planned anew" not in said and f"resuming after step {STOPPED_AFTER}" in said
     assert adapter(stopped) == adapter(runs[0])
@@ -150,16 +155,6 @@ def test_another_budget_is_planned_anew_and_said(
     assert 'budget = "37MB"' in (stopped / "config.toml").read_text()
     after, said = resumed(stopped)  # the run has that budget now
     assert after == plan and "planned anew" not in said
-
-
-def test_the_same_budget_in_other_words_is_the_same(
-    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on(monkeypatch)
-    before = plan_in(stopped)
-    plan, said = resumed(stopped, "40000kB")
-    assert plan == before and "planned anew" not in said
-    assert adapter(stopped) == adapter(runs[0])
 
 
 def test_a_process_that_has_outgrown_the_plan_is_planned_anew_and_said(

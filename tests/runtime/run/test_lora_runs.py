@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.runs import adapter, here, ondevice, struck, train_arguments
+from support.runs import (
+    adapter,
+    here,
+    json_of,
+    killed_and_resumed,
+    refuses,
+    succeeds,
+    summary_of,
+    train_arguments,
+)
 from support.shared import Shared
 
 from runtime.core.units import parse_bytes
@@ -41,8 +49,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def run(bundle: Path, shared: Shared) -> Path:
     def train(path: Path) -> None:
-        done = ondevice(*arguments(bundle, path, lora_dropout=0.2, grad_accumulation=2))
-        assert done.returncode == 0, done.stderr
+        succeeds(*arguments(bundle, path, lora_dropout=0.2, grad_accumulation=2))
 
     return shared("a run with LoRA settings", train)
 
@@ -63,7 +70,7 @@ def test_the_settings_are_kept_with_all_that_is_saved(run: Path) -> None:
     assert len(tensors) == 2 * 2 * 2  # A and B, layers, targets
     assert all(3 in tensor.shape for tensor in tensors.values())
     assert not any(name.startswith("model.layers.0.") for name in tensors)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["lora"] == lora
     assert summary["trainable_parameters"] == sum(tensor.size for tensor in tensors.values())
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
@@ -77,17 +84,15 @@ def test_killed_and_resumed_is_the_same(
     options: dict[str, object] = {"lora_dropout": 0.2, "grad_accumulation": 2}
     if method == "mezo":
         whole, options = tmp_path / "whole", {"method": "mezo", "save_every": 3}
-        assert ondevice(*arguments(bundle, whole, **options)).returncode == 0
+        succeeds(*arguments(bundle, whole, **options))
     moment = f"step {int(rng.integers(1, STEPS + 1))}"
-    done = struck(signal.SIGKILL, moment, *arguments(bundle, killed, **options))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert ondevice("train", "--resume", killed).returncode == 0
+    killed_and_resumed(killed, moment, arguments(bundle, killed, **options))
     assert adapter(killed) == adapter(whole)
     assert adapter_config(killed) == adapter_config(whole)
     if method == "mezo":
         header = json.loads((killed / "trajectory.jsonl").read_text().splitlines()[0])
         assert header["lora"] == LORA
-        assert json.loads(ondevice("replay", killed, "--json").stdout)["identical"] is True
+        assert json_of("replay", killed)["identical"] is True
 
 
 def test_dropout_changes_what_is_learnt_and_the_seed_what_is_dropped(
@@ -101,8 +106,7 @@ def test_dropout_changes_what_is_learnt_and_the_seed_what_is_dropped(
         "again": {"lora_dropout": 0.2},
         "more": {"lora_dropout": 0.5},
     }.items():
-        done = ondevice(*train_arguments(bundle, tmp_path / name, 2, **same, **options))
-        assert done.returncode == 0, done.stderr
+        succeeds(*train_arguments(bundle, tmp_path / name, 2, **same, **options))
         found.add(adapter(tmp_path / name))
     assert adapter(tmp_path / "with") == adapter(tmp_path / "again")
     assert len(found) == 3
@@ -110,10 +114,9 @@ def test_dropout_changes_what_is_learnt_and_the_seed_what_is_dropped(
 
 def test_what_is_the_default_may_be_given(bundle: Path, tmp_path: Path) -> None:
     unset, given = tmp_path / "unset", tmp_path / "given"
-    assert ondevice(*train_arguments(bundle, unset, 3)).returncode == 0
+    succeeds(*train_arguments(bundle, unset, 3))
     options = {"lora_rank": 8, "lora_alpha": 16, "lora_targets": "all-linear", "lora_layers": -1}
-    done = ondevice(*train_arguments(bundle, given, 3, **options, lora_dropout=0), "--no-rslora")
-    assert done.returncode == 0, done.stderr
+    succeeds(*train_arguments(bundle, given, 3, **options, lora_dropout=0), "--no-rslora")
     assert adapter(given) == adapter(unset)
     assert adapter_config(given) == adapter_config(unset)
     written = {**config_of(given), "output": ""}
@@ -122,21 +125,17 @@ def test_what_is_the_default_may_be_given(bundle: Path, tmp_path: Path) -> None:
 
 def test_an_adapter_brings_its_settings(bundle: Path, run: Path, tmp_path: Path) -> None:
     more = tmp_path / "more"
-    done = ondevice(*train_arguments(bundle, more, 2, adapter=run))
-    assert done.returncode == 0, done.stderr
+    succeeds(*train_arguments(bundle, more, 2, adapter=run))
     assert adapter_config(more) == adapter_config(run)
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     moved = tmp_path / "moved"
-    assert ondevice(*train_arguments(bundle, moved, 2, adapter=copy)).returncode == 0
+    succeeds(*train_arguments(bundle, moved, 2, adapter=copy))
     shutil.rmtree(copy)
-    assert ondevice("train", "--resume", moved, "--steps", 3).returncode == 0
+    succeeds("train", "--resume", moved, "--steps", 3)
     data = ["--data", "random:1", "--max-seq-length", 24]
-    losses = [
-        json.loads(ondevice("eval", bundle, "--json", *data, *given).stdout)["loss"]
-        for given in ([], ["--adapter", run], ["--adapter", more])
-    ]
-    assert len(set(losses)) == 3
+    given = ([], ["--adapter", run], ["--adapter", more])
+    assert len({json_of("eval", bundle, *data, *words)["loss"] for words in given}) == 3
 
 
 @pytest.mark.parametrize(
@@ -158,10 +157,8 @@ def test_an_adapter_of_other_settings_is_refused_with_both(
     assert given in refused.stderr and there in refused.stderr
     plan = ("plan", bundle, "--max-seq-length=24", "--adapter", run)
     assert here(*plan, f"--{option.replace('_', '-')}={value}").returncode == 2
-    same = here(*plan, "--lora-targets=down_proj,q_proj", "--lora-rank=3", "--rslora")
-    assert same.returncode == 0, same.stderr
-    refused = here(*plan, "--no-rslora")
-    assert refused.returncode == 2 and "has --rslora" in refused.stderr
+    succeeds(*plan, "--lora-targets=down_proj,q_proj", "--lora-rank=3", "--rslora", by=here)
+    refuses(2, "has --rslora", *plan, "--no-rslora")
 
 
 def test_what_the_model_lacks_is_refused(bundle: Path, tmp_path: Path) -> None:
@@ -183,24 +180,8 @@ def test_mezo_goes_on_from_an_adapter_with_dropout_once_it_is_switched_off(
     bundle: Path, run: Path, tmp_path: Path
 ) -> None:
     options = {"adapter": run, "method": "mezo"}
-    refused = here(*train_arguments(bundle, tmp_path / "run", 2, **options))
-    assert refused.returncode == 2 and "give --lora-dropout 0" in refused.stderr
-    done = ondevice(*train_arguments(bundle, tmp_path / "run", 2, **options, lora_dropout=0))
-    assert done.returncode == 0, done.stderr
-
-
-def test_dora_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
-    for flag in ("--use-dora", "--dora"):
-        refused = here(*train_arguments(bundle, tmp_path / "run", 2), flag)
-        assert refused.returncode == 2 and "DoRA is not supported" in refused.stderr
-    assert "meant --lora-layers" in here("train", bundle, "--num-layers", 4).stderr.replace(
-        "did you mean", "meant"
-    )
-    folder = tmp_path / "dora"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"fine_tune_type": "dora"}')
-    refused = here(*train_arguments(bundle, tmp_path / "run", 2, adapter=folder))
-    assert refused.returncode == 4 and "its adapter is 'dora'" in refused.stderr
+    refuses(2, "give --lora-dropout 0", *train_arguments(bundle, tmp_path / "run", 2, **options))
+    succeeds(*train_arguments(bundle, tmp_path / "run", 2, **options, lora_dropout=0))
 
 
 @pytest.mark.parametrize(
@@ -225,66 +206,22 @@ def test_damaged_configurations_are_refused(
     copy.mkdir()
     shutil.copy(run / "adapters.safetensors", copy)
     (copy / "adapter_config.json").write_text(json.dumps({**adapter_config(run), **change}))
-    refused = here("eval", bundle, "--adapter", copy, "--data", "random:1")
-    assert refused.returncode == 4 and "adapter_config.json" in refused.stderr, refused.stderr
+    refuses(4, "adapter_config.json", "eval", bundle, "--adapter", copy, "--data", "random:1")
 
 
-def test_a_log_with_impossible_settings_is_refused(bundle: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert ondevice(*train_arguments(bundle, run, 2, method="mezo")).returncode == 0
-    header, *steps = (run / "trajectory.jsonl").read_text().splitlines(keepends=True)
-    facts = json.loads(header)
-    facts["lora"] = {"rank": 0, "alpha": 1.0, "targets": "all-linear"}
-    (run / "trajectory.jsonl").write_text("".join([json.dumps(facts) + "\n", *steps]))
-    refused = here("replay", run)
-    assert refused.returncode == 4 and "its LoRA rank is not in 1..4096" in refused.stderr
-
-
-def test_weights_without_their_configuration_are_the_default(
+def test_settings_stand_in_for_a_lost_configuration(
     bundle: Path, run: Path, tmp_path: Path
 ) -> None:
-    alone = tmp_path / "adapters.safetensors"
-    shutil.copy(run / "adapters.safetensors", alone)
-    refused = here("eval", bundle, "--adapter", alone, "--data", "random:1")
-    assert refused.returncode == 4 and "there is no adapter_config.json" in refused.stderr
+    alone = Path(shutil.copy(run / "adapters.safetensors", tmp_path))
     given = {**SHAPE, "adapter": alone}
-    done = ondevice(*train_arguments(bundle, tmp_path / "more", 1, **given), "--rslora")
-    assert done.returncode == 0, done.stderr
-    alone = tmp_path / "default" / "adapters.safetensors"
-    done = ondevice(*train_arguments(bundle, tmp_path / "plain", 1))
-    assert done.returncode == 0, done.stderr
-    alone.parent.mkdir()
-    shutil.copy(tmp_path / "plain" / "adapters.safetensors", alone)
-    done = here("eval", bundle, "--adapter", alone, "--data", "random:1")
-    assert done.returncode == 0 and "the bundle's default is taken, 2 (alpha 16" in done.stderr
-
-
-def test_an_adapter_of_mlx_lm_brings_its_settings(bundle: Path, run: Path, tmp_path: Path) -> None:
-    """Its configuration names the scale and no alpha, and nothing of ours."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    shutil.copy(run / "adapters.safetensors", copy)
-    config = adapter_config(run)
-    del config["ondevice"]
-    (copy / "adapter_config.json").write_text(json.dumps(config))
-    data = ["--data", "random:1", "--max-seq-length", 24, "--json"]
-    losses = [
-        json.loads(ondevice("eval", bundle, "--adapter", one, *data).stdout)["loss"]
-        for one in (run, copy)
-    ]
-    assert losses[0] == losses[1]
+    succeeds(*train_arguments(bundle, tmp_path / "more", 1, **given), "--rslora")
 
 
 def test_fewer_layers_plan_less(bundle: Path) -> None:
-    found = {
-        layers: json.loads(
-            here("plan", bundle, "--max-seq-length=24", "--json", f"--lora-layers={layers}").stdout
-        )
+    few, all_ = (
+        json_of("plan", bundle, "--max-seq-length=24", f"--lora-layers={layers}", by=here)
         for layers in (1, 3)
-    }
-    assert [block["backward_bytes"] > 0 for block in found[3]["blocks"]] == [False, *[True] * 4]
-    assert [block["backward_bytes"] > 0 for block in found[1]["blocks"]] == [
-        *[False] * 3, True, True,
-    ]  # fmt: skip
-    disk = [found[layers]["scratch_disk_bytes"] for layers in (1, 3)]
-    assert disk[0] < disk[1] <= parse_bytes("1GB")
+    )
+    reversed_ = [[one["backward_bytes"] > 0 for one in plan["blocks"]] for plan in (few, all_)]
+    assert reversed_ == [[False] * 3 + [True] * 2, [False] + [True] * 4]
+    assert few["scratch_disk_bytes"] < all_["scratch_disk_bytes"] <= parse_bytes("1GB")

@@ -6,11 +6,22 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.bundles import settings
-from support.runs import adapter, here, ondevice, replaced, struck, train_arguments
+from support.runs import (
+    adapter,
+    evaluations_of,
+    here,
+    json_of,
+    metrics_of,
+    refuses,
+    replaced,
+    struck,
+    succeeds,
+    summary_of,
+    train_arguments,
+)
 from support.shared import Shared
 
 from export.bundle import export_bundle
@@ -28,19 +39,9 @@ def trained(shared: Shared, bundle: Path, steps: int, method: str, **more: objec
     settings = {**SETTINGS, "method": method, **more}
 
     def train(path: Path) -> None:
-        done = ondevice(*train_arguments(bundle, path, steps, **settings))
-        assert done.returncode == 0, done.stderr
+        succeeds(*train_arguments(bundle, path, steps, **settings))
 
     return shared(f"more steps: {steps} of {sorted(settings.items())}", train)
-
-
-def entries(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def evaluations(run: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((run / "summary.json").read_text())["eval"]
-    return read
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -54,22 +55,22 @@ def test_it_ends_as_if_all_steps_had_been_asked_for_at_once(
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert f"resuming after step {FIRST} of {ALL}" in died.stderr
     assert "schedule" not in died.stderr  # a constant rate stays
-    done = ondevice("train", "--resume", run)
-    assert done.returncode == 0 and f"of {ALL}" in done.stderr, done.stderr
+    done = succeeds("train", "--resume", run)
+    assert f"of {ALL}" in done.stderr, done.stderr
     assert adapter(run) == adapter(whole)
     (save,), (expected,) = (list((one / "saves").iterdir()) for one in (run, whole))
     assert (save / "method.bin").read_bytes() == (expected / "method.bin").read_bytes()
-    assert [one["loss"] for one in entries(run)] == [one["loss"] for one in entries(whole)]
+    assert [one["loss"] for one in metrics_of(run)] == [one["loss"] for one in metrics_of(whole)]
     # the evaluation at its first end stays, by its step
-    first = evaluations(trained(shared, bundle, FIRST, method))["after"]
-    assert evaluations(run) == {**evaluations(whole), str(FIRST): first}
+    first = summary_of(trained(shared, bundle, FIRST, method))["eval"]["after"]
+    assert summary_of(run)["eval"] == {**summary_of(whole)["eval"], str(FIRST): first}
 
 
 def test_its_log_leads_to_the_adapter(bundle: Path, shared: Shared, tmp_path: Path) -> None:
     settings = {"method": "mezo", "lr_schedule": "linear", "warmup_steps": 2}
     run = Path(shutil.copytree(trained(shared, bundle, FIRST, **settings), tmp_path / "run"))  # type: ignore[arg-type]
-    assert ondevice("train", "--resume", run, "--steps", ALL).returncode == 0
-    facts = json.loads(ondevice("replay", run, "--json").stdout)
+    succeeds("train", "--resume", run, "--steps", ALL)
+    facts = json_of("replay", run)
     assert facts["identical"] is True and facts["steps"] == ALL
 
 
@@ -79,13 +80,12 @@ def test_a_falling_learning_rate_goes_on_as_over_all_steps(
 ) -> None:
     source = trained(shared, bundle, FIRST, "mebp", lr_schedule=schedule)
     run = Path(shutil.copytree(source, tmp_path / "run"))
-    done = ondevice("train", "--resume", run, "--steps", ALL)
-    assert done.returncode == 0, done.stderr
+    done = succeeds("train", "--resume", run, "--steps", ALL)
     expected = [
         learning_rate(1e-2, schedule, 0, FIRST if step < FIRST else ALL, step)
         for step in range(ALL)
     ]
-    assert [one["learning_rate"] for one in entries(run)] == expected
+    assert [one["learning_rate"] for one in metrics_of(run)] == expected
     said = f"the learning-rate schedule is now over {ALL} steps: the next step's rate is "
     assert f"{said}{expected[FIRST]:.3g}, over {FIRST} steps it would be 0" in done.stderr
 
@@ -93,15 +93,13 @@ def test_a_falling_learning_rate_goes_on_as_over_all_steps(
 def test_the_best_save_of_the_first_end_stays_the_best(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = {**SETTINGS, "eval_data": "random:5", "learning_rate": 0.1, "keep": 1}
-    first = ondevice(*train_arguments(bundle, run, FIRST, **settings), "--keep-best", "--json")
-    assert first.returncode == 0, first.stderr
-    known = json.loads((run / "evaluations.json").read_text())
+    succeeds(*train_arguments(bundle, run, FIRST, **settings), "--keep-best", "--json")
+    known = evaluations_of(run)
     known["after"]["loss"] = 0.001  # as if it had been the best; no other will be so low
     replaced(run, "evaluations.json", json.dumps(known))
     expected = adapter(run / "saves" / f"step-{FIRST:08d}")
-    done = ondevice("train", "--resume", run, "--steps", FIRST + 1, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["best"] == {"step": FIRST, "loss": 0.001}
+    facts = json_of("train", "--resume", run, "--steps", FIRST + 1)
+    assert facts["best"] == {"step": FIRST, "loss": 0.001}
     assert adapter(run) == expected
     assert adapter(run / "saves" / f"step-{FIRST + 1:08d}") != expected
 
@@ -112,20 +110,16 @@ def test_a_bundle_that_has_moved_is_named(bundle: Path, shared: Shared, tmp_path
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(bundle, old)
     run = tmp_path / "run"
-    done = here(*train_arguments(old, run, FIRST, **SETTINGS, method="mebp"))
-    assert done.returncode == 0, done.stderr
+    succeeds(*train_arguments(old, run, FIRST, **SETTINGS, method="mebp"), by=here)
     old.rename(new)
-    lost = here("train", "--resume", run, "--steps", ALL)
-    assert lost.returncode == 4 and str(old) in lost.stderr
+    refuses(4, str(old), "train", "--resume", run, "--steps", ALL)
     other = tmp_path / "other"
     export_bundle(settings("random:tiny-llama", other, seed=1, seq_lens=(24,)))
     refused = here("train", other, "--resume", run, "--steps", ALL)
     assert refused.returncode == 4, refused.stderr
-    done = ondevice("train", new, "--resume", run, "--steps", ALL)
-    assert done.returncode == 0, done.stderr
+    succeeds("train", new, "--resume", run, "--steps", ALL)
     assert adapter(run) == adapter(whole)
-    again = ondevice("train", "--resume", run)  # the run knows the new place
-    assert again.returncode == 0, again.stderr
+    succeeds("train", "--resume", run)  # the run knows the new place
 
 
 def test_only_what_changes_nothing_else_may_be_given(
@@ -140,8 +134,7 @@ def test_only_what_changes_nothing_else_may_be_given(
         (["--seed", 3], f"start another run with --adapter {run}"),
     ]
     for flags, said in cases:
-        refused = here("train", "--resume", run, *flags)
-        assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+        refuses(2, said, "train", "--resume", run, *flags)
         assert (run / "config.toml").read_text() == before
-    same = ondevice("train", "--resume", run, "--steps", FIRST)
-    assert same.returncode == 0 and f"give --resume {run} --steps MORE" in same.stderr
+    same = succeeds("train", "--resume", run, "--steps", FIRST)
+    assert f"give --resume {run} --steps MORE" in same.stderr

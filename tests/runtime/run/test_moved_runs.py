@@ -52,10 +52,10 @@ def test_a_run_that_is_moved_stops_and_goes_on_elsewhere(
     assert not run.exists()
 
 
-@pytest.mark.parametrize("step", [2, 3])  # before a save, and before an evaluation
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
+# before a save, and before an evaluation
+@pytest.mark.parametrize(("step", "method"), [(2, "mezo"), (3, "mebp")])
 def test_a_run_that_is_removed_stays_removed(
-    bundle: Path, tmp_path: Path, method: str, step: int
+    bundle: Path, tmp_path: Path, step: int, method: str
 ) -> None:
     run = tmp_path / "run"
     with pytest.raises(StorageError, match="was moved or removed"):

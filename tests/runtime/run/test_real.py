@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from support.bundles import runnable
 from support.lengths import at_length
+from support.models import adapters_of, mebp
 from support.plans import plan_of, task_of
 
-from runtime.arrays.values import Gradients
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
-from runtime.methods.backprop import Backprop
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
@@ -69,22 +68,8 @@ def test_gradients_are_autograds(
     gemma: Bundle, row: Row, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     session = open_session(gemma, plan_of(gemma.manifest, task_of(64), 300_000_000))
-    adapters = Adapters.initial(gemma.manifest, 0)
-    for name, value in adapters.tensors.items():
-        if name.endswith("lora_b"):
-            noise = rng.standard_normal(value.shape).astype(np.float32)
-            adapters.tensors[name] = mx.array(noise * 0.002)
-    model = session.model(len(row.inputs))
-    shape = (1, model.bucket, gemma.manifest.hidden_size)
-    backprop = Backprop(model, adapters, Activations(tmp_path, len(model.blocks), 1, shape))
-    found: dict[str, mx.array] = {}
-
-    def keep(block: object, gradients: Gradients) -> None:
-        for name, (da, db) in gradients.items():
-            found[f"{block.tensor(name)}.lora_a"] = da
-            found[f"{block.tensor(name)}.lora_b"] = db
-
-    result = backprop.gradients([row], len(row.targets), keep)
+    adapters = adapters_of(gemma, rng, size=0.002)
+    result, gradients = mebp(session.model(len(row.inputs)), adapters, [row], tmp_path)
     # The residual stream of this model reaches 1e5, so float32 itself is far from exact: the
     # oracle is float64, and ours must be as near to it as float32 autograd is.
     single = reference.dense_model(gemma, adapters)
@@ -92,8 +77,8 @@ def test_gradients_are_autograds(
     truth = reference.in_double(single)
     loss, expected = reference.gradients(truth, [(row.tokens, row.scored)])
     assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=1e-5)
-    assert set(found) == set(expected)
-    ours = {name: reference.relative_error(found[name], expected[name]) for name in expected}
+    assert set(gradients) == set(expected)
+    ours = {name: reference.relative_error(gradients[name], expected[name]) for name in expected}
     theirs = {name: reference.relative_error(rounded[name], expected[name]) for name in expected}
     print(f"relative error of ours: median {median(ours.values()):.1e}, worst {_worst(ours)}")
     print(f"of float32 autograd: median {median(theirs.values()):.1e}, worst {_worst(theirs)}")

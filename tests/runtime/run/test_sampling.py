@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.bundles import Rng
 
 from runtime.core.errors import BundleError
 from runtime.operations.logits import choosing_bytes
 from runtime.run.sampling import TILE, Sampling
-
-Rng = np.random.Generator
 
 
 def plain(logits: Any, top_k: int, top_p: float, min_p: float) -> set[int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.runs import here
+from support.runs import here, json_of, refuses, succeeds
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids
 
@@ -29,13 +28,6 @@ def write(file: Path, rows: list[tuple[str, str]]) -> Path:
     return write_jsonl(file, [Example(f"{asked}? ", answer) for asked, answer in rows])
 
 
-def evaluated(*arguments: object) -> dict[str, object]:
-    done = here("eval", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
-
-
 def test_labels_are_those_of_the_dense_model(
     bundle: Bundle, rng: np.random.Generator, tmp_path: Path
 ) -> None:
@@ -45,7 +37,7 @@ def test_labels_are_those_of_the_dense_model(
         for _ in range(19)
     ] + [("one", "y"), ("two", "no"), ("three", "m")]
     data = write(tmp_path / "valid.jsonl", rows)
-    found = evaluated(bundle.path, f"--data={data}", "--task=labels")
+    found = json_of("eval", bundle.path, f"--data={data}", "--task=labels", by=here)
     model = reference.dense_model(bundle)
     tokens = [ids("m")[0], ids("n")[0], ids("y")[0]]
     chosen = []
@@ -64,7 +56,7 @@ def test_labels_are_those_of_the_dense_model(
         }
         for token, text in zip(tokens, "mny", strict=True)
     ]
-    plain = evaluated(bundle.path, f"--data={data}")
+    plain = json_of("eval", bundle.path, f"--data={data}", by=here)
     assert {key: found[key] for key in ("loss", "exact", "scored_tokens", "rows")} == {
         key: plain[key] for key in ("loss", "exact", "scored_tokens", "rows")
     }
@@ -73,15 +65,15 @@ def test_labels_are_those_of_the_dense_model(
 
 def test_a_model_that_has_learnt_its_answers_gets_all_right(bundle: Bundle, tmp_path: Path) -> None:
     data, run = write(tmp_path / "valid.jsonl", list(ANSWERS.items())), tmp_path / "run"
-    trained = here(
+    succeeds(
         *("train", bundle.path, f"--data={data}", f"--output={run}", "--steps=25"),
         *("--batch-size=3", "--learning-rate=1e-2", "--budget=400MB", "--save-every=0"),
+        by=here,
     )
-    assert trained.returncode == 0, trained.stderr
     for task, key in (("labels", "label_accuracy"), ("exact", "exact")):
         given = (bundle.path, f"--data={data}", f"--task={task}")
-        assert float(str(evaluated(*given)[key])) < 0.7
-        assert evaluated(*given, f"--adapter={run}")[key] == 1.0
+        assert json_of("eval", *given, by=here)[key] < 0.7
+        assert json_of("eval", *given, f"--adapter={run}", by=here)[key] == 1.0
         said = here("eval", *given, f"--adapter={run}").stdout
         assert "100.00%" in said.splitlines()[0] and "perplexity" in said
         letter = "'m': right for 33.3% of rows, answered in 33.3%"
@@ -112,5 +104,4 @@ def test_rows_without_labels_are_refused(
     ],
 )
 def test_options_of_other_tasks_are_refused(options: tuple[str, ...], said: str) -> None:
-    done = here("eval", "nowhere", "--data=none", *options)
-    assert done.returncode == 2 and said in done.stderr
+    refuses(2, said, "eval", "nowhere", "--data=none", *options)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import ondevice, struck, train_arguments
+from support.runs import evaluations_of, metrics_of, ondevice, struck, succeeds, train_arguments
 
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
@@ -107,10 +107,9 @@ def logged(run: Path, to: str, skip: int = 0) -> list[tuple[str, int, float]]:
 
 def expected(run: Path) -> set[tuple[str, int, float]]:
     """What the run's own files say."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    evaluations = json.loads((run / "evaluations.json").read_text())
+    evaluations = evaluations_of(run)
     steps = {"before": 0, "after": STEPS}
-    parts = [("train", one["step"], one) for one in lines]
+    parts = [("train", one["step"], one) for one in metrics_of(run)]
     parts += [("valid", steps.get(when) or int(when.replace("before", "0")), one)
               for when, one in evaluations.items()]  # fmt: skip
     return {
@@ -126,8 +125,7 @@ def test_a_tracker_gets_what_the_run_writes(
     bundle: Path, libraries: Path, tmp_path: Path, to: str
 ) -> None:
     run = tmp_path / "run"
-    done = ondevice(*train_arguments(bundle, run, STEPS, report_to=to, **WATCHED))
-    assert done.returncode == 0, done.stderr
+    succeeds(*train_arguments(bundle, run, STEPS, report_to=to, **WATCHED))
     found = logged(run, to)
     assert set(found) == expected(run) and len(found) == len(set(found))
     assert {name for name, _, _ in found} >= {"train/loss", "train/footprint_bytes", "valid/loss"}
@@ -147,8 +145,7 @@ def test_a_resumed_run_goes_on_at_its_step(
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert {step for _, step, _ in logged(run, to)} == {0, 1, 2, 3, 4, 5}  # none is held back
     before = len(said(run, to))
-    done = ondevice("train", "--resume", run)
-    assert done.returncode == 0, done.stderr
+    succeeds("train", "--resume", run)
     opened = said(run, to)[before]
     later = logged(run, to, before)
     assert [step for name, step, _ in later if name == "train/loss"] == [5, 6]
@@ -212,8 +209,7 @@ def test_the_real_tensorboard_reads_its_files(bundle: Path, tmp_path: Path) -> N
     from tensorboardX.proto.event_pb2 import Event
 
     run = tmp_path / "run"
-    done = ondevice(*train_arguments(bundle, run, STEPS, report_to="tensorboard", **WATCHED))
-    assert done.returncode == 0, done.stderr
+    succeeds(*train_arguments(bundle, run, STEPS, report_to="tensorboard", **WATCHED))
     (file,) = (run / "tensorboard").iterdir()
     data, found = file.read_bytes(), set()
     while data:
@@ -230,6 +226,5 @@ def test_the_real_wandb_works_offline(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
-    done = ondevice(*train_arguments(bundle, run, STEPS, report_to="wandb", **WATCHED))
-    assert done.returncode == 0, done.stderr
+    succeeds(*train_arguments(bundle, run, STEPS, report_to="wandb", **WATCHED))
     assert len(list((run / "wandb").glob("offline-run-*/*.wandb"))) == 1

@@ -19,7 +19,20 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
-from support.runs import COMMAND, adapter, here, ondevice, replaced, struck, train_arguments
+from support.runs import (
+    COMMAND,
+    adapter,
+    evaluations_of,
+    here,
+    metrics_of,
+    ondevice,
+    refuses,
+    replaced,
+    struck,
+    succeeds,
+    summary_of,
+    train_arguments,
+)
 from support.shared import Shared
 from support.waiting import HANGS_S, wait_until
 
@@ -28,10 +41,9 @@ from runtime.core.units import format_bytes
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = ondevice(*train_arguments(bundle, run, 3, eval_data="random:9", eval_rows=2), "--json")
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*train_arguments(bundle, run, 3, eval_data="random:9", eval_rows=2), "--json")
     summary = json.loads(done.stdout)
-    assert summary == json.loads((run / "summary.json").read_text())
+    assert summary == summary_of(run)
     expected = {
         "method", "steps", "budget_bytes", "predicted_peak_bytes", "peak_footprint_bytes",
         "peak_rss_bytes", "step_s_median", "tokens_per_s", "final_train_loss", "eval",
@@ -42,21 +54,14 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     assert set(summary["eval"]) == {"before", "after"}
     for result in summary["eval"].values():
         assert {"loss", "perplexity", "accuracy"} <= set(result)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     keys = {
-        "step",
-        "loss",
-        "learning_rate",
-        "tokens",
-        "scored_tokens",
-        "seconds",
-        "footprint_bytes",
-    }
+        "step", "loss", "learning_rate", "tokens", "scored_tokens", "seconds", "footprint_bytes",
+    }  # fmt: skip
     assert all(keys <= set(line) for line in lines)
     assert json.loads((run / "plan.json").read_text())["bucket"] == 32
-    again = ondevice(*train_arguments(bundle, run, 3))
-    assert again.returncode == 2 and "--resume" in again.stderr
+    refuses(2, "--resume", *train_arguments(bundle, run, 3), by=ondevice)
 
 
 def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
@@ -64,8 +69,7 @@ def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
 ) -> None:
     run = tmp_path / "run"
     held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 4}
-    done = ondevice(*train_arguments(bundle, run, 12, **held_out))
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*train_arguments(bundle, run, 12, **held_out))
     said = done.stderr.splitlines()
     assert said[0].startswith("fits the budget of 400 MB: the expected peak is ")
     smallest = json.loads((run / "plan.json").read_text())["minimum_bytes"]
@@ -77,9 +81,8 @@ def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
     )  # fmt: skip
     places = [next(i for i, line in enumerate(said) if line.startswith(one)) for one in starts]
     assert places == sorted(places)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["tokens"] == 2 * 24 >= line["scored_tokens"] for line in lines)
-    summary = json.loads((run / "summary.json").read_text())
+    assert all(line["tokens"] == 2 * 24 >= line["scored_tokens"] for line in metrics_of(run))
+    summary = summary_of(run)
     assert summary["tokens_per_s"] >= summary["scored_tokens_per_s"] > 0
     assert "sequence bucket of" not in done.stderr
     again = ondevice("train", "--resume", run, "--verbose")
@@ -113,8 +116,7 @@ def test_in_a_terminal_there_is_a_bar_below_what_is_said(bundle: Path, tmp_path:
 def test_a_run_ends_where_its_loss_has_risen(bundle: Path, tmp_path: Path) -> None:
     held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 2}
     wild = train_arguments(bundle, tmp_path / "run", 50, stop_rise=1.02, **held_out)
-    done = ondevice(*wild, "--optimizer=sgd", "--learning-rate=3000", "--json")
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*wild, "--optimizer=sgd", "--learning-rate=3000", "--json")
     summary = json.loads(done.stdout)
     assert summary["stopped"] == "rise" and 0 < summary["steps"] < 50
     losses = {when: one["loss"] for when, one in summary["eval"].items()}
@@ -128,15 +130,13 @@ def test_a_run_ends_where_its_loss_has_risen(bundle: Path, tmp_path: Path) -> No
 
 def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = ondevice(*train_arguments(bundle, run, 2, eval_data="random:9", eval_rows=2))
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*train_arguments(bundle, run, 2, eval_data="random:9", eval_rows=2))
     assert f"the run and its adapter are in {run}" in done.stdout
-    known = json.loads((run / "evaluations.json").read_text())
+    known = evaluations_of(run)
     known["after"]["loss"] = 123.0  # no evaluation would find it
     replaced(run, "evaluations.json", json.dumps(known))
     before = adapter(run)
-    resumed = ondevice("train", "--resume", run, "--json")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = succeeds("train", "--resume", run, "--json")
     assert json.loads(resumed.stdout)["eval"] == known
     assert f"start another run with --adapter {run}" in resumed.stderr
     assert adapter(run) == before
@@ -151,7 +151,7 @@ def test_kills_and_the_same_bytes(
     steps = 15 * most
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"steps": steps, "grad_accumulation": 2}
-    assert ondevice(*train_arguments(bundle, whole, **options)).returncode == 0
+    succeeds(*train_arguments(bundle, whole, **options))
     kills = inside = 0
     started = False
     while kills < most:
@@ -167,11 +167,9 @@ def test_kills_and_the_same_bytes(
         kills += 1
         inside += any((killed / "saves").glob(".*.partial"))
         started = (killed / "config.toml").exists()
-    done = ondevice("train", "--resume", killed)
-    assert done.returncode == 0, done.stderr
+    succeeds("train", "--resume", killed)
     assert adapter(killed) == adapter(whole)
-    metrics = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    expected = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    metrics, expected = metrics_of(killed), metrics_of(whole)
     assert [m["step"] for m in metrics] == list(range(1, steps + 1))
     assert [m["loss"] for m in metrics] == [m["loss"] for m in expected]
     print(f"{kills} kills, {inside} inside a save")
@@ -190,8 +188,7 @@ def whole(bundle: Path, shared: Shared) -> Path:
     """A run of 12 steps that nothing interrupted."""
 
     def train(path: Path) -> None:
-        done = ondevice(*train_arguments(bundle, path, 12, save_every=0))
-        assert done.returncode == 0, done.stderr
+        succeeds(*train_arguments(bundle, path, 12, save_every=0))
 
     return shared("a run of 12 steps", train)
 
@@ -206,7 +203,7 @@ def test_signals_save_and_leave(
     assert number.name in done.stderr and "--resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert _latest(stopped) == "step-00000005"
-    assert ondevice("train", "--resume", stopped).returncode == 0
+    succeeds("train", "--resume", stopped)
     assert adapter(stopped) == adapter(whole)
 
 
@@ -247,19 +244,6 @@ def test_a_terminal_that_hangs_up_lets_the_run_save(bundle: Path, tmp_path: Path
     assert resumed.returncode == 3, resumed.stderr  # it would go on, with a budget
 
 
-def test_budget_too_small_is_refused_with_the_smallest_that_fits(
-    bundle: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    done = ondevice(*train_arguments(bundle, run, 3, budget="20MB"))
-    assert done.returncode == 3
-    assert "budget 20 MB" in done.stderr and "the smallest that fits is" in done.stderr
-    assert not run.exists()
-    smallest = done.stderr.split("the smallest that fits is ")[1].split(",")[0].strip()
-    fits = ondevice(*train_arguments(bundle, run, 2, budget=smallest.replace(" ", "")))
-    assert fits.returncode == 0, fits.stderr
-
-
 def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
     empty, bad = tmp_path / "empty.txt", tmp_path / "bad.jsonl"
     empty.write_text("")
@@ -273,12 +257,10 @@ def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
         (train_arguments(bundle, run, 3, method="zo"), 2, "mezo"),
         (train_arguments(bundle, run, 3, method="mezo", epsilon=0), 2, "epsilon is 0"),
         (train_arguments(bundle, run, 3, method="mezo", queries=0), 2, "queries is 0"),
+        (train_arguments(bundle, run, 2, eval_every=1), 2, "--eval-data"),
         (train_arguments(bundle, run, 3, stop_loss=2), 2, "stop_loss needs eval_every"),
         (train_arguments(bundle, run, 3, stop_rise=0.5), 2, "0 or above 1"),
         (train_arguments(tmp_path / "nowhere", run, 3), 4, "no bundle"),
-        ([*train_arguments(bundle, run, 3), "--frobnicate"], 2, "frobnicate"),
-        (["train", "x", "--bugdet", "1GB"], 2, "--bugdet 1GB; did you mean --budget?"),
-        (["train", "x", "--iters=5"], 2, "--iters=5; did you mean --steps?"),
         (["bench"], 2, "mebp-table2: "),
         (["train", "--resume", str(run)], 2, "no run to resume"),
     ]
@@ -294,7 +276,7 @@ def test_refusals_leave_nothing(bundle: Path, tmp_path: Path) -> None:
         assert not run.exists(), arguments
 
 
-def test_damaged_bundles_and_saves_are_refused(
+def test_damaged_bundles_and_saves_of_earlier_versions_are_refused(
     bundle: Path, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
@@ -304,30 +286,22 @@ def test_damaged_bundles_and_saves_are_refused(
     data = bytearray(weights.read_bytes())
     data[int(rng.integers(len(data)))] ^= 0x10
     weights.write_bytes(data)
-    done = here(*train_arguments(copy, run, 2))
-    assert done.returncode == 4 and "SHA-256" in done.stderr
+    refuses(4, "SHA-256", *train_arguments(copy, run, 2))
     weights.write_bytes(data[:-1])
-    done = here(*train_arguments(copy, run, 2))
-    assert done.returncode == 4 and "truncated" in done.stderr
+    refuses(4, "truncated", *train_arguments(copy, run, 2))
     assert not run.exists()
-    assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
+    succeeds(*train_arguments(bundle, run, 2))
     (save,) = (run / "saves").iterdir()
-    state = save / "method.bin"
-    state.write_bytes(state.read_bytes()[:-4])
-    done = here("train", "--resume", run)
-    assert done.returncode == 4 and "method.bin" in done.stderr
     about = json.loads((save / "state.json").read_bytes())
     assert about.pop("version") == 3
     (save / "state.json").write_text(json.dumps(about))  # as it was before versions were counted
-    done = here("train", "--resume", run)
-    assert done.returncode == 4 and "version 1, not 3" in done.stderr
+    refuses(4, "version 1, not 3", "train", "--resume", run)
 
 
 def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = train_arguments(bundle, run, 9, learning_rate=1e30, lr_schedule="constant")
-    done = ondevice(*arguments)
-    assert done.returncode == 1 and "learning-rate" in done.stderr
+    done = refuses(1, "learning-rate", *arguments, by=ondevice)
     assert "Traceback" not in done.stderr
     assert len(list(run.glob("saves/step-*"))) <= 1
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -336,16 +310,14 @@ def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
 
 def test_adapters_of_other_weights_are_refused(bundle: Path, tiny: Tiny, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tiny("gemma3", seq_lens=(16, 32), seed=5).path
-    assert ondevice(*train_arguments(bundle, run, 2)).returncode == 0
+    succeeds(*train_arguments(bundle, run, 2))
     arguments = ["--data", "random:1", "--max-seq-length", 24]
-    assert ondevice("eval", bundle, "--adapter", run, *arguments).returncode == 0
-    done = here("eval", other, "--adapter", run, *arguments)
-    assert done.returncode == 4 and "other weights" in done.stderr
-    done = here("eval", bundle, "--adapter", tmp_path / "typo", *arguments)
-    assert done.returncode == 4 and "typo" in done.stderr
+    succeeds("eval", bundle, "--adapter", run, *arguments)
+    refuses(4, "other weights", "eval", other, "--adapter", run, *arguments)
+    refuses(4, "typo", "eval", bundle, "--adapter", tmp_path / "typo", *arguments)
     (run / "adapters.safetensors").unlink()  # as if killed between the last save and its copy
-    assert ondevice("train", "--resume", run).returncode == 0
-    assert ondevice("eval", bundle, "--adapter", run, *arguments).returncode == 0
+    succeeds("train", "--resume", run)
+    succeeds("eval", bundle, "--adapter", run, *arguments)
 
 
 def test_a_folder_with_other_files_is_left_alone(bundle: Path, tmp_path: Path) -> None:
@@ -353,24 +325,8 @@ def test_a_folder_with_other_files_is_left_alone(bundle: Path, tmp_path: Path) -
     mine.mkdir()
     (mine / "plan.json").write_text("mine")
     (mine / "letters.txt").write_text("mine")
-    done = here(*train_arguments(bundle, mine, 2))
-    assert done.returncode == 2 and "letters.txt" in done.stderr
+    refuses(2, "letters.txt", *train_arguments(bundle, mine, 2))
     assert {path.name for path in mine.iterdir()} == {"plan.json", "letters.txt"}
-
-
-def test_results_do_not_depend_on_the_budget(bundle: Path, tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
-
-    found = []
-    for budget in ("45MB", "1GB"):
-        run = tmp_path / budget
-        done = ondevice(
-            *train_arguments(bundle, run, 4, budget=budget, optimizer="sgd", learning_rate=0.1)
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(load_file(run / "adapters.safetensors"))
-    for name, value in found[0].items():
-        assert np.linalg.norm(found[1][name] - value) <= 1e-5 * np.linalg.norm(value), name
 
 
 @pytest.mark.parametrize(
@@ -388,7 +344,7 @@ def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path, lora: dict[str, o
 
     run = tmp_path / "run"
     flags = ["--rslora"] if lora else []
-    assert ondevice(*train_arguments(bundle, run, 3, **lora), *flags).returncode == 0
+    succeeds(*train_arguments(bundle, run, 3, **lora), *flags)
     opened = to_apply(run, open_bundle(bundle))
     tokens = mx.array([[5, 80, 200, 7]])
     ours = dense_model(opened, Adapters.load(opened.manifest, run))(tokens)
