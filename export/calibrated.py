@@ -65,9 +65,9 @@ class Calibration:
 
     def needed_bytes(self, rows: int, columns: int) -> int:
         """Bytes of the Gram matrix of a matrix (R, C), and the most that is used beside it."""
-        block, taken = min(self.block, columns), min(rows, max(1, SLICE_VALUES // columns))
+        block, slice_rows = min(self.block, columns), min(rows, max(1, SLICE_VALUES // columns))
         largest = QuantizedForm(8, ALIGN // 4, "affine", "float32")
-        quantizing = 4 * taken * columns + gptq_bytes(taken, columns, block, largest)
+        quantizing = 4 * slice_rows * columns + gptq_bytes(slice_rows, columns, block, largest)
         most = max(add_bytes(columns, block), prepare_bytes(block), quantizing)
         return gram_bytes(columns, block) + most
 

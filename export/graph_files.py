@@ -75,9 +75,9 @@ def write_graphs(
     for index, graph in enumerate(cut.graphs):
         operation = graph.operation
         lengths = sorted(set(map(operation.graph_tokens, buckets)))
-        wanted = {(direction, n) for direction in ("forward", "vjp") for n in lengths}
-        wanted |= {(operation.decoding_direction, tokens) for tokens in DECODED_TOKENS}
-        for direction, length in sorted(wanted):
+        functions = {(direction, n) for direction in ("forward", "vjp") for n in lengths}
+        functions |= {(operation.decoding_direction, tokens) for tokens in DECODED_TOKENS}
+        for direction, length in sorted(functions):
             key = graph_key(operation.graph, direction, length)
             function = graph.functions[direction]
             graphs[key] = _write_graph(function, length, folder, f"{GRAPHS}/{key}")

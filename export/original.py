@@ -134,9 +134,9 @@ class Original:
         """The rows to calibrate with, and those that are held out; of few rows none are."""
         if self._rows is None:
             assert self.engine is not None and self.config.calibrate is not None
-            wanted = self.config.calibration_tokens * EVERY // (EVERY - 1)
+            tokens = self.config.calibration_tokens * EVERY // (EVERY - 1)
             rows = self.engine.rows(
-                self.bundle, self.config.calibrate, self._row_tokens, wanted, self.config
+                self.bundle, self.config.calibrate, self._row_tokens, tokens, self.config
             )
             held_out = rows[EVERY // 2 :: EVERY]
             if sum(len(row.scored) for row in held_out) < LEAST_COMPARED:

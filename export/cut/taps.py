@@ -182,8 +182,8 @@ class Taps:
         def attention(
             q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **rest: Any
         ) -> mx.array:
-            known = cache is None or isinstance(cache, Position)
-            if not known or any(value is not None for value in rest.values()):
+            has_no_keys = cache is None or isinstance(cache, Position)
+            if not has_no_keys or any(value is not None for value in rest.values()):
                 raise BundleError(
                     f"attention of {self.module.__name__} takes {sorted(rest)} besides q, k, v, "
                     "scale and mask; such models are not supported"

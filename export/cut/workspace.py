@@ -41,27 +41,29 @@ def workspace_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
             owner.update((name, sources[0]) for name, _, _ in primitive["outputs"])
     last.update((owner.get(name, name), len(primitives)) for name in outputs)
     alive: dict[str, int] = {}
-    going: list[list[str]] = [[] for _ in range(RUN_AHEAD)]
+    freed_later: list[list[str]] = [[] for _ in range(RUN_AHEAD)]
     peak = 0
     for index, primitive in enumerate(primitives):
         read = {owner.get(name, name) for name, _, _ in primitive["inputs"]} & set(alive)
         dying = [name for name in sorted(read) if last[name] == index]
-        made = {name: math.prod(shape) * dtype.size for name, shape, dtype in primitive["outputs"]}
+        allocated = {
+            name: math.prod(shape) * dtype.size for name, shape, dtype in primitive["outputs"]
+        }
         if primitive["name"] in VIEWS:
-            made = {}
+            allocated = {}
         if primitive["name"] in IN_PLACE:
-            (size,) = made.values()
-            taken = next((name for name in dying if alive[name] == size), None)
-            if taken is not None:
-                dying.remove(taken)
-                del alive[taken]
-        alive.update(made)
+            (size,) = allocated.values()
+            reused = next((name for name in dying if alive[name] == size), None)
+            if reused is not None:
+                dying.remove(reused)
+                del alive[reused]
+        alive.update(allocated)
         peak = max(peak, sum(alive.values()))
-        going.append([*dying, *(name for name in made if name not in last)])
-        for name in going.pop(0):
+        freed_later.append([*dying, *(name for name in allocated if name not in last)])
+        for name in freed_later.pop(0):
             del alive[name]
-    rest = {name for names in going for name in names}
-    return max(0, peak - sum(size for name, size in alive.items() if name not in rest))
+    freed = {name for names in freed_later for name in names}
+    return max(0, peak - sum(size for name, size in alive.items() if name not in freed))
 
 
 def _as_evaluated(primitives: list[Primitive], outputs: list[str]) -> list[Primitive]:
@@ -74,8 +76,8 @@ def _as_evaluated(primitives: list[Primitive], outputs: list[str]) -> list[Primi
     order: dict[int, None] = {}
     stack = [(maker[name], False) for name in reversed(outputs) if name in maker]
     while stack:
-        index, ready = stack.pop()
-        if ready:
+        index, operands_done = stack.pop()
+        if operands_done:
             order[index] = None
         elif index not in order:
             stack.append((index, True))

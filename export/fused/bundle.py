@@ -52,8 +52,8 @@ def write_bundle(
     cut = Cut(dict(manifest.block_types), list(manifest.blocks))
     stored, copied = model.stored()
     if bits is not None:
-        asked = ExportConfig(source=str(model.bundle.path), output=str(output), bits=bits)
-        stored, copied = stored_forms(asked, model, cut)
+        config = ExportConfig(source=str(model.bundle.path), output=str(output), bits=bits)
+        stored, copied = stored_forms(config, model, cut)
     with BundleWriter(output, force) as writer:
         check_space(writer, stored_bytes(model, stored))
         tensors = Tensors(model, writer, stored, copied, progress)

@@ -235,8 +235,8 @@ class ExportEngine:
             for index in layers:
                 for _ in row_pass.layer(index):
                     pass
-                ready = done + len(rows) * (number * len(layers) + index) / steps
-                self.progress("comparing", round(ready), total)
+                compared = done + len(rows) * (number * len(layers) + index) / steps
+                self.progress("comparing", round(compared), total)
         divergences: list[Divergence] = []
         for start in range(0, len(rows), HEAD_ROWS):
             chosen = range(start, min(len(rows), start + HEAD_ROWS))

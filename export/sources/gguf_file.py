@@ -85,11 +85,11 @@ class GGUFFile:
     def rows(self, name: str, index: npt.NDArray[np.intp] | slice) -> F32:
         """Dequantized rows of a tensor, (n, in) or, for a vector, (n,); a fresh array."""
         tensor = self.tensors[name]
-        chosen = self.stored_rows(name, index)
-        if chosen.shape[0] == 0:
+        stored = self.stored_rows(name, index)
+        if stored.shape[0] == 0:
             return np.empty((0, *tensor.shape[1:]), np.float32)
-        numbers: F32 = np.asarray(dequantize(chosen, tensor.type), np.float32)
-        return numbers.reshape(chosen.shape[0], *tensor.shape[1:])
+        numbers: F32 = np.asarray(dequantize(stored, tensor.type), np.float32)
+        return numbers.reshape(stored.shape[0], *tensor.shape[1:])
 
     def stored_rows(self, name: str, index: npt.NDArray[np.intp] | slice) -> npt.NDArray[np.uint8]:
         """Rows of a tensor as the file has them, (n, bytes of a row); a fresh array."""
@@ -103,16 +103,14 @@ class GGUFFile:
     def _tensor(self, name: str, shape: tuple[int, ...], type_: int, start: int) -> GGUFTensor:
         where = f"{self._path}: {name}"
         try:
-            known = GGMLQuantizationType(type_)
+            kind = GGMLQuantizationType(type_)
         except ValueError:
             raise BundleError(f"{where} has the unknown ggml type {type_}") from None
-        block, block_bytes = GGML_QUANT_SIZES[known]
+        block, block_bytes = GGML_QUANT_SIZES[kind]
         width = prod(shape[1:])
         if width % block or min(shape) < 1:
-            raise BundleError(
-                f"{where}: shape {shape} does not fill {known.name} blocks of {block}"
-            )
-        tensor = GGUFTensor(shape, known, width // block * block_bytes, start)
+            raise BundleError(f"{where}: shape {shape} does not fill {kind.name} blocks of {block}")
+        tensor = GGUFTensor(shape, kind, width // block * block_bytes, start)
         end = start + shape[0] * tensor.row_bytes
         if end > self.bytes:
             raise BundleError(

@@ -21,7 +21,7 @@ _REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 def architecture_of(family: str) -> str:
     """The GGUF architecture of a family."""
-    return next(arch for arch, known in ARCHITECTURES.items() if known == family)
+    return next(arch for arch, name in ARCHITECTURES.items() if name == family)
 
 
 def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
@@ -29,8 +29,8 @@ def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
 
     It gives None for a tensor that the architecture does not have.
     """
-    known = next(known for known, name in MODEL_ARCH_NAMES.items() if name == arch)
-    names = get_tensor_name_map(known, layers)
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(number, layers)
 
     def name_of(name: str) -> str | None:
         stored: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))

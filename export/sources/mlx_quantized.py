@@ -64,11 +64,11 @@ def find_layouts(
     for name in scales:
         base = name.removesuffix(".scales")
         stored_base = tensors[name].name.removesuffix(".scales")
-        chosen = settings
+        of_matrix = settings
         if isinstance(settings, dict):
             own = settings.get(stored_base, settings.get(base))
-            chosen = {**settings, **own} if isinstance(own, dict) else settings
-        bits, group_size = _integers(chosen, f"{where}: {base}")
+            of_matrix = {**settings, **own} if isinstance(own, dict) else settings
+        bits, group_size = _integers(of_matrix, f"{where}: {base}")
         _check_parts(base, bits, group_size, tensors, where)
         halves = all(tensors[f"{base}.{part}"].dtype == "F16" for part in ("scales", "biases"))
         layouts[f"{base}.weight"] = Layout(
