@@ -7,12 +7,12 @@ import gc
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng
 
 from runtime.arrays.arrays import CpuArrays, GpuArrays
 from runtime.machine import backend
 
 VALUES = 500_000
-Rng = np.random.Generator
 
 
 def sums(rng: Rng, count: int) -> list[mx.array]:

@@ -7,12 +7,11 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng
 
 from runtime.arrays.dropout import STEPS, Dropout
 from runtime.methods.backprop import StepDropout
 from tests.oracles import whole_model as reference
-
-Rng = np.random.Generator
 
 
 def kept(dropout: Dropout, tokens: int, columns: int) -> np.ndarray:

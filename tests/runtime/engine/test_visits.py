@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from support.bundles import Tiny
 from support.models import model_of
 
 from runtime.arrays.stored import Block
-from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.visits import visit, visits
 
-Tiny = Callable[..., Bundle]
 Said = list[tuple[str, int]]
 
 

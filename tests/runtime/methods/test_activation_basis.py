@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.models import adapters_of, model_of, row_of
 
 from runtime.arrays.stored import Block
@@ -22,9 +22,6 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.zeroth.zo_act import ITERATIONS, PASSES, set_bases
 from runtime.storage.activations import Activations
 from tests.oracles.whole_model import dense_model
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 
 
 class Recorder(nn.Module):  # type: ignore[misc]

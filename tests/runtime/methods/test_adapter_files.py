@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.adapters import SOME, check_same, read_again, saved_adapter, written
-from support.bundles import Tiny
+from support.bundles import Rng, Tiny
 from support.runs import here
 
 from runtime.adapters.lora import LoraSettings
@@ -22,7 +22,6 @@ from runtime.core.errors import BundleError, OnDeviceError, UsageError
 from runtime.methods.adapter_files import MOST_CONFIG_BYTES
 from runtime.methods.adapters import Adapters, lora_of
 
-Rng = np.random.Generator
 Arrays = dict[str, np.ndarray]
 WEIGHTS = {"peft": "adapter_model.safetensors", "mlx": "adapters.safetensors"}
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
@@ -121,6 +120,11 @@ def test_what_is_not_plain_lora_is_refused_by_name(
     with pytest.raises(BundleError) as refused:
         lora_of(folder)
     assert said in str(refused.value) and "adapter_config.json" in str(refused.value)
+
+
+def test_another_kind_of_mlx_lm_is_refused(theirs: Callable[[str], Path]) -> None:
+    with pytest.raises(BundleError, match="its adapter is 'dora'; only lora is supported"):
+        lora_of(configured(theirs("mlx"), fine_tune_type="dora"))
 
 
 def _renamed(old: str, new: str) -> Callable[[Arrays], Arrays]:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.estimators import config_of, started
 from support.models import adapters_of, model_of
 from support.plans import LINUX, demand_of
 
-from runtime.bundle.store import Bundle
-from runtime.core.errors import BundleError, DivergedError, UsageError
+from runtime.core.errors import BundleError, DivergedError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.protocol import method as implementation
 from runtime.methods.zeroth.descent import Update, descent_of
 from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.plan.plan import Planner, Request
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -74,12 +69,6 @@ def test_a_plan_counts_the_hessian_on_the_disk(tiny: Tiny) -> None:
     assert hizoo.scratch_disk_bytes - mezo.scratch_disk_bytes == adapters + 2 * state
 
 
-def test_all_parameters_have_no_scales(seed: int) -> None:
-    config = config_of("mezo", seed, trainable="full", zo_scaling="parameter-norm")
-    with pytest.raises(UsageError, match="--zo-scaling parameter-norm is not for --trainable full"):
-        implementation("mezo").demand(config)
-
-
 def test_a_layer_without_a_gradient_has_the_scale_1(tiny: Tiny) -> None:
     descent = ScaledDescent("gradient-norm", "variance", 0, tiny("qwen2").manifest)
     norms = [0.0] + [2.0] * (len(descent.layers) - 1)
@@ -87,11 +76,6 @@ def test_a_layer_without_a_gradient_has_the_scale_1(tiny: Tiny) -> None:
     for wrong in ([0.0] * len(norms), norms, [math.inf] * len(norms), [1.0]):
         with pytest.raises(ValueError, match="scale"):
             descent.restore({"scales": wrong, "measured": 0})
-
-
-def test_all_parameters_have_no_hessian(seed: int) -> None:
-    with pytest.raises(UsageError, match="--trainable full is not for hizoo"):
-        implementation("hizoo").demand(config_of("hizoo", seed, trainable="full"))
 
 
 def test_a_save_without_a_hessian_is_refused(

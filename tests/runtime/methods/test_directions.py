@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.estimators import config_of, copy_of, rows_of, started
 from support.models import adapters_of, model_of
 
-from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.methods.protocol import method as implementation
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 
 
 def test_a_pool_has_so_many_directions_that_k_numbers_are_the_adapters(
@@ -86,6 +82,7 @@ def test_fzoo_needs_two_directions(seed: int) -> None:
         ({"method": "mebp", "queries": 2}, "queries is an option of mezo, fzoo"),
         ({"method": "mebp", "noise": "gaussian"}, "noise is an option of mezo, fzoo"),
         ({"method": "mebp", "epsilon": 0.1}, "epsilon is an option of mezo, fzoo"),
+        ({"method": "mebp", "max_grad_norm": -1.0}, "max_grad_norm is -1"),
         ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
         ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),
         ({"method": "fzoo", "zo_scaling": "parameter-norm"}, "zo_scaling is an option of mezo"),

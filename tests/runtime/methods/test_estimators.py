@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.estimators import config_of, copy_of, rows_of, same, started
 from support.models import adapters_of, model_of
 
-from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
@@ -21,9 +20,6 @@ from runtime.methods.zeroth.log import read_log, rebuild
 from tests.oracles import estimators
 from tests.oracles.estimators import Monolithic
 from tests.oracles.whole_model import plain_loss
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 
 ORACLES: dict[str, type[Monolithic]] = {
     "fzoo": estimators.MonolithicFZOO,

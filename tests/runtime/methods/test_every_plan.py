@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.layouts import STORED
 from support.lengths import at_length
 from support.lora import drawn_lora
@@ -31,8 +30,6 @@ from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
 from tests.oracles import whole_model as reference
 
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 CLOSE = 1e-5
 BUCKETS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64
 
@@ -149,15 +146,17 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         chosen = plan(bundle, rng, "mezo", count, parts)
         print(msgspec.structs.replace(chosen, blocks=()))
         adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
-        noise = Noise(seed)
+        noise = Noise(seed, str(rng.choice(["gaussian", "rademacher"])))
+        decay = float(rng.choice([0.0, 0.1]))
         copied = Adapters(adapters.manifest, dict(adapters.tensors), adapters.dtype)
-        oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, 0.0)
+        oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, decay)
         shape = (1, chosen.bucket, bundle.manifest.hidden_size)
         scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)
         session = open_session(bundle, chosen)
         method = ZerothOrder(
-            session.model, adapters, scratch, noise, 1e-3, TwoPoint(queries), lanes=chosen.lanes
-        )
+            session.model, adapters, scratch, noise, 1e-3, TwoPoint(queries), decay,
+            lanes=chosen.lanes,
+        )  # fmt: skip
         for step in range(2):
             bucket = int(rng.choice([r for r in bundle.manifest.buckets if r <= chosen.bucket]))
             rows = [drawn_rows(bundle, rng, bucket, count) for _ in range(parts)]
@@ -170,6 +169,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
             loss, gradients = oracle.step(session.model(bucket), flat, step, 1e-2)
             result = method.step(step, 1e-2, rows)
             assert result.record == [1e-2, gradients]
+            assert result.forward_passes == 2 * queries * count * parts
             assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(
                 loss, rel=1e-12
             )

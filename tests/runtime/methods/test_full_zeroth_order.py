@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.lengths import at_length
 from support.models import model_of, packed_of, row_of
 
@@ -26,8 +26,6 @@ from runtime.storage.slots import Slots
 from runtime.storage.weights import Weights
 from tests.oracles.whole_model_full import MonolithicFullMeZO
 
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 EPSILON = 1e-3
 
 

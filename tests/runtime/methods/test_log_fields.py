@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.bundles import Tiny
 from support.estimators import config_of, started
 from support.models import model_of
 
-from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
@@ -25,7 +24,6 @@ from runtime.methods.zeroth.log import OWNERS, REMOVED, Owner, check_fields, rea
 from runtime.methods.zeroth.log_header import REQUIRED, Header
 from runtime.methods.zeroth.zo_act import Coefficients
 
-Tiny = Callable[..., Bundle]
 PLAIN = Header(3, "gaussian", 0.1, "a" * 64, "b" * 64)
 
 VALID: list[tuple[type[Owner], dict[str, Any]]] = [
@@ -101,7 +99,9 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
         ({"more": 1}, "unknown field, 'more'"),
         ({"noise": "uniform"}, "its noise is 'uniform'"),
         ({"seed": -1}, "its seed is -1"),
+        ({"seed": "1"}, "its seed is '1'"),
         ({"weight_decay": -0.1}, "its weight decay"),
+        ({"weight_decay": float("nan")}, "its weight decay"),
         ({"format": "ondevice-trajectory-2"}, "its format"),
         ({"initial_sha256": 3}, "its checksums are not text"),
         ({"lora": {"rank": 0}}, "its LoRA"),
@@ -154,6 +154,8 @@ def test_a_descent_says_what_follows_the_gradients(tmp_path: Path) -> None:
         ({}, "[0.1, []]", "an empty list"),
         ({}, "[0.1, [1.0], []]", "an empty list"),
         ({}, "[0.1, [1e999]]", "no finite number"),
+        ({}, "[" * 200_000, ""),
+        ({}, "[0.1, [" + "9" * 400 + "]]", ""),
         (CURVED, "[0.1, [1.0]]", "no second difference for each gradient"),
         (CURVED, "[0.1, [1.0], [2.0, 3.0]]", "no second difference for each gradient"),
         (CURVED, "[0.1, [1.0], [1e999]]", "no finite number"),

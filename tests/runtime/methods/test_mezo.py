@@ -1,49 +1,29 @@
-"""MeZO: bit for bit the monolithic algorithm, true directional derivatives, and its refusals."""
+"""MeZO: true directional derivatives, noise, what is skipped, and its refusals.
+
+That its steps are the monolithic algorithm's, bit for bit, is in `test_every_plan`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
+from support.estimators import copy_of, rows_of
 from support.lengths import at_length
-from support.models import model_of, row_of
+from support.models import adapters_of, mebp, model_of
 
-from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
-from runtime.methods.backprop import Backprop
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import MOST_UNMOVED, ZerothOrder
 from runtime.storage.activations import Activations
-from tests.oracles import whole_model as reference
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
-
-
-def rows_of(bundle: Bundle, rng: Rng, count: int) -> list[Row]:
-    return [row_of(bundle, rng, int(rng.integers(3, 16))) for _ in range(count)]
-
-
-def adapters_of(bundle: Bundle, rng: Rng) -> Adapters:
-    """Adapters of which B is not zero."""
-    adapters = Adapters.initial(bundle.manifest, 0)
-    for name, value in adapters.tensors.items():
-        noise = rng.standard_normal(value.shape).astype(np.float32) * 0.05
-        adapters.tensors[name] = value + mx.array(noise)
-    mx.eval(adapters.tensors)
-    return adapters
-
-
-def copy_of(adapters: Adapters) -> Adapters:
-    return Adapters(adapters.manifest, dict(adapters.tensors))
 
 
 def mezo(
@@ -58,42 +38,6 @@ def mezo(
     return ZerothOrder(
         lambda length: model, adapters, scratch, noise, epsilon, estimator, **options
     )  # type: ignore[arg-type]
-
-
-@at_length("steps", 9, 50)
-@pytest.mark.parametrize(
-    ("family", "layouts"), [("qwen2", ""), ("qwen3", "mixed"), ("gemma3", ""), ("llama", "mixed")]
-)
-def test_steps_are_the_monolithic_algorithms_bit_for_bit(
-    tiny: Tiny, rng: Rng, seed: int, family: str, layouts: str, steps: int, tmp_path: Path
-) -> None:
-    bundle = tiny(family, layouts)
-    model = model_of(bundle, 16, tile_values=20_000, query_block=9, chunk_rows=700)
-    adapters = adapters_of(bundle, rng)
-    options = {
-        "queries": int(rng.integers(1, 3)),
-        "weight_decay": float(rng.choice([0.0, 0.1])),
-        "kind": str(rng.choice(["gaussian", "rademacher"])),
-    }
-    noise = Noise(seed, options["kind"])
-    oracle = reference.MonolithicMeZO(
-        copy_of(adapters), noise, 1e-3, options["queries"], options["weight_decay"]
-    )
-    lanes = int(rng.integers(2, 7))
-    method = mezo(model, adapters, tmp_path, seed, 2, lanes=lanes, **options)
-    for step in range(steps):
-        rows = rows_of(bundle, rng, 2)
-        rate = float(rng.uniform(1e-3, 1e-1))
-        loss, gradients = oracle.step(model, rows, step, rate)
-        result = method.step(step, rate, [rows[:1], rows[1:]])
-        assert result.record == [rate, gradients]
-        assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(loss, rel=1e-12)
-        assert result.forward_passes == 2 * options["queries"] * 2
-        if step % 20 == 7:
-            method.settle()
-    method.settle()
-    for name, expected in oracle.adapters.tensors.items():
-        assert mx.array_equal(adapters.tensors[name], expected), name
 
 
 def test_a_deferred_update_is_the_update(tiny: Tiny, rng: Rng, seed: int, tmp_path: Path) -> None:
@@ -127,19 +71,8 @@ def test_an_epsilon_that_changes_no_loss_ends_the_run(
 def gradient_of(
     model: Model, adapters: Adapters, rows: list[Row], folder: Path
 ) -> dict[str, np.ndarray]:
-    manifest = model.bundle.manifest
-    shape = (1, model.bucket, manifest.hidden_size)
-    scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
-    found: dict[str, np.ndarray] = {}
-
-    def keep(block: object, gradients: object) -> None:
-        for name, (da, db) in gradients.items():  # type: ignore[attr-defined]
-            found[f"{block.tensor(name)}.lora_a"] = np.array(da)  # type: ignore[attr-defined]
-            found[f"{block.tensor(name)}.lora_b"] = np.array(db)  # type: ignore[attr-defined]
-
-    tokens = sum(len(row.targets) for row in rows)
-    Backprop(model, adapters, scratch).gradients(rows, tokens, keep)
-    return found
+    _, gradients = mebp(model, adapters, rows, folder)
+    return {name: np.array(gradient) for name, gradient in gradients.items()}
 
 
 def test_projected_gradients_are_directional_derivatives(

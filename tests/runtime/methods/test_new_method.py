@@ -10,14 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.bundles import Tiny
 
-from runtime.bundle.store import Bundle
-
-Tiny = Callable[..., Bundle]
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("ondevice", "runtime")
 

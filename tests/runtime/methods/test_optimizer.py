@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 
 from runtime.arrays.values import Gradients
-from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
 from runtime.storage.saves import VERSION
-
-Rng = np.random.Generator
-Tiny = Callable[..., Bundle]
 
 
 def test_groups_hold_every_tensor_in_order(rng: Rng) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.models import FAMILIES, agree, mebp, model_of, packed_of, rows_of
 from support.prefixes import prefix_of, with_prefix
 
-from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.first_prefix import fill_prefix
@@ -22,9 +21,6 @@ from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.storage.activations import Activations
 from tests.oracles import whole_model as reference
 from tests.oracles.prefix import keys_and_values, prefix_gradients
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,12 +103,3 @@ def test_it_begins_as_the_models_own_keys_and_values(
     assert not any(mx.array_equal(other.tensors[n], one) for n, one in adapters.tensors.items())
     with pytest.raises(UsageError, match=f"--prefix-length {rows} is too long for sequences of"):
         fill_prefix(lambda length: model, again, seed, rows - 1)
-
-
-def test_a_prefix_is_read_as_it_was_written(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
-    bundle = with_prefix(tiny("gemma3"), 2)
-    adapters = prefix_of(bundle, rng)
-    adapters.save(tmp_path)
-    again = Adapters.load(bundle.manifest, tmp_path)
-    assert list(again.tensors) == list(adapters.tensors)
-    assert all(mx.array_equal(again.tensors[n], one) for n, one in adapters.tensors.items())

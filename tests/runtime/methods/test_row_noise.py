@@ -6,11 +6,10 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from support.bundles import Rng
 
 from runtime.methods.full.row_noise import DRAWS, RowNoise, rows_of_noise
 from runtime.methods.full.stored_floats import expand, rounded
-
-Rng = np.random.Generator
 
 
 @pytest.mark.parametrize("kind", sorted(DRAWS))

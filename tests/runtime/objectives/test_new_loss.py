@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.models import adapters_of, mebp, model_of, rows_of
 
 from runtime.bundle.store import Bundle
@@ -25,8 +26,6 @@ from runtime.objectives.protocol import Group, Loss, loss_of, objective_of
 from runtime.storage.activations import Activations
 from tests.oracles import whole_model as reference
 
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 EPSILON = 0.02
 BETA = 0.1
 LENGTHS = (31, 20, 27, 9)  # two pairs

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.models import adapters_of, model_of
-from support.runs import adapter, here, ondevice, train_arguments
+from support.bundles import Rng, Tiny
+from support.models import adapters_of, model_of, scored_logits
+from support.runs import adapter, here, metrics_of, succeeds, train_arguments
 
-from runtime.bundle.store import Bundle
 from runtime.config.objectives import OBJECTIVES
 from runtime.core.errors import DataError
 from runtime.engine.model import Model
@@ -27,8 +27,6 @@ from runtime.objectives.protocol import objective_of
 from runtime.storage.activations import Activations
 from tests.oracles import whole_model as reference
 
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 EPSILON = 0.02
 SHARES = tuple(OBJECTIVES)[1:]
 
@@ -46,21 +44,12 @@ class Listed:
         return self.rows[index].tokens, self.rows[index].scored
 
 
-def logits_of(model: Model, adapters: Adapters, row: Row) -> np.ndarray:
-    """The logits (N, V) at the scored positions of a row by itself."""
-    x = model.embed(row.inputs)
-    for block in model.blocks[1:-1]:
-        x = model.forward(block, x, adapters.loras(block))
-    w = reference.dequantized(model.weights, model.head_matrix)
-    return np.array(model.hidden(x, row.scored) @ w.T)
-
-
 def share_of(name: str, model: Model, adapters: Adapters, rows: list[Row]) -> float:
     """An objective of rows, from all their logits."""
     labels = np.unique([row.targets[0] for row in rows])
     right: list[bool] = []
     for row in rows:
-        logits = logits_of(model, adapters, row)
+        logits = scored_logits(model, adapters, row.inputs, row.scored)
         tokens = logits.argmax(axis=-1) == row.targets
         if name == "labels":
             right.append(bool(labels[logits[0][labels].argmax()] == row.targets[0]))
@@ -78,8 +67,7 @@ def rows_of(model: Model, adapters: Adapters, rng: Rng) -> list[Row]:
         first = length - 1 if rng.random() < 0.7 else length - 2
         scored = np.arange(first, length)
         if rng.random() < 0.6:
-            logits = logits_of(model, adapters, Row(tokens, scored))
-            tokens[-1] = logits[-1].argmax()
+            tokens[-1] = scored_logits(model, adapters, tokens[:-1], scored)[-1].argmax()
         found.append(Row(tokens, scored))
     return found
 
@@ -138,10 +126,9 @@ def test_numbers_are_differences_of_shares(
 def test_a_share_that_stays_ends_no_run(tiny: Tiny, rng: Rng, seed: int, tmp_path: Path) -> None:
     bundle = tiny("llama")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
-    tokens = np.array([3, 4, 5], np.int32)
-    rows: list[Sample] = [Row(tokens, np.array([1]))]
-    worst = logits_of(model, adapters, Row(tokens, np.array([1])))[0].argmin()
-    rows = [Row(np.array([3, 4, worst], np.int32), np.array([1]))]
+    last = np.array([1])
+    worst = scored_logits(model, adapters, np.array([3, 4]), last)[0].argmin()
+    rows: list[Sample] = [Row(np.array([3, 4, worst], np.int32), last)]
     method = method_of(model, adapters, tmp_path, seed, "exact", rows)
     before = {name: np.array(value) for name, value in adapters.tensors.items()}
     for step in range(12):
@@ -170,20 +157,17 @@ def test_runs_with_an_objective(tiny: Tiny, tmp_path: Path) -> None:
     """Resumed and replayed to the same bytes; the share is in the metrics and on the screen."""
     bundle = tiny("qwen2", seq_lens=(16, 32)).path
     more = {"method": "fzoo", "objective": "accuracy", "queries": 3, "learning_rate": 1e-6}
-    done = ondevice(*train_arguments(bundle, tmp_path / "whole", 4, **more))
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*train_arguments(bundle, tmp_path / "whole", 4, **more))
     assert "% right, " in done.stderr
-    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
+    entries = metrics_of(tmp_path / "whole")
     assert all(0 <= entry["objective"] <= 1 for entry in entries)
     log = (tmp_path / "whole" / "trajectory.jsonl").read_text().splitlines()[1:]
     assert [entry["learned"] for entry in entries] == [any(json.loads(x)[1]) for x in log]
     idle = sum(not entry["learned"] for entry in entries[1:])  # the first step has its own line
     assert (f"nothing learned in {idle} of 3 steps" in done.stderr) == bool(idle)
-    assert ondevice(*train_arguments(bundle, tmp_path / "run", 2, **more)).returncode == 0
-    done = ondevice("train", "--resume", tmp_path / "run", "--steps", 4)
-    assert done.returncode == 0, done.stderr
-    assert ondevice("replay", tmp_path / "run", "-o", tmp_path / "again").returncode == 0
+    succeeds(*train_arguments(bundle, tmp_path / "run", 2, **more))
+    succeeds("train", "--resume", tmp_path / "run", "--steps", 4)
+    succeeds("replay", tmp_path / "run", "-o", tmp_path / "again")
     # the schedule of the first two steps was another
     assert adapter(tmp_path / "again") == adapter(tmp_path / "run")
 

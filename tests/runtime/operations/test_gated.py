@@ -10,13 +10,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from support.bundles import Rng, Tiny
 from support.models import FAMILIES, model_of
 
 from export.cut.properties import ACTIVATIONS, gated_activation
-from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
-from runtime.core.errors import BundleError
 from runtime.operations.base import Call, Operation
 from runtime.operations.elementwise import Activation, Elementwise
 from runtime.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
@@ -30,8 +29,6 @@ from runtime.plan.lower import LoweredModel, Sizes, lower
 from runtime.plan.peak import PeakModel
 from tests.oracles.whole_model import relative_error
 
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 CLOSE = 1e-6
 
 
@@ -196,38 +193,3 @@ def test_only_what_is_the_activation_is_taken_for_it() -> None:
     assert asked(lambda g, u: nn.relu(g) * u) == ""
     assert asked(lambda g, u: nn.silu(mx.clip(g, -20, 20)) * u) == ""
     assert asked(lambda g, u: nn.silu(mx.stop_gradient(g)) * u) == ""
-
-
-LIES: list[dict[str, object]] = [
-    {"tokenwise": False},
-    {"inputs": ("mlp.up_proj.out", "mlp.gate_proj.out")},
-    {"vjp_inputs": ("mlp.up_proj.out", "mlp.gate_proj.out", "~mlp.down_proj.in")},
-    {"vjp_outputs": ("mlp.up_proj.out", "mlp.gate_proj.out")},
-    {"vjp_same": ("~mlp.down_proj.in", "")},
-]
-
-
-def with_operations(manifest: Manifest, operations: tuple[Any, ...]) -> Manifest:
-    changed = replace(manifest.block_types["layer0"], operations=operations)
-    return replace(manifest, block_types={**manifest.block_types, "layer0": changed})
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_an_operation_that_cannot_be_gated_is_refused(tiny: Tiny, lie: dict[str, object]) -> None:
-    manifest = tiny("qwen2").manifest
-    operations = tuple(
-        replace(one, **lie) if isinstance(one, Elementwise) and one.gated else one
-        for one in manifest.block_types["layer0"].operations
-    )
-    with pytest.raises(BundleError):
-        check_manifest(with_operations(manifest, operations))
-
-
-def test_a_norm_is_not_gated(tiny: Tiny) -> None:
-    manifest = tiny("qwen2").manifest
-    operations = tuple(
-        replace(one, gated="silu") if isinstance(one, Elementwise) else one
-        for one in manifest.block_types["layer0"].operations
-    )
-    with pytest.raises(BundleError, match="silu"):
-        check_manifest(with_operations(manifest, operations))

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng
 
 from runtime.arrays.arrays import Arrays, CpuArrays, arrays_for
 from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
@@ -36,7 +37,6 @@ LAYOUTS = [
 ]
 FLOATS = [(32, 0, "float32"), (16, 0, "float16"), (16, 0, "bfloat16")]
 DEVICES = ("cpu", "gpu")  # whose arrays are used; both run on any machine
-Rng = np.random.Generator
 
 
 @pytest.fixture(params=DEVICES)

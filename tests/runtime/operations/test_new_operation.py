@@ -7,22 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.bundles import copied, manifest_of, rewrite
-from support.models import (
-    CLOSE,
-    LENGTHS,
-    adapters_of,
-    agree,
-    mebp,
-    model_of,
-    rows_of,
-)
+from support.bundles import Rng, Tiny, copied, manifest_of, rewrite
+from support.models import CLOSE, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import demand_of
 from support.runs import train_arguments
 
@@ -32,10 +23,6 @@ from runtime.core.errors import BundleError
 from runtime.operations.base import WHOLE
 from runtime.plan.peak import PeakModel
 from tests.oracles import whole_model as reference
-
-Rng = np.random.Generator
-Tiny = Callable[..., Bundle]
-
 
 OPERATION = '''
 """Scale: a value times a number."""

@@ -5,15 +5,14 @@ What the values are is measured (`ondevice bench machine`); here is what the pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import pytest
+from support.bundles import Tiny
 from support.plans import LINUX, MAC, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
 
 from runtime.bundle.manifest import Manifest
-from runtime.bundle.store import Bundle
 from runtime.machine.glibc import unused_bytes
 from runtime.machine.machine import Heap, Machine
 from runtime.operations.base import WHOLE, materialized_bytes
@@ -22,7 +21,6 @@ from runtime.plan.allocator import heap_use
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import LEVELS, Plan
 
-Tiny = Callable[..., Bundle]
 NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 SIZES = Sizes(2048, 16, 0, most_tokens=64)
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
+from support.bundles import Tiny
 from support.plans import LINUX, PLENTY, plan_of, task_of
 
 from ondevice.cli.describe import describe_plan
-from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
 from runtime.plan.limit import KERNEL_BYTES
-
-Tiny = Callable[..., Bundle]
 
 
 @pytest.mark.parametrize("beside", [-1, 0, KERNEL_BYTES - 1, KERNEL_BYTES, PLENTY])

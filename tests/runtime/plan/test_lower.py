@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.models import (
-    BUCKETS,
-    FAMILIES,
-    LENGTHS,
-    adapters_of,
-)
+from support.bundles import Rng, Tiny
+from support.models import BUCKETS, FAMILIES, LENGTHS, adapters_of
 
 from runtime.arrays.values import Gradients, Loras, Values
-from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
@@ -30,9 +25,6 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, Sizes, lower
 from runtime.plan.peak import PeakModel
 from runtime.storage.weights import Weights
-
-Rng = np.random.Generator
-Tiny = Callable[..., Bundle]
 
 
 @dataclass(frozen=True)

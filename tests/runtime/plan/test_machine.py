@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.bundles import Tiny
 from support.plans import EVAL, LINUX, MAC, Task, plan_of, predicted, task_of
-from support.runs import ondevice
+from support.runs import json_of, ondevice, refuses
 
-from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
 from runtime.machine import footprint
 from runtime.machine.machine import Blas, Heap, Machine, read_machine
 from runtime.plan.plan import LEVELS, Plan
 
-Tiny = Callable[..., Bundle]
 TASKS = {
     "mebp": task_of(64, rows=2),
     "mezo": task_of(64, "mezo", queries=2),
@@ -154,11 +152,8 @@ def test_the_command_plans_for_the_machine_in_a_file(tiny: Tiny, tmp_path: Path)
     bundle, path = tiny("gemma3"), tmp_path / "machine.json"
     write(path, msgspec.to_builtins(MAC))
     command = ["plan", bundle.path, "--max-seq-length=64", "--budget=300MB", "--batch-size=2"]
-    done = ondevice(*command, f"--machine={path}", "--json")
-    assert done.returncode == 0, done.stderr
     expected = plan_of(bundle.manifest, TASKS["mebp"], 300_000_000, MAC)
-    assert json.loads(done.stdout) == json.loads(json.dumps(expected.to_json()))
-    refused = ondevice(*command, f"--machine={tmp_path / 'typo'}")
-    assert refused.returncode == 2 and "typo cannot be read" in refused.stderr
+    assert json_of(*command, f"--machine={path}") == json.loads(json.dumps(expected.to_json()))
+    refuses(2, "typo cannot be read", *command, f"--machine={tmp_path / 'typo'}", by=ondevice)
     small = ondevice(*command, f"--machine={path}", "--budget=50MB")  # less than its process
     assert small.returncode == 3 and "the smallest that fits is" in small.stderr

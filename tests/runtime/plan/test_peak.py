@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.layouts import STORED
 from support.lora import with_lora
 from support.models import FAMILIES, LENGTHS, adapters_of, model_of
@@ -25,8 +26,6 @@ from runtime.plan.peak import PeakModel
 from runtime.plan.plan import Request
 from runtime.plan.token_tiles import fold, tiled_of
 
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
 # reached, as in a run: here it always is. On shapes as small as these objects of a few bytes count.
 NEVER_OVER, NOT_FAR_UNDER = 1.1, 0.6

@@ -6,20 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from support.bundles import Tiny
 from support.layouts import STORED
 from support.plans import EVAL, LINUX, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
-from support.runs import ondevice, train_arguments
+from support.runs import ondevice, succeeds, train_arguments
 
 from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
 from runtime.bundle.manifest import Manifest
-from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, prepare
 from runtime.machine.machine import Machine
@@ -28,8 +27,6 @@ from runtime.operations.values import F32
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import LEVELS, LONG_TOKENS, MARGIN, choose_bucket
 from runtime.run.open import open_session
-
-Tiny = Callable[..., Bundle]
 
 
 def with_threads(threads: int) -> Machine:
@@ -99,8 +96,7 @@ def test_measured_is_never_far_over_predicted(
     assert refused.returncode == 3, refused.stderr  # its process says what it needs
     smallest = refused.stderr.split("the smallest that fits is ")[1].split(",")[0]
     budget = smallest.strip().replace(" ", "")
-    done = ondevice(*train_arguments(path, run, 4, **{**given, "budget": budget}), "--json")
-    assert done.returncode == 0, (family, layouts, length, rows, done.stderr)
+    done = succeeds(*train_arguments(path, run, 4, **{**given, "budget": budget}), "--json")
     summary = json.loads(done.stdout)
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
     assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +9,12 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from support.models import (
-    FAMILIES,
-    LENGTHS,
-    adapters_of,
-    agree,
-    mebp,
-    model_of,
-    rows_of,
-)
+from support.bundles import Rng, Tiny
+from support.models import FAMILIES, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import demand_of
 
 from runtime.arrays.values import accumulate
 from runtime.bundle.manifest import manifest_bytes, read_manifest
-from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.operations.base import WHOLE, Operation
 from runtime.operations.elementwise import Elementwise
@@ -35,9 +26,6 @@ from runtime.plan.lower import Sizes, lower, rows_at_once
 from runtime.plan.peak import PeakModel
 from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
 from tests.oracles import whole_model as reference
-
-Tiny = Callable[..., Bundle]
-Rng = np.random.Generator
 
 
 @pytest.mark.parametrize(("device", "between"), [("cpu", Gated), ("gpu", Elementwise)])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng, Tiny
 from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import plan_of, task_of
 
@@ -20,9 +19,6 @@ from runtime.bundle.store import Bundle
 from runtime.storage import row_weights
 from runtime.storage.row_weights import RowWeights
 from tests.oracles import whole_model as reference
-
-Rng = np.random.Generator
-Tiny = Callable[..., Bundle]
 
 
 def opened(tiny: Tiny, family: str) -> tuple[Checkpoint, Bundle, RowWeights]:
@@ -100,18 +96,6 @@ def test_loss_and_gradients_are_the_checkpoints(
     loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
     assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=CLOSE)
     agree(found, expected)
-
-
-def test_lanes_do_not_depend_on_each_other(tiny: Tiny, rng: Rng) -> None:
-    _, bundle, weights = opened(tiny, "qwen3")
-    model, adapters = model_of(bundle, 32, weights=weights), adapters_of(bundle, rng)
-    shape = (1, 32, bundle.manifest.hidden_size)
-    block = model.blocks[1]
-    given = [mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(3)]
-    loras = adapters.loras(block)
-    together = model.forward_lanes(block, [*given], [loras, {}, loras])
-    for x, lora, found in zip(given, [loras, {}, loras], together, strict=True):
-        assert mx.array_equal(found, model.forward(block, x, lora))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

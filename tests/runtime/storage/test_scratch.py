@@ -9,13 +9,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.bundles import Rng
 from support.files import listing
 
 from runtime.machine.footprint import read_footprint
 from runtime.run.folder import RunFolder
 from runtime.storage.scratch import MappedTensors, map_scratch
-
-Rng = np.random.Generator
 
 
 def shapes_of(rng: Rng) -> dict[str, tuple[int, ...]]:
