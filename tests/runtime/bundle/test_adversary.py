@@ -32,6 +32,7 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
 from runtime.methods.adapters import Adapters
 
+GATE, UP = "mlp.gate_proj.out", "mlp.up_proj.out"  # the inputs of operation 8
 LAYER, FIRST = "block_types/layer0", "matrices/model.layers.0.mlp.up_proj"
 LIES = [
     ("device", "tpu"),
@@ -113,6 +114,11 @@ LIES = [
     (f"{LAYER}/operations/0/gated", "silu"),
     (f"{LAYER}/operations/1/gated", "silu"),
     (f"{LAYER}/operations/8/gated", "relu"),
+    (f"{LAYER}/operations/8/tokenwise", False),
+    (f"{LAYER}/operations/8/inputs", [UP, GATE]),
+    (f"{LAYER}/operations/8/vjp_inputs", [UP, GATE, "~mlp.down_proj.in"]),
+    (f"{LAYER}/operations/8/vjp_outputs", [UP, GATE]),
+    (f"{LAYER}/operations/8/vjp_same", ["~mlp.down_proj.in", ""]),
     (f"{LAYER}/operations/0/vjp_same", []),
     (f"{LAYER}/operations/0/vjp_same", ["x"]),
     (f"{LAYER}/operations/0/vjp_same", ["~x"]),

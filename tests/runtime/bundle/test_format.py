@@ -17,13 +17,7 @@ from support.files import listing
 from export.bundle import export_bundle
 from runtime.arrays.stored import Extent
 from runtime.bundle.manifest import manifest_bytes
-from runtime.bundle.store import (
-    MANIFEST,
-    WEIGHTS,
-    Bundle,
-    BundleWriter,
-    open_bundle,
-)
+from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
 from runtime.storage.weights import Weights
 from tests.oracles import whole_model as reference
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.runs import here, succeeds
 
 from export.config.export import ExportConfig
 from ondevice.cli.commands import COMMANDS
@@ -275,55 +276,12 @@ def test_methods_are_those_of_the_list() -> None:
         assert importlib.util.find_spec(method.module) is not None
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ondevice", *words], capture_output=True, text=True
-    )
-
-
 def test_every_command_has_help_on_its_own_and_in_the_list() -> None:
-    everything = run("--help")
-    assert everything.returncode == 0
+    everything = succeeds("--help", by=here)
     for command in COMMANDS:
         names = {one.name for one in fields(command.config)}
         assert not names & {"config", "json", "resume", "handler", "parser"}  # the parser's own
         assert f"  {command.name} " in everything.stdout
         assert len(command.summary) <= 64  # one line of 80 columns
-        shown = run(command.name, "--help")
-        assert shown.returncode == 0 and shown.stdout.startswith(f"usage: ondevice {command.name} ")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["trian", "bundle"], "no command 'trian'; did you mean train?"),
-        (["lint"], "there are export, inspect, plan, data, train"),
-        (
-            ["train", "bundle", "--lr", "1"],
-            "unrecognized arguments: --lr 1; did you mean --learning",
-        ),
-        (["train", "bundle", "--stepz=3"], "did you mean --steps?"),
-        (
-            ["inspect", "bundle", "more"],
-            "unrecognized arguments: more; see: ondevice inspect --help",
-        ),
-        (
-            ["train", "bundle", "--steps"],
-            "argument --steps: expected one argument; see: ondevice train",
-        ),
-        (["train"], "\n  bundle is missing"),
-        (["--"], "unrecognized arguments: --; see: ondevice --help"),
-        (["-x"], "unrecognized arguments: -x; see: ondevice --help"),
-        (
-            ["generate", "b", "--prompt", "x", "--max-tokens", "0"],
-            "max_tokens is 0; it must be 1 or",
-        ),
-        (["plan", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
-        (["train", "--resume", "run", "--batch-size", "3"], "leave out --batch-size"),
-        (["plan", "b", "--config", "nowhere.toml"], "cannot read --config nowhere.toml"),
-    ],
-)
-def test_usage_errors_say_what_to_do(words: list[str], said: str) -> None:
-    done = run(*words)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("ondevice: ") and said in done.stderr, done.stderr
+        shown = succeeds(command.name, "--help", by=here)
+        assert shown.stdout.startswith(f"usage: ondevice {command.name} ")

@@ -1,11 +1,11 @@
-"""What is suggested for commands, flags and sizes that are not ours."""
+"""Usage errors, and what is suggested for commands, flags and sizes that are not ours."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 import pytest
-from support.runs import here
+from support.runs import refuses
 
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.parser import command_parser, long_flags
@@ -26,12 +26,13 @@ NAMES = {command.name for command in COMMANDS}
         (["Fine_Tune"], "did you mean train?"),
         (["convert"], "did you mean export?"),
         (["resume"], "did you mean train --resume?"),
-        (["gnerate"], "did you mean generate?"),
+        (["gnerate"], "no command 'gnerate'; did you mean generate?"),
         (["version"], "did you mean --version?"),
-        (["train", "b", "--iters=3"], "did you mean --steps?"),
+        (["train", "b", "--iters=3"], "unrecognized arguments: --iters=3; did you mean --steps?"),
         (["train", "b", "--per-device-train-batch-size", "2"], "did you mean --batch-size?"),
         (["train", "b", "--gradient-accumulation-steps=2"], "did you mean --grad-accumulation?"),
         (["train", "b", "--lora-r", "4"], "did you mean --lora-rank?"),
+        (["train", "b", "--num-layers", "4"], "did you mean --lora-layers?"),
         (["train", "b", "--learning_rate", "1"], "did you mean --learning-rate?"),
         (["train", "b", "--val-batches", "4"], "did you mean --eval-rows?"),
         (["train", "b", "--output-dir=x"], "did you mean --output?"),
@@ -42,6 +43,7 @@ NAMES = {command.name for command in COMMANDS}
         (["train", "b", "--load-in-4bit"], "ondevice export MODEL -o BUNDLE --bits 4"),
         (["train", "--model", "x"], "a bundle is given without a flag"),
         (["train", "b", "--use-dora"], "DoRA is not supported"),
+        (["train", "b", "--dora"], "DoRA is not supported"),
         (["generate", "b", "-p", "hello"], "did you mean --prompt?"),
         (["chat", "b", "--prompt", "hello"], "`ondevice chat` reads what you say line by line"),
         (["generate", "b", "--repetition-penalty=1"], "without penalties for repetition"),
@@ -49,12 +51,31 @@ NAMES = {command.name for command in COMMANDS}
         (["train", "b", "--budget", "300"], "did you mean 300MB?"),
         (["train", "b", "--budget=1.5"], "did you mean 1.5MB?"),
         (["plan", "b", "--budget=500000"], "must be a size such as 300MB, 1.5GB or 512MiB"),
+        (["lint"], "there are export, inspect, plan, data, train"),
+        (["train", "bundle", "--stepz=3"], "did you mean --steps?"),
+        (
+            ["inspect", "bundle", "more"],
+            "unrecognized arguments: more; see: ondevice inspect --help",
+        ),
+        (
+            ["train", "bundle", "--steps"],
+            "argument --steps: expected one argument; see: ondevice train",
+        ),
+        (["train"], "\n  bundle is missing"),
+        (["--"], "unrecognized arguments: --; see: ondevice --help"),
+        (["-x"], "unrecognized arguments: -x; see: ondevice --help"),
+        (
+            ["generate", "b", "--prompt", "x", "--max-tokens", "0"],
+            "max_tokens is 0; it must be 1 or",
+        ),
+        (["plan", "b", "--device", "tpu"], "device is 'tpu'; it must be auto, cpu or gpu"),
+        (["train", "--resume", "run", "--batch-size", "3"], "leave out --batch-size"),
+        (["plan", "b", "--config", "nowhere.toml"], "cannot read --config nowhere.toml"),
     ],
 )
-def test_others_words_are_understood(words: list[str], said: str) -> None:
-    done = here(*words)
-    assert done.returncode == 2
-    assert said in done.stderr, done.stderr
+def test_usage_errors_say_what_to_do(words: list[str], said: str) -> None:
+    done = refuses(2, said, *words)
+    assert done.stdout == "" and done.stderr.startswith("ondevice: ")
 
 
 def test_a_number_of_bytes_is_a_budget_as_it_was() -> None:

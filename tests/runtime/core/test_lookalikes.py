@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from support.bundles import Tiny
 from support.checkpoints import weights_of, write_folder
-from support.runs import here, train_arguments
+from support.runs import here
 
 from runtime.core.lookalikes import Kind, instead, kind_of
 
@@ -82,12 +81,3 @@ def test_an_architecture_is_named_before_missing_weights(tmp_path: Path) -> None
     folder = write_folder(tmp_path / "known", config, arrays)
     (folder / "model.safetensors").unlink()
     assert "no model*.safetensors" in here("export", folder, "-o", tmp_path / "b").stderr
-
-
-def test_real_ones_are_told_apart(tiny: Tiny, tmp_path: Path) -> None:
-    bundle = tiny("qwen2")
-    run = tmp_path / "run"
-    done = here(*train_arguments(bundle.path, run, 1, max_seq_length=16, batch_size=1))
-    assert done.returncode == 0, done.stderr
-    assert kind_of(bundle.path) is Kind.BUNDLE
-    assert kind_of(run) is Kind.RUN

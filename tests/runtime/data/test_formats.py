@@ -168,26 +168,6 @@ def test_json_may_have_its_rows_in_one_field(tmp_path: Path) -> None:
     assert [row for _, row in records(file)] == ROWS
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("a.json", b"{", "holds no JSON list of rows: "),
-        ("a.json", b'{"a": 1, "b": 2}', "holds no JSON list of rows; write one row a line"),
-        ("a.csv", b"prompt,completion\na", "line 2: it has not as many cells as the header"),
-        ("a.csv", b"prompt,completion\na,b,c", "line 2: it has not as many cells as the header"),
-        ("a.csv", b'prompt,completion\n"a', "line 1: unexpected end of data"),
-        ("a.csv", b"prompt,completion\n\xff,b", "is not text in UTF-8"),
-        ("a.csv", b"", "it is empty"),
-    ],
-)
-def test_damaged_files_are_refused_with_the_place(
-    bundle: Path, tmp_path: Path, name: str, content: bytes, complaint: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=complaint):
-        tokenize(bundle, tmp_path / name, 9, tmp_path / "out")
-
-
 def test_without_pyarrow_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

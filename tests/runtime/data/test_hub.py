@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.bundles import runnable
-from support.runs import here, ondevice, train_arguments
+from support.runs import here, json_of, ondevice, succeeds, summary_of, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
 
@@ -120,27 +120,22 @@ def test_a_run_trains_from_a_dataset_and_goes_on_without_it(
     run = tmp_path / "run"
     given = train_arguments(bundle.path, run, 3, data=NAME)
     given.remove("--max-seq-length=24")
-    done = ondevice(*given)
-    assert done.returncode == 0, done.stderr
-    data = json.loads((run / "summary.json").read_text())["data"]
+    succeeds(*given)
+    data = summary_of(run)["data"]
     assert data["train"]["kept"] == 3 and data["valid"]["kept"] == 1
     assert not list(run.glob("dataset-*")) and asked.read_text() == f"{NAME} None None\n"
     assert f'data = "{NAME}"' in (run / "config.toml").read_text()
-    more = ondevice("train", "--resume", run, "--steps", 4)
-    assert more.returncode == 0, more.stderr
+    succeeds("train", "--resume", run, "--steps", 4)
     assert asked.read_text() == f"{NAME} None None\n"  # its tokens are there
-    after = json.loads((run / "summary.json").read_text())
+    after = summary_of(run)
     assert after["data"] == data and "3" in after["eval"]
 
 
 def test_other_commands_read_datasets(asked: Path, bundle: Bundle) -> None:
-    shown = here("data", NAME, "--bundle", bundle.path, "--json")
-    assert shown.returncode == 0, shown.stderr
-    found = json.loads(shown.stdout)["data"]
-    assert {name: one["kept"] for name, one in found.items()} == {"train": 3, "valid": 1, "test": 1}
-    measured = ondevice("eval", bundle.path, "--data", f"{NAME}::train", "--json")
-    assert measured.returncode == 0, measured.stderr
-    assert json.loads(measured.stdout)["rows"] == 3
+    shown = json_of("data", NAME, "--bundle", bundle.path, by=here)["data"]
+    kept = {name: split["kept"] for name, split in shown.items()}
+    assert kept == {"train": 3, "valid": 1, "test": 1}
+    assert json_of("eval", bundle.path, "--data", f"{NAME}::train")["rows"] == 3
 
 
 def test_what_cannot_be_loaded_is_said(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -81,19 +80,6 @@ def test_short_rows_leave_little_room(rng: np.random.Generator, seed: int) -> No
     assert report.unpacked_padding == pytest.approx(1 - lengths.sum() / computed)
     assert 0 <= report.padding < 0.01 < report.unpacked_padding
     assert report.describe().startswith(f"packed: 2000 rows in {len(packed)} sequences of up to ")
-
-
-def test_another_seed_packs_otherwise(rng: np.random.Generator, seed: int) -> None:
-    lengths = rng.integers(1, 30, 100)
-    first, second = (sequences_of(pack(lengths, LENGTH, one)) for one in (seed, seed + 1))
-    assert first != second
-
-
-def test_rows_of_equal_length_keep_their_order(seed: int) -> None:
-    ordered = order(seed, 0, 10).tolist()
-    packed = pack(np.full(10, 16), LENGTH, seed)
-    ends = [*range(0, 10, 4), 10]
-    assert sequences_of(packed) == [ordered[a:b] for a, b in pairwise(ends)]
 
 
 @pytest.mark.parametrize("rows", [[], [3, LENGTH + 1]])

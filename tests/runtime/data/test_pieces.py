@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from support.bundles import Rng
 from support.text_bundle import text_bundle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -15,8 +15,6 @@ from runtime.bundle.store import Bundle
 from runtime.core.errors import DataError
 from runtime.data.pieces import UNKNOWN, read_pieces, write_pieces
 from runtime.data.text_encoder import TextEncoder, load_encoder
-
-Rng = np.random.Generator
 
 WORDS = ["a", "b", "▁the", "▁cat", "▁", UNKNOWN, "é", *(f"<0x{byte:02X}>" for byte in range(256))]
 

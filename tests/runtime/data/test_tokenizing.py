@@ -103,28 +103,6 @@ def test_a_long_corpus_goes_through_in_pieces(
     assert [token for tokens, _ in listed(rows) for token in tokens[1:]] == ids(text)
 
 
-def test_lines_of_json_become_rows(bundle: Path, tmp_path: Path) -> None:
-    lines = [
-        {"text": "the cat"},
-        {"prompt": "ab:", "completion": " the"},
-        {"prompt": "far too long a prompt", "completion": "x"},
-        {"text": "a text that is cut"},
-    ]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("\n\n".join(map(json.dumps, lines)))
-    rows = tokenize(bundle, source, 8, tmp_path / "out")
-    assert listed(rows) == [
-        after([BOS, *ids("the cat"), EOS]),
-        after([BOS, *ids("ab:"), *ids(" the"), EOS], 3),
-        after([BOS, *ids("a text that is cut")[:8]]),
-    ]
-    assert rows.report.dropped == {"what is scored begins after 8 tokens": 1}
-    assert (rows.report.read, rows.report.kept, rows.report.cut) == (4, 3, 1)
-    # the scored targets are those of the completion
-    tokens, scored = rows.row(1)
-    assert tokens[1:][scored].tolist() == [*ids(" the"), EOS]
-
-
 def test_a_completion_is_tokenized_where_it_stands(bundle: Path, tmp_path: Path) -> None:
     """As the continuation of its prompt, whose own tokens stay; a prefixed space comes once."""
     tokenizer = make_tokenizer()
@@ -188,6 +166,13 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\xff"}', "line 1: "),
         ("a.jsonl", b"[" * 100_000, "line 1: "),
         ("a.jsonl", b'{"prompt": "much too long", "completion": "x"}', "every row is too long"),
+        ("a.json", b"{", "holds no JSON list of rows: "),
+        ("a.json", b'{"a": 1, "b": 2}', "holds no JSON list of rows; write one row a line"),
+        ("a.csv", b"prompt,completion\na", "line 2: it has not as many cells as the header"),
+        ("a.csv", b"prompt,completion\na,b,c", "line 2: it has not as many cells as the header"),
+        ("a.csv", b'prompt,completion\n"a', "line 1: unexpected end of data"),
+        ("a.csv", b"prompt,completion\n\xff,b", "is not text in UTF-8"),
+        ("a.csv", b"", "it is empty"),
         ("a.doc", b"a,b", r"not a .txt, .jsonl, .json, .csv or .parquet file"),
     ],
 )

@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from support.bundles import Rng
 from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, chat_encoder, said, scored_texts
 from support.lengths import at_length
 
@@ -20,7 +20,6 @@ from runtime.data.examples import Row, row_of
 from runtime.data.fields import Conversation
 from runtime.data.text_encoder import TextEncoder
 
-Rng = np.random.Generator
 TEMPLATES = Path(__file__).parents[2] / "support" / "trl_templates"
 CHATML = ["<|im_start|>", "<|im_end|>"]
 SPECIAL = {
