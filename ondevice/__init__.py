@@ -1,7 +1,7 @@
 """Fine-tune language models with LoRA on the device that holds the data, inside a memory budget.
 
 `export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate`, `compare_with_source`,
-`generate`, `chat`, `adapter` and `fuse` do what the command line does. The options, with the same
+`generate`, `chat`, `adapter` and `fuse` work as the commands do. The options, with the same
 defaults, are in the command's configuration, such as `TrainConfig`. Errors are those of
 `runtime.core.errors`. Importing this package loads nothing heavy, no MLX and no NumPy: a name is
 loaded when it is first used.
@@ -100,14 +100,14 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is public when it is first used."""
+    """Load a public name when it is first used."""
     if name == "errors":
         return import_module("runtime.core.errors")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_PLACES[name]), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(_PLACES[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

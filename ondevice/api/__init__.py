@@ -1,1 +1,1 @@
-"""The functions that `import ondevice` offers; what they need is loaded when they are called."""
+"""The functions that `import ondevice` offers; their needs are loaded when they are called."""

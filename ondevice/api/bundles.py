@@ -48,7 +48,7 @@ def export_bundle(
 ) -> ExportResult:
     """Convert a checkpoint to a bundle, as `ondevice export` does.
 
-    on_progress(what, done, total) is called while it works, on_note(text) with lines for people.
+    on_progress(task, done, total) is called while it works, on_note(text) with lines for people.
 
     Raises:
         UsageError: the output exists, or there is no such checkpoint.

@@ -27,7 +27,7 @@ def chat(config: ChatConfig, *, on_note: Note | None = None) -> Conversation:
 
 
 class Conversation:
-    """What was said so far, and the model that answers, inside a `with` statement.
+    """The messages so far, and the model that answers, inside a `with` statement.
 
     Entering it raises BundleError or DataError if the bundle or the adapter cannot be used.
     """
@@ -35,7 +35,7 @@ class Conversation:
     def __init__(self, config: ChatConfig, on_note: Note | None) -> None:
         self._config, self._note = config, hearing(on_note)
         self._chat: Chat | None = None
-        self._answers = False  # while it answers, what it has read must not change
+        self._answers = False  # meanwhile its messages must not change
 
     def __enter__(self) -> Self:
         from runtime.run.chat import Chat
@@ -53,8 +53,8 @@ class Conversation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        found, self._chat = self._open(), None
-        found.__exit__(kind, error, trace)
+        chat, self._chat = self._open(), None
+        chat.__exit__(kind, error, trace)
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]:
@@ -62,7 +62,7 @@ class Conversation:
 
         Raises UsageError outside of the `with` statement.
         """
-        return tuple(dict(one) for one in self._open().messages)
+        return tuple(dict(message) for message in self._open().messages)
 
     def say(self, text: str, *, on_text: Callable[[str], None] | None = None) -> Generation:
         """The model's answer to a message, which both join the conversation.
@@ -97,10 +97,10 @@ class Conversation:
         self._idle().reset()
 
     def _idle(self) -> Chat:
-        found = self._open()
+        chat = self._open()
         if self._answers:
             raise UsageError("the conversation is answering: on_text can neither say nor reset")
-        return found
+        return chat
 
     def _open(self) -> Chat:
         if self._chat is None:

@@ -15,7 +15,7 @@ class AdapterResult(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter, written as another tool reads it.
 
     output: the folder, or for gguf the file. format: "peft", "gguf" or "mlx".
-    tensors: how many there are. base_model: what its configuration calls the model.
+    tensors: how many there are. base_model: the model's name in its configuration.
     """
 
     output: str
@@ -53,8 +53,8 @@ def convert(config: AdapterConfig, note: Note) -> AdapterResult:
     source = Path(config.run)
     bundle = to_apply(source, open_bundle(config.bundle or bundle_of(source)), note)
     refuse_prefix(bundle.manifest.lora, source, "other tools read LoRA adapters")
-    found = Adapters.load(bundle.manifest, source)
-    tensors = {name: np.array(value, copy=False) for name, value in found.tensors.items()}
+    adapters = Adapters.load(bundle.manifest, source)
+    tensors = {name: np.array(value, copy=False) for name, value in adapters.tensors.items()}
     output = Path(config.output)
     converted = Adapter(bundle.manifest, tensors)
     write_adapter(converted, config.to, output, config.force, config.base_model)

@@ -1,4 +1,4 @@
-"""Fusing from Python: an adapter becomes part of the weights, and what that costs is measured."""
+"""Fusing from Python: an adapter becomes part of the weights, and the cost is measured."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fuse(
 ) -> FuseResult:
     """Add an adapter to the weights of its bundle, as `ondevice fuse` does.
 
-    on_progress(what, done, total) is called while it works, on_note(text) with lines for people.
+    on_progress(task, done, total) is called while it works, on_note(text) with lines for people.
 
     Raises:
         UsageError: the output exists, or the format cannot hold the model.
@@ -87,9 +87,9 @@ def fuse_as(config: FuseConfig, progress: Progress, note: Note) -> FuseResult:
         cost = _Cost(config, engine, adapted, adapters, note)
         cost.read_rows()
 
-        def written(what: str, done: int, total: int) -> None:
-            progress(what, done, total)
-            engine.check(f"while it wrote {what}")
+        def written(task: str, done: int, total: int) -> None:
+            progress(task, done, total)
+            engine.check(f"while it wrote {task}")
 
         with FusedCheckpoint(bundle, _added(adapters)) as model:
             size = _FORMATS[config.format](config, model, cost, written)
@@ -107,7 +107,7 @@ def fuse_as(config: FuseConfig, progress: Progress, note: Note) -> FuseResult:
 
 
 def _lost(quality: Quality) -> str:
-    """What to do where fusing has lost much; empty where it has not."""
+    """A warning with the way out where fusing has lost much, else an empty text."""
     lost = quality.loss - quality.source_loss
     if max(lost, quality.divergence) < LOST_NATS:
         return ""
@@ -120,7 +120,7 @@ def _lost(quality: Quality) -> str:
 
 
 def _added(adapters: Adapters) -> dict[str, LowRank]:
-    """What adapters add, by the names of matrices; the arrays are not copied."""
+    """The low-rank addition to each matrix, by its name; the arrays are not copied."""
     from export.fused.model import LowRank
     from runtime.arrays.arrays import view
 
@@ -149,7 +149,7 @@ class _Cost:
     _text: str = ""
 
     def read_rows(self) -> None:
-        """Read the rows to measure with, if any; what is wrong with data is said at once."""
+        """Read the rows to measure with, if any; bad data are refused at once."""
         from export.original import COMPARED_TOKENS, OWN_TEXT, TEXT
         from runtime.data.source import TokenSource, reading_of
 
@@ -173,7 +173,7 @@ class _Cost:
     def measure(self, fused: Callable[[Bundle], Bundle], reader: RowReader | None) -> None:
         """Measure the model that `fused` makes of the runnable bundle; `reader` has its weights.
 
-        Where it cannot be run here, what was written is good all the same: the reason is said.
+        Where it cannot be run here, the written model is good all the same: the reason is said.
         """
         if not self._rows:
             return
@@ -211,8 +211,11 @@ def _measure_written(cost: _Cost, path: Path) -> None:
     from export.sources.open import open_checkpoint
     from runtime.bundle.float_manifest import float_manifest
 
+    def in_floats(bundle: Bundle) -> Bundle:
+        return replace(bundle, manifest=float_manifest(bundle.manifest))
+
     with open_checkpoint(str(path)) as checkpoint:
-        cost.measure(lambda one: replace(one, manifest=float_manifest(one.manifest)), checkpoint)
+        cost.measure(in_floats, checkpoint)
 
 
 def _gguf(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:

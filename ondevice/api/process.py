@@ -1,4 +1,4 @@
-"""Setting up the caller's process, and handing on what is said while something is done."""
+"""Setting up the caller's process, and handing on notes and progress."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Note = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(task: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
 def hearing(on_note: Note | None) -> Note:
-    """What receives the notes of a call: they go to the caller's `on_note`.
+    """The receiver of a call's notes, which go to the caller's `on_note`.
 
     Warnings also become Python's own (`RuntimeWarning`), so that they are seen where nobody reads
     notes.
@@ -58,7 +58,7 @@ def prepare(keep_heap: bool = True) -> str:
     refuse_threads()
     from runtime.machine.backend import prepare as set_up
 
-    found = set_up(keep_heap)
-    if found.warning:
-        warnings.warn(found.warning, RuntimeWarning, stacklevel=3)
-    return found.blas
+    prepared = set_up(keep_heap)
+    if prepared.warning:
+        warnings.warn(prepared.warning, RuntimeWarning, stacklevel=3)
+    return prepared.blas

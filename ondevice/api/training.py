@@ -44,8 +44,8 @@ def train(
 ) -> TrainResult:
     """Train in a new run, as `ondevice train` does; the run is also an adapter.
 
-    on_step(step) follows each step, and on_evaluation(when, found) each evaluation of held-out
-    data; on_progress(what, done, total) counts its rows. on_plan(plan) receives the memory plan
+    on_step(step) follows each step, and on_evaluation(when, result) each evaluation of held-out
+    data; on_progress(task, done, total) counts its rows. on_plan(plan) receives the memory plan
     before training, on_note(text) lines for people. An exception in a callback ends the run as a
     kill would: `resume` goes on from its last save.
 

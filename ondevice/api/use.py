@@ -23,7 +23,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Measure the loss or labels of a bundle, with or without an adapter, as `ondevice eval` does.
 
-    on_progress(what, done, total) counts rows, on_note(text) receives lines for people. A loss that
+    on_progress(task, done, total) counts rows, on_note(text) receives lines for people. A loss that
     is not finite is None, and no error.
 
     Raises:
@@ -50,8 +50,8 @@ def compare_with_source(
 ) -> Quality:
     """Measure how far a bundle's predictions are from those of the checkpoint it was exported from.
 
-    This is what `ondevice eval --source CHECKPOINT` does.
-    on_progress(what, done, total) counts blocks, on_note(text) receives lines for people.
+    `ondevice eval --source CHECKPOINT` does the same.
+    on_progress(task, done, total) counts blocks, on_note(text) receives lines for people.
 
     Raises:
         UsageError: `config` names no source, or a checkpoint that is not that of the bundle.

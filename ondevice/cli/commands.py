@@ -1,4 +1,4 @@
-"""The commands of `ondevice`: their names, what help says of them, their options and handlers."""
+"""The commands of `ondevice`: their names, their lines of help, their options and handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CommandGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its name, what it does in one line and in more, its options and its handler.
+    """A command: its name, its description in one line and in more, its options and its handler.
 
     `settings` is the full name of the class of its options, and `handler` the module that
     does the work, in `ondevice.cli.handlers`. Both are imported when the command is typed, so that
@@ -42,11 +42,11 @@ class Command:
     def config(self) -> type[Config]:
         """The class of its options."""
         module, _, name = self.settings.rpartition(".")
-        found: type[Config] = getattr(import_module(module), name)
-        return found
+        config: type[Config] = getattr(import_module(module), name)
+        return config
 
     def run(self, arguments: argparse.Namespace) -> None:
-        """Do what the command does."""
+        """Run the command by its handler."""
         import_module(f"ondevice.cli.handlers.{self.handler}").run(arguments)
 
 
@@ -189,7 +189,7 @@ COMMANDS = (
         'For bash, put `eval "$(ondevice completion bash)"` into ~/.bashrc; for zsh the same with '
         "zsh into ~/.zshrc, after compinit; for fish `ondevice completion fish | source` into "
         "~/.config/fish/config.fish; for tcsh write it to a file, and source that in ~/.tcshrc.",
-        "ondevice.cli.completion_config.CompletionConfig",
+        "ondevice.cli.handlers.completion.CompletionConfig",
         "completion",
         group=CommandGroup.MACHINE,
     ),

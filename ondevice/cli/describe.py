@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from runtime.run.results import Evaluation, EvaluationResult, Generation, TrainResult
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
-MARKS = ("\u27e6", "\u27e7")  # around what is scored, where there are no colours
+MARKS = ("\u27e6", "\u27e7")  # around scored text, where there are no colours
 ALL_VALUES = 1 << 40  # a tile of this many values or more is no tile
 
 
 def printable(value: object) -> str:
-    """A value of a document from elsewhere, without what a terminal would obey."""
+    """A value of a document from elsewhere, without characters that a terminal would obey."""
     return "".join(char if char.isprintable() else "?" for char in str(value))
 
 
@@ -42,9 +42,9 @@ def _error(matrix: Matrix) -> str:
     return f"{matrix.error['relative_rms']:.4f}" if matrix.error else "as given"
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
+def counted(number: int, singular: str, plural: str | None = None) -> str:
     """A number with its noun: "1 row", "2 rows", "2 batches"."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def facts_of(bundle: Bundle) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def describe_bundle(bundle: Bundle) -> str:
 
 
 def _graphs(manifest: Manifest) -> str:
-    """How many graphs there are, what traced them, and whether they run as they lie."""
+    """The number of graphs, their tracer, and whether they run as they lie."""
     if not manifest.graphs:
         return "none; they are traced when the bundle is first used"
     known = are_trusted(manifest)
@@ -151,7 +151,7 @@ def _graphs_bytes(manifest: Manifest) -> int:
 
 
 def describe_trust(bundle: Bundle) -> str:
-    """What it means to let a bundle's own graphs run."""
+    """The risk of letting a bundle's own graphs run."""
     m = bundle.manifest
     return (
         f"{bundle.path} has {len(m.graphs)} graphs ({format_bytes(_graphs_bytes(m))}), traced for "
@@ -164,7 +164,7 @@ def describe_trust(bundle: Bundle) -> str:
 
 
 def _quality(manifest: Manifest) -> str:
-    """Bits per weight, how they were calibrated, and what the model has lost."""
+    """Bits per weight, their calibration, and the loss of quality."""
     calibration = manifest.provenance.get("calibration")
     how = ""
     if isinstance(calibration, dict):
@@ -177,7 +177,7 @@ def _quality(manifest: Manifest) -> str:
 
 
 def _operations(block_type: BlockType) -> list[str]:
-    return [f"  {one.describe(block_type.values)}" for one in block_type.operations]
+    return [f"  {operation.describe(block_type.values)}" for operation in block_type.operations]
 
 
 def describe_fit(plan: dict[str, Any]) -> str:
@@ -215,7 +215,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
     ]
     if plan["limit_bytes"] is not None:
         rows.append(("memory limit of this process (container)", plan["limit_bytes"]))
-    table = [(what, format_bytes(size)) for what, size in rows]
+    table = [(part, format_bytes(size)) for part, size in rows]
     table += [
         ("smallest budget that fits", format_bytes(plan["minimum_bytes"], up=True)),
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
@@ -257,7 +257,7 @@ def _tiles(plan: dict[str, Any]) -> str:
 
 
 def describe_lengths(recommended: Sequence[int], longest: int, buckets: Sequence[int]) -> str:
-    """Which lengths to export for, where the rows have a longest one of so many tokens."""
+    """The lengths to export for, beside the longest row, in tokens, and the bundle's buckets."""
     if not recommended:
         return "there is no row to recommend lengths for"
     fit = "all rows fit this bundle" if longest <= buckets[-1] else "this bundle cuts the longest"
@@ -269,9 +269,9 @@ def describe_lengths(recommended: Sequence[int], longest: int, buckets: Sequence
 
 
 def marked(pieces: Sequence[tuple[str, bool]], colours: bool) -> tuple[str, str]:
-    """A row's pieces as one text in which those that are scored stand out, and how they do."""
+    """A row's pieces as one text in which the scored ones stand out, and how they are marked."""
     before, after = (GREEN, PLAIN) if colours else MARKS
-    text = "".join(f"{before}{piece}{after}" if one else piece for piece, one in pieces)
+    text = "".join(f"{before}{piece}{after}" if scored else piece for piece, scored in pieces)
     return text, f"{GREEN}green{PLAIN}" if colours else f"between {before} and {after}"
 
 
@@ -288,7 +288,7 @@ def describe_evaluation(result: Evaluation) -> str:
 
 
 def describe_task(result: EvaluationResult) -> str:
-    """What `ondevice eval` says of its rows, what its task asks for first."""
+    """The result of `ondevice eval` on rows, with the figure of its task first."""
     loss = describe_evaluation(result)
     if result.task == "exact":
         right = round(result.exact * result.rows)
@@ -297,14 +297,14 @@ def describe_task(result: EvaluationResult) -> str:
         return loss
     lines = [f"labels right {result.label_accuracy:.2%} (of rows); for each label:"]
     lines += [
-        f"  {one.text!r}: right for {one.share:.1%} of rows, answered in {one.answered:.1%}"
-        for one in result.labels
+        f"  {label.text!r}: right for {label.share:.1%} of rows, answered in {label.answered:.1%}"
+        for label in result.labels
     ]
     return "\n".join([*lines, loss])
 
 
 def describe_fusing(quality: Quality, adapted: bool) -> str:
-    """What fusing has cost, in one sentence."""
+    """The cost of fusing, in one sentence."""
     before = "with the adapter" if adapted else "of the bundle"
     return (
         f"loss {quality.source_loss:.4f} {before}, {quality.loss:.4f} fused; KL divergence between "
@@ -355,7 +355,7 @@ def _when(evaluation: str) -> str:
 
 
 def describe_generation(done: Generation) -> str:
-    """How fast a prompt was continued, and in how much memory."""
+    """The speed of a continuation, and its memory."""
     speeds = [
         f"{counted(done.prompt_tokens, 'token')} of prompt" + _speed(done.prompt_tokens_per_s),
         f"{counted(done.generated_tokens, 'token')} generated" + _speed(done.tokens_per_s),

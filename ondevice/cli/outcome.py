@@ -1,4 +1,4 @@
-"""What a command ends with: for each error that a user can mend, a message and an exit code."""
+"""The end of a command: for each error that a user can mend, a message and an exit code."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LONG_WORD = re.compile(r"\S{500,}")  # a name, or a number, that no message nee
 
 
 def outcome_of(command: Callable[[], None]) -> int:
-    """Run a command, say on stderr what ended it, and return its exit code.
+    """Run a command, tell on stderr why it ended, and return its exit code.
 
-    What it has printed is written out, or the code says that it could not be.
+    All that it has printed is written out, or the code says that it could not be.
     """
     _open_missing()
     _take_all_text()
@@ -84,33 +84,33 @@ def _interrupted(text: str) -> int:
 
 
 def _system_error(problem: OSError) -> int:
-    """Say what the system refused, and return the exit code."""
+    """Tell which request the system refused, and return the exit code."""
     where = "" if problem.filename is None else f": {problem.filename!r:.80}"
-    what = problem.strerror or str(problem)
+    reason = problem.strerror or str(problem)
     if isinstance(problem, BrokenPipeError):
         _discard(sys.stdout)  # nobody reads it any more, as with `| head`
         return 1
     if problem.errno in (errno.EMFILE, errno.ENFILE):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return _said(
-            f"{what}{where}: this process may open {soft} (RLIMIT_NOFILE); raise the limit, as "
+            f"{reason}{where}: this process may open {soft} (RLIMIT_NOFILE); raise the limit, as "
             "with: ulimit -n 1024",
             StorageError.exit_code,
         )
     if problem.errno == errno.ENAMETOOLONG:
-        return _said(f"{what}{where}; give a shorter name", UsageError.exit_code)
+        return _said(f"{reason}{where}; give a shorter name", UsageError.exit_code)
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         _discard(sys.stdout)
         return _said(
-            f"{what}{where}: the disk is full, or what the output goes to; make room and start "
+            f"{reason}{where}: the disk is full, or what the output goes to; make room and start "
             "again",
             StorageError.exit_code,
         )
-    return _said(f"{what}{where}", StorageError.exit_code)
+    return _said(f"{reason}{where}", StorageError.exit_code)
 
 
 def _open_missing() -> None:
-    """Open what the process was started without of stdin, stdout and stderr, as /dev/null.
+    """Open /dev/null as each of stdin, stdout and stderr that the process was started without.
 
     Else the first files that it opens would take their place, and be written to.
     """
@@ -126,9 +126,9 @@ def _open_missing() -> None:
 
 
 def _take_all_text() -> None:
-    """Read and write what the encoding of the terminal or pipe does not have, as escapes.
+    """Read and write characters outside the encoding of the terminal or pipe as escapes.
 
-    What stdin cannot decode is refused where it is used.
+    Bytes that stdin cannot decode are refused where they are used.
     """
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -136,7 +136,7 @@ def _take_all_text() -> None:
 
 
 def _allow_descriptors() -> None:
-    """Raise this process's limit on open files to what commands need.
+    """Raise this process's limit on open files to DESCRIPTORS.
 
     Raises:
         StorageError: the limit cannot be raised so far.
@@ -153,16 +153,16 @@ def _allow_descriptors() -> None:
 
 
 def _said(text: str, code: int) -> int:
-    shown = _LONG_WORD.sub(lambda found: f"{found[0][:100]}...", text)
+    shown = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...", text)
     try:
         print(f"ondevice: {shown}", file=sys.stderr, flush=True)
-    except OSError:  # what stderr goes to is full, or gone: the exit code is what is left to say
+    except OSError:  # stderr's disk is full, or its reader gone: the exit code is left
         _discard(sys.stderr)
     return code
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what a stream still holds go nowhere, where Python writes it out at the end."""
+    """Send a stream's buffered text to /dev/null, where Python writes it out at the end."""
     with suppress(OSError, ValueError):  # a test's own stream has no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

@@ -73,7 +73,7 @@ def long_flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _groups() -> str:
-    """The commands with what they do, group by group."""
+    """The commands with their summaries, group by group."""
     width = max(len(command.name) for command in COMMANDS)
     parts = []
     for group in CommandGroup:

@@ -45,9 +45,10 @@ def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
     bars: dict[str, Any] = {}
 
     @surviving_hangup()
-    def show(what: str, done: int, total: int) -> None:
+    def show(task: str, done: int, total: int) -> None:
         in_bytes = total >= BYTES_FROM
-        task = "weights" if in_bytes else what
+        if in_bytes:
+            task = "weights"
         if task not in bars:
             for bar in bars.values():
                 bar.close()
@@ -80,7 +81,7 @@ def say(text: str) -> None:
 
 
 class Steps:
-    """What is said of a process's training steps."""
+    """The lines of text about a process's training steps."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []  # of every step of this process
@@ -91,18 +92,18 @@ class Steps:
         first = not self._seconds
         self._seconds.append(step.seconds)
         self._since.append(step)
-        seconds = sum(one.seconds for one in self._since)
+        seconds = sum(past.seconds for past in self._since)
         due = step.number % LINE_STEPS == 0 or step.number == total
         if not (first or due or seconds >= LINE_SECONDS):
             return ""
-        losses = [one.loss for one in self._since if one.loss is not None]
+        losses = [past.loss for past in self._since if past.loss is not None]
         loss = f"{sum(losses) / len(losses):.4f}" if losses else "not finite"
-        shares = [one.objective for one in self._since if one.objective is not None]
+        shares = [past.objective for past in self._since if past.objective is not None]
         right = f", {sum(shares) / len(shares):.1%} right" if shares else ""
-        if idle := sum(one.learned is False for one in self._since):
+        if idle := sum(past.learned is False for past in self._since):
             right += f", nothing learned in {idle} of {len(self._since)} steps"
-        processed = sum(one.tokens for one in self._since) / seconds
-        scored = sum(one.scored_tokens for one in self._since) / seconds
+        processed = sum(past.tokens for past in self._since) / seconds
+        scored = sum(past.scored_tokens for past in self._since) / seconds
         self._since.clear()
         left = total - step.number
         eta = f"{format_seconds(left * self.step_s)} left" if left else "all steps done"

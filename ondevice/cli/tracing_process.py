@@ -1,7 +1,7 @@
 """Traces the graphs of a model into a folder, in a process with limits.
 
-A bundle from elsewhere may hold any configuration, so what tracing may take of memory and of the
-CPU's time is limited. Of the bundle this process reads only the manifest, from its stdin.
+A bundle from elsewhere may hold any configuration, so the memory and the CPU time of tracing
+are limited. Of the bundle this process reads only the manifest, from its stdin.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What each command does: checks its configuration, calls the work, and prints the result."""
+"""A module a command: it checks the configuration, calls the work, and prints the result."""

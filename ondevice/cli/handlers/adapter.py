@@ -20,10 +20,10 @@ def run(arguments: argparse.Namespace) -> None:
     set_up()
     from ondevice.api.converting import convert
 
-    found = convert(config, note)
+    result = convert(config, note)
     if arguments.json:
-        print_json(found)
+        print_json(result)
     else:
-        print(f"{config.output}: {found.lora.describe()}; {found.tensors} tensors")
-        used = _LOADED_BY[found.format].format(output=config.output, base=found.base_model)
+        print(f"{config.output}: {result.lora.describe()}; {result.tensors} tensors")
+        used = _LOADED_BY[result.format].format(output=config.output, base=result.base_model)
         print(f"to use it: {used}")

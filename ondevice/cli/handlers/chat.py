@@ -63,7 +63,7 @@ def _turn(chat: Chat, line: str, as_json: bool) -> Turn | None:
 
 
 def _line(terminal: bool) -> str | None:
-    """What the user types next, without white space around it; None at the end.
+    """The next line that the user types, without white space around it; None at the end.
 
     The sign that it is awaited goes to stdout only where that is a terminal too.
     """
@@ -78,7 +78,7 @@ def _line(terminal: bool) -> str | None:
     try:
         return input(AWAITED if shown else "").strip()
     except EOFError:
-        note("")  # what follows begins on a line of its own
+        note("")  # the next output begins on a line of its own
         return None
 
 

@@ -1,4 +1,4 @@
-"""What the handlers share: reading a configuration, setting the process up, and messages."""
+"""Shared by the handlers: reading a configuration, setting the process up, and printing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def set_up(keep_heap: bool = True) -> None:
     """Set the process up before MLX is imported; warn where that leaves it slow."""
     from runtime.machine.backend import prepare
 
-    found = prepare(keep_heap)
-    if found.warning:
-        note(warning(found.warning))
+    prepared = prepare(keep_heap)
+    if prepared.warning:
+        note(warning(prepared.warning))
 
 
 def print_json(result: object) -> None:
-    """Print a result: a struct, or what JSON can hold."""
+    """Print a result, a struct or a value of JSON, as one line of JSON."""
     import msgspec
 
     print(json.dumps(msgspec.to_builtins(result, str_keys=True)), flush=True)

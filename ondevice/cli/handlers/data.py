@@ -20,20 +20,20 @@ def run(arguments: argparse.Namespace) -> None:
     from runtime.data.overview import confined_overview
 
     bundle = open_bundle(config.bundle)
-    found = confined_overview(config)
+    overview = confined_overview(config)
     buckets = bundle.manifest.buckets
-    first = next(iter(found.reports.values()))
+    first = next(iter(overview.reports.values()))
     if arguments.json:
-        reports = msgspec.to_builtins(found.reports, str_keys=True)
+        reports = msgspec.to_builtins(overview.reports, str_keys=True)
         facts = {"buckets": list(buckets), "recommended": first.recommended()}
-        facts["packing"] = msgspec.to_builtins(found.packing)
-        print(json.dumps({"data": reports, **facts, "row": found.row}))
+        facts["packing"] = msgspec.to_builtins(overview.packing)
+        print(json.dumps({"data": reports, **facts, "row": overview.row}))
         return
-    for name, report in found.reports.items():
+    for name, report in overview.reports.items():
         print(f"{name}: {report.describe(buckets)}\n")
     print(describe_lengths(first.recommended(), first.longest, buckets))
-    if found.packing is not None:
-        print(found.packing.describe())
-    if found.row:
-        text, means = marked(found.row, sys.stdout.isatty())
+    if overview.packing is not None:
+        print(overview.packing.describe())
+    if overview.row:
+        text, means = marked(overview.row, sys.stdout.isatty())
         print(f"\nrow {config.row}, with what is scored {means}:\n\n{text}")

@@ -1,4 +1,4 @@
-"""Handles `ondevice doctor`: shows what is there and what is missing, and measures a table row."""
+"""Handles `ondevice doctor`: checks this machine, and measures a row of the table."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.doctor.doctor import findings, verdict
     from harness.doctor.finding import Status
 
-    found: list[Finding] = []
-    for one in findings():
-        found.append(one)
+    checked: list[Finding] = []
+    for finding in findings():
+        checked.append(finding)
         if not arguments.json:
-            print(one.line(), flush=True)
-    report: dict[str, Any] = {"verdict": verdict(found), "findings": [asdict(one) for one in found]}
+            print(finding.line(), flush=True)
+    facts = [asdict(finding) for finding in checked]
+    report: dict[str, Any] = {"verdict": verdict(checked), "findings": facts}
     if not arguments.json:
         print(f"\n{report['verdict']}")
     if config.bench:
-        report |= _bench(config, found, arguments.json)
+        report |= _bench(config, checked, arguments.json)
     if arguments.json:
         print(json.dumps(report))
-    broken = [one.name for one in found if one.status is Status.BROKEN]
+    broken = [finding.name for finding in checked if finding.status is Status.BROKEN]
     if broken:
         raise OnDeviceError(f"broken: {', '.join(broken)}; the lines above say what to do")
 
 
-def _bench(config: DoctorConfig, found: list[Finding], quiet: bool) -> dict[str, Any]:
+def _bench(config: DoctorConfig, checked: list[Finding], quiet: bool) -> dict[str, Any]:
     """Measure the row; returns it and its report for JSON."""
     from harness.bench.bench import bench, to_text
     from harness.bench.doctor import markdown
@@ -54,7 +55,7 @@ def _bench(config: DoctorConfig, found: list[Finding], quiet: bool) -> dict[str,
         repeats=1,
         output=config.output,
     )
-    note(describe_duration(settings, found))
+    note(describe_duration(settings, checked))
     report = bench(settings, note)
     row = markdown(report)
     if not quiet:

@@ -1,4 +1,4 @@
-"""Handles `ondevice export`: converts a checkpoint, and says what that has cost."""
+"""Handles `ondevice export`: converts a checkpoint, and tells the cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles `ondevice fuse`: adds an adapter to its bundle's weights, and says what that has cost."""
+"""Handles `ondevice fuse`: adds an adapter to its bundle's weights, and tells the cost."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def run(arguments: argparse.Namespace) -> None:
     from ondevice.cli.describe import describe_fusing
 
     with task_bar("row") as progress:
-        found = fuse_as(config, progress, note)
-    quality = found.quality
+        result = fuse_as(config, progress, note)
+    quality = result.quality
     if arguments.json:
-        print_json(found)
+        print_json(result)
         return
-    added = f" with {found.adapted_matrices} adapted matrices" if found.adapted_matrices else ""
+    added = f" with {result.adapted_matrices} adapted matrices" if result.adapted_matrices else ""
     print(
-        f"{found.output}: {format_bytes(found.weights_bytes)} of weights{added}, peak footprint "
-        f"{format_bytes(found.peak_footprint_bytes)}"
+        f"{result.output}: {format_bytes(result.weights_bytes)} of weights{added}, peak footprint "
+        f"{format_bytes(result.peak_footprint_bytes)}"
     )
     if quality is not None:
-        print(describe_fusing(quality, found.adapted_matrices > 0))
+        print(describe_fusing(quality, result.adapted_matrices > 0))

@@ -21,18 +21,18 @@ def run(arguments: argparse.Namespace) -> None:
     if config.output is None and output.is_symlink():
         raise UsageError(f"{output} is a symbolic link; name a folder by --output")
     initial = None if config.initial is None else Path(config.initial)
-    found = replay(run, output, config.bundle, initial)
+    result = replay(run, output, config.bundle, initial)
     if arguments.json:
-        print_json(found)
+        print_json(result)
     else:
-        print(f"{found.output}: {found.steps} steps from a log of {found.log_bytes} bytes")
-        if found.best_step is not None:
-            print(f"it is what was trained after step {found.best_step}, kept by --keep-best")
-    if found.identical is False:
+        print(f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes")
+        if result.best_step is not None:
+            print(f"it is what was trained after step {result.best_step}, kept by --keep-best")
+    if result.identical is False:
         raise BundleError(
-            f"{run} holds something else after step {found.saved_steps} than its log leads to"
+            f"{run} holds something else after step {result.saved_steps} than its log leads to"
         )
-    if found.not_compared:
-        note(f"it is not compared with what the run holds: {found.not_compared}")
-    if found.identical and not arguments.json:
-        print(f"identical to what the run holds after step {found.saved_steps}")
+    if result.not_compared:
+        note(f"it is not compared with what the run holds: {result.not_compared}")
+    if result.identical and not arguments.json:
+        print(f"identical to what the run holds after step {result.saved_steps}")

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
             note=say,
             step=step,
             evaluation=evaluation,
-            evaluated=lambda when, found: say(describe_validation(when, found)),
+            evaluated=lambda when, result: say(describe_validation(when, result)),
         )
         if config is None:
             summary = resume(arguments.resume, events, overrides)
@@ -58,10 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(summary)
         return
     run = arguments.resume if config is None else config.output
-    what = "the run and its adapter are"
+    subject = "the run and its adapter are"
     if summary.trained == "full":
-        what = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is"
-    print(f"{describe_summary(summary)}\n{what} in {run}")
+        subject = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is"
+    print(f"{describe_summary(summary)}\n{subject} in {run}")
 
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
