@@ -27,8 +27,6 @@ from support.runs import here
 MOST_WORDS = 1200
 MOST_WORDS_OF_USER_PAGES = 15_000  # of docs/*.md together
 MOST_LINES_OF_CHANGELOG = 40  # until a version is released
-# flags that the pages describe and that are being added; remove them from here once they exist
-AWAITED: set[str] = set()
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
@@ -91,13 +89,13 @@ def test_links_resolve(page: Path) -> None:
 def test_commands_and_flags_exist(page: Path) -> None:
     for call in said(page):
         command, _, rest = call.partition(" ")
-        unknown = set(FLAG.findall(rest)) - flags_of(command) - AWAITED
+        unknown = set(FLAG.findall(rest)) - flags_of(command)
         assert not unknown, f"{page.name}: ondevice {call}: {sorted(unknown)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_named_in_sentences_exist(page: Path) -> None:
-    known = AWAITED.union(*map(flags_of, commands()))
+    known = frozenset().union(*map(flags_of, commands()))
     alone = re.findall(r"`(--[^`\n]+)`", FENCE.sub("", page.read_text()))
     for span in alone:
         unknown = set(FLAG.findall(span)) - known

@@ -39,18 +39,13 @@ def test_values_that_are_not_finite_are_refused_by_name(
     assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.parametrize("change", ["shape", "missing", "unknown", "huge", "heads"])
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("change", ["huge", "heads"])
+def test_a_checkpoint_that_cannot_be_exported_is_refused_by_name(
+    tmp_path: Path, change: str
+) -> None:
     config, arrays = weights_of("tiny-llama")
     name = "model.layers.0.self_attn.k_proj.weight"
-    if change == "shape":
-        arrays[name] = arrays[name][:-1]
-    elif change == "missing":
-        del arrays[name]
-    elif change == "unknown":
-        name = "model.layers.0.self_attn.sinks"
-        arrays[name] = np.zeros(4, np.float32)
-    elif change == "huge":
+    if change == "huge":
         arrays[name][3, 5] = 1e30
     else:
         name, config["num_key_value_heads"] = "heads", 3

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from support.checkpoints import write_folder
 from support.runs import here, struck
 
 
@@ -42,19 +41,10 @@ def test_a_killed_export_is_replaced_by_the_next(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    unsupported = tmp_path / "mamba"
-    unsupported.mkdir()
-    (unsupported / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    save_file({"x": np.zeros(2, np.float32)}, unsupported / "model.safetensors")
-    sharded = tmp_path / "sharded"
-    sharded.mkdir()
-    (sharded / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    unsupported = write_folder(tmp_path / "mamba", {"model_type": "mamba"}, {"x": np.zeros(2)})
     output = tmp_path / "bundle"
     cases = [
         ([unsupported], 4, "mamba"),
-        ([sharded], 4, ""),
         (["random:tiny-nothing"], 2, "tiny"),
         (["random:tiny-llama", "--bits", "3"], 2, "bits"),
         (["random:tiny-llama", "--lora-targets", "nope_proj", "--seq-lens", "16"], 2, "q_proj"),

@@ -7,13 +7,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from export.config.fuse import FuseConfig
 from export.fused.model import FusedCheckpoint, LowRank
 from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 
 
-def silent(*what: object) -> None:
+def silent(*progress: object) -> None:
     """Shows nothing."""
 
 
@@ -39,10 +38,6 @@ def saved(adapters: Adapters, folder: Path) -> Path:
     return folder
 
 
-def settings(bundle: Path, output: Path, **more: object) -> FuseConfig:
-    return FuseConfig(bundle=str(bundle), output=str(output), **more)
-
-
 def dense(bundle: Bundle, adapters: Adapters, name: str) -> np.ndarray:
     """A matrix (R, C) with its adapter, by MLX's own dequantization and a product in float64."""
     matrix = bundle.manifest.matrices[name]
@@ -51,8 +46,8 @@ def dense(bundle: Bundle, adapters: Adapters, name: str) -> np.ndarray:
     def whole(extent: object) -> mx.array:
         raw = data[extent.offset : extent.offset + extent.nbytes]
         items = np.frombuffer(raw, {"bfloat16": np.uint16}.get(extent.dtype, extent.dtype))
-        found = mx.array(items.reshape(extent.shape))
-        return found.view(mx.bfloat16) if extent.dtype == "bfloat16" else found
+        array = mx.array(items.reshape(extent.shape))
+        return array.view(mx.bfloat16) if extent.dtype == "bfloat16" else array
 
     if matrix.is_float:
         base = whole(matrix.packed).astype(mx.float32)
@@ -67,8 +62,8 @@ def dense(bundle: Bundle, adapters: Adapters, name: str) -> np.ndarray:
             group_size=matrix.group_size,
             bits=matrix.bits,
         )
-    found = np.array(base, np.float64)
+    values = np.array(base, np.float64)
     if f"{name}.lora_a" in adapters.tensors:
-        a, b = (np.array(adapters.tensors[f"{name}.lora_{one}"], np.float64) for one in "ab")
-        found += adapters.scale * (a @ b).T
-    return found
+        a, b = (np.array(adapters.tensors[f"{name}.lora_{part}"], np.float64) for part in "ab")
+        values += adapters.scale * (a @ b).T
+    return values

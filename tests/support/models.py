@@ -52,17 +52,6 @@ def adapters_of(bundle: Bundle, rng: Rng, size: float = 0.05) -> Adapters:
     return adapters
 
 
-def logits_of(bundle: Bundle, adapters: Adapters, tokens: Sequence[int], bucket: int) -> np.ndarray:
-    """(T, V), of the engine's forward pass."""
-    model = model_of(bundle, bucket)
-    x = model.embed(np.array(tokens, np.int64))
-    for block in model.blocks[1:-1]:
-        x = model.forward(block, x, adapters.loras(block))
-    h = model.hidden(x, np.arange(len(tokens)))
-    labels = np.arange(bundle.manifest.vocab_size)
-    return np.array(model.label_logits(h, labels, {}))
-
-
 def scored_logits(
     model: Model, adapters: Adapters, tokens: np.ndarray, scored: Positions
 ) -> np.ndarray:

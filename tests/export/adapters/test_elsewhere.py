@@ -11,24 +11,19 @@ import numpy as np
 import pytest
 from support.adapters import SOME, check_same, read_again, saved_adapter, written
 from support.bundles import Tiny, runnable, settings
-from support.checkpoints import Arrays, weights_of, write_folder
+from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.gguf_files import write_gguf
 from support.logits import engine_logits, exact_factor, typical
-from support.models import FAMILIES, logits_of, relative
+from support.models import FAMILIES, relative
 from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits, run_script
 
 from export.bundle import export_bundle
+from export.sources.families import transformers_config
 from export.sources.open import open_checkpoint
 from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 
 Rng = np.random.Generator
-CLASSES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 TOKENS = 20
 REAL_SIZE = 0.02  # of the B of adapters; moves a real model's logits by about a third
 
@@ -36,20 +31,14 @@ REAL_SIZE = 0.02  # of the B of adapters; moves a real model's logits by about a
 def tiny_checkpoint(folder: Path, family: str) -> tuple[Path, Bundle]:
     """A folder that transformers loads, and a bundle with the same float32 weights."""
     config, arrays = weights_of(f"tiny-{family}")
-    if family == "gemma3":
-        layers, period = config["num_hidden_layers"], config["sliding_window_pattern"]
-        config["layer_types"] = [
-            "sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)
-        ]
+    config = transformers_config(config["model_type"], config, "float32")
     model = write_folder(folder / "model", config, arrays)
-    config["architectures"] = [CLASSES[config["model_type"]]]
-    (model / "config.json").write_text(json.dumps(config))
     made = export_bundle(settings(model, folder / "bundle", bits=32, seq_lens=(32,)))
     return model, runnable(made.path)
 
 
 def ours(adapters: Adapters, bundle: Bundle, tokens: list[int]) -> np.ndarray:
-    return logits_of(bundle.with_lora(adapters.manifest.lora), adapters, tokens, 32)
+    return engine_logits(bundle.with_lora(adapters.manifest.lora), adapters, np.array(tokens))
 
 
 @pytest.mark.slow
@@ -132,14 +121,10 @@ def test_the_real_model_in_all_three(real_gguf: Path, tmp_path: Path, rng: Rng) 
     engine with the exact one agrees with llama.cpp and with transformers as they are.
     """
     with open_checkpoint(str(real_gguf)) as source:
-        config = {**source.config, "architectures": ["Gemma3ForCausalLM"]}
-        arrays = {n: source.rows(n, 0, source.shape(n)[0]) for n in source.names()}
-        layers, period = config["num_hidden_layers"], config["sliding_window_pattern"]
-        config["layer_types"] = [
-            "sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)
-        ]
+        arrays = {name: whole(source, name) for name in source.names()}
+        config = transformers_config(source.family, source.config, "float32")
         model = write_folder(tmp_path / "model", config, arrays)
-        floats = float32_file(tmp_path / "float32.gguf", config, arrays)
+        floats = float32_file(tmp_path / "float32.gguf", source.config, arrays)
         del arrays
     made = export_bundle(settings(real_gguf, tmp_path / "bundle", bits=32, seq_lens=(32,)))
     bundle = runnable(made.path)

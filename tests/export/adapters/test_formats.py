@@ -14,7 +14,8 @@ from mlx_lm.tuner.utils import load_adapters
 from safetensors.numpy import load_file
 from support.adapters import SOME, check_same, read_again, saved_adapter, written
 from support.bundles import Tiny
-from support.models import FAMILIES, logits_of, relative
+from support.logits import engine_logits
+from support.models import FAMILIES, relative
 from support.runs import here, ondevice, train_arguments
 
 from export.config.fuse import FORMATS
@@ -44,7 +45,8 @@ def test_logits_are_those_of_mlx_lm(
     model.eval()
     theirs = np.array(model(mx.array([tokens]))[0])
     plain = np.array(dense_model(bundle)(mx.array([tokens]))[0])
-    ours = logits_of(bundle.with_lora(adapters.manifest.lora), adapters, tokens, 32)
+    adapted = bundle.with_lora(adapters.manifest.lora)
+    ours = engine_logits(adapted, adapters, np.array(tokens))
     assert relative(ours, theirs) <= 1e-5
     assert relative(plain, theirs) > 1e-3
     check_same(read_again(bundle, out), adapters)

@@ -15,8 +15,6 @@ from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.fused.gguf import write_gguf
-from runtime.bundle.store import Bundle
-from runtime.methods.adapters import Adapters
 
 CLOSE = 1e-3
 TOKENS = 40  # longer than the windows of the tiny Gemma
@@ -84,14 +82,10 @@ def test_the_real_model_elsewhere(real_gguf: Path, tmp_path: Path, rng: Rng) -> 
         assert error < 1e-4
     print("llama.cpp", error := typical(llama, exact), "from the bundle", typical(llama, ours))
     assert error < CLOSE < typical(llama, engine_logits(bundle, None, tokens))
-    write_bfloat16(bundle, adapters, tmp_path / "bf16")
+    with fused_model(bundle, adapters) as model:
+        write_checkpoint(model, tmp_path / "bf16", "bfloat16", 1 << 30, False, silent)
     for dtype in ("float32", "bfloat16"):
         folder = tmp_path / "bf16"
         theirs = peft_logits(folder, "-", tokens.tolist(), tmp_path, dtype, rounded=False)
         print("bfloat16 weights, computed in", dtype, error := apart(theirs, ours))
         assert error < 0.1
-
-
-def write_bfloat16(bundle: Bundle, adapters: Adapters, folder: Path) -> None:
-    with fused_model(bundle, adapters) as model:
-        write_checkpoint(model, folder, "bfloat16", 1 << 30, False, silent)
