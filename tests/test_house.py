@@ -38,8 +38,8 @@ OPERATIONS: tuple[type[Operation], ...] = (
     cached_attention.CachedAttention,
     logits.Logits,
 )
-NAMES = {one.__struct_config__.tag for one in OPERATIONS} | {*METHODS}
-CLASSES = {one.__name__ for one in OPERATIONS}
+NAMES = {operation.__struct_config__.tag for operation in OPERATIONS} | {*METHODS}
+CLASSES = {operation.__name__ for operation in OPERATIONS}
 
 # where names may be told apart: what defines them, kernels, and each method's own file
 OWN_NAMES = (
@@ -101,8 +101,8 @@ def refused(
     allowed: dict[tuple[str, str], str],
     own: tuple[str, ...] = (),
 ) -> list[str]:
-    """What a rule finds where it is not allowed; and what is allowed but found nowhere."""
-    found, unused = [], set(allowed)
+    """The places that a rule refuses, and the exceptions of `allowed` that no place needs."""
+    places, unused = [], set(allowed)
     for path in paths:
         name = relative(path)
         if name.startswith(own):
@@ -111,13 +111,13 @@ def refused(
             keys = {(name, text), (name, "*")} & set(allowed)
             unused -= keys
             if not keys:
-                found.append(f"{name}:{getattr(node, 'lineno', 0)}: {text}")
-    return found + [f"{name}: allowed, and not there: {text}" for name, text in sorted(unused)]
+                places.append(f"{name}:{getattr(node, 'lineno', 0)}: {text}")
+    return places + [f"{name}: allowed, and not there: {text}" for name, text in sorted(unused)]
 
 
-def none(found: list[str]) -> None:
-    if found:
-        pytest.fail("\n".join(found), pytrace=False)
+def none(places: list[str]) -> None:
+    if places:
+        pytest.fail("\n".join(places), pytrace=False)
 
 
 def test_no_test_imports_another_or_a_conftest() -> None:
@@ -134,7 +134,7 @@ def test_no_test_imports_another_or_a_conftest() -> None:
 def test_the_arithmetic_of_every_operation_is_kept_pure() -> None:
     """The linter's contract lists the files beside the kernels, and misses none."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    pure = next(one for one in contracts["contracts"] if one["name"].startswith("arithmetic"))
+    pure = next(c for c in contracts["contracts"] if c["name"].startswith("arithmetic"))
     files = {path.stem for path in (ROOT / "runtime/operations").glob("*.py")}
     kernels = {name for name in files if "kernel" in name} | {"__init__"}
     expected = {f"runtime.operations.{name}" for name in files - kernels}

@@ -39,11 +39,11 @@ def cut_of(family: str, **changes: Any) -> Any:
 
 
 def elementwise_of(block_type: BlockType) -> list[Elementwise]:
-    return [one for one in block_type.operations if isinstance(one, Elementwise)]
+    return [op for op in block_type.operations if isinstance(op, Elementwise)]
 
 
 def linears_of(block_type: BlockType) -> list[Linear]:
-    return [one for one in block_type.operations if isinstance(one, Linear)]
+    return [op for op in block_type.operations if isinstance(op, Linear)]
 
 
 # --- what is shared ---------------------------------------------------------------------------
@@ -336,56 +336,59 @@ def test_changed_logits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cut_of("llama")
 
 
-def test_computing_between_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def between(self: Any, inputs: mx.array, cache: Any = None, embeddings: Any = None) -> mx.array:
-        h = self.embed_tokens(inputs)
-        for layer in self.layers:
-            h = layer(h, "causal", cache=None) * 0.5
-        return self.norm(h)
+def run_layers(
+    monkeypatch: pytest.MonkeyPatch,
+    embed: Callable[..., Any] = lambda model, tokens: model.embed_tokens(tokens),
+    layer: Callable[..., Any] = lambda layer, h, first: layer(h, "causal", cache=None),
+    last: Callable[..., Any] = lambda h, first: h,
+) -> None:
+    """Let Llama embed, run each layer, and pass on the last hidden state as these do."""
 
-    monkeypatch.setattr(llama.LlamaModel, "__call__", between)
-    with pytest.raises(BundleError, match="between layers 0 and 1"):
+    def forward(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
+        h = first = embed(self, inputs)
+        for each in self.layers:
+            h = layer(each, h, first)
+        return self.norm(last(h, first))
+
+    monkeypatch.setattr(llama.LlamaModel, "__call__", forward)
+
+
+def all_seen(h: mx.array) -> mx.array:
+    """A mask by which each token sees the future."""
+    return mx.ones((h.shape[1], h.shape[1]), mx.bool_)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layer": lambda layer, h, _: layer(h, "causal", None) * 0.5}, "between layers 0 and 1"),
+        ({"last": lambda h, first: h + first}, "skip past a layer"),
+        ({"layer": lambda layer, h, first: layer(h, "causal", None, first)}, "more than its input"),
+        ({"layer": lambda layer, h, _: layer(h, all_seen(h))}, "neither causal nor a sliding"),
+    ],
+    ids=["between", "skip", "two inputs", "mask"],
+)
+def test_layers_that_are_run_otherwise_are_refused(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
+) -> None:
+    run_layers(monkeypatch, **change)
+    with pytest.raises(BundleError, match=said):
         cut_of("llama")
 
 
-def test_a_skip_past_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def skipping(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
-        h = first = self.embed_tokens(inputs)
-        for layer in self.layers:
-            h = layer(h, "causal", cache=None)
-        return self.norm(h + first)
+def test_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llama.LlamaModel.__init__
 
-    monkeypatch.setattr(llama.LlamaModel, "__call__", skipping)
-    with pytest.raises(BundleError, match="skip past a layer"):
-        cut_of("llama")
+    def with_positions(self: Any, args: Any) -> None:
+        original(self, args)
+        self.positions = nn.Embedding(64, args.hidden_size)
 
+    def positioned(self: Any, tokens: mx.array) -> mx.array:
+        return self.embed_tokens(tokens) + self.positions(mx.arange(tokens.shape[1])[None])
 
-def test_a_layer_with_more_than_one_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(self: Any, original: Any, x: mx.array, mask: Any, cache: Any, e: Any) -> mx.array:
-        return original(self, x, mask, cache) + e
-
-    def feeding(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
-        h = first = self.embed_tokens(inputs)
-        for layer in self.layers:
-            h = layer(h, "causal", None, first)
-        return self.norm(h)
-
-    patch_call(monkeypatch, llama.TransformerBlock, call)
-    monkeypatch.setattr(llama.LlamaModel, "__call__", feeding)
-    with pytest.raises(BundleError, match="more than its input"):
-        cut_of("llama")
-
-
-def test_an_unknown_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def masked(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
-        h = self.embed_tokens(inputs)
-        mask = mx.ones((h.shape[1], h.shape[1]), mx.bool_)  # sees the future
-        for layer in self.layers:
-            h = layer(h, mask, cache=None)
-        return self.norm(h)
-
-    monkeypatch.setattr(llama.LlamaModel, "__call__", masked)
-    with pytest.raises(BundleError, match="neither causal nor a sliding window"):
+    monkeypatch.setattr(llama.LlamaModel, "__init__", with_positions)
+    run_layers(monkeypatch, positioned)
+    with pytest.raises(BundleError, match="2 x Embedding"):
         cut_of("llama")
 
 
@@ -421,25 +424,6 @@ def test_matrices_outside_linear_layers_are_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(llama.MLP, "__init__", with_router)
     with pytest.raises(BundleError, match="router"):
-        cut_of("llama")
-
-
-def test_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llama.LlamaModel.__init__
-
-    def with_positions(self: Any, args: Any) -> None:
-        original(self, args)
-        self.positions = nn.Embedding(64, args.hidden_size)
-
-    def positioned(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
-        h = self.embed_tokens(inputs) + self.positions(mx.arange(inputs.shape[1])[None])
-        for layer in self.layers:
-            h = layer(h, "causal", cache=None)
-        return self.norm(h)
-
-    monkeypatch.setattr(llama.LlamaModel, "__init__", with_positions)
-    monkeypatch.setattr(llama.LlamaModel, "__call__", positioned)
-    with pytest.raises(BundleError, match="2 x Embedding"):
         cut_of("llama")
 
 
