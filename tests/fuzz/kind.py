@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from support.mutations import Rng, pick
+from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 
 from ondevice.cli.main import main
 
@@ -82,20 +83,43 @@ def strict_json(path: Path) -> Any:
     return json.loads(path.read_bytes(), parse_constant=refuse)
 
 
-def put_in_place(path: Path, rng: Rng) -> str:
-    """Put something that is no file where a file is expected; returns what."""
-    what = pick(rng, ["directory", "FIFO", "broken link", "link to itself", "device"])
-    path.unlink()
-    if what == "directory":
-        path.mkdir()
-    elif what == "FIFO":
-        import os
+def write(name: str, data: bytes) -> Change:
+    """Give a file other bytes, where its folder is there."""
 
+    def changed(folder: Path, rng: Rng) -> None:
+        if (folder / name).parent.exists():
+            (folder / name).write_bytes(data)
+
+    return changed
+
+
+def damage(path: Path, rng: Rng, upto: int | None = None) -> str:
+    """Change bytes of a file before `upto` (default: anywhere); returns what was done."""
+    data, done = mutate_bytes(path.read_bytes(), rng, upto)
+    path.write_bytes(data)
+    return done
+
+
+def alter(path: Path, rng: Rng) -> str:
+    """Change a value of a JSON file; returns what was done."""
+    document = json.loads(path.read_bytes())
+    done: str = pick(rng, (mutate, mutate_alike))(document, rng)
+    path.write_text(json.dumps(document))
+    return done
+
+
+def put_in_place(path: Path, rng: Rng) -> str:
+    """Put something that is no file where a file is expected; returns what it is."""
+    other = pick(rng, ["directory", "FIFO", "broken link", "link to itself", "device"])
+    path.unlink()
+    if other == "directory":
+        path.mkdir()
+    elif other == "FIFO":
         os.mkfifo(path)
-    elif what == "broken link":
+    elif other == "broken link":
         path.symlink_to("nothing")
-    elif what == "link to itself":
+    elif other == "link to itself":
         path.symlink_to(path.name)
     else:
         path.symlink_to("/dev/zero")
-    return f"{path.name} is a {what}"
+    return f"{path.name} is a {other}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import struct
 from collections.abc import Callable
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
+from support.mutations import Rng, pick
 from support.runs import train_arguments
 
-from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, strict_json
+from fuzz.kind import Change, Kind, Read, alter, damage, ondevice, put_in_place, strict_json
 from fuzz.kinds.bundles import BUDGET, export, facts_of
+from fuzz.kinds.checkpoints import tensors_start
 from runtime.adapters import peft
 from runtime.adapters.mlx_lm import CONFIG, WEIGHTS
 
@@ -27,15 +27,11 @@ def _weights(folder: Path) -> Path:
     return theirs if theirs.exists() else folder / WEIGHTS
 
 
-def _header_bytes(path: Path) -> int:
-    """Where the tensors of a safetensors file begin."""
-    return 8 + int(struct.unpack("<Q", path.read_bytes()[:8])[0])
-
-
 def _values(value: float) -> Change:
     def changed(folder: Path, rng: Rng) -> None:
         path = _weights(folder)
-        data, start = path.read_bytes(), _header_bytes(path)
+        data = path.read_bytes()
+        start = tensors_start(data)
         values = np.full((len(data) - start) // 4, value, "<f4")
         path.write_bytes(data[:start] + values.tobytes())
 
@@ -97,18 +93,10 @@ class Adapters(Kind):
         if act == "place":
             return put_in_place(pick(rng, (weights, config)), rng)
         if act == "config":
-            if rng.random() < 0.2:
-                data, done = mutate_bytes(config.read_bytes(), rng)
-                config.write_bytes(data)
-                return f"{CONFIG}: {done}"
-            document = json.loads(config.read_bytes())
-            done = pick(rng, (mutate, mutate_alike))(document, rng)
-            config.write_text(json.dumps(document))
-            return f"{CONFIG}: {done}"
-        upto = _header_bytes(weights) if act == "header" else None
-        data, done = mutate_bytes(weights.read_bytes(), rng, upto)
-        weights.write_bytes(data)
-        return f"{weights.name}: {done}"
+            change = damage if rng.random() < 0.2 else alter
+            return f"{CONFIG}: {change(config, rng)}"
+        upto = tensors_start(weights.read_bytes()) if act == "header" else None
+        return f"{weights.name}: {damage(weights, rng, upto)}"
 
     def read(self, folder: Path, original: Path) -> Read:
         bundle = original.parent / "bundle"

@@ -15,7 +15,7 @@ from support.bundles import manifest_of, put, rewrite
 from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
 from support.runs import adapter, train_arguments
 
-from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, sha256, strict_json
+from fuzz.kind import Change, Kind, Read, damage, ondevice, put_in_place, sha256, strict_json
 from runtime.bundle.manifest import manifest_bytes
 from runtime.bundle.store import MANIFEST, WEIGHTS, open_bundle
 from runtime.core.files import sha256_file
@@ -302,12 +302,11 @@ def _files(folder: Path) -> list[Path]:
 
 def _weights(folder: Path, rng: Rng) -> str:
     """Other weights, whose checksum is made right."""
-    data, done = mutate_bytes((folder / WEIGHTS).read_bytes(), rng)
-    (folder / WEIGHTS).write_bytes(data)
+    done = damage(folder / WEIGHTS, rng)
     document = manifest_of(folder)
     document["weights_sha256"] = sha256(folder / WEIGHTS)
     if rng.random() < 0.5:
-        document["weights_nbytes"] = len(data)
+        document["weights_nbytes"] = (folder / WEIGHTS).stat().st_size
     rewrite(folder, document)
     return f"weights: {done}"
 
@@ -315,9 +314,9 @@ def _weights(folder: Path, rng: Rng) -> str:
 def _not_finite(folder: Path, rng: Rng) -> None:
     size_bytes = (folder / WEIGHTS).stat().st_size
     (folder / WEIGHTS).write_bytes(np.full(size_bytes // 2, 0x7FC0, "<u2").tobytes())
-    put_checksum = manifest_of(folder)
-    put_checksum["weights_sha256"] = sha256(folder / WEIGHTS)
-    rewrite(folder, put_checksum)
+    document = manifest_of(folder)
+    document["weights_sha256"] = sha256(folder / WEIGHTS)
+    rewrite(folder, document)
 
 
 class Bundles(_Bundles):
@@ -345,9 +344,7 @@ class Bundles(_Bundles):
         elif act == "extra":
             (path.parent / pick(rng, ["x", ".hidden", "x" * 200])).write_bytes(rng.bytes(9))
         else:
-            data, done = mutate_bytes(path.read_bytes(), rng)
-            path.write_bytes(data)
-            act = done
+            act = damage(path, rng)
         return f"{act}: {path.relative_to(folder)}"
 
     def is_free(self, folder: Path, original: Path) -> bool:

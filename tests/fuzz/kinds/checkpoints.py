@@ -12,11 +12,11 @@ import numpy as np
 from gguf import GGUFReader
 from support.checkpoints import weights_of, write_folder
 from support.gguf_files import write_gguf
-from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
+from support.mutations import Rng, mutate, pick
 
 from export.sources.gguf_file import GGUFFile
 from export.sources.safetensors_files import SafetensorsFile
-from fuzz.kind import Change, Kind, Read, put_in_place, sha256
+from fuzz.kind import Change, Kind, Read, alter, damage, put_in_place, sha256, write
 from fuzz.kinds.bundles import exported
 from runtime.bundle.store import WEIGHTS
 
@@ -60,11 +60,7 @@ def _overwritten(name: str, before: bytes, new: bytes) -> Change:
 
 def _head(tensors: int, keys: int, rest: bytes = b"") -> Change:
     """A file that is nothing but a header."""
-
-    def changed(folder: Path, rng: Rng) -> None:
-        (folder / FILE).write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, tensors, keys) + rest)
-
-    return changed
+    return write(FILE, struct.pack("<4sIQQ", b"GGUF", 3, tensors, keys) + rest)
 
 
 def _key(type_: int, value: bytes) -> bytes:
@@ -105,12 +101,7 @@ class GGUF(Kind):
         if rng.random() < 0.03:
             return put_in_place(folder / FILE, rng)
         upto = HEADER_BYTES if rng.random() < 0.9 else None
-        data, done = (folder / FILE).read_bytes(), []
-        for _ in range(pick(rng, (1, 1, 2))):
-            data, how = mutate_bytes(data, rng, upto)
-            done.append(how)
-        (folder / FILE).write_bytes(data)
-        return done
+        return [damage(folder / FILE, rng, upto) for _ in range(pick(rng, (1, 1, 2)))]
 
     def read(self, folder: Path, original: Path) -> Read:
         path = folder / FILE
@@ -136,13 +127,18 @@ def _agrees_with_library(path: Path) -> None:
 # --- safetensors ------------------------------------------------------------------------------
 
 
+def tensors_start(data: bytes) -> int:
+    """Where the tensors of a safetensors file begin."""
+    return 8 + int(struct.unpack("<Q", data[:8])[0])
+
+
 def _header(change: Callable[[dict[str, Any]], object]) -> Change:
     """A header that is changed, with its length made right."""
 
     def changed(folder: Path, rng: Rng) -> None:
         path = folder / TENSORS
         data = path.read_bytes()
-        start = 8 + struct.unpack("<Q", data[:8])[0]
+        start = tensors_start(data)
         document = json.loads(data[8:start])
         change(document)
         text = json.dumps(document).encode()
@@ -152,10 +148,7 @@ def _header(change: Callable[[dict[str, Any]], object]) -> Change:
 
 
 def _raw_header(text: bytes) -> Change:
-    def changed(folder: Path, rng: Rng) -> None:
-        (folder / TENSORS).write_bytes(struct.pack("<Q", len(text)) + text)
-
-    return changed
+    return write(TENSORS, struct.pack("<Q", len(text)) + text)
 
 
 def _first(change: Callable[[dict[str, Any]], object]) -> Change:
@@ -179,9 +172,7 @@ class Safetensors(Kind):
     name = "safetensors"
     originals = ("qwen2", "gemma3")
     known: ClassVar[dict[str, Change]] = {
-        "endless header": lambda folder, rng: (folder / TENSORS).write_bytes(
-            struct.pack("<Q", 2**63) + b"{}"
-        ),
+        "endless header": write(TENSORS, struct.pack("<Q", 2**63) + b"{}"),
         "header nested beyond recursion": _raw_header(b"[" * 100_000),
         "offset 1e999": _raw_header(
             b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}'
@@ -191,9 +182,7 @@ class Safetensors(Kind):
         ),
         "negative dimension": _first(lambda one: one.update(shape=[-1, -128])),
         "negative offset": _first(lambda one: one.update(data_offsets=[-4, 0])),
-        "configuration nested beyond recursion": lambda folder, rng: (folder / CONFIG).write_bytes(
-            b"[" * 100_000
-        ),
+        "configuration nested beyond recursion": write(CONFIG, b"[" * 100_000),
         "hidden size 1e999": _replaced(CONFIG, b'"hidden_size": 128', b'"hidden_size": 1e999'),
         "hidden size of 5000 digits": _replaced(
             CONFIG, b'"hidden_size": 128', b'"hidden_size": ' + b"9" * 5000
@@ -219,19 +208,14 @@ class Safetensors(Kind):
         if act == "place":
             return put_in_place(pick(rng, (tensors, config)), rng)
         if act == "config":
-            document = json.loads(config.read_bytes())
-            done: object = pick(rng, (mutate, mutate_alike))(document, rng)
-            config.write_text(json.dumps(document))
-            return f"{CONFIG}: {done}"
+            return f"{CONFIG}: {alter(config, rng)}"
         if act == "document":
-            found: list[str] = []
-            _header(lambda document: found.append(mutate(document, rng)))(folder, rng)
-            return found
-        data = tensors.read_bytes()
-        start = 8 + struct.unpack("<Q", data[:8])[0]
-        data, done = mutate_bytes(data, rng, start if act == "header" else None)
-        tensors.write_bytes(data)
-        return done
+            done: list[str] = []
+            _header(lambda document: done.append(mutate(document, rng)))(folder, rng)
+            return done
+        return damage(
+            tensors, rng, tensors_start(tensors.read_bytes()) if act == "header" else None
+        )
 
     def read(self, folder: Path, original: Path) -> Read:
         if (folder / TENSORS).is_file():
@@ -246,7 +230,7 @@ def _lie_where_the_header_says(path: Path) -> None:
     """Compare every tensor with its range of bytes."""
     ours = SafetensorsFile(path)
     data = path.read_bytes()
-    start = 8 + struct.unpack("<Q", data[:8])[0]
+    start = tensors_start(data)
     header = json.loads(data[8:start])
     for name, tensor in ours.tensors.items():
         if tensor.dtype in _ITEM and tensor.shape:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from support.chat_encoders import CALLED, CLOCK, said
-from support.mutations import Rng, mutate, mutate_bytes
+from support.mutations import Rng, mutate
 from support.token_rows import VOCAB, make_bundle
 
 from fuzz.forked_module import forked_modules
-from fuzz.kind import Change, Kind, Read, put_in_place, sha256
+from fuzz.kind import Change, Kind, Read, damage, put_in_place, sha256
 from runtime.core.errors import DataError
 from runtime.data.rows import TokenRows
 from runtime.data.source import Reading, prepare_tokens
@@ -48,22 +48,20 @@ def tokenized(bundle: Path, data: Path, output: Path, reading: Reading, length: 
     return sha256(output)
 
 
-def _lines(*lines: bytes) -> Change:
-    """Rows as JSON lines in place of whatever the file held."""
-
-    def changed(folder: Path, rng: Rng) -> None:
-        (path,) = folder.iterdir()
-        path.unlink()
-        (folder / "data.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-
-    return changed
+def _line(text: bytes) -> Change:
+    """A row as a JSON line in place of whatever the file held."""
+    return _instead("data.jsonl", text + b"\n")
 
 
 def _table(text: bytes) -> Change:
+    return _instead("data.csv", text)
+
+
+def _instead(name: str, data: bytes) -> Change:
     def changed(folder: Path, rng: Rng) -> None:
         (path,) = folder.iterdir()
         path.unlink()
-        (folder / "data.csv").write_bytes(text)
+        (folder / name).write_bytes(data)
 
     return changed
 
@@ -74,22 +72,22 @@ class Data(Kind):
     name = "data"
     originals = (*ROWS, "list", "table", "plain", "columns")
     known: ClassVar[dict[str, Change]] = {
-        "nested beyond recursion": _lines(b"[" * 100_000),
-        "messages nested beyond recursion": _lines(
+        "nested beyond recursion": _line(b"[" * 100_000),
+        "messages nested beyond recursion": _line(
             b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
         ),
-        "messages in text nested beyond recursion": _lines(
+        "messages in text nested beyond recursion": _line(
             json.dumps({"messages": "[" * 100_000}).encode()
         ),
-        "number 1e999": _lines(b'{"text": 1e999}'),
-        "number of 5000 digits": _lines(b'{"text": ' + b"9" * 5000 + b"}"),
-        "not UTF-8": _lines(b'{"text": "\xff\xfe"}'),
-        "half a surrogate pair": _lines(b'{"text": "\\ud800"}'),
-        "half a pair in a message": _lines(
+        "number 1e999": _line(b'{"text": 1e999}'),
+        "number of 5000 digits": _line(b'{"text": ' + b"9" * 5000 + b"}"),
+        "not UTF-8": _line(b'{"text": "\xff\xfe"}'),
+        "half a surrogate pair": _line(b'{"text": "\\ud800"}'),
+        "half a pair in a message": _line(
             b'{"messages": [{"role": "user", "content": "\\ud800"}, '
             b'{"role": "assistant", "content": "\\udc00"}]}'
         ),
-        "speaker is a list": _lines(b'{"conversations": [{"from": [], "value": "x"}]}'),
+        "speaker is a list": _line(b'{"conversations": [{"from": [], "value": "x"}]}'),
         "null bytes": _table(b"prompt,completion\n\0\0,\0\n"),
         "unclosed quote": _table(b'prompt,completion\n"the sun,no\n' + b"x" * 200_000),
         "no header": _table(b"\n\n\n"),
@@ -113,15 +111,12 @@ class Data(Kind):
         (path,) = folder.iterdir()
         if rng.random() < 0.02:
             return put_in_place(path, rng)
-        data = path.read_bytes()
         if path.suffix in (".jsonl", ".json") and rng.random() < 0.7:
-            rows = [json.loads(line) for line in data.splitlines()]
-            done: object = mutate(rows, rng)
+            rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+            done = mutate(rows, rng)
             path.write_text("\n".join(map(json.dumps, rows)) + "\n")
             return done
-        data, done = mutate_bytes(data, rng)
-        path.write_bytes(data)
-        return done
+        return damage(path, rng)
 
     def read(self, folder: Path, original: Path) -> Read:
         (path,) = folder.iterdir()

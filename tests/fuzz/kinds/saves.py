@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from support.mutations import Rng, mutate, mutate_alike, mutate_bytes, pick
+from support.mutations import Rng, mutate_bytes, pick
 from support.runs import train_arguments
 from support.text_bundle import text_bundle
 
-from fuzz.kind import Change, Kind, Read, ondevice, put_in_place, sha256
+from fuzz.kind import Change, Kind, Read, alter, damage, ondevice, put_in_place, sha256, write
 from fuzz.kinds.bundles import BUDGET, export
 
 SAVED, STEPS = 3, 5
@@ -41,14 +41,6 @@ def _lines(name: str, change: Callable[[list[str]], list[str]]) -> Change:
     return changed
 
 
-def _write(name: str, data: bytes) -> Change:
-    def changed(folder: Path, rng: Rng) -> None:
-        if (folder / name).parent.exists():
-            (folder / name).write_bytes(data)
-
-    return changed
-
-
 def _renamed(folder: Path, rng: Rng) -> None:
     for save in folder.glob(f"saves/step-{SAVED:08d}"):
         save.rename(save.with_name(f"step-{SAVED + 1:08d}"))
@@ -72,33 +64,33 @@ class Saves(Kind):
         "another step": _state(lambda found: found.update(step=SAVED - 1)),
         "a step beyond the last": _state(lambda found: found.update(step=100)),
         "a step that is no integer": _state(lambda found: found.update(step=float(SAVED) + 0.5)),
-        "a step of 5000 digits": _write(
+        "a step of 5000 digits": write(
             f"saves/step-{SAVED:08d}/state.json", b'{"version": 3, "step": ' + b"9" * 5000 + b"}"
         ),
-        "step 1e999": _write(
+        "step 1e999": write(
             f"saves/step-{SAVED:08d}/state.json", b'{"version": 3, "step": 1e999, "files": {}}'
         ),
-        "state nested beyond recursion": _write(
+        "state nested beyond recursion": write(
             f"saves/step-{SAVED:08d}/state.json", b"[" * 100_000
         ),
         "save under another name": _renamed,
         "a line of metrics lost": _lines("metrics.jsonl", lambda lines: lines[1:]),
-        "metrics not UTF-8": _write("metrics.jsonl", b'{"step": 1, "x": "\xff"}\n' * SAVED),
-        "metrics nested beyond recursion": _write("metrics.jsonl", b"[" * 100_000 + b"\n"),
-        "metrics of numbers without end": _write(
+        "metrics not UTF-8": write("metrics.jsonl", b'{"step": 1, "x": "\xff"}\n' * SAVED),
+        "metrics nested beyond recursion": write("metrics.jsonl", b"[" * 100_000 + b"\n"),
+        "metrics of numbers without end": write(
             "metrics.jsonl", b'{"step": 1, "tokens": ' + b"9" * 5000 + b"}\n"
         ),
         "a line of the log lost": _lines("trajectory.jsonl", lambda lines: [lines[0], *lines[2:]]),
         "a digit of the log": _lines(
             "trajectory.jsonl", lambda lines: [*lines[:1], lines[1].replace("1", "2"), *lines[2:]]
         ),
-        "evaluations nested beyond recursion": _write("evaluations.json", b"[" * 100_000),
-        "plan nested beyond recursion": _write("plan.json", b"[" * 100_000),
-        "plan with a number 1e999": _write("plan.json", b'{"budget_bytes": 1e999}'),
-        "settings nested beyond recursion": _write(
+        "evaluations nested beyond recursion": write("evaluations.json", b"[" * 100_000),
+        "plan nested beyond recursion": write("plan.json", b"[" * 100_000),
+        "plan with a number 1e999": write("plan.json", b'{"budget_bytes": 1e999}'),
+        "settings nested beyond recursion": write(
             "config.toml", b"x = " + b"[" * 10_000 + b"]" * 10_000
         ),
-        "settings not UTF-8": _write("config.toml", b"\xff\xfe"),
+        "settings not UTF-8": write("config.toml", b"\xff\xfe"),
         "partial files left": _left_partials,
         "saves are a file": lambda folder, rng: (
             shutil.rmtree(folder / "saves"),
@@ -132,13 +124,10 @@ class Saves(Kind):
         path = pick(rng, sorted(path for path in folder.rglob("*") if path.is_file()))
         where = path.relative_to(folder)
         act = pick(rng, ["bytes", "bytes", "document", "line", "remove", "place", "swap"])
-        data = path.read_bytes()
         if act == "document" and path.suffix == ".json":
-            document = json.loads(data)
-            done = pick(rng, (mutate, mutate_alike))(document, rng)
-            path.write_text(json.dumps(document))
+            done = alter(path, rng)
         elif act == "line" and path.suffix == ".jsonl":
-            lines = data.splitlines(keepends=True)
+            lines = path.read_bytes().splitlines(keepends=True)
             at = int(rng.integers(len(lines)))
             if rng.random() < 0.5:
                 done = "a line gone"
@@ -156,8 +145,7 @@ class Saves(Kind):
             done = f"{act} for {other.relative_to(folder)}"
             path.write_bytes(other.read_bytes())
         else:
-            found, done = mutate_bytes(data, rng)
-            path.write_bytes(found)
+            done = damage(path, rng)
         return f"{where}: {done}"
 
     def read(self, folder: Path, original: Path) -> Read:

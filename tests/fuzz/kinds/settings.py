@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-from support.mutations import JUNK, Rng, mutate, mutate_alike, mutate_bytes, pick
+from support.mutations import JUNK, Rng, pick
 
-from fuzz.kind import Change, Kind, Read, ondevice, put_in_place
+from fuzz.kind import Change, Kind, Read, alter, damage, ondevice, put_in_place, write
 from fuzz.kinds.bundles import BUDGET, export
 from runtime.config.base import to_toml
 from runtime.config.plan import PlanConfig
@@ -22,13 +22,6 @@ WORDS = (
     "0", "-1", "1e999", "nan", "inf", "9" * 30, "9" * 5000, "1e-999", "", " ", "\ud800", "x", "1,1",
     "[", "1_000", "0x10", "1.5.2", "\0", "99999999999999999999GB", "1e400MB", "٣",
 )  # fmt: skip
-
-
-def _write(name: str, data: bytes) -> Change:
-    def changed(folder: Path, rng: Rng) -> None:
-        (folder / name).write_bytes(data)
-
-    return changed
 
 
 def _set(key: str, value: str) -> Change:
@@ -48,11 +41,11 @@ class Settings(Kind):
 
     name = "settings"
     known: ClassVar[dict[str, Change]] = {
-        "nested beyond recursion": _write(TOML, b"x = " + b"[" * 100_000),
-        "tables nested beyond recursion": _write(TOML, b"[" + b"a." * 50_000 + b"a]\n"),
-        "not UTF-8": _write(TOML, b"\xff\xfe"),
-        "machine nested beyond recursion": _write(MACHINE, b"[" * 100_000),
-        "machine with 1e999": _write(MACHINE, b'{"measured_machine": {"process_bytes": 1e999}}'),
+        "nested beyond recursion": write(TOML, b"x = " + b"[" * 100_000),
+        "tables nested beyond recursion": write(TOML, b"[" + b"a." * 50_000 + b"a]\n"),
+        "not UTF-8": write(TOML, b"\xff\xfe"),
+        "machine nested beyond recursion": write(MACHINE, b"[" * 100_000),
+        "machine with 1e999": write(MACHINE, b'{"measured_machine": {"process_bytes": 1e999}}'),
         "rate of infinity": _set("learning_rate", "1e999"),
         "batch of 10**18": _set("batch_size", str(10**18)),
         "accumulation of 10**18": _set("grad_accumulation", str(10**18)),
@@ -80,14 +73,9 @@ class Settings(Kind):
         if act == "place":
             return put_in_place(pick(rng, (toml, machine)), rng)
         if act == "machine":
-            document = json.loads(machine.read_bytes())
-            done: object = pick(rng, (mutate, mutate_alike))(document, rng)
-            machine.write_text(json.dumps(document))
-            return f"{MACHINE}: {done}"
+            return f"{MACHINE}: {alter(machine, rng)}"
         if act == "bytes":
-            data, done = mutate_bytes(toml.read_bytes(), rng)
-            toml.write_bytes(data)
-            return f"{TOML}: {done}"
+            return f"{TOML}: {damage(toml, rng)}"
         key = pick(rng, [key for key in tomllib.loads(toml.read_text()) if key != "bundle"])
         value = json.dumps(pick(rng, JUNK if act == "value" else WORDS), ensure_ascii=True)
         if act == "word" and rng.random() < 0.5:

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import ClassVar
 
-from support.mutations import Rng, mutate_bytes, pick
+from support.mutations import Rng, pick
 from support.token_rows import VOCAB, make_bundle
 
-from fuzz.kind import Change, Kind, Read, put_in_place
+from fuzz.kind import Change, Kind, Read, damage, put_in_place, write
 from fuzz.kinds.data import LENGTH, ROWS, TOKENIZER, tokenized
 from runtime.data.rows import TokenRows
 from runtime.data.source import Reading
@@ -76,10 +76,7 @@ POWER = "{{ 9 ** 9 ** 9 ** 9 }}"
 
 
 def _template(text: str) -> Change:
-    def changed(folder: Path, rng: Rng) -> None:
-        (folder / "tokenizer" / FILE).write_text(text)
-
-    return changed
+    return write(f"tokenizer/{FILE}", text.encode())
 
 
 class Templates(Kind):
@@ -124,9 +121,7 @@ class Templates(Kind):
             done = pick(rng, ("{{ " + inserted + " }}", "{{ (" + inserted + ")|length }}", looped))
             words.insert(at, done)
         else:
-            data, done = mutate_bytes(text.encode(), rng)
-            path.write_bytes(data)
-            return done
+            return damage(path, rng)
         path.write_text(" ".join(words))
         return done
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from support.mutations import Rng, mutate_bytes
+from support.mutations import Rng
 from support.token_rows import VOCAB, after, write_rows
 
-from fuzz.kind import Change, Kind, Read, put_in_place
+from fuzz.kind import Change, Kind, Read, damage, put_in_place, write
 from runtime.data.rows import HEADER, INDEX, MAGIC, VERSION, TokenRows
 
 FILE = "train.tokens"
@@ -16,11 +16,7 @@ ROWS = [after([0, 5, 9, 7, 3]), after([0, 8, 2, 4, 6, 1, 9], 2), after([3, 4])]
 
 
 def _head(rows: int, tokens: int, report_bytes: int) -> Change:
-    def changed(folder: Path, rng: Rng) -> None:
-        head = HEADER.pack(MAGIC, VERSION, 8, rows, tokens, report_bytes)
-        (folder / FILE).write_bytes(head)
-
-    return changed
+    return write(FILE, HEADER.pack(MAGIC, VERSION, 8, rows, tokens, report_bytes))
 
 
 class TokenFiles(Kind):
@@ -32,7 +28,7 @@ class TokenFiles(Kind):
         "countless tokens": _head(1, 2**63, 0),
         "endless report": _head(1, 2, 2**64 - 1),
         "sizes that wrap around": _head(2**62, 2**62, 2**62),
-        "empty": lambda folder, rng: (folder / FILE).write_bytes(b""),
+        "empty": write(FILE, b""),
     }
 
     def prepare(self, folder: Path) -> None:
@@ -43,9 +39,7 @@ class TokenFiles(Kind):
         if rng.random() < 0.02:
             return put_in_place(folder / FILE, rng)
         upto = HEADER.size + len(ROWS) * INDEX.itemsize if rng.random() < 0.6 else None
-        data, done = mutate_bytes((folder / FILE).read_bytes(), rng, upto)
-        (folder / FILE).write_bytes(data)
-        return done
+        return damage(folder / FILE, rng, upto)
 
     def read(self, folder: Path, original: Path) -> Read:
         rows = TokenRows(folder / FILE, VOCAB)

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import ClassVar
 
-from support.mutations import Rng, mutate, mutate_bytes, pick
+from support.mutations import Rng, mutate, pick
 from support.token_rows import make_bundle
 
-from fuzz.kind import Change, Kind, Read, put_in_place
+from fuzz.kind import Change, Kind, Read, damage, put_in_place, write
 from fuzz.kinds.data import LENGTH, ROWS, TEMPLATE, TOKENIZER, tokenized
 from runtime.data.source import Reading
 
@@ -17,10 +17,7 @@ DATA = "data.jsonl"
 
 
 def _write(name: str, data: bytes) -> Change:
-    def changed(folder: Path, rng: Rng) -> None:
-        (folder / "tokenizer" / name).write_bytes(data)
-
-    return changed
+    return write(f"tokenizer/{name}", data)
 
 
 class Tokenizers(Kind):
@@ -51,8 +48,7 @@ class Tokenizers(Kind):
         if rng.random() < 0.03:
             return put_in_place(path, rng)
         if rng.random() < 0.3:
-            data, done = mutate_bytes(path.read_bytes(), rng)
-            path.write_bytes(data)
+            done = damage(path, rng)
         else:
             document = json.loads(path.read_bytes())
             aside = document.pop("model", None) if rng.random() < 0.7 else None
