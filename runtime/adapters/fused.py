@@ -20,11 +20,11 @@ def digest_of(parts: Iterable[tuple[str, bytes]], scale: float) -> str:
     It is the same for the same values, whichever tool's files they come from. The scale counts as a
     float32: mlx-lm's files have it times the rank and divided again.
     """
-    found = hashlib.sha256(struct.pack("<f", scale))
+    digest = hashlib.sha256(struct.pack("<f", scale))
     for name, data in sorted(parts):
-        found.update(f"\n{name} {len(data)}\n".encode())
-        found.update(data)
-    return found.hexdigest()
+        digest.update(f"\n{name} {len(data)}\n".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def refuse_held(digest: str, held: Iterable[str], where: str) -> None:

@@ -84,10 +84,10 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     def to_json(self) -> dict[str, Any]:
         """Every field but no prefix; msgspec leaves out defaults, but not all that equal them."""
-        found = msgspec.structs.asdict(self)
+        document = msgspec.structs.asdict(self)
         if not self.prefix:
-            del found["prefix"]
-        return found | {"targets": msgspec.to_builtins(self.targets)}
+            del document["prefix"]
+        return document | {"targets": msgspec.to_builtins(self.targets)}
 
     def describe(self) -> str:
         """The settings in words."""

@@ -78,8 +78,8 @@ def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
         by_layer[layer].add(path)
         ranks.setdefault(_rank(module, shapes), module)
     if len(ranks) > 1:
-        some = ", ".join(f"{rank} in {module}" for rank, module in sorted(ranks.items())[:3])
-        raise ValueError(f"its modules have different ranks ({some}); only one is supported")
+        examples = ", ".join(f"{rank} in {module}" for rank, module in sorted(ranks.items())[:3])
+        raise ValueError(f"its modules have different ranks ({examples}); only one is supported")
     first, last = min(by_layer), max(by_layer)
     paths = by_layer[first]
     for layer in range(first, last + 1):

@@ -155,7 +155,7 @@ def _is_plain(key: str, value: Any) -> bool:
     if key == "bias":
         return value in (None, "none")
     if key == "init_lora_weights":
-        return any(value is one or value == one for one in _PLAIN_STARTS)
+        return any(value is start or value == start for start in _PLAIN_STARTS)
     if key == "loftq_config":
         return value in (None, {})
     return value is None or value is False or value in ({}, [], "")

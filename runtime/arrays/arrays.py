@@ -114,17 +114,17 @@ class CpuArrays:
     def both(
         self, first: Callable[[], mx.array], second: Callable[[], mx.array]
     ) -> tuple[mx.array, mx.array]:
-        one = first()
+        result = first()
         with mx.stream(_streams.second):
             other = second()
-        mx.eval(one, other)
-        return one, other
+        mx.eval(result, other)
+        return result, other
 
     def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
         sizes = [result.nbytes for result in results]
         # MLX passes the bound by one operation, since it compares before it allocates
-        one = max(sizes, default=0)
-        with bounded_run_ahead(sum(sizes) + max(working_bytes - one, 0)):
+        largest = max(sizes, default=0)
+        with bounded_run_ahead(sum(sizes) + max(working_bytes - largest, 0)):
             for result in results:
                 mx.eval(result)
 

@@ -59,6 +59,6 @@ def _bits(key: int, first: int, tokens: int, columns: int) -> mx.array:
     keys[:, 0] = key >> 32
     keys[:, 1] = ((key & WORD) + first + np.arange(tokens)) & WORD
     pairs = -(-columns // 4)  # of words
-    words = mx.vmap(lambda one: mx.random.split(one, pairs))(mx.array(keys))
-    found: mx.array = words.reshape(tokens, 2 * pairs).view(mx.uint16)[:, :columns]
-    return found
+    words = mx.vmap(lambda token_key: mx.random.split(token_key, pairs))(mx.array(keys))
+    bits: mx.array = words.reshape(tokens, 2 * pairs).view(mx.uint16)[:, :columns]
+    return bits

@@ -195,7 +195,10 @@ def _check_block_type(manifest: Manifest, block_type: BlockType) -> None:
         known |= set(made)
         operation.check(where, values, block_type.parameters, manifest.tables)
     require(block_type.output in known, f"{where}: its output {block_type.output} is never made")
-    used = {block_type.output, *(name for one in operations for name in one.inputs_read)}
+    used = {
+        block_type.output,
+        *(name for operation in operations for name in operation.inputs_read),
+    }
     require(known <= used, f"{where}: {sorted(known - used)} are never used")
 
 
@@ -207,9 +210,9 @@ def _check_block(manifest: Manifest, position: int, block: Block) -> None:
         raise BundleError(f"manifest: {where}: no block type {block.type!r}")
     operations, values = block_type.operations, block_type.values
     first, last = position == 0, position == len(manifest.blocks) - 1
-    begins = [not one.inputs_read for one in operations]
-    ends = [not one.in_schedule for one in operations]
-    labels = [one.label for one in operations]
+    begins = [not operation.inputs_read for operation in operations]
+    ends = [not operation.in_schedule for operation in operations]
+    labels = [operation.label for operation in operations]
     require(any(begins) == first, f"{where}: {labels}")
     require(any(ends) == last, f"{where}: {labels}")
     stream = (1, T, manifest.hidden_size)

@@ -83,7 +83,9 @@ class Manifest(Record, frozen=True):
     @property
     def usual_bucket(self) -> int:
         """The longest bucket up to USUAL_TOKENS, or the shortest: the length of rows of text."""
-        return max((one for one in self.buckets if one <= USUAL_TOKENS), default=self.buckets[0])
+        return max(
+            (bucket for bucket in self.buckets if bucket <= USUAL_TOKENS), default=self.buckets[0]
+        )
 
     @property
     def bits_per_weight(self) -> float:
@@ -119,21 +121,21 @@ class Manifest(Record, frozen=True):
         }
 
     def _lora_shapes(self, block: Block) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        rank, found = self.lora.rank, {}
+        rank, shapes = self.lora.rank, {}
         for name in self.adapted(block):
             matrix = self.matrices[block.tensor(name)]
-            found[name] = ((matrix.columns, rank), (rank, matrix.rows))
-        return found
+            shapes[name] = ((matrix.columns, rank), (rank, matrix.rows))
+        return shapes
 
     def _prefix_shapes(self, block: Block) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        rows, found, of = self.lora.prefix, {}, self.block_types[block.type]
+        rows, shapes, of = self.lora.prefix, {}, self.block_types[block.type]
         chosen = self.adapted(block)
         for operation in of.operations:
             for name in operation.prefixable:
                 if name in chosen:
                     keys, values = operation.prefix_widths(of.values)
-                    found[name] = ((rows, keys), (rows, values))
-        return found
+                    shapes[name] = ((rows, keys), (rows, values))
+        return shapes
 
     @property
     def first_adapted(self) -> int:

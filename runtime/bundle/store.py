@@ -61,8 +61,8 @@ class Bundle:
         """
         self.verify_small()
         with reading_errors(self.weights_path):
-            found = sha256_file(self.weights_path)
-        if found != self.manifest.weights_sha256:
+            sha256 = sha256_file(self.weights_path)
+        if sha256 != self.manifest.weights_sha256:
             raise BundleError(f"{self.weights_path} is altered: its SHA-256 differs; export again")
 
     def verify_small(self) -> None:
@@ -71,8 +71,8 @@ class Bundle:
         small |= {name: file.sha256 for name, file in self.manifest.files.items()}
         for name, expected in small.items():
             with reading_errors(self.path / name):
-                found = sha256_file(self.path / name)
-            if found != expected:
+                sha256 = sha256_file(self.path / name)
+            if sha256 != expected:
                 raise BundleError(f"{self.path / name} is altered: its SHA-256 differs")
 
 
@@ -98,8 +98,8 @@ def open_bundle(path: str | Path) -> Bundle:
                 raise BundleError(f"{folder}: {name} is missing")
             if not file.resolve().is_relative_to(root):
                 raise BundleError(f"{folder}: {name} leads out of the bundle")
-            if (found := file.stat().st_size) != expected:
-                raise BundleError(f"{file} has {found} bytes, expected {expected}: truncated?")
+            if (nbytes := file.stat().st_size) != expected:
+                raise BundleError(f"{file} has {nbytes} bytes, expected {expected}: truncated?")
     return bundle
 
 

@@ -52,7 +52,7 @@ def check_programs(
         BundleError: they differ.
     """
     bucket = manifest.buckets[0]
-    same = [one.type for one in blocks] == [one.type for one in manifest.blocks] and all(
+    same = [block.type for block in blocks] == [block.type for block in manifest.blocks] and all(
         _meaning(block_type, bucket) == _meaning(manifest.block_types[name], bucket)
         for name, block_type in block_types.items()
     )
@@ -71,8 +71,10 @@ def _meaning(block_type: BlockType, bucket: int) -> tuple[object, ...]:
         block_type.values,
         block_type.parameters,
         [
-            (one.label, one.results) if one.graph_keys(bucket, backward=False) else one
-            for one in block_type.operations
+            (operation.label, operation.results)
+            if operation.graph_keys(bucket, backward=False)
+            else operation
+            for operation in block_type.operations
         ],
     )
 

@@ -152,7 +152,9 @@ class Config:
             for name, value in vars(self).items()
         }
         refuse(type(self), _problems(type(self), values))
-        vars(self).update({one.name: _normal(one, values[one.name]) for one in fields(self)})
+        vars(self).update(
+            {setting.name: _normal(setting, values[setting.name]) for setting in fields(self)}
+        )
 
 
 C = TypeVar("C", bound=Config)
@@ -169,7 +171,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
 
 def from_values(cls: type[C], in_file: dict[str, Any], overrides: dict[str, Any]) -> C:
     """As `load`, with what is in the file."""
-    known = {one.name: one for one in fields(cls)}
+    known = {setting.name: setting for setting in fields(cls)}
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in {**in_file, **overrides}.items():
@@ -203,20 +205,20 @@ def add_arguments(
     on the namespace (see `given`). Nothing is checked here, so that `load` can report all problems
     together. Returns the groups.
     """
-    used = {one.metadata["group"] for one in fields(cls) if one.name != cls.positional}
+    used = {setting.metadata["group"] for setting in fields(cls) if setting.name != cls.positional}
     headings = [group for group in Group if group in used or group is Group.OTHER]
     places = {group: parser.add_argument_group(group.value) for group in headings}
-    for one in fields(cls):
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(one)}
-        place = places.get(one.metadata["group"], parser)
-        flags = sorted((flag(one.name), *one.metadata["aliases"]), key=_is_long)
-        if one.name == cls.positional:
-            nargs = "*" if str(one.type).startswith("tuple") else "?"
-            parser.add_argument(one.name, nargs=nargs, metavar=_metavar(one), **options)
-        elif one.type in ("bool", "bool | None"):
+    for setting in fields(cls):
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(setting)}
+        place = places.get(setting.metadata["group"], parser)
+        flags = sorted((flag(setting.name), *setting.metadata["aliases"]), key=_is_long)
+        if setting.name == cls.positional:
+            nargs = "*" if str(setting.type).startswith("tuple") else "?"
+            parser.add_argument(setting.name, nargs=nargs, metavar=_metavar(setting), **options)
+        elif setting.type in ("bool", "bool | None"):
             place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         else:
-            place.add_argument(*flags, dest=one.name, metavar=_metavar(one), **options)
+            place.add_argument(*flags, dest=setting.name, metavar=_metavar(setting), **options)
     other = places[Group.OTHER]
     other.add_argument(
         "--config",
@@ -232,18 +234,18 @@ def add_arguments(
 def usage(cls: type[Config]) -> str:
     """The usage line of a command: its required arguments, and [options]."""
     words: list[str] = []
-    for one in fields(cls):
-        name = f"{flag(one.name)} {_metavar(one)}"
-        if one.name == cls.positional:
-            words.insert(0, _metavar(one))
-        elif one.default is MISSING:
+    for setting in fields(cls):
+        name = f"{flag(setting.name)} {_metavar(setting)}"
+        if setting.name == cls.positional:
+            words.insert(0, _metavar(setting))
+        elif setting.default is MISSING:
             words.append(name)
     return " ".join([*words, "[options]"])
 
 
 def given(namespace: argparse.Namespace, cls: type[Config]) -> dict[str, Any]:
     """The fields of `cls` that the user gave on the command line: the overrides for `load`."""
-    names = {one.name for one in fields(cls)}
+    names = {setting.name for setting in fields(cls)}
     return {key: value for key, value in vars(namespace).items() if key in names}
 
 
@@ -300,7 +302,7 @@ _TYPES = {  # by annotation; `from __future__ import annotations` keeps annotati
         "a list of names",
         "TEXT,TEXT,...",
         lambda value: (
-            isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+            isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         ),
         lambda text: tuple(text.split(",")),
     ),
@@ -319,8 +321,8 @@ _TYPES = {  # by annotation; `from __future__ import annotations` keeps annotati
 }
 
 
-def _type_of(one: Field[Any]) -> FieldType:
-    return _TYPES[str(one.type)]
+def _type_of(setting: Field[Any]) -> FieldType:
+    return _TYPES[str(setting.type)]
 
 
 def flag(name: str) -> str:
@@ -332,23 +334,23 @@ def _is_long(flag: str) -> bool:
     return flag.startswith("--")
 
 
-def _metavar(one: Field[Any]) -> str:
-    return one.metadata["metavar"] or _type_of(one).metavar
+def _metavar(setting: Field[Any]) -> str:
+    return setting.metadata["metavar"] or _type_of(setting).metavar
 
 
-def _normal(one: Field[Any], value: Any) -> Any:
+def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
-    if one.type in ("float", "float | None") and value is not None:
+    if setting.type in ("float", "float | None") and value is not None:
         return float(value)
-    if one.type == "tuple[float, ...]":
+    if setting.type == "tuple[float, ...]":
         return tuple(map(float, value))
     return tuple(value) if isinstance(value, list) else value
 
 
-def _help(one: Field[Any]) -> str:
-    text = str(one.metadata["help"])
-    if one.default is not MISSING and one.default is not None:
-        text += f" (default: {_shown(one.default)})"
+def _help(setting: Field[Any]) -> str:
+    text = str(setting.metadata["help"])
+    if setting.default is not MISSING and setting.default is not None:
+        text += f" (default: {_shown(setting.default)})"
     return text.replace("%", "%%")
 
 
@@ -362,26 +364,28 @@ def _shown(value: Any) -> str:
 
 def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
     """Messages for values that are missing or not allowed; all keys are known."""
-    found = []
-    for one in fields(cls):
-        value, check = values.get(one.name, one.default), one.metadata["check"]
+    problems = []
+    for setting in fields(cls):
+        value, check = values.get(setting.name, setting.default), setting.metadata["check"]
         if value is MISSING:
-            found.append(f"{one.name} is missing ({one.metadata['help']})")
-        elif not _type_of(one).fits(value):
+            problems.append(f"{setting.name} is missing ({setting.metadata['help']})")
+        elif not _type_of(setting).fits(value):
             meant = check.hint(str(value)) if check and _whole(value) else ""
-            wanted = _type_of(one).words
+            wanted = _type_of(setting).words
             if _too_long(value):
                 wanted = f"{wanted} of at most 64 bits, with its sign"
-            found.append(f"{one.name} is {_shortened(value)}; it must be {wanted}{meant}")
+            problems.append(f"{setting.name} is {_shortened(value)}; it must be {wanted}{meant}")
         elif check and value is not None and not check.allows(value):
             meant = check.hint(value)
-            found.append(f"{one.name} is {_shortened(value)}; it must be {check.wanted}{meant}")
-        elif isinstance(value, str) and not _is_text(value):
-            found.append(
-                f"{one.name} is {_shortened(value)}, which is not valid UTF-8; if it is a path, "
-                "rename the file, or the folder that is named so"
+            problems.append(
+                f"{setting.name} is {_shortened(value)}; it must be {check.wanted}{meant}"
             )
-    return found
+        elif isinstance(value, str) and not _is_text(value):
+            problems.append(
+                f"{setting.name} is {_shortened(value)}, which is not valid UTF-8; if it is a "
+                "path, rename the file, or the folder that is named so"
+            )
+    return problems
 
 
 def _is_text(value: str) -> bool:

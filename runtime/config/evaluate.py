@@ -81,7 +81,7 @@ class EvalConfig(BundleConfig, DataOptions):
         if self.adapter is None and self.adapter_dtype != "float32" and self.task != "bfcl":
             problems.append("--adapter-dtype has no effect without --adapter: leave it out")
         unused = _OF_ROWS if self.task == "bfcl" else _OF_CALLS
-        defaults = {one.name: one.default for one in fields(self)}
+        defaults = {setting.name: setting.default for setting in fields(self)}
         problems += [
             f"{flag(name)} has no effect with --task {self.task}: leave it out"
             for name in unused

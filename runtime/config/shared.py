@@ -91,10 +91,10 @@ def columns_of(text: str | None) -> dict[str, str]:
     if text is None:
         return {}
     pairs = [part.partition("=")[::2] for part in text.split(",")]
-    found = {ours.strip(): theirs.strip() for ours, theirs in pairs}
-    if len(found) < len(pairs) or not set(found) <= set(FIELDS) or not all(found.values()):
+    columns = {ours.strip(): theirs.strip() for ours, theirs in pairs}
+    if len(columns) < len(pairs) or not set(columns) <= set(FIELDS) or not all(columns.values()):
         raise ValueError(text)
-    return found
+    return columns
 
 
 def share_of(text: str) -> float:
@@ -330,12 +330,12 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     @property
     def _lora_flags(self) -> list[str]:
         """The options of LoRA that were given, as they are typed."""
-        found = ["--rslora" if name == "rslora" else f"--lora-{name}" for name in self.given_lora]
-        return [*found, "--lora-dropout"] if self.lora_dropout else found
+        flags = ["--rslora" if name == "rslora" else f"--lora-{name}" for name in self.given_lora]
+        return [*flags, "--lora-dropout"] if self.lora_dropout else flags
 
     def was_given(self, name: str) -> bool:
         """Whether an option of this or a derived class has another value than its default."""
-        options = {one.name: one.default for one in fields(self)}
+        options = {setting.name: setting.default for setting in fields(self)}
         return name in options and getattr(self, name) != options[name]
 
     @property

@@ -29,7 +29,7 @@ def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
     for flag in flags:
         if flag in ADVICE:
             return f"{flag}: {ADVICE[flag]}"
-    near = [one for flag in flags for one in _meant(flag, there)]
+    near = [name for flag in flags for name in _meant(flag, there)]
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
     hint = meant if near else f"see: {command} --help"
     return f"unrecognized arguments: {' '.join(words)}; {hint}"
@@ -40,7 +40,7 @@ def unknown_key(key: str, there: Sequence[str]) -> str:
     flag = _flag(key)
     if flag in ADVICE:
         return f"unknown key {key!r}: {ADVICE[flag]}"
-    near = _meant(flag, [_flag(one) for one in there])
+    near = _meant(flag, [_flag(name) for name in there])
     hint = f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
     return f"unknown key {key!r}{hint}"
 
@@ -52,4 +52,4 @@ def _flag(key: str) -> str:
 def _meant(flag: str, there: Sequence[str]) -> list[str]:
     """The flag that is meant, if any of those that there are is."""
     named = [flag, *FLAGS_ELSEWHERE.get(flag, ())]
-    return [one for one in named if one in there][:1] or alike(flag, there)
+    return [name for name in named if name in there][:1] or alike(flag, there)

@@ -17,8 +17,8 @@ def from_json(text: str | bytes) -> Any:
 
 def from_toml(data: bytes) -> dict[str, Any]:
     """The tables of a TOML document, in UTF-8. Raises ValueError."""
-    found: dict[str, Any] = _parsed(tomllib.loads, data.decode())
-    return found
+    tables: dict[str, Any] = _parsed(tomllib.loads, data.decode())
+    return tables
 
 
 def is_deeper(value: Any, depth: int) -> bool:
@@ -27,8 +27,8 @@ def is_deeper(value: Any, depth: int) -> bool:
     for _ in range(depth):
         level = [
             inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
     return bool(level)

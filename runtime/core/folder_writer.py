@@ -97,18 +97,18 @@ class FolderWriter:
         if not whole:
             raise UsageError(f"{self.destination} is not a {self.noun}; it is not replaced")
         if others := self._others():
-            some = ", ".join(others[:3])
+            first = ", ".join(others[:3])
             raise UsageError(
-                f"{self.destination} holds other files than those of a {self.noun} ({some}); it is "
-                "not replaced: choose another --output"
+                f"{self.destination} holds other files than those of a {self.noun} ({first}); it "
+                "is not replaced: choose another --output"
             )
 
     def _others(self) -> list[str]:
         """What a replaced folder holds that belongs to something else."""
         if not self.marker:
             return []
-        found = (path for path in self.destination.iterdir() if path.name not in _UNASKED)
-        return sorted(path.name for path in found if not self._belongs(path))
+        entries = (path for path in self.destination.iterdir() if path.name not in _UNASKED)
+        return sorted(path.name for path in entries if not self._belongs(path))
 
     def _is_ours(self, path: Path) -> bool:
         return (path / self.marker).is_file() and (bool(self.marker) or self._belongs(path))

@@ -40,7 +40,7 @@ def kind_of(path: Path) -> Kind:
         return Kind.GGUF if path.suffix.lower() == ".gguf" else Kind.FILE
     if not path.is_dir():
         return Kind.NOTHING
-    names = {one.name for one in path.iterdir()}
+    names = {entry.name for entry in path.iterdir()}
     if "manifest.json" in names:
         return Kind.BUNDLE
     if "config.toml" in names:
@@ -56,10 +56,10 @@ def instead(path: Path, wanted: Kind) -> str:
     Raises:
         OSError: the path cannot be read.
     """
-    found = kind_of(path)
-    if found is wanted:
+    kind = kind_of(path)
+    if kind is wanted:
         return ""
-    if found is Kind.NOTHING:
+    if kind is Kind.NOTHING:
         if wanted is Kind.BUNDLE and HUB_ID.fullmatch(str(path)) and not path.parent.exists():
             name = str(path)
             return (
@@ -68,5 +68,5 @@ def instead(path: Path, wanted: Kind) -> str:
             )
         make = " (a bundle is made by: ondevice export MODEL -o BUNDLE)"
         return f"there is no such folder{make if wanted is Kind.BUNDLE else ''}"
-    way = _WAYS.get(found, "").format(path=path)
-    return f"it is {found}; {way}" if way else ""
+    way = _WAYS.get(kind, "").format(path=path)
+    return f"it is {kind}; {way}" if way else ""

@@ -23,13 +23,13 @@ def handle(handler: Handler) -> dict[signal.Signals, Any]:
     A signal that the process was told to ignore, as by nohup, stays ignored.
     """
 
-    def handle_one(number: int, frame: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             drop_terminal()
         handler(number, frame)
 
     return {
-        number: signal.signal(number, handle_one)
+        number: signal.signal(number, end)
         for number in ENDING
         if signal.getsignal(number) != signal.SIG_IGN
     }
@@ -42,8 +42,8 @@ def handled(handler: Handler) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, one in before.items():
-            signal.signal(number, one)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def ignore() -> None:

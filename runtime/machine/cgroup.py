@@ -32,15 +32,15 @@ def memory_limit_bytes(process: Path = PROCESS) -> int | None:
         mounts = (process / "mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return None  # not Linux, or no /proc: there is no control group to be in
-    found: list[int] = []
+    limits: list[int] = []
     for line in groups:
         number, controllers, group = line.split(":", 2)
         for mount in map(_mount, mounts):
             if mount is None or (mount.limit == _V2) != (number == "0"):
                 continue
             if number == "0" or "memory" in controllers.split(","):
-                found += _limits(mount, group)
-    return min(found, default=None)
+                limits += _limits(mount, group)
+    return min(limits, default=None)
 
 
 _V1, _V2 = "memory.limit_in_bytes", "memory.max"
@@ -64,14 +64,14 @@ def _limits(mount: _Mount, group: str) -> list[int]:
     inside = group.removeprefix(mount.group.rstrip("/")).strip("/")
     if group.startswith(mount.group) and ".." not in inside.split("/"):
         folder /= inside  # else a container's own group is what is mounted
-    found = []
+    limits = []
     for place in (folder, *folder.parents):
         if not place.is_relative_to(mount.folder):
             break
         text = _read(place / mount.limit)
         if text.isdecimal() and int(text) < UNLIMITED_BYTES:
-            found.append(int(text))
-    return found
+            limits.append(int(text))
+    return limits
 
 
 def _read(path: Path) -> str:

@@ -152,12 +152,12 @@ class QueryBlocks:
             del ds
             if prefix is not None:
                 sums = lse[:, :, start:stop]
-                part, *found = prefix.backward(rows, sums, inner, d_rows, scale, arrays)
+                part, *d_prefix = prefix.backward(rows, sums, inner, d_rows, scale, arrays)
                 dq = dq + part
                 mx.eval(dq)
-                for whole, one in zip(further, found, strict=True):
-                    arrays.add_to(whole, ..., one)
-                del part, found
+                for whole, gradient in zip(further, d_prefix, strict=True):
+                    arrays.add_to(whole, ..., gradient)
+                del part, d_prefix
             joined.put(start, dq)
             del dq
         return joined.whole.reshape(q.shape), dk[None], dv[None], *further

@@ -88,7 +88,7 @@ class CachedAttention(Operation, frozen=True):
         mask = call.tokens * self.slots * F32
         scores = int(q[1]) * mask
         queries = math.prod(q) * F32
-        copied = max(one[1] * one[3] for one in (k, v)) * self.slots * F32
+        copied = max(shape[1] * shape[3] for shape in (k, v)) * self.slots * F32
         prefix = prefix_bytes(q, k, v, call.tokens, execution.prefix, back=False)
         return mask + 2 * scores + queries + copied + prefix
 

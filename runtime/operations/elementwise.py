@@ -108,11 +108,13 @@ class Elementwise(Operation, frozen=True):
         graph = execution.tables.graphs[graph_key(self.graph, direction, tokens)]
         made = self.vjp_outputs if call.backward else self.outputs
         same = self.vjp_same if call.backward else ("",) * len(made)
-        held = {one or name for name, one in zip(made, same, strict=True) if name in call.wanted}
+        held = {
+            shared or name for name, shared in zip(made, same, strict=True) if name in call.wanted
+        }
         results = sum(
             math.prod(shape) * F32
-            for name, one, shape in zip(made, same, graph.outputs, strict=True)
-            if not one and (tokens < call.tokens or name not in held)
+            for name, shared, shape in zip(made, same, graph.outputs, strict=True)
+            if not shared and (tokens < call.tokens or name not in held)
         )
         return graph.workspace_bytes + results
 
@@ -164,24 +166,24 @@ class Elementwise(Operation, frozen=True):
                 for name in names
             )
 
-        def check_one(
+        def check_graph(
             direction: str, tokens: int, inputs: tuple[tuple[int, ...], ...], outputs: Sequence[str]
         ) -> None:
             graph = tables.graphs.get(graph_key(self.graph, direction, tokens))
             require(graph is not None, f"{where}: no {direction} graph for {tokens} tokens")
             assert graph is not None
-            for expected, found in (
+            for expected, shapes_there in (
                 (inputs, graph.inputs),
                 (shapes(outputs, tokens), graph.outputs),
             ):
-                require(found == expected, f"{where}: signature {found}")
+                require(shapes_there == expected, f"{where}: signature {shapes_there}")
 
         for tokens in sorted(set(map(self.graph_tokens, tables.buckets))):
-            check_one("forward", tokens, shapes(self.inputs, tokens), self.outputs)
-            check_one("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs)
+            check_graph("forward", tokens, shapes(self.inputs, tokens), self.outputs)
+            check_graph("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs)
         for tokens in DECODED_TOKENS:
             inputs = shapes(self.inputs, tokens)
-            check_one(
+            check_graph(
                 self.decoding_direction,
                 tokens,
                 (*inputs, ()) if self.position else inputs,

@@ -75,9 +75,11 @@ class ElementwiseKernel:
         given = dict(zip(names, arguments, strict=True))
         same = {} if forward else dict(zip(made, operation.vjp_same, strict=True))
         holder = {name: same.get(name) or name for name in wanted}
-        own = dict.fromkeys(one for one in holder.values() if not one.startswith("~"))
-        found = {name: mx.zeros(shape_at(program.values[name], tokens)) for name in own}
-        mx.eval(found)
+        own = dict.fromkeys(
+            array_name for array_name in holder.values() if not array_name.startswith("~")
+        )
+        wholes = {name: mx.zeros(shape_at(program.values[name], tokens)) for name in own}
+        mx.eval(wholes)
         for start in range(0, tokens, length):
             tile = slice(start, start + length)
             sliced = [
@@ -88,9 +90,12 @@ class ElementwiseKernel:
             del sliced
             mx.eval([results[name] for name in own])
             for name in own:
-                self.tools.arrays.put(found[name], _along(program, name, tile), results[name])
+                self.tools.arrays.put(wholes[name], _along(program, name, tile), results[name])
             del results
-        return {name: found[one] if one in own else given[one] for name, one in holder.items()}
+        return {
+            name: wholes[array_name] if array_name in own else given[array_name]
+            for name, array_name in holder.items()
+        }
 
 
 def _along(program: Program, name: str, tile: slice) -> tuple[slice, ...]:

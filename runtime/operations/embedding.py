@@ -43,5 +43,5 @@ def check_vocabulary(where: str, name: str, tables: Tables) -> None:
     """Check that a matrix has a row of the hidden size for every token."""
     matrix = tables.matrices.get(name)
     expected = (tables.vocab_size, tables.hidden_size)
-    found = matrix and (matrix.rows, matrix.columns)
-    require(found == expected, f"{where}: {name} is {found}, expected {expected}")
+    shape = matrix and (matrix.rows, matrix.columns)
+    require(shape == expected, f"{where}: {name} is {shape}, expected {expected}")

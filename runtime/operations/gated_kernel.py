@@ -89,7 +89,7 @@ def _chunks(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:
     scratch = [np.empty(min(CHUNK_VALUES, flat[0].size), np.float32) for _ in range(2)]
     for start in range(0, flat[0].size, CHUNK_VALUES):
         parts = [values[start : start + CHUNK_VALUES] for values in flat]
-        yield (*parts, *(one[: parts[0].size] for one in scratch))
+        yield (*parts, *(buffer[: parts[0].size] for buffer in scratch))
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,6 @@ class GatedKernel:
         operation = run.operation(Gated)
         gate, up = (values[name] for name in operation.inputs)
         dy = values[f"~{operation.outputs[0]}"]
-        found = gated_vjp(operation.activation, gate, up, dy)
-        results = dict(zip(operation.inputs, found, strict=True))
+        d_inputs = gated_vjp(operation.activation, gate, up, dy)
+        results = dict(zip(operation.inputs, d_inputs, strict=True))
         return {name: results[name] for name in run.instruction.wanted}

@@ -97,9 +97,9 @@ class Run:
 
     def operation(self, of: type[O]) -> O:
         """The instruction's operation, which is of the kernel's own type."""
-        found = self.instruction.operation
-        assert isinstance(found, of)
-        return found
+        operation = self.instruction.operation
+        assert isinstance(operation, of)
+        return operation
 
 
 class Kernel(Protocol):

@@ -71,8 +71,8 @@ class Linear(Operation, frozen=True):
         if call.backward:
             columns = tables.matrices[tensor(chosen[0].name)].columns
             summed = call.tokens * columns * F32 if len(chosen) > 1 else 0
-            return summed + max(_backward(one.name, call, execution) for one in chosen)
-        return max(_forward(one.name, call, execution) for one in chosen)
+            return summed + max(_backward(linear.name, call, execution) for linear in chosen)
+        return max(_forward(linear.name, call, execution) for linear in chosen)
 
     def check(
         self,
@@ -92,8 +92,8 @@ class Linear(Operation, frozen=True):
             name = tensor(linear.name)
             matrix = tables.matrices.get(name)
             wanted = (values[linear.output][-1], values[self.inputs[0]][-1])
-            found = matrix and (matrix.rows, matrix.columns)
-            require(found == wanted, f"{where}: {name} is {found}, expected {wanted}")
+            shape = matrix and (matrix.rows, matrix.columns)
+            require(shape == wanted, f"{where}: {name} is {shape}, expected {wanted}")
             bias = tables.vectors.get(f"{name}.bias")
             if linear.bias:
                 require(bias is not None and bias.shape == wanted[:1], f"{where}: {name}.bias")

@@ -134,9 +134,9 @@ def dropped(x: mx.array, mask: DropoutMask | None) -> mx.array:
     """drop(x), evaluated; x itself without a mask."""
     if mask is None:
         return x
-    found = mask(x)
-    mx.eval(found)
-    return found
+    remaining = mask(x)
+    mx.eval(remaining)
+    return remaining
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ class Prefix:
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
         """q K'^T scale (K, R, t, m) of queries q (K, R, t, D), evaluated."""
-        found = by_head(q * scale, self.keys.swapaxes(-1, -2))
-        mx.eval(found)
-        return found
+        scores = by_head(q * scale, self.keys.swapaxes(-1, -2))
+        mx.eval(scores)
+        return scores
 
     def output(self, p: mx.array) -> mx.array:
         """p V' (K, R, t, E) of probabilities, or what is in proportion to them, p (K, R, t, m)."""

@@ -32,24 +32,26 @@ class Tiled(Operation, frozen=True):
 
     @property
     def adaptable(self) -> tuple[str, ...]:
-        return tuple(name for one in self.inside for name in one.adaptable)
+        return tuple(name for operation in self.inside for name in operation.adaptable)
 
     @property
     def inner_values(self) -> tuple[str, ...]:
         """The values that exist for a tile of tokens only."""
-        return tuple(n for one in self.inside for n in one.results if n not in self.outputs)
+        return tuple(
+            n for operation in self.inside for n in operation.results if n not in self.outputs
+        )
 
     def tile_unit(self, bucket: int) -> int:
-        return max(one.tile_unit(bucket) for one in self.inside)
+        return max(operation.tile_unit(bucket) for operation in self.inside)
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return tuple(name for one in self.inside for name in one.matrices(tensor))
+        return tuple(name for operation in self.inside for name in operation.matrices(tensor))
 
     def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return tuple(name for one in self.inside for name in one.vectors(tensor))
+        return tuple(name for operation in self.inside for name in operation.vectors(tensor))
 
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return tuple(name for one in self.inside for name in one.multiplied(tensor))
+        return tuple(name for operation in self.inside for name in operation.multiplied(tensor))
 
     def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
         return self.outputs if self.learns(adapted) else ()
@@ -58,7 +60,9 @@ class Tiled(Operation, frozen=True):
         return frozenset(self.inputs)  # from which a tile is recomputed
 
     def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
-        return tuple(key for one in self.inside for key in one.graph_keys(bucket, backward))
+        return tuple(
+            key for operation in self.inside for key in operation.graph_keys(bucket, backward)
+        )
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """0: the planner adds up what the instructions inside it need."""

@@ -33,7 +33,7 @@ class TiledKernel:
                 body.instructions,
                 body.tokens,
                 inside,
-                [_after(one, tile.start) for one in loras],
+                [_after(lora, tile.start) for lora in loras],
             )
             for y, values in zip(ys, inside, strict=True):
                 self.tools.arrays.put(y, (slice(None), tile), values.pop(result))

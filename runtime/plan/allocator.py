@@ -30,15 +30,15 @@ def held_by_allocator(
     leaves more room for other values.
     """
     heap = machine.heap if machine.allocator == "glibc" else None
-    found = [(model.perturbing_bytes, 0)]
+    peaks = [(model.perturbing_bytes, 0)]
     for index, block in enumerate(blocks):
         live = max(block.forward_bytes, block.backward_bytes)
         besides, spared = model.only_in_layers, 0
         if index in (0, len(blocks) - 1):
             besides, spared = spared, besides
         slack = 0 if heap is None else unused_bytes(heap, heap_use(model, live + besides, index))
-        found.append((max(0, live - spared), slack))
-    live, slack = max(found, key=sum)
+        peaks.append((max(0, live - spared), slack))
+    live, slack = max(peaks, key=sum)
     cache = 0 if heap is not None else min(cache_bytes, int(CACHE_PER_LIVE * live))
     return Held(live, slack, cache)
 

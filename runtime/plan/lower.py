@@ -133,7 +133,7 @@ class LoweredModel:
     @property
     def cached_bytes(self) -> int:
         """The bytes of the key-value cache of one sequence."""
-        shapes = (shape for one in self.blocks for shape in one.program.cached.values())
+        shapes = (shape for block in self.blocks for shape in block.program.cached.values())
         return sum(math.prod(shape) for shape in shapes) * F32
 
 
@@ -214,7 +214,7 @@ def _lower_block(
         program = folded
 
     def bodied(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        return tuple(_with_body(one, program, adapted, tokens) for one in schedule)
+        return tuple(_with_body(instruction, program, adapted, tokens) for instruction in schedule)
 
     return LoweredBlock(
         block,

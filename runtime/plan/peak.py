@@ -88,8 +88,8 @@ class PeakModel:
 
         If adapters are rounded, those of the current matrix also exist as float32.
         """
-        one = self._most_adapters // 2 if self._rounded else self._most_adapters
-        current = one * self.demand.adapter_copies
+        copy_bytes = self._most_adapters // 2 if self._rounded else self._most_adapters
+        current = copy_bytes * self.demand.adapter_copies
         if self._rounded:
             current += self._largest_adapter
         if not self.demand.all_adapters:
@@ -125,7 +125,7 @@ class PeakModel:
         rows = self.execution.tile_rows
         matrices = self.manifest.matrices
         values = max(matrices[name].columns * height for name, height in rows.items())
-        stored = max(ITEM_BYTES[one.packed.dtype] for one in matrices.values())
+        stored = max(ITEM_BYTES[matrix.packed.dtype] for matrix in matrices.values())
         tile = values * (3 * F32 + (2 + QUEUED) * stored + F32)
         looked_up = self.lowered.bucket * self.manifest.hidden_size * F32  # rows of the embedding
         return tile + looked_up + self.demand.noise_bytes
@@ -201,14 +201,14 @@ class PeakModel:
         start = {program.input, *self._starts(lowered)} if program.input else set()
         if not program.input:
             lanes = 1  # embedded one at a time
-        found = self._peak(lowered, program, lowered.forward, start, lanes, bucket)
-        found += self._held_weights(lowered)
+        peak = self._peak(lowered, program, lowered.forward, start, lanes, bucket)
+        peak += self._held_weights(lowered)
         if lowered.head is not None:  # which counts what it dequantizes
             call = Call(
                 self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
             )
-            found = max(found, lowered.head.working_bytes(call, self.execution))
-        return found
+            peak = max(peak, lowered.head.working_bytes(call, self.execution))
+        return peak
 
     def _starts(self, lowered: LoweredBlock) -> tuple[str, ...]:
         """The value that a layer has besides, for each hidden state of packed rows."""
@@ -279,32 +279,42 @@ class PeakModel:
 
         held.take({name: (size(name), "") for name in alive})
         peak = 0
-        for one in schedule:
-            made = dict.fromkeys((*one.wanted, *one.statistics), "")
-            if one.backward:
-                made = {gradient_of(n): s for n, s in zip(one.wanted, one.same, strict=True)}
+        for instruction in schedule:
+            made = dict.fromkeys((*instruction.wanted, *instruction.statistics), "")
+            if instruction.backward:
+                made = {
+                    gradient_of(n): s
+                    for n, s in zip(instruction.wanted, instruction.same, strict=True)
+                }
             before = held.nbytes
             fresh = held.take({name: (size(name), same) for name, same in made.items()})
-            work = self._working_bytes(lowered, program, one, lanes, tokens)
-            held.drop(one.frees)
+            work = self._working_bytes(lowered, program, instruction, lanes, tokens)
+            held.drop(instruction.frees)
             after = held.nbytes
             others = max(before, after)  # lanes before or after this instruction
-            if one.operation.runs_once_per_tile:
+            if instruction.operation.runs_once_per_tile:
                 others = before + fresh
             peak = max(peak, (lanes - 1) * others + before + fresh + work)
         return peak
 
     def _working_bytes(
-        self, lowered: LoweredBlock, program: Program, one: Instruction, lanes: int, tokens: int
+        self,
+        lowered: LoweredBlock,
+        program: Program,
+        instruction: Instruction,
+        lanes: int,
+        tokens: int,
     ) -> int:
         """Bytes that an instruction needs besides its inputs and results."""
-        if one.body is not None:
-            body = one.body
+        if instruction.body is not None:
+            body = instruction.body
             return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
         values, tensor = program.values, lowered.block.tensor
         dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
-        call = Call(one.backward, one.wanted, lanes, tokens, values, tensor, dropped)
-        return one.operation.working_bytes(call, self.execution)
+        call = Call(
+            instruction.backward, instruction.wanted, lanes, tokens, values, tensor, dropped
+        )
+        return instruction.operation.working_bytes(call, self.execution)
 
     # Weights.
 

@@ -142,8 +142,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return limit_warning(self.limit_bytes, self.budget_bytes, self.minimum_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        return document
 
 
 def choose_bucket(manifest: Manifest, length: int) -> int:
@@ -285,13 +285,13 @@ class Planner:
         """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
-        found = self.machine.process_bytes + blas.threads * panel
+        nbytes = self.machine.process_bytes + blas.threads * panel
         if blas.threads > 1:
-            found += model.packed_rows * blas.row_bytes
-        found += model.graph_file_bytes() * GRAPH_FACTOR
+            nbytes += model.packed_rows * blas.row_bytes
+        nbytes += model.graph_file_bytes() * GRAPH_FACTOR
         if request.prefetch:
-            found += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
-        return found
+            nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
+        return nbytes
 
     def _levels(self, request: Request) -> tuple[Sizes, ...]:
         """The sizes that a plan can choose, from generous to frugal."""
@@ -318,8 +318,8 @@ class Planner:
         whole = replace(level, most_tokens=WHOLE)
         plan = self.predict(request, demand, whole, budget_bytes, smallest)
         spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-        found = self._with_spare(request, demand, whole, plan, spare)
-        return found if found.kept_layers == len(self.manifest.layers) else None
+        generous = self._with_spare(request, demand, whole, plan, spare)
+        return generous if generous.kept_layers == len(self.manifest.layers) else None
 
     def _with_spare(
         self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int

@@ -40,7 +40,7 @@ class _Reverse:
 
 def forward_schedule(program: Program) -> tuple[Instruction, ...]:
     """All operations except a head, in order; only the output is not freed."""
-    uses = [_forward(one) for one in program.operations if one.in_schedule]
+    uses = [_forward(operation) for operation in program.operations if operation.in_schedule]
     return _with_frees(uses, {program.output}, statistics=False)
 
 
@@ -63,7 +63,7 @@ def keeping_schedule(
     program: Program, adapted: frozenset[str], input_wanted: bool
 ) -> tuple[Instruction, ...]:
     """The forward that frees neither the output nor `kept_values`."""
-    uses = [_forward(one) for one in program.operations if one.in_schedule]
+    uses = [_forward(operation) for operation in program.operations if operation.in_schedule]
     survivors = {program.output, *kept_values(program, adapted, input_wanted)}
     return _with_frees(uses, survivors, statistics=True)
 
@@ -79,11 +79,11 @@ def backward_schedule(
     reverse = _reverse(program, adapted, input_wanted)
     again = _recomputed_late(program, reverse)
     uses = [] if kept else _recompute(program, _waiting(program, reverse))
-    for position, one in enumerate(reverse):
+    for position, step in enumerate(reverse):
         uses += [_forward(made) for made, before in again if before == position]
-        cotangents = {gradient_of(name) for name in one.operation.results}
-        read = tuple(one.read | cotangents)
-        uses.append(_Use(True, one.operation, one.wanted, read))
+        cotangents = {gradient_of(name) for name in step.operation.results}
+        read = tuple(step.read | cotangents)
+        uses.append(_Use(True, step.operation, step.wanted, read))
     return _with_shared(_with_frees(uses, {gradient_of(program.input)}, statistics=True))
 
 
@@ -119,7 +119,7 @@ def _recompute(program: Program, needed: frozenset[str]) -> list[_Use]:
 
 def _waiting(program: Program, reverse: Sequence[_Reverse]) -> frozenset[str]:
     """The values that must exist before the backwards run."""
-    read = frozenset[str]().union(*(one.read for one in reverse))
+    read = frozenset[str]().union(*(step.read for step in reverse))
     late = (operation.results for operation, _ in _recomputed_late(program, reverse))
     return frozenset(read.difference(*late))
 
@@ -130,19 +130,19 @@ def _recomputed_late(program: Program, reverse: Sequence[_Reverse]) -> list[tupl
     Their inputs are read there or later, so they are in memory anyway. Operations on nothing but
     matrix products, such as activations, are excluded, because recomputing those takes time.
     """
-    products = {name for one in program.operations for name in one.products}
-    found: list[tuple[Operation, int]] = []
+    products = {name for operation in program.operations for name in operation.products}
+    late: list[tuple[Operation, int]] = []
     recomputed: set[str] = set()
     for operation in program.operations:
         results, inputs = set(operation.results), set(operation.activations)
-        readers = [at for at, one in enumerate(reverse) if one.read & results]
+        readers = [at for at, step in enumerate(reverse) if step.read & results]
         if not operation.cheap or products >= inputs or not readers:
             continue
-        alive = set[str]().union(*(one.read for one in reverse[readers[0] :])) - recomputed
+        alive = set[str]().union(*(step.read for step in reverse[readers[0] :])) - recomputed
         if alive >= inputs:
-            found.append((operation, readers[0]))
+            late.append((operation, readers[0]))
             recomputed |= results
-    return found
+    return late
 
 
 def _with_frees(
@@ -176,15 +176,15 @@ def _with_frees(
 def _with_shared(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """The same instructions, with the gradients that share one array filled in as `same`."""
     array: dict[str, object] = {}
-    found = []
-    for one in instructions:
-        if one.backward and one.operation.shared_gradients:
-            one = replace(one, same=tuple(_shared(one, array)))
-        elif one.backward:
-            array.update((gradient_of(name), object()) for name in one.wanted)
-            one = replace(one, same=("",) * len(one.wanted))
-        found.append(one)
-    return tuple(found)
+    filled = []
+    for instruction in instructions:
+        if instruction.backward and instruction.operation.shared_gradients:
+            instruction = replace(instruction, same=tuple(_shared(instruction, array)))
+        elif instruction.backward:
+            array.update((gradient_of(name), object()) for name in instruction.wanted)
+            instruction = replace(instruction, same=("",) * len(instruction.wanted))
+        filled.append(instruction)
+    return tuple(filled)
 
 
 def _shared(instruction: Instruction, array: dict[str, object]) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _shared(instruction: Instruction, array: dict[str, object]) -> Iterator[str]
     operation = instruction.operation
     names = [gradient_of(name) for name in operation.results]
     source = {name: array.setdefault(name, object()) for name in names}
-    holder = {one: name for name, one in source.items()}
+    holder = {array_id: name for name, array_id in source.items()}
     for name, same in zip(operation.gradients, operation.shared_gradients, strict=True):
         source[name] = source[same] if same else object()
     sums: dict[tuple[object, object], object] = {}

@@ -40,7 +40,9 @@ def unfold(program: Program, tiled: Tiled) -> Program:
 
 def tiled_of(program: Program) -> Tiled | None:
     """The `Tiled` operation of a folded program; None if nothing was folded."""
-    return next((one for one in program.operations if isinstance(one, Tiled)), None)
+    return next(
+        (operation for operation in program.operations if isinstance(operation, Tiled)), None
+    )
 
 
 def tile_tokens(program: Program, bucket: int, at_most: int) -> int:
@@ -62,10 +64,10 @@ def _is_foldable(program: Program, first: int, last: int) -> bool:
     inside, after = program.operations[first : last + 1], program.operations[last + 1 :]
     if not inside[0].products or len(inside[-1].products) != 1:
         return False
-    if all(one.products for one in inside):
+    if all(operation.products for operation in inside):
         return False
     (result,) = inside[-1].products
-    made = {name for one in inside for name in one.results}
-    read = {name for one in inside for name in one.activations}
-    read_after = {name for one in after for name in one.inputs_read} | {program.output}
+    made = {name for operation in inside for name in operation.results}
+    read = {name for operation in inside for name in operation.activations}
+    read_after = {name for operation in after for name in operation.inputs_read} | {program.output}
     return read - made == set(inside[0].inputs_read) and made & read_after <= {result}

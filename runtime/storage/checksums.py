@@ -58,8 +58,8 @@ class Checksums:
 
     def record(self, name: str) -> None:
         """Record the SHA-256 of a file as it is."""
-        found = sha256_file(self.folder / name)
-        self._write({**self.read(), name: (found,)})
+        sha256 = sha256_file(self.folder / name)
+        self._write({**self.read(), name: (sha256,)})
 
     def check(self, name: str, way_out: str) -> None:
         """Compare a file with its checksum.
@@ -74,8 +74,8 @@ class Checksums:
             sums = self.read()
             with reading_errors(path):
                 require_file(path)
-                found = sha256_file(path)
-            if found in sums.get(name, ()):
+                sha256 = sha256_file(path)
+            if sha256 in sums.get(name, ()):
                 return
             if self.read() == sums:  # else it was replaced meanwhile
                 break

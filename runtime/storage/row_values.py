@@ -41,17 +41,17 @@ class RowValues:
 
     def get(self, row: int) -> dict[str, mx.array]:
         """Copies of a row's values."""
-        found = {}
+        values = {}
         offset = row * self._stride
         for name, shape in self._shapes[row].items():
             size = math.prod(shape)
-            found[name] = mx.array(np.frombuffer(self._map, np.float32, size, offset)).reshape(
+            values[name] = mx.array(np.frombuffer(self._map, np.float32, size, offset)).reshape(
                 shape
             )
             offset += size * 4
-        mx.eval(list(found.values()))
+        mx.eval(list(values.values()))
         self._drop(row)
-        return found
+        return values
 
     def _drop(self, row: int) -> None:
         if self._stride:

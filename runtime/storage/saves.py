@@ -159,8 +159,8 @@ class Saves:
             raise BundleError(f"{path} is gone; {self.way_out(place)}")
         with reading_errors(path):
             require_file(path)
-            found = sha256_file(path)
-        if found != state.files.get(name):
+            sha256 = sha256_file(path)
+        if sha256 != state.files.get(name):
             raise BundleError(
                 f"{path} is altered: its SHA-256 is not the one in {STATE}; {self.way_out(place)}"
             )
@@ -168,7 +168,7 @@ class Saves:
     def way_out(self, place: Path) -> str:
         """What to do where the save in `place` cannot be used."""
         step = self.step_of(place)
-        earlier = [one for one in self.all() if self.step_of(one) < step]
+        earlier = [save for save in self.all() if self.step_of(save) < step]
         if earlier:
             return (
                 f"to go on from {earlier[-1].name}, remove {place} and give ondevice train "

@@ -177,11 +177,11 @@ class Slots:
             BundleError: the file cannot be read.
         """
         with reading_errors(self.path):
-            found = [Whole(slot, self._version(block, slot)) for slot in (0, 1)]
-            found = [one for one in found if 0 < one.version <= most]
-            for one in sorted(found, key=lambda one: one.version, reverse=True):
-                if self._agrees(block, one.slot):
-                    return one
+            slots = [Whole(slot, self._version(block, slot)) for slot in (0, 1)]
+            slots = [whole for whole in slots if 0 < whole.version <= most]
+            for whole in sorted(slots, key=lambda whole: whole.version, reverse=True):
+                if self._agrees(block, whole.slot):
+                    return whole
         return None
 
     def _read_header(self, block: int, slot: int) -> bytes:
