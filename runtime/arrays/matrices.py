@@ -24,29 +24,29 @@ Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the ro
 class Matrices:
     """Tiles of matrices, with as many rows as the lowering has decided.
 
-    The keys of `tile_rows` are the offsets of matrices in weights.bin. With `hold`, dequantized
-    tiles stay until `release` (a whole block at once, as in the MeBP paper). Those of `materialize`
-    stay in `materialized` for the whole run.
+    The keys of `tile_rows` are the offsets of matrices in weights.bin. Dequantized tiles are freed
+    after use. With `materialize_blocks` they stay until `release`, so that a whole block is
+    dequantized at once, as in the MeBP paper. Those in `materialized` stay for the whole run.
     """
 
     weights: WeightSource
     arrays: Arrays
     packed: bool
     tile_rows: Mapping[int, int]
-    hold: bool = False
+    materialize_blocks: bool = False
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
-    _held: dict[Place, ReadyTile] = field(default_factory=dict)
+    _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
         """Rows start:stop of a matrix, read and dequantized."""
         key = (matrix.packed.offset, start, stop)
-        for known in (self._held, self.materialized):
+        for known in (self._of_block, self.materialized):
             if key in known:
                 return known[key]
         ready = self._ready(matrix, start, stop)
-        if self.hold:
-            self._held[key] = ready
+        if self.materialize_blocks:
+            self._of_block[key] = ready
         return ready
 
     def input(self, x: mx.array, matrix: Matrix) -> Input:
@@ -106,5 +106,5 @@ class Matrices:
         return values if move is None else move.rows(matrix, chosen, values)
 
     def release(self) -> None:
-        """Free the tiles that `hold` has kept."""
-        self._held.clear()
+        """Free the tiles that `materialize_blocks` has left in memory."""
+        self._of_block.clear()

@@ -68,7 +68,7 @@ class Model:
             arrays_for(manifest.device),
             execution.packed,
             {manifest.matrices[n].packed.offset: rows for n, rows in execution.tile_rows.items()},
-            self.lowered.hold,
+            self.lowered.materialize_blocks,
             self.profile,
             self.materialized,
         )

@@ -76,21 +76,21 @@ class Attention(Operation, frozen=True):
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """A block of scores, its mask and probabilities, and a copied block of keys or values."""
         q, k, v = (shape_at(call.values[name], execution.bucket) for name in self.inputs)
-        heads, length = q[1], q[2]
-        block = min(length, execution.query_block)
-        keys = length if self.window is None else min(length, self.window + block)
+        heads, tokens = q[1], q[2]
+        block = min(tokens, execution.attention_block)
+        keys = tokens if self.window is None else min(tokens, self.window + block)
         mask = block * keys * F32
         scores = heads * mask
-        queries, others = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
-        part = queries * block // length
-        held = mask + scores + part + others // 2
-        held = held + max(scores, part) if call.backward else held
-        return held + prefix_bytes(q, k, v, block, execution.prefix, call.backward)
+        query_bytes, key_value_bytes = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
+        part = query_bytes * block // tokens
+        nbytes = mask + scores + part + key_value_bytes // 2
+        nbytes = nbytes + max(scores, part) if call.backward else nbytes
+        return nbytes + prefix_bytes(q, k, v, block, execution.prefix, call.backward)
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of a factor that a BLAS packs: the queries of a group of heads."""
         q, k, _ = (shape_at(values[name], execution.bucket) for name in self.inputs)
-        return q[1] // k[1] * min(execution.bucket, execution.query_block)
+        return q[1] // k[1] * min(execution.bucket, execution.attention_block)
 
     def check(
         self,

@@ -1,4 +1,4 @@
-"""Causal attention by query blocks: window, packed rows, grouped keys; and its backward by hand.
+"""Causal attention by blocks of queries: window, packed rows, grouped keys; and its backward by hand.
 
 Never more than one block of scores (H, block, keys) exists. The forward keeps the log-sum-exp of
 each row; the backward rebuilds the probabilities from it (as FlashAttention, arXiv 2205.14135):
@@ -32,17 +32,17 @@ Starts = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class QueryBlocks:
-    """Attention over arrays, `query_block` rows of scores at a time."""
+class AttentionBlocks:
+    """Attention over arrays, `attention_block` rows of scores at a time."""
 
-    query_block: int
+    attention_block: int
     arrays: Arrays
 
     def _blocks(
-        self, length: int, window: int | None, starts: Starts | None
+        self, tokens: int, window: int | None, starts: Starts | None
     ) -> Iterator[tuple[int, int, int, mx.array]]:
-        for start in range(0, length, self.query_block):
-            stop = min(length, start + self.query_block)
+        for start in range(0, tokens, self.attention_block):
+            stop = min(tokens, start + self.attention_block)
             first = 0 if window is None else max(0, start - window + 1)
             if starts is not None:
                 first = max(first, int(starts[start]))
@@ -74,11 +74,11 @@ class QueryBlocks:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
         arrays = self.arrays
-        _, heads, length, width = q.shape
+        _, heads, tokens, width = q.shape
         groups = k.shape[1]
-        grouped = q.reshape(groups, heads // groups, length, width)
-        joined, sums = _Joined(length, arrays), _Joined(length, arrays)
-        for start, stop, first, mask in self._blocks(length, window, starts):
+        grouped = q.reshape(groups, heads // groups, tokens, width)
+        joined, sums = _Joined(tokens, arrays), _Joined(tokens, arrays)
+        for start, stop, first, mask in self._blocks(tokens, window, starts):
             keys = k[0, :, None, first:stop]
             s = self._scores(grouped[:, :, start:stop], keys, scale, mask)
             top = arrays.row_max(s)
@@ -101,7 +101,7 @@ class QueryBlocks:
             joined.put(start, out)
             sums.put(start, lse)
             del out, lse
-        return joined.whole.reshape(1, heads, length, v.shape[-1]), sums.whole
+        return joined.whole.reshape(1, heads, tokens, v.shape[-1]), sums.whole
 
     def backward(
         self,
@@ -121,11 +121,11 @@ class QueryBlocks:
         Of a prefix, dK (K, m, D) and dV (K, m, E) follow.
         """
         arrays = self.arrays
-        _, heads, length, width = q.shape
+        _, heads, tokens, width = q.shape
         groups = k.shape[1]
         repeats = heads // groups
-        grouped = q.reshape(groups, repeats, length, width)
-        d_grouped = d_out.reshape(groups, repeats, length, -1)
+        grouped = q.reshape(groups, repeats, tokens, width)
+        d_grouped = d_out.reshape(groups, repeats, tokens, -1)
         outputs = out.reshape(d_grouped.shape)
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
         mx.eval(dk, dv)
@@ -133,8 +133,8 @@ class QueryBlocks:
         if prefix is not None:
             further = [mx.zeros(part[:, 0].shape) for part in (prefix.keys, prefix.values)]
             mx.eval(further)
-        joined = _Joined(length, arrays)
-        for start, stop, first, mask in self._blocks(length, window, starts):
+        joined = _Joined(tokens, arrays)
+        for start, stop, first, mask in self._blocks(tokens, window, starts):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
@@ -165,22 +165,23 @@ class QueryBlocks:
 
 @dataclass
 class _Joined:
-    """Query blocks (K, R, t, n) written where they belong in all `length` queries, each at once.
+    """Results (K, R, t, n) of blocks of queries, each written at once to its place among all.
 
-    Were they kept to be joined, they would lie between the scores that come and go around them.
+    If they stayed in memory until the last one, they would lie between the scores that are
+    allocated and freed around them.
     """
 
-    length: int
+    tokens: int
     arrays: Arrays
     whole: mx.array = field(default_factory=lambda: mx.array(0.0))
 
     def put(self, start: int, part: mx.array) -> None:
         groups, repeats, rows, width = part.shape
-        if rows == self.length:
+        if rows == self.tokens:
             self.whole = part
             return
         if start == 0:
-            self.whole = mx.zeros((groups, repeats, self.length, width))
+            self.whole = mx.zeros((groups, repeats, self.tokens, width))
             mx.eval(self.whole)
         self.arrays.put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
 
@@ -203,8 +204,8 @@ class AttentionKernel:
     tools: Tools
 
     @property
-    def blocks(self) -> QueryBlocks:
-        return QueryBlocks(self.tools.execution.query_block, self.tools.arrays)
+    def blocks(self) -> AttentionBlocks:
+        return AttentionBlocks(self.tools.execution.attention_block, self.tools.arrays)
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Attention)

@@ -43,7 +43,7 @@ class Execution:
     """How operations run at one sequence bucket: all sizes that the lowering has decided.
 
     `tile_rows` says how many rows of a matrix are dequantized at once, `chunk_rows` how many of the
-    vocabulary the head takes at once, `query_block` how many queries attention takes at once.
+    vocabulary the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied as float32, a tile at a time, on every device.
     """
@@ -52,7 +52,7 @@ class Execution:
     bucket: int
     tile_rows: Mapping[str, int]
     chunk_rows: int
-    query_block: int
+    attention_block: int
     packed: bool
     prefix: int = 0  # trained keys that every token of every layer sees besides
 

@@ -87,10 +87,10 @@ class CachedAttention(Operation, frozen=True):
         q, k, v = (shape_at(call.values[name], call.tokens) for name in self.inputs)
         mask = call.tokens * self.slots * F32
         scores = int(q[1]) * mask
-        queries = math.prod(q) * F32
+        query_bytes = math.prod(q) * F32
         copied = max(shape[1] * shape[3] for shape in (k, v)) * self.slots * F32
         prefix = prefix_bytes(q, k, v, call.tokens, execution.prefix, back=False)
-        return mask + 2 * scores + queries + copied + prefix
+        return mask + 2 * scores + query_bytes + copied + prefix
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         q, k, _ = (shape_at(values[name], execution.bucket) for name in self.inputs)

@@ -37,12 +37,12 @@ class Ring:
 
     def write(self, k: mx.array, v: mx.array, position: int) -> None:
         """Put k (1, K, T, D) and v (1, K, T, E) of the tokens from `position` on, T at most S."""
-        start, length = position % self.slots, k.shape[2]
-        first = min(length, self.slots - start)
+        start, tokens = position % self.slots, k.shape[2]
+        first = min(tokens, self.slots - start)
         for ring, new in ((self.keys, k), (self.values, v)):
             self.arrays.put(ring, _rows(start, start + first), new[_rows(0, first)])
-            if first < length:
-                self.arrays.put(ring, _rows(0, length - first), new[_rows(first, length)])
+            if first < tokens:
+                self.arrays.put(ring, _rows(0, tokens - first), new[_rows(first, tokens)])
 
     def positions(self, written: int) -> npt.NDArray[np.int64]:
         """Where the tokens in the used slots are in the sequence, if `written` were written."""
@@ -62,33 +62,33 @@ class Ring:
         They see a prefix besides, which is not in the ring. Keys and values of these tokens must
         have been written, and no later ones.
         """
-        _, heads, length, width = q.shape
+        _, heads, tokens, width = q.shape
         groups = self.keys.shape[1]
-        places = self.positions(position + length)
-        mask = _mask(places, position, length, window)
+        places = self.positions(position + tokens)
+        mask = _mask(places, position, tokens, window)
         used = len(places)
-        rows = (q * scale).reshape(groups, heads // groups * length, width)
+        rows = (q * scale).reshape(groups, heads // groups * tokens, width)
         s = rows @ self.keys[0, :, :used].swapaxes(-1, -2)
-        s = s.reshape(groups, heads // groups, length, used)
+        s = s.reshape(groups, heads // groups, tokens, used)
         mx.eval(s)
         if mask is not None:
             self.arrays.add_to(s, ..., mask)
         top = self.arrays.row_max(s)
         if prefix is not None:
-            further = prefix.scores(q.reshape(groups, heads // groups, length, width), scale)
+            further = prefix.scores(q.reshape(groups, heads // groups, tokens, width), scale)
             top = mx.maximum(top, self.arrays.row_max(further))
             mx.eval(top)
         p = self.arrays.exp_below(s, top)
         del s
         total = row_sums(p)
         out = p.reshape(groups, -1, used) @ self.values[0, :, :used]
-        out = out.reshape(groups, heads // groups, length, -1)
+        out = out.reshape(groups, heads // groups, tokens, -1)
         if prefix is not None:
             weights = self.arrays.exp_below(further, top)
             total, out = total + row_sums(weights), out + prefix.output(weights)
         out = out / total
         mx.eval(out)
-        return out.reshape(1, heads, length, -1)
+        return out.reshape(1, heads, tokens, -1)
 
 
 def _rows(start: int, stop: int) -> tuple[slice, slice, slice]:
@@ -96,10 +96,10 @@ def _rows(start: int, stop: int) -> tuple[slice, slice, slice]:
 
 
 def _mask(
-    places: npt.NDArray[np.int64], position: int, length: int, window: int | None
+    places: npt.NDArray[np.int64], position: int, tokens: int, window: int | None
 ) -> mx.array | None:
     """What is added to scores (..., T, S); None if every token sees all keys."""
-    rows, columns = np.arange(position, position + length)[:, None], places[None]
+    rows, columns = np.arange(position, position + tokens)[:, None], places[None]
     masked = columns > rows
     if window is not None:
         masked |= columns <= rows - window

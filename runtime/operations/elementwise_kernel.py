@@ -64,9 +64,9 @@ class ElementwiseKernel:
         forward = direction == "forward"
         names = operation.inputs if forward else operation.vjp_inputs
         made = operation.outputs if forward else operation.vjp_outputs
-        length = operation.graph_tokens(self.tools.execution.bucket)
-        key = graph_key(operation.graph, direction, length)
-        if length == tokens:
+        graph_tokens = operation.graph_tokens(self.tools.execution.bucket)
+        key = graph_key(operation.graph, direction, graph_tokens)
+        if graph_tokens == tokens:
             results = dict(zip(made, self.tools.graphs.call(key, arguments), strict=True))
             results = {name: results[name] for name in wanted}
             working_bytes = self.tools.graphs.workspace_bytes(key)
@@ -80,8 +80,8 @@ class ElementwiseKernel:
         )
         wholes = {name: mx.zeros(shape_at(program.values[name], tokens)) for name in own}
         mx.eval(wholes)
-        for start in range(0, tokens, length):
-            tile = slice(start, start + length)
+        for start in range(0, tokens, graph_tokens):
+            tile = slice(start, start + graph_tokens)
             sliced = [
                 array if is_parameter(name) else array[_along(program, name, tile)]
                 for name, array in given.items()

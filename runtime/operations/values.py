@@ -9,7 +9,7 @@ Dim = int | str
 Shape = tuple[Dim, ...]
 MOST_TILE_TOKENS, LEAST_TILE_TOKENS = 64, 16
 CHUNK_TOKENS = 16  # of a prompt, which are decoded at once
-DECODED_TOKENS = (1, CHUNK_TOKENS)  # the lengths of graphs for decoding
+DECODED_TOKENS = (1, CHUNK_TOKENS)  # which graphs for decoding take
 POSITION = "@position"  # of the first token decoded, an int32 (no program can name a value so)
 F32 = 4  # bytes of a float32, which every value of a program is made of
 
@@ -30,7 +30,7 @@ def token_tile_unit(bucket: int) -> int:
     It is the largest divisor of the sequence bucket that is at most `MOST_TILE_TOKENS`, or the
     bucket itself if that divisor is below `LEAST_TILE_TOKENS`.
     """
-    unit = max(length for length in range(1, MOST_TILE_TOKENS + 1) if bucket % length == 0)
+    unit = max(tokens for tokens in range(1, MOST_TILE_TOKENS + 1) if bucket % tokens == 0)
     return unit if unit >= LEAST_TILE_TOKENS else bucket
 
 

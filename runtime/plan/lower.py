@@ -28,17 +28,17 @@ LEAST_CHUNK_ROWS = 64  # the fewest rows of the vocabulary in a chunk
 class Sizes:
     """The sizes that a plan chooses among, from generous to frugal.
 
-    `tile_values` bounds the values of a matrix that are dequantized at once, `query_block` the
+    `tile_values` bounds the values of a matrix that are dequantized at once, `attention_block` the
     queries whose attention scores exist at once, `most_tokens` the tokens that an MLP takes at
-    once. With `hold`, what was dequantized stays until its block is done. `chunk_rows` is how many
-    rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
-    `cache_bytes` limits MLX's own cache, where it has one.
+    once. With `materialize_blocks`, dequantized weights stay until their block is done.
+    `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
+    `tile_values` allows. `cache_bytes` limits MLX's own cache, where it has one.
     """
 
     tile_values: int
-    query_block: int
+    attention_block: int
     cache_bytes: int = 0
-    hold: bool = False
+    materialize_blocks: bool = False
     most_tokens: int = WHOLE
     chunk_rows: int = 0
 
@@ -72,13 +72,13 @@ class LoweredModel:
     """All blocks at one sequence bucket, and the sizes at which their operations run.
 
     `first_adapted` is the index of the first block with an adapter: a backward pass ends there.
-    `context` is the length of the sequences that are decoded, 0 if none are; then the bucket is how
-    many tokens are decoded at once.
+    `context` is how many tokens the decoded sequences may have, 0 if none are decoded; then the
+    bucket is how many tokens are decoded at once.
     """
 
     blocks: tuple[LoweredBlock, ...]
     execution: Execution
-    hold: bool
+    materialize_blocks: bool
     first_adapted: int
     context: int = 0
 
@@ -117,17 +117,17 @@ class LoweredModel:
         return max(units, default=0)
 
     def graph_keys(self, backward: bool) -> set[str]:
-        """The keys of the serialized functions that rows of the bucket's length use.
+        """The keys of the serialized functions that rows of the bucket use.
 
-        To decode, those for every number of tokens are used.
+        Decoding uses those for every number of tokens.
         """
-        lengths = DECODED_TOKENS if self.context else (self.bucket,)
+        token_counts = DECODED_TOKENS if self.context else (self.bucket,)
         return {
             key
             for block in self.blocks
             for operation in block.program.operations
-            for length in lengths
-            for key in operation.graph_keys(length, backward and bool(block.program.input))
+            for tokens in token_counts
+            for key in operation.graph_keys(tokens, backward and bool(block.program.input))
         }
 
     @property
@@ -165,11 +165,11 @@ def lower(
         bucket,
         _tile_rows(manifest, sizes.tile_values, packed),
         sizes.chunk_rows or _chunk_rows(manifest, sizes.tile_values),
-        sizes.query_block,
+        sizes.attention_block,
         packed or (context > 0 and bucket == 1),
         manifest.lora.prefix,
     )
-    return LoweredModel(tuple(blocks), execution, sizes.hold, first, context)
+    return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
 
 
 def rows_at_once(rows: int, columns: int, values: int) -> int:

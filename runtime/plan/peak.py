@@ -187,7 +187,7 @@ class PeakModel:
             (last,) = lowered.head.activations if lowered.head else (program.output,)
             alive = {program.input, gradient_of(last), *self._starts(lowered)}
             backward = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
-            backward += self._held_weights(lowered)
+            backward += self._materialized_block(lowered)
         return BlockPeak(lowered.block.label, self.forward(index, lanes), backward)
 
     def forward(self, index: int, lanes: int) -> int:
@@ -202,7 +202,7 @@ class PeakModel:
         if not program.input:
             lanes = 1  # embedded one at a time
         peak = self._peak(lowered, program, lowered.forward, start, lanes, bucket)
-        peak += self._held_weights(lowered)
+        peak += self._materialized_block(lowered)
         if lowered.head is not None:  # which counts what it dequantizes
             call = Call(
                 self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
@@ -323,9 +323,9 @@ class PeakModel:
         block = self.manifest.blocks[index]
         return sum(map(materialized_bytes, self.manifest.matrices_of(block)))
 
-    def _held_weights(self, lowered: LoweredBlock) -> int:
+    def _materialized_block(self, lowered: LoweredBlock) -> int:
         """Bytes of the weights that stay dequantized while the block runs."""
-        if not self.lowered.hold:
+        if not self.lowered.materialize_blocks:
             return 0
         return sum(map(materialized_bytes, self.manifest.matrices_of(lowered.block)))
 

@@ -18,7 +18,7 @@ from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
 from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
-from runtime.plan.allocator import held_by_allocator, with_kept
+from runtime.plan.allocator import Held, held_by_allocator, with_kept
 from runtime.plan.demand import Demand
 from runtime.plan.limit import check_limit, limit_warning
 from runtime.plan.lower import LoweredModel, Sizes, lower
@@ -38,7 +38,7 @@ MARGIN = 0.95
 READING_BYTES = 200_000
 
 # MeBP as its paper describes it: a whole layer dequantized at once, all scores and all logits
-PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, hold=True)
+PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, materialize_blocks=True)
 LONG_TOKENS = 512  # the most that an MLP takes at once: more would save hardly any time
 LEVELS = (
     Sizes(4 << 20, 256, 128_000_000, most_tokens=LONG_TOKENS),
@@ -99,10 +99,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     accumulation: Count
     arithmetic: str
     tile_values: Count
-    query_block: Count
+    attention_block: Count = msgspec.field(name="query_block")
     tile_tokens: Count  # that an MLP takes at once
     chunk_rows: Count
-    hold: bool
+    materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
     prefetch: bool
     adapter_dtype: str
     lanes: Count  # hidden states that run through a block's forward together
@@ -122,9 +122,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         most_tokens = self.tile_tokens if self.tile_tokens < self.bucket else WHOLE
         return Sizes(
             self.tile_values,
-            self.query_block,
+            self.attention_block,
             self.cache_bytes,
-            self.hold,
+            self.materialize_blocks,
             most_tokens,
             self.chunk_rows,
         )
@@ -146,20 +146,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return document
 
 
-def choose_bucket(manifest: Manifest, length: int) -> int:
-    """The smallest sequence bucket that holds `length` tokens.
+def choose_bucket(manifest: Manifest, tokens: int) -> int:
+    """The smallest sequence bucket that holds so many tokens.
 
     Raises:
         UsageError: the longest bucket is shorter.
     """
     for bucket in manifest.buckets:
-        if bucket >= length:
+        if bucket >= tokens:
             return bucket
     longest = manifest.buckets[-1]
     raise UsageError(
-        f"--max-seq-length {length} > {longest}, the longest that the bundle has graphs for; give "
+        f"--max-seq-length {tokens} > {longest}, the longest that the bundle has graphs for; give "
         f"--max-seq-length {longest}, or export it again with --seq-lens "
-        f"{','.join(map(str, (*manifest.buckets, length)))}"
+        f"{','.join(map(str, (*manifest.buckets, tokens)))}"
     )
 
 
@@ -218,13 +218,7 @@ class Planner:
         blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
         held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
         adapters, gradients = model.adapter_bytes, model.gradient_bytes
-        evaluation_lanes = lanes
-        if demand.trains:
-            most = max(EVALUATION_LANES, request.rows)
-            room = held.live_bytes + model.only_in_layers
-            evaluation_lanes = model.free_lanes(room, lanes, most)
-        if demand.lanes_in_spare_memory:
-            lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
+        lanes, evaluation_lanes = _free_lanes(request, demand, model, lanes, held)
         process = self._process_bytes(request, model)
         fixed = process + adapters + gradients + model.weight_update_bytes + lowered.cached_bytes
         return Plan(
@@ -247,10 +241,10 @@ class Planner:
             accumulation=request.accumulation,
             arithmetic=self.machine.arithmetic,
             tile_values=sizes.tile_values,
-            query_block=sizes.query_block,
+            attention_block=sizes.attention_block,
             tile_tokens=lowered.tile_tokens,
             chunk_rows=lowered.execution.chunk_rows,
-            hold=sizes.hold,
+            materialize_blocks=sizes.materialize_blocks,
             prefetch=request.prefetch,
             adapter_dtype=request.adapter_dtype,
             lanes=lanes,
@@ -360,10 +354,10 @@ class Planner:
     def _refusal(self, request: Request, demand: Demand, budget_bytes: int, smallest: int) -> str:
         name = self.manifest.provenance.get("name", self.manifest.family)
         rounded = math.ceil(smallest / 1e6) * 1_000_000
-        length = request.context or request.bucket
+        tokens = request.context or request.bucket
         text = (
             f"budget {format_bytes(budget_bytes)} < {format_bytes(rounded)} needed by {name} at "
-            f"{length} tokens; the smallest that fits is {format_bytes(rounded)}"
+            f"{tokens} tokens; the smallest that fits is {format_bytes(rounded)}"
         )
         room = MARGIN * budget_bytes
         if request.context:
@@ -395,6 +389,20 @@ class Planner:
                 return context
             context //= 2
         return 0
+
+
+def _free_lanes(
+    request: Request, demand: Demand, model: PeakModel, lanes: int, held: Held
+) -> tuple[int, int]:
+    """How many batch lanes fit without a higher peak: for training, and for evaluation."""
+    evaluation_lanes = lanes
+    if demand.trains:
+        most = max(EVALUATION_LANES, request.rows)
+        room = held.live_bytes + model.only_in_layers
+        evaluation_lanes = model.free_lanes(room, lanes, most)
+    if demand.lanes_in_spare_memory:
+        lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
+    return lanes, evaluation_lanes
 
 
 def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: PeakModel) -> int:

@@ -159,12 +159,12 @@ def model_of(
     bucket: int,
     arithmetic: str = "unpacked",
     tile_values: int = 7000,
-    query_block: int = 7,
+    attention_block: int = 7,
     chunk_rows: int = 100,
     most_tokens: int = WHOLE,
     weights: WeightSource | None = None,
 ) -> Model:
     """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
-    sizes = Sizes(tile_values, query_block, 0, False, most_tokens, chunk_rows)
+    sizes = Sizes(tile_values, attention_block, 0, False, most_tokens, chunk_rows)
     lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed")
     return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))

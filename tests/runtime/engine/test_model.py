@@ -165,7 +165,7 @@ def test_positions_need_not_start_again_in_long_sequences(
     """Scores depend on distances alone, so that a row's place in a sequence does not matter."""
     bundle = tiny(family, seq_lens=(512, 1024))
     adapters, packed = adapters_of(bundle, rng), packed_of(bundle, rng, length, 200)
-    _, found = mebp(model_of(bundle, length, query_block=64), adapters, [packed], tmp_path)
+    _, found = mebp(model_of(bundle, length, attention_block=64), adapters, [packed], tmp_path)
     dense = reference.dense_model(bundle, adapters)
     rows = [(row.tokens, row.scored) for row in packed.rows]
     agree(found, reference.gradients(dense, rows)[1], bound)

@@ -56,7 +56,7 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
     tiny: Tiny, rng: Rng, seed: int, family: str, tmp_path: Path
 ) -> None:
     bundle = with_prefix(tiny(family), 3)
-    model = model_of(bundle, 16, tile_values=20_000, query_block=9, chunk_rows=700)
+    model = model_of(bundle, 16, tile_values=20_000, attention_block=9, chunk_rows=700)
     adapters = prefix_of(bundle, rng)
     noise = Noise(seed)
     own = Adapters(adapters.manifest, dict(adapters.tensors))

@@ -20,7 +20,7 @@ from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.values import Lora
-from runtime.operations.attention_kernel import QueryBlocks
+from runtime.operations.attention_kernel import AttentionBlocks
 from runtime.operations.base import materialized_bytes
 from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
@@ -202,7 +202,7 @@ def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, 
     ranges = list(plain.ranges(matrix))
     assert [stop - start for start, stop in ranges] == [7, 7, 6]
     assert plain.tile(matrix, *ranges[0]) is not plain.tile(matrix, *ranges[0])
-    held = replace(plain, hold=True, _held={})
+    held = replace(plain, materialize_blocks=True, _of_block={})
     one = held.tile(matrix, *ranges[0])
     assert held.tile(matrix, *ranges[0]) is one
     held.release()
@@ -309,7 +309,7 @@ def test_attention_and_its_backward(
     scale = float(rng.uniform(0.05, 1))
     numbers = np.sort(rng.integers(0, 5, length)) if packed else np.zeros(length, int)
     starts = np.searchsorted(numbers, numbers).astype(np.int32) if packed else None
-    kernel = QueryBlocks(block, arrays)
+    kernel = AttentionBlocks(block, arrays)
     out, lse = kernel.forward(q, k, v, scale, window, starts)
     (expected,), gradients = mx.vjp(
         lambda q, k, v: reference.attention(q, k, v, scale, window, mx.array(numbers)),
@@ -328,7 +328,7 @@ def test_attention_and_its_backward(
 
 def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 21, 8) * factor for factor in (100, 100, 1))
-    kernel = QueryBlocks(5, arrays)
+    kernel = AttentionBlocks(5, arrays)
     out, lse = kernel.forward(q, k, v, 1.0, 6)
     close(out, reference.attention(q, k, v, 1.0, 6), 1e-4)
     for gradient in kernel.backward(q, k, v, out, lse, normal(rng, *out.shape), 1.0, 6):
@@ -337,7 +337,7 @@ def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> No
 
 def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 30, 8) for _ in range(3))
-    kernel = QueryBlocks(4, arrays)
+    kernel = AttentionBlocks(4, arrays)
     out, _ = kernel.forward(q, k, v, 0.3, 5)
     far = mx.arange(30)[None, None, :, None]
     outside = (far > 20) | (far <= 15)
@@ -353,7 +353,7 @@ def test_attention_does_not_read_the_rows_beside(
     starts = np.repeat([0, 7, 20, 26], [7, 13, 6, 4]).astype(np.int32)
     q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
     inside = (mx.arange(30) >= 7) & (mx.arange(30) < 20)
-    kernel = QueryBlocks(4, arrays)
+    kernel = AttentionBlocks(4, arrays)
 
     def row(k: mx.array, v: mx.array) -> list[mx.array]:
         out, lse = kernel.forward(q, k, v, 0.3, window, starts)
@@ -369,7 +369,7 @@ def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, arrays: Arrays) -
     """Their keys are not even multiplied: numbers that no mask could take away do not show."""
     starts = np.repeat([0, 8, 20], [8, 12, 10]).astype(np.int32)
     q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
-    kernel = QueryBlocks(4, arrays)
+    kernel = AttentionBlocks(4, arrays)
     before = (mx.arange(30) < 8)[None, None, :, None]
     k, v = (mx.where(before, mx.nan, x) for x in (k, v))
     out, lse = kernel.forward(q, k, v, 0.3, None, starts)

@@ -143,7 +143,7 @@ def random_sizes(rng: Rng, bucket: int) -> Sizes:
     return Sizes(
         int(10 ** rng.uniform(2.7, 5)),
         int(rng.integers(1, bucket + 8)),
-        hold=bool(rng.random() < 0.3),
+        materialize_blocks=bool(rng.random() < 0.3),
         most_tokens=int(rng.choice([WHOLE, bucket // 2, 1])),
         chunk_rows=int(rng.choice([0, rng.integers(1, 400)])),
     )

@@ -49,7 +49,7 @@ def plan_of(bundle: Bundle, kind: str = "generous") -> Plan:
     plan = replace(plan_decoding(bundle, 10**9, CONTEXT), **PLANS[kind])
     if kind == "generous":
         return plan
-    return replace(plan, tile_values=8_000, query_block=small.query_block)
+    return replace(plan, tile_values=8_000, attention_block=small.attention_block)
 
 
 def tokens_of(bundle: Bundle, rng: Rng, count: int) -> list[int]:
