@@ -36,9 +36,9 @@ from runtime.engine.sample import Row  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import StepLoss  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
-from runtime.run.results import Evaluation, loss_of
-from runtime.run.trainer import learning_rate
-from tests.oracles.whole_model import dense_model, gradients
+from runtime.run.results import Evaluation, loss_of  # noqa: E402
+from runtime.run.trainer import learning_rate  # noqa: E402
+from tests.oracles.whole_model import dense_model, gradients  # noqa: E402
 
 
 @dataclass(frozen=True)

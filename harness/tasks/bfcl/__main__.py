@@ -66,7 +66,7 @@ def _prepare(given: Any) -> None:
 
     def fits(row: CallRow) -> bool:
         made = row_of(Completion(row.prompt, row.completion), encoder, "assistant")
-        return made.length <= int(given.max_seq_length)
+        return made.predicted_tokens <= int(given.max_seq_length)
 
     train = Wanted(given.train_categories, given.train_rows, given.seed, right_only=True)
     valid = Wanted(given.valid_categories, given.valid_rows, given.seed, right_only=False)
