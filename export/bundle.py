@@ -26,13 +26,13 @@ from export.sources.source import Checkpoint
 from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
 from runtime.arrays.stored import File, Graph
-from runtime.bundle.float_manifest import float_tables
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from runtime.bundle.trusted import trust_graphs
 from runtime.core.errors import StorageError
 from runtime.core.notes import Progress
 from runtime.core.version import __version__
+from runtime.storage.row_weights import float_tables
 
 MakeEngine = Callable[[Path], ExportEngine]
 

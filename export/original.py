@@ -19,11 +19,11 @@ from export.quantize.bits import Candidate, Sensitivities, choose_bits
 from export.sources.source import Checkpoint
 from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
-from runtime.bundle.float_manifest import float_manifest
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, DataError, UsageError
 from runtime.engine.sample import Row
+from runtime.storage.row_weights import float_manifest
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"

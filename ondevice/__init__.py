@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from ondevice.api.process import prepare
     from ondevice.api.training import plan, resume, train
     from ondevice.api.use import compare_with_source, evaluate, generate
-    from runtime.bundle.quality import Quality
+    from runtime.bundle.manifest import Quality
     from runtime.bundle.store import Bundle
     from runtime.config.evaluate import EvalConfig
     from runtime.config.generate import ChatConfig, GenerateConfig
-    from runtime.config.plan import PlanConfig
-    from runtime.config.train import TrainConfig
+    from runtime.config.train import PlanConfig, TrainConfig
     from runtime.core import errors
     from runtime.plan.plan import Plan
     from runtime.run.results import Evaluation, EvaluationResult, Generation, Step, TrainResult
@@ -79,14 +78,13 @@ _MODULES = {
     "ondevice.api.process": ("prepare",),
     "ondevice.api.training": ("plan", "resume", "train"),
     "ondevice.api.use": ("compare_with_source", "evaluate", "generate"),
-    "runtime.bundle.quality": ("Quality",),
+    "runtime.bundle.manifest": ("Quality",),
     "runtime.bundle.store": ("Bundle",),
     "runtime.config.evaluate": ("EvalConfig",),
     "export.config.export": ("ExportConfig",),
     "export.config.fuse": ("AdapterConfig", "FuseConfig"),
     "runtime.config.generate": ("ChatConfig", "GenerateConfig"),
-    "runtime.config.plan": ("PlanConfig",),
-    "runtime.config.train": ("TrainConfig",),
+    "runtime.config.train": ("PlanConfig", "TrainConfig"),
     "runtime.plan.plan": ("Plan",),
     "runtime.run.results": (
         "Evaluation",

@@ -28,7 +28,7 @@ from support.source_rules import (
 from runtime.config.methods import METHODS
 from runtime.operations import cached_attention, gated, logits, placed, tiled
 from runtime.operations.base import Operation
-from runtime.operations.table import StoredOperation
+from runtime.operations.program import StoredOperation
 
 OPERATIONS: tuple[type[Operation], ...] = (
     *get_args(StoredOperation),

@@ -43,8 +43,7 @@ from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
-from runtime.operations.program import BlockType
-from runtime.operations.table import StoredOperation
+from runtime.operations.program import BlockType, StoredOperation
 from runtime.operations.values import Shape, T, is_parameter, shape_at, token_axis
 
 

@@ -18,7 +18,7 @@ from export.fused.model import FusedCheckpoint
 from export.recipe import stored_bytes, stored_forms
 from export.stored import FloatForm
 from export.tensors import Tensors
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle, BundleWriter
 from runtime.core.files import read_file, reading_errors
 from runtime.core.notes import Progress

@@ -22,11 +22,11 @@ from export.sources.hf import TOKENIZER_FILES
 from export.sources.safetensors_files import INDEX
 from export.stored import FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
+from runtime.core.documents import safetensors_header
 from runtime.core.errors import StorageError
 from runtime.core.files import fsync_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
-from runtime.core.safetensors_header import safetensors_header
 from runtime.core.units import format_bytes
 
 CONFIG = "config.json"  # by which a finished folder is recognised

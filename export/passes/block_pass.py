@@ -25,7 +25,7 @@ from runtime.operations.program import Program
 from runtime.operations.values import bytes_at
 from runtime.plan.lower import LoweredBlock
 from runtime.run.open import Session
-from runtime.storage.row_values import RowValues
+from runtime.storage.activations import RowValues
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from export.passes.block_pass import RowPass
 from runtime.adapters.lora import ALL_LINEAR
 from runtime.arrays.arrays import view
 from runtime.arrays.weight_source import RowReader, WeightSource
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
 from runtime.config.shared import DataOptions
 from runtime.core.errors import BudgetError, BundleError

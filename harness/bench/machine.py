@@ -36,8 +36,7 @@ from harness.measure.repeats import Process, in_turn, most
 from harness.report.table import Table
 from runtime.bundle.store import open_bundle
 from runtime.config.methods import USUAL
-from runtime.machine.glibc import hole_bytes
-from runtime.machine.heap import LONG_VALUE_BYTES
+from runtime.machine.glibc import LONG_VALUE_BYTES, hole_bytes
 from runtime.machine.machine import Heap, Machine
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan

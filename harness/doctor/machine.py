@@ -12,8 +12,8 @@ from pathlib import Path
 
 from harness.doctor.finding import Finding, Status
 from harness.measure.provenance import memory_bytes, provenance
-from runtime.core.cache import cache_folder, is_mine
 from runtime.core.errors import StorageError
+from runtime.core.paths import cache_folder, is_mine
 from runtime.core.units import format_bytes
 from runtime.machine.cgroup import memory_limit_bytes
 

@@ -10,7 +10,7 @@ import msgspec
 from export.config.export import ExportConfig
 from ondevice.api.process import Note, Progress, hearing, prepare, silent
 from runtime.bundle import store
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.notes import warning
 

@@ -12,7 +12,7 @@ import msgspec
 
 from export.config.fuse import FuseConfig
 from ondevice.api.process import Note, Progress, hearing, prepare, silent
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.notes import warning
@@ -209,7 +209,7 @@ def _float_type(config: FuseConfig) -> FloatType:
 def _measure_written(cost: _Cost, path: Path) -> None:
     """Measure a checkpoint, as it is read back from its files."""
     from export.sources.open import open_checkpoint
-    from runtime.bundle.float_manifest import float_manifest
+    from runtime.storage.row_weights import float_manifest
 
     def in_floats(bundle: Bundle) -> Bundle:
         return replace(bundle, manifest=float_manifest(bundle.manifest))

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.api.process import Note, Progress, hearing, prepare, silent
-from runtime.config.plan import PlanConfig
-from runtime.config.train import TrainConfig
+from runtime.config.train import PlanConfig, TrainConfig
 
 if TYPE_CHECKING:
     from runtime.plan.plan import Plan

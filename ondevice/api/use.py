@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.api.process import Note, Progress, hearing, prepare, silent
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Quality
 from runtime.config.evaluate import EvalConfig
 from runtime.config.generate import GenerateConfig
 from runtime.core.errors import BundleError, UsageError

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from runtime.arrays.stored import Matrix
-from runtime.bundle.manifest import Manifest
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Manifest, Quality
 from runtime.bundle.store import Bundle
 from runtime.bundle.trusted import are_trusted
 from runtime.core.units import format_bytes

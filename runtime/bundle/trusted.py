@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from runtime.bundle.manifest import Manifest
-from runtime.core.cache import cache_folder, is_mine
 from runtime.core.errors import StorageError
 from runtime.core.files import storage_errors, write_atomic
+from runtime.core.paths import cache_folder, is_mine
 
 
 def graphs_checksum(manifest: Manifest) -> str:

@@ -1,11 +1,19 @@
-"""The options of `ondevice inspect`, which shows what a bundle holds."""
+"""The options of `ondevice inspect` and `ondevice data`, which show a bundle and its data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from runtime.config.base import Config, option
-from runtime.config.shared import bundle_field
+from runtime.config.base import COUNT, NOT_NEGATIVE, Config, option, required
+from runtime.config.shared import (
+    DATA_FILE,
+    HUB_DATA,
+    DataOptions,
+    bundle_field,
+    pack_field,
+    valid_split_field,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,3 +22,24 @@ class InspectConfig(Config):
 
     bundle: str = bundle_field()
     verify: bool = option(False, "compare every file with its checksum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(DataOptions):
+    """The options of `ondevice data`, which shows what training would read."""
+
+    positional: ClassVar[str] = "data"
+
+    data: str = required(
+        f"data: {DATA_FILE}, a folder with train, valid and test, or {HUB_DATA}", "DATA"
+    )
+    bundle: str = required("bundle directory, written by `ondevice export`", "BUNDLE")
+    max_seq_length: int | None = option(
+        None,
+        "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "
+        "lengths that holds every row; for text, its longest up to 256)",
+        COUNT,
+    )
+    row: int = option(0, "the row to show, counted from 0 among those that are kept", NOT_NEGATIVE)
+    valid_split: str | None = valid_split_field()
+    pack: bool = pack_field()

@@ -1,9 +1,10 @@
-"""The options of `ondevice train`, which trains LoRA adapters, or all parameters."""
+"""The options of `ondevice train`; of `plan`, which predicts it; of `replay`, which repeats it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from runtime.config.base import (
     ABOVE_ZERO,
@@ -11,6 +12,7 @@ from runtime.config.base import (
     FILLED,
     NOT_NEGATIVE,
     Check,
+    Config,
     Group,
     choice,
     option,
@@ -23,6 +25,7 @@ from runtime.config.shared import (
     TRAIN_DATA,
     DataOptions,
     StepConfig,
+    adapter_field,
     valid_split_field,
 )
 
@@ -178,3 +181,37 @@ class TrainConfig(StepConfig, DataOptions):
     def noise_kind(self) -> str:
         """The distribution of the directions, for methods that perturb."""
         return METHODS[self.method].noise if self.noise == "auto" else self.noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(StepConfig):
+    """The options of `ondevice plan`, which shows how training would use a memory budget."""
+
+    machine: str | None = option(
+        None,
+        "JSON file of the machine to plan for, written there by `ondevice bench machine` "
+        "(default: this machine)",
+        FILLED,
+        Group.MEMORY,
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig(Config):
+    """The options of `ondevice replay`, which rebuilds from its log what a run has trained."""
+
+    positional: ClassVar[str] = "run"
+
+    run: str = required("directory of a run of a zeroth-order method, such as mezo", "RUN")
+    output: str | None = output_option(
+        None,
+        "adapter directory to write, or with --trainable full the bundle (default: RUN/replayed)",
+        "DIR",
+    )
+    bundle: str | None = option(
+        None, "bundle of the run (default: where it was)", FILLED, metavar="BUNDLE"
+    )
+    initial: str | None = adapter_field(
+        "adapter that the run started from (default: as the run's configuration says)"
+    )

@@ -1,19 +1,19 @@
-"""Paths that users give: refused unless they are valid UTF-8.
-
-A path that passes can be printed, written to JSON and TOML, and given to libraries that take
-UTF-8, both as it is and as an absolute path.
-"""
+"""Paths: those that users give, the folder of unfinished output, and the user's cache folder."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
-from runtime.core.errors import UsageError
+from runtime.core.errors import StorageError, UsageError
 
 
 def text_path(path: str | Path) -> Path:
     """`path` itself, if it is valid UTF-8.
+
+    It can then be printed, written to JSON and TOML, and given to libraries that take UTF-8, both
+    as it is and as an absolute path.
 
     Raises:
         UsageError: the absolute path is not valid UTF-8, or has a null byte.
@@ -32,3 +32,33 @@ def partial_folder(destination: Path) -> Path:
     """The hidden folder beside `destination` in which its new content is prepared."""
     whole = Path(os.path.normpath(destination.absolute()))
     return whole.parent / f".{whole.name}.partial"
+
+
+def cache_folder() -> Path:
+    """`ondevice` in $XDG_CACHE_HOME; without it, in ~/Library/Caches (macOS) or ~/.cache.
+
+    It has files that ondevice can write again, and the checksums of graphs that may run. As the XDG
+    specification demands, a relative $XDG_CACHE_HOME is ignored.
+
+    Raises:
+        StorageError: the user has no home directory.
+    """
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not chosen.is_absolute():
+        try:
+            home = Path.home()
+        except RuntimeError:
+            raise StorageError(
+                "there is no home directory for the cache folder; set XDG_CACHE_HOME to a folder "
+                "that can be written"
+            ) from None
+        chosen = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return chosen / "ondevice"
+
+
+def is_mine(path: Path) -> bool:
+    """Whether a file of the cache folder is there, and this user's own."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False

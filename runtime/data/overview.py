@@ -20,7 +20,7 @@ import numpy as np
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle, open_bundle
-from runtime.config.data import DataConfig
+from runtime.config.inspect import DataConfig
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DataError, UsageError
 from runtime.data.examples import Row

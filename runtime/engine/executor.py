@@ -14,10 +14,9 @@ from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.base import Operation
-from runtime.operations.instruction import Instruction
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.kernel_table import KERNELS
-from runtime.operations.program import Program
+from runtime.operations.program import Instruction, Program
 from runtime.operations.values import gradient_of
 
 

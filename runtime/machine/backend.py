@@ -21,7 +21,7 @@ from typing import Any
 from runtime.core.errors import UsageError
 from runtime.machine.cgroup import memory_limit_bytes
 from runtime.machine.footprint import read_footprint
-from runtime.machine.heap import trim_heap, tune_heap
+from runtime.machine.glibc import trim_heap, tune_heap
 from runtime.machine.machine import Blas, Machine
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}

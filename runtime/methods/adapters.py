@@ -25,9 +25,9 @@ from runtime.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Lora
 from runtime.bundle.manifest import Manifest
+from runtime.core.documents import safetensors_header
 from runtime.core.errors import BundleError, DivergedError
 from runtime.core.files import fsync_path, storage_errors, write_atomic
-from runtime.core.safetensors_header import safetensors_header
 from runtime.methods.adapter_files import AdapterFiles
 from runtime.methods.noise import key_of
 

@@ -1,4 +1,6 @@
-"""Causal attention by blocks of queries: window, packed rows, grouped keys; and its backward by hand.
+"""Causal attention, a block of queries at a time, and its backward by hand.
+
+It knows windows, packed rows and grouped keys.
 
 Never more than one block of scores (H, block, keys) exists. The forward keeps the log-sum-exp of
 each row; the backward rebuilds the probabilities from it (as FlashAttention, arXiv 2205.14135):
@@ -19,8 +21,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays
-from runtime.arrays.sums import row_sums
+from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
 from runtime.operations.attention import STARTS, Attention
 from runtime.operations.kernel import Run, Tools

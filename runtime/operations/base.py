@@ -1,8 +1,7 @@
 """The base class of operations: what the lowering and the planner ask of each, without running it.
 
-A new operation is a class in a new file here, a kernel of the same name in
-`runtime.operations`, and a line in each of the two tables (`runtime.operations.table`,
-`runtime.operations.kernel_table`).
+A new operation is a class in a file of its own, a kernel in a file beside it, and a line in each of
+two tables: `runtime.operations.program.StoredOperation` and `runtime.operations.kernel_table`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays
-from runtime.arrays.sums import row_sums
+from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.cached_attention import CachedAttention
 from runtime.operations.kernel import Run, Tools

@@ -19,10 +19,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays
+from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Matrix
-from runtime.arrays.sums import row_sums
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Move
 

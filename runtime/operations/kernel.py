@@ -15,8 +15,7 @@ from runtime.arrays.stored import Block, Matrix
 from runtime.arrays.values import Gradients, Loras, Values, move_of
 from runtime.arrays.weight_source import WeightSource
 from runtime.operations.base import Execution, Operation
-from runtime.operations.instruction import Instruction
-from runtime.operations.program import Program
+from runtime.operations.program import Instruction, Program
 
 Observe = Callable[[str, mx.array, mx.array], None]
 """Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""

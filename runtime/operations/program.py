@@ -1,4 +1,4 @@
-"""Programs: lists of operations over named values, which equal blocks share."""
+"""Programs: lists of operations over named values; and instructions, the lowered form of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from runtime.arrays.stored import Record
+from runtime.operations.attention import Attention
 from runtime.operations.base import Operation
-from runtime.operations.table import StoredOperation
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.embedding import Embedding
+from runtime.operations.head import Head
+from runtime.operations.linear import Linear
 from runtime.operations.values import Shape
+
+StoredOperation = Embedding | Linear | Attention | Elementwise | Head
+"""The operations that a bundle may hold; by their tags a manifest is decoded."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +67,31 @@ class BlockType(Record, frozen=True):
         """The program as it runs on a device, which has special kernels for some operations."""
         operations = tuple(operation.on_device(device) for operation in self.operations)
         return Program(self.name, self.input, self.output, self.values, operations)
+
+
+@dataclass(frozen=True)
+class Body:
+    """What runs inside an operation, once for each tile of `tokens` tokens."""
+
+    program: Program
+    tokens: int
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operation, run forward or backward.
+
+    `wanted` are the results to compute (forward) or the values to return gradients for (backward);
+    `statistics` are the values that a forward computes only for its backward; `frees` are the
+    values and gradients that are freed after the instruction. `same` says for each wanted gradient
+    which cotangent or earlier gradient is the same array afterwards, or "" for a new array.
+    """
+
+    backward: bool
+    operation: Operation
+    wanted: tuple[str, ...]
+    statistics: tuple[str, ...]
+    frees: tuple[str, ...]
+    same: tuple[str, ...] = ()
+    body: Body | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from runtime.arrays.values import Gradients, Loras, Values, move_of
-from runtime.operations.instruction import Body
 from runtime.operations.kernel import Run, Tools
+from runtime.operations.program import Body
 from runtime.operations.tiled import Tiled
 from runtime.operations.values import gradient_of, shape_at
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.operations.base import WHOLE, Execution, Operation
-from runtime.operations.instruction import Body, Instruction
-from runtime.operations.program import Program
+from runtime.operations.program import Body, Instruction, Program
 from runtime.operations.tiled import Tiled
 from runtime.operations.values import DECODED_TOKENS, F32
 from runtime.plan.schedule import backward_schedule, forward_schedule, keeping_schedule, kept_values

@@ -15,8 +15,7 @@ from runtime.arrays.stored import ITEM_BYTES, Block
 from runtime.bundle.manifest import Manifest
 from runtime.operations.attention import START_BYTES, STARTS
 from runtime.operations.base import Call, materialized_bytes
-from runtime.operations.instruction import Instruction
-from runtime.operations.program import Program
+from runtime.operations.program import Instruction, Program
 from runtime.operations.values import F32, bytes_at, gradient_of
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel

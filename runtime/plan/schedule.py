@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.operations.base import Operation
-from runtime.operations.instruction import Instruction
-from runtime.operations.program import Program
+from runtime.operations.program import Instruction, Program
 from runtime.operations.values import gradient_of
 
 

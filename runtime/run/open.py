@@ -14,7 +14,7 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.machine.backend import limit_memory, use_device
-from runtime.machine.heap import place_values, trim_heap
+from runtime.machine.glibc import place_values, trim_heap
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import Note, silent, with_graphs

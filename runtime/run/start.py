@@ -11,10 +11,9 @@ import msgspec
 
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.config.base import to_toml
-from runtime.config.plan import PlanConfig
 from runtime.config.removed import load_run
 from runtime.config.shared import StepConfig
-from runtime.config.train import TrainConfig
+from runtime.config.train import PlanConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import warning

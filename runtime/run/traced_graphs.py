@@ -24,9 +24,9 @@ from runtime.bundle.manifest import VERSION, Manifest, manifest_bytes
 from runtime.bundle.store import Bundle
 from runtime.bundle.traced import RECORD, read_traced
 from runtime.bundle.trusted import are_trusted
-from runtime.core.cache import cache_folder, is_mine
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
+from runtime.core.paths import cache_folder, is_mine
 from runtime.core.version import __version__
 from runtime.data.limits import Limits
 from runtime.data.process import run_module

@@ -1,10 +1,13 @@
-"""Activation checkpoints in a memory-mapped scratch file that disappears with the process.
+"""Activations in memory-mapped scratch files that disappear with the process.
 
-Slot i of a row holds the input of block i, and during the backward the gradient of that input.
+`Activations` are checkpoints between blocks: slot i of a row holds the input of block i, and during
+the backward the gradient of that input. `RowValues` are values inside a block, between two
+instructions; those of one row at a time are in memory.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from pathlib import Path
 
@@ -45,3 +48,46 @@ class Activations:
         value = mx.array(view).reshape(shape)
         drop_pages(self._map, offset, self._stride)
         return value
+
+
+class RowValues:
+    """Named float32 values of each of `rows` rows, of at most `row_bytes` in all for a row."""
+
+    def __init__(self, folder: Path, rows: int, row_bytes: int) -> None:
+        self._stride = -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._map = map_scratch(folder, "values", max(1, self._stride * rows))
+        self._shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(rows)]
+
+    def put(self, row: int, values: dict[str, mx.array]) -> None:
+        """Store a row's evaluated values in the place of its earlier ones; `values` is emptied."""
+        offset, end = row * self._stride, (row + 1) * self._stride
+        self._shapes[row] = {}
+        while values:
+            name = next(iter(values))
+            value = values.pop(name)
+            if offset + value.nbytes > end or value.dtype != mx.float32:
+                raise ValueError(f"{name} {value.shape} {value.dtype} does not fit its row")
+            view = np.frombuffer(self._map, np.float32, value.size, offset)
+            view[:] = np.array(value, copy=False).reshape(-1)
+            self._shapes[row][name] = tuple(value.shape)
+            offset += value.nbytes
+            del value
+        self._drop(row)
+
+    def get(self, row: int) -> dict[str, mx.array]:
+        """Copies of a row's values."""
+        values = {}
+        offset = row * self._stride
+        for name, shape in self._shapes[row].items():
+            size = math.prod(shape)
+            values[name] = mx.array(np.frombuffer(self._map, np.float32, size, offset)).reshape(
+                shape
+            )
+            offset += size * 4
+        mx.eval(list(values.values()))
+        self._drop(row)
+        return values
+
+    def _drop(self, row: int) -> None:
+        if self._stride:
+            drop_pages(self._map, row * self._stride, self._stride)

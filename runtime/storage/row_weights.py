@@ -1,14 +1,59 @@
-"""Frozen weights in float32 that are read by rows, from a checkpoint instead of a weights file."""
+"""The unquantized model: weights in float32, read by rows from a checkpoint, and their manifest.
+
+Lowering, planning and running take such a manifest like any other. It has no weights file.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import mlx.core as mx
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.stored import Block, Matrix
+from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Block, Extent, Matrix
 from runtime.arrays.weight_source import FloatTile, RowReader, new_rows
 from runtime.bundle.manifest import Manifest
+
+FLOAT = "float32"
+
+
+def float_tables(
+    matrices: Mapping[str, tuple[int, int]], vectors: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Matrix], dict[str, Extent], int]:
+    """Matrices and vectors as float32, given their shapes, and the bytes of all.
+
+    They have the offsets at which they would lie one after another in a weights file, vectors
+    first. There need be no such file.
+    """
+    end = 0
+
+    def placed(shape: tuple[int, ...]) -> Extent:
+        nonlocal end
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + math.prod(shape) * ITEM_BYTES[FLOAT]
+        return Extent(start, end - start, FLOAT, shape)
+
+    small = {name: placed(shape) for name, shape in vectors.items()}
+    large = {
+        name: Matrix(*shape, FLOAT_BITS[FLOAT], 0, "float", placed(shape))
+        for name, shape in matrices.items()
+    }
+    return large, small, end
+
+
+def float_manifest(manifest: Manifest) -> Manifest:
+    """The manifest with every matrix as float32, at other offsets, without a weights file."""
+    matrices, vectors, nbytes = float_tables(
+        {name: (matrix.rows, matrix.columns) for name, matrix in manifest.matrices.items()},
+        {name: extent.shape for name, extent in manifest.vectors.items()},
+    )
+    return msgspec.structs.replace(
+        manifest, matrices=matrices, vectors=vectors, weights_nbytes=nbytes, weights_sha256=""
+    )
+
 
 SLICE_VALUES = 1 << 18  # the most that a reader is asked for at once, unless one row is longer
 

@@ -18,11 +18,11 @@ from export.passes import engine as export_engine
 from export.passes.engine import ExportEngine
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
-from runtime.bundle.float_manifest import float_manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
 from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
+from runtime.storage.row_weights import float_manifest
 from tests.oracles.whole_model import batch_loss, build_model
 
 F32 = npt.NDArray[np.float32]

@@ -16,7 +16,7 @@ from typing import Any
 from ondevice.cli.main import main
 from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
-from runtime.machine.heap import trim_heap
+from runtime.machine.glibc import trim_heap
 from runtime.run.folder import RunFolder
 from support.forks import forks
 

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from ondevice.cli.handlers.common import configuration
-from runtime.config.data import DataConfig
+from runtime.config.inspect import DataConfig
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import json
 
 from ondevice.cli.handlers.common import configuration, note, set_up
 from ondevice.cli.progress import step_bar, task_bar
-from runtime.config.plan import PlanConfig
+from runtime.config.train import PlanConfig
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ondevice.cli.handlers.common import configuration, note, print_json, set_up
-from runtime.config.replay import ReplayConfig
+from runtime.config.train import ReplayConfig
 from runtime.core.errors import BundleError, UsageError
 
 

@@ -15,7 +15,7 @@ from export.fused.bundle import write_bundle
 from export.fused.model import FusedCheckpoint
 from runtime.adapters.fused import adapters_in
 from runtime.arrays.stored import Matrix
-from runtime.bundle.quality import Quality
+from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.bundle.trusted import are_trusted
 

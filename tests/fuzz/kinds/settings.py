@@ -13,7 +13,7 @@ from support.mutations import JUNK, Rng, pick
 from fuzz.kind import Change, Kind, Read, alter, damage, ondevice, put_in_place, write
 from fuzz.kinds.bundles import BUDGET, export
 from runtime.config.base import to_toml
-from runtime.config.plan import PlanConfig
+from runtime.config.train import PlanConfig
 from runtime.machine.machine import Blas, Heap, Machine
 
 TOML, MACHINE = "options.toml", "machine.json"

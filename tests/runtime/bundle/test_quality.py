@@ -9,7 +9,7 @@ import pytest
 from support.bundles import copied, manifest_of, rewrite
 
 from ondevice.cli.describe import describe_bundle
-from runtime.bundle.quality import HURT_NATS, Quality
+from runtime.bundle.manifest import HURT_NATS, Quality
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
 

@@ -20,8 +20,7 @@ from ondevice.cli.commands import COMMANDS
 from runtime.config import base as config
 from runtime.config.base import load, to_toml
 from runtime.config.methods import METHODS
-from runtime.config.plan import PlanConfig
-from runtime.config.train import TrainConfig
+from runtime.config.train import PlanConfig, TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.units import format_bytes, parse_bytes
 

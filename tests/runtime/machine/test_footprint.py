@@ -17,7 +17,7 @@ from support.waiting import wait_until
 
 from runtime.core.errors import OnDeviceError
 from runtime.machine import footprint as memory
-from runtime.machine import heap
+from runtime.machine import glibc
 from runtime.machine.footprint import Footprint, Meter, RusageInfoV4, TaskVmInfo, read_footprint
 
 BLOCK_BYTES = 64 * 2**20
@@ -93,15 +93,15 @@ def test_the_budget_is_compared_with_the_peak() -> None:
 PLACED = """
 import ctypes, sys
 import numpy as np
-from runtime.machine import heap
+from runtime.machine import glibc
 
 fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 sizes = [(field, ctypes.c_size_t) for field in fields]
 HeapCounts = type("mallinfo2", (ctypes.Structure,), {"_fields_": sizes})
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = HeapCounts
-heap.tune_heap(keep=True)
-heap.place_values(int(sys.argv[1]))
+glibc.tune_heap(keep=True)
+glibc.place_values(int(sys.argv[1]))
 for nbytes in map(int, sys.argv[2:]):
     before = libc.mallinfo2().hblkhd
     blocks = [np.ones(nbytes // 8) for _ in range(8)]
@@ -111,12 +111,12 @@ for nbytes in map(int, sys.argv[2:]):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-@pytest.mark.parametrize("planned", [heap.LONG_VALUE_BYTES, heap.LONG_VALUE_BYTES - 8])
+@pytest.mark.parametrize("planned", [glibc.LONG_VALUE_BYTES, glibc.LONG_VALUE_BYTES - 8])
 def test_long_values_are_mapped_and_short_ones_are_not(planned: int) -> None:
     sizes = [str(planned), str(planned // 8)]
     command = [sys.executable, "-c", PLACED, str(planned), *sizes]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
-    mapped = 8 if planned == heap.LONG_VALUE_BYTES else 0
+    mapped = 8 if planned == glibc.LONG_VALUE_BYTES else 0
     assert [int(word) for word in found.stdout.split()] == [mapped, 0]
 
 
@@ -127,7 +127,7 @@ def test_trimming_gives_the_heap_s_free_pages_back() -> None:
     full = read_footprint().footprint_bytes
     del blocks  # every other block is free, and none of them at the top
     assert full - read_footprint().footprint_bytes < BLOCK_BYTES // 4
-    heap.trim_heap()
+    glibc.trim_heap()
     assert full - read_footprint().footprint_bytes > BLOCK_BYTES // 4
     assert all(float(block[0]) == 1.0 for block in kept)
 

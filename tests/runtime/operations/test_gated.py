@@ -20,9 +20,8 @@ from runtime.operations.base import Call, Operation
 from runtime.operations.elementwise import Activation, Elementwise
 from runtime.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
 from runtime.operations.gated_kernel import gated, gated_vjp
-from runtime.operations.instruction import Instruction
 from runtime.operations.kernel import Run
-from runtime.operations.program import BlockType
+from runtime.operations.program import BlockType, Instruction
 from runtime.operations.values import F32, graph_key
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredModel, Sizes, lower

@@ -17,9 +17,8 @@ from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.operations.base import WHOLE, Call
-from runtime.operations.instruction import Instruction
 from runtime.operations.kernel import Run
-from runtime.operations.program import Program
+from runtime.operations.program import Instruction, Program
 from runtime.operations.values import bytes_at, gradient_of
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, Sizes, lower

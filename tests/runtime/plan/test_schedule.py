@@ -11,9 +11,8 @@ from runtime.operations.attention import Attention
 from runtime.operations.base import Operation
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.gated import Gated
-from runtime.operations.instruction import Instruction
 from runtime.operations.linear import Linear
-from runtime.operations.program import Program
+from runtime.operations.program import Instruction, Program
 from runtime.plan.schedule import backward_schedule, forward_schedule, keeping_schedule, kept_values
 
 DEVICES = ("cpu", "gpu")

@@ -18,8 +18,8 @@ from export.bundle import export_bundle
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.bundle.traced import RECORD
 from runtime.bundle.trusted import are_trusted, trust_graphs
-from runtime.core.cache import cache_folder
 from runtime.core.errors import BundleError, StorageError, UsageError
+from runtime.core.paths import cache_folder
 from runtime.engine.graphs import Graphs
 from runtime.run import traced_graphs
 from runtime.run.traced_graphs import with_graphs

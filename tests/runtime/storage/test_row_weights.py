@@ -14,10 +14,9 @@ from support.plans import plan_of, task_of
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from runtime.bundle.checks import check_manifest
-from runtime.bundle.float_manifest import float_manifest
 from runtime.bundle.store import Bundle
 from runtime.storage import row_weights
-from runtime.storage.row_weights import RowWeights
+from runtime.storage.row_weights import RowWeights, float_manifest
 from tests.oracles import whole_model as reference
 
 
