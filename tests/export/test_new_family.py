@@ -25,9 +25,9 @@ from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.sources import families, random
 from export.sources.open import open_checkpoint
-from harness.peers import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
+from tests.oracles import whole_model as reference
 
 Rng = np.random.Generator
 FAMILY, PRESET = "olmo2", "tiny-olmo2"

@@ -16,7 +16,7 @@ import pytest
 from support.bundles import Tiny
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("ondevice", "runtime")
+PACKAGES = ("ondevice", "harness", "export", "runtime")
 
 DUMMY = '''
 """Plain gradient descent with the gradients of MeBP, written without the optimizer."""
@@ -91,7 +91,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, folder / package, ignore=ignored)
     (folder / "runtime" / "methods" / "dummy.py").write_text(DUMMY)
-    table = folder / "ondevice" / "methods.py"
+    table = folder / "runtime" / "config" / "methods.py"
     text = table.read_text()
     last = text.index("\n}\n", text.index("METHODS: dict")) + 1
     table.write_text(text[:last] + LINE + text[last:])

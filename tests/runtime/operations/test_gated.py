@@ -29,6 +29,7 @@ from runtime.plan.peak import PeakModel
 from tests.oracles.whole_model import relative_error
 
 CLOSE = 1e-6
+ROUNDED = 32 * 2.0**-24  # a slope takes about thirty float32 operations of half a unit each
 
 
 def normal(rng: Rng, *shape: int) -> mx.array:
@@ -55,8 +56,10 @@ def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) ->
     f, slope = exact(name, wide[0])
     found = (gated(name, g, u), *gated_vjp(name, g, u, dy))
     expected = (f * wide[1], wide[2] * wide[1] * slope, wide[2] * f)
-    for one, values in zip(found, expected, strict=True):
-        assert relative_error(one, mx.array(values.astype(np.float32))) <= CLOSE
+    # 1 + tanh cancels where g is below 0, so that the error follows the operands, not the result
+    operands = (wide[0] * wide[1], wide[2] * wide[1], wide[2] * wide[0])
+    for computed, values, scale in zip(found, expected, operands, strict=True):
+        assert np.abs(np.array(computed) - values).max() <= ROUNDED * np.abs(scale).max()
     for x, before in zip((g, u, dy), wide, strict=True):
         assert (np.array(x) == before).all()
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from runtime.operations.base import Execution, Operation, Tables, Call, require
+from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.values import Shape
 
 
@@ -102,7 +102,7 @@ class ScaleKernel:
 '''
 
 TABLES = {
-    "runtime/operations/table.py": (
+    "runtime/operations/program.py": (
         ("from runtime.operations.elementwise", "from runtime.operations.dummy import Scale\n"),
         (" | Head\n", " | Scale"),
     ),
@@ -110,7 +110,7 @@ TABLES = {
         ("from runtime.operations.elementwise", "from runtime.operations.dummy import Scale\n"),
         (
             "from runtime.operations.elementwise_kernel",
-            "from runtime.operations.dummy import ScaleKernel\n",
+            "from runtime.operations.dummy_kernel import ScaleKernel\n",
         ),
         ("    Tiled: TiledKernel,\n", "    Scale: ScaleKernel,\n"),
     ),
@@ -162,7 +162,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         left_out = shutil.ignore_patterns("__pycache__")
         shutil.copytree(packages / name, folder / name, ignore=left_out)
     (folder / "runtime/operations/dummy.py").write_text(OPERATION)
-    (folder / "runtime/operations/dummy.py").write_text(KERNEL)
+    (folder / "runtime/operations/dummy_kernel.py").write_text(KERNEL)
     for file, lines in TABLES.items():
         text = (folder / file).read_text()
         for before, line in lines:
