@@ -50,7 +50,7 @@ class Noise:
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.zeroth.log`."""
+        """See `runtime.methods.log`."""
         pool = fields["pool"]
         if type(pool) is not int or not 0 <= pool <= MOST_POOL:
             raise ValueError(f"its pool of directions is {pool!r}")

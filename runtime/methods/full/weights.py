@@ -109,7 +109,7 @@ class FullWeights:
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.zeroth.log`."""
+        """See `runtime.methods.log`."""
         trained, rounding = fields.get("trained"), cls.rounding_in(fields)
         if trained != "full":
             raise ValueError(f"what it trains is {trained!r}")

@@ -121,7 +121,7 @@ class Descent(ABC):
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.zeroth.log`; only one that has fields is asked."""
+        """See `runtime.methods.log`; only one that has fields is asked."""
         raise NotImplementedError(cls.__name__)
 
     @classmethod

@@ -86,7 +86,7 @@ class Estimator(ABC):
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.zeroth.log`; only one that has fields is asked."""
+        """See `runtime.methods.log`; only one that has fields is asked."""
         raise NotImplementedError(cls.__name__)
 
     def state(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from support.models import adapters_of, model_of
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
+from runtime.methods.log import read_log, rebuild
 from runtime.methods.protocol import method as implementation
-from runtime.methods.zeroth.log import read_log, rebuild
 from tests.oracles import estimators
 from tests.oracles.estimators import Monolithic
 from tests.oracles.whole_model import plain_loss

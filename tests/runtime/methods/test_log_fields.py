@@ -16,11 +16,11 @@ from support.models import model_of
 from runtime.core.errors import BundleError
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
+from runtime.methods.log import OWNERS, REMOVED, Owner, check_fields, read_log, rebuild
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Update
 from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
-from runtime.methods.zeroth.log import OWNERS, REMOVED, Owner, check_fields, read_log, rebuild
 from runtime.methods.zeroth.log_header import REQUIRED, Header
 from runtime.methods.zeroth.zo_act import Coefficients
 
