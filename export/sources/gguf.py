@@ -98,7 +98,7 @@ class GGUFCheckpoint(Checkpoint):
         return TRANSCODINGS.get(self._file.tensors[self._stored[name]].type)
 
     def _index(self, name: str, start: int, stop: int) -> npt.NDArray[np.intp] | slice:
-        """Where the file has rows start:stop of a tensor."""
+        """The indices in the file of rows start:stop of a tensor."""
         rows = self._check_rows(name, start, stop)[0]
         order = stored_rows(self.family, self.config, name, rows)
         return slice(start, stop) if order is None else order[start:stop]

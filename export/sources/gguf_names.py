@@ -42,7 +42,7 @@ def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
 def stored_rows(
     family: str, config: dict[str, Any], name: str, rows: int
 ) -> npt.NDArray[np.intp] | None:
-    """Where a file has each of a tensor's rows, (rows,); None where the order is the same.
+    """The index in a file of each row of a tensor, (rows,); None where the order is the same.
 
     Row i of the model is row `stored_rows(...)[i]` of the file. llama.cpp rotates pairs of
     neighbours, so its converter stores rows (half, j) of each of Llama's heads as (j, half).
@@ -57,7 +57,7 @@ def stored_rows(
 def model_rows(
     family: str, config: dict[str, Any], name: str, rows: int
 ) -> npt.NDArray[np.intp] | None:
-    """Which of the model's rows a file has in each place, (rows,); None where it is the same.
+    """The index in the model of each row of a file, (rows,); None where the order is the same.
 
     The inverse of `stored_rows`: `array[model_rows(...)]` are the rows of the file.
     """
