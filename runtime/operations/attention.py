@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from runtime.operations.base import Call, Execution, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.cached_attention import CachedAttention, prefix_bytes, prefix_of, slots_of
 from runtime.operations.values import F32, Shape, T, shape_at
 
@@ -21,7 +21,7 @@ STARTS = "@starts"  # the value that packed sequences have besides (no program c
 START_BYTES = 4  # of each token's: the position at which its row starts
 
 
-class Attention(Operation, frozen=True):
+class Attention(Function, frozen=True):
     """softmax(q k^T scale) v for q (1, H, T, D) and k, v (1, K, T, D), H a multiple of K.
 
     A token attends to itself and to earlier tokens of its row; with `window`, to the last `window`
@@ -32,14 +32,6 @@ class Attention(Operation, frozen=True):
     outputs: tuple[str]
     scale: float
     window: int | None = None
-
-    @property
-    def inputs_read(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return self.outputs
 
     @property
     def prefix(self) -> str:

@@ -289,3 +289,18 @@ class Operation(
         """One line that describes it to people."""
         made = ", ".join("x".join(map(str, values[name][1:])) for name in self.results)
         return self.label + (f" -> {made}" if made else "")
+
+
+class Function(Operation, frozen=True):
+    """An operation whose fields list the values that it reads and those that it computes."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.outputs

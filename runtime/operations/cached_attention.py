@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from runtime.operations.base import Call, Execution, Operation
+from runtime.operations.base import Call, Execution, Function
 from runtime.operations.values import CHUNK_TOKENS, F32, Shape, shape_at
 
 
@@ -45,7 +45,7 @@ def prefix_bytes(
     return (scores + added + held) * F32
 
 
-class CachedAttention(Operation, frozen=True):
+class CachedAttention(Function, frozen=True):
     """softmax(q k^T scale) v for new q (1, H, T, D), and k, v of new and of past tokens.
 
     Never in a bundle. `slots` are those of the cache: (1, K, slots, D) for keys and for values.
@@ -56,14 +56,6 @@ class CachedAttention(Operation, frozen=True):
     scale: float
     window: int | None
     slots: int
-
-    @property
-    def inputs_read(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return self.outputs
 
     @property
     def prefix(self) -> str:

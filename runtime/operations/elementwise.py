@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from runtime.operations.base import Call, Execution, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.gated import Gated
 from runtime.operations.placed import Placed
 from runtime.operations.values import (
@@ -27,7 +27,7 @@ from runtime.operations.values import (
 Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
 
 
-class Elementwise(Operation, frozen=True):
+class Elementwise(Function, frozen=True):
     """A serialized function of `inputs`, and its vjp.
 
     The vjp takes `vjp_inputs` (cotangents are `~name`) and returns the gradients of `vjp_outputs`.
@@ -51,14 +51,6 @@ class Elementwise(Operation, frozen=True):
 
     takes_parameters: ClassVar[bool] = True
     cheap: ClassVar[bool] = True
-
-    @property
-    def inputs_read(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return self.outputs
 
     def tile_unit(self, bucket: int) -> int:
         return self.graph_tokens(bucket)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from runtime.operations.base import Call, Execution, Operation
+from runtime.operations.base import Call, Execution, Function
 from runtime.operations.values import token_tile_unit
 
 CHUNK_VALUES = 32_768  # at once: with fewer the calls of NumPy cost the most
 SCRATCH_BYTES = 2 * CHUNK_VALUES * 4
 
 
-class Gated(Operation, frozen=True):
+class Gated(Function, frozen=True):
     """y = f(g) * u, with f SiLU ("silu") or GELU's tanh form ("gelu_tanh"); never in a bundle."""
 
     inputs: tuple[str, str]
@@ -22,14 +22,6 @@ class Gated(Operation, frozen=True):
     activation: str
 
     cheap: ClassVar[bool] = True
-
-    @property
-    def inputs_read(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return self.outputs
 
     @property
     def tokenwise(self) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from runtime.operations.base import Call, Execution, Operation
+from runtime.operations.base import Call, Execution, Function
 from runtime.operations.values import F32, graph_key
 
 
-class Placed(Operation, frozen=True):
+class Placed(Function, frozen=True):
     """The serialized function `graph` of `inputs` and of the position; never in a bundle."""
 
     inputs: tuple[str, ...]
@@ -21,14 +21,6 @@ class Placed(Operation, frozen=True):
     graph: str
 
     takes_parameters: ClassVar[bool] = True
-
-    @property
-    def inputs_read(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return self.outputs
 
     def key(self, tokens: int) -> str:
         """The key of the function for so many tokens."""

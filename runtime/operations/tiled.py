@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from runtime.operations.base import Call, Execution, Operation
+from runtime.operations.base import Call, Execution, Function, Operation
 
 
-class Tiled(Operation, frozen=True):
+class Tiled(Function, frozen=True):
     """The operations `inside` that lead from one input to one output; never in a bundle."""
 
     inputs: tuple[str]
@@ -21,14 +21,6 @@ class Tiled(Operation, frozen=True):
     inside: tuple[Operation, ...]
 
     runs_once_per_tile: ClassVar[bool] = True
-
-    @property
-    def inputs_read(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return self.outputs
 
     @property
     def adaptable(self) -> tuple[str, ...]:

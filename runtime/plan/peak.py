@@ -353,10 +353,6 @@ class PeakModel:
 
     # Values, for models of an allocator.
 
-    def largest_value(self) -> int:
-        """Bytes of the largest value between a layer's operations."""
-        return max(self.largest_whole_value, self.largest_tiled_value)
-
     @cached_property
     def largest_whole_value(self) -> int:
         """Bytes of the largest value that holds all tokens of the bucket."""
