@@ -1,4 +1,4 @@
-"""Which adapters a model holds in its weights: kept with the model, so that none is added twice."""
+"""The adapters in a model's weights, listed with the model, so that none is added twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def digest_of(parts: Iterable[tuple[str, bytes]], scale: float) -> str:
-    """What names an adapter: the SHA-256 of its tensors, given by name as bytes, and its scale.
+    """An adapter's identity: the SHA-256 of its tensors, given by name as bytes, and its scale.
 
     It is the same for the same values, whichever tool's files they come from. The scale counts as a
     float32: mlx-lm's files have it times the rank and divided again.

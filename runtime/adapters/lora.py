@@ -67,7 +67,7 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def problem(self) -> str:
-        """What is wrong with a value; empty if nothing is."""
+        """The problem with a value; empty if there is none."""
         if not 0 < self.rank <= MOST_RANK:
             return f"rank is not in 1..{MOST_RANK}"
         if not 0 < self.alpha <= MOST_ALPHA:

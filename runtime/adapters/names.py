@@ -1,4 +1,4 @@
-"""What an adapter's tensors are called here, and which rank, layers and targets they have.
+"""The names of an adapter's tensors here, and the rank, layers and targets that these show.
 
 Ours are mlx-lm's: `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out). Those of a prefix of
 m rows are `model.layers.N.ATTENTION.prefix_keys` (m, K D) and `.prefix_values` (m, K E).
@@ -14,12 +14,12 @@ A, B = "lora_a", "lora_b"
 KEYS, VALUES = "prefix_keys", "prefix_values"  # of an attention, both (m, ...)
 Shape = tuple[int, ...]
 
-# what stands before a language model's names inside a model that also sees -> what they are here
+# prefixes of a language model's names inside a model that also sees -> the prefixes here
 _INSIDE = {"model.language_model.": "model.", "language_model.": ""}
 
 
 class Coverage(NamedTuple):
-    """What the tensors of an adapter adapt: the modules `targets` in layers `first` to `last`."""
+    """The part of a model with adapters: the modules `targets` in layers `first` to `last`."""
 
     rank: int
     targets: tuple[str, ...]
@@ -63,7 +63,7 @@ def number(value: object, name: str) -> float:
 
 
 def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
-    """What tensors with our names and these shapes adapt.
+    """The coverage of tensors with our names and these shapes.
 
     Raises:
         ValueError: in words, if that is not one rank, and the same modules of consecutive layers.

@@ -19,7 +19,7 @@ _OUTER = "base_model.model."
 _PARTS = {A: "lora_A.weight", B: "lora_B.weight"}
 _INSIDE = "model.language_model."  # where transformers has the language model of one that also sees
 
-# what a configuration may state beside rank, alpha, dropout and rsLoRA, and what it comes to here:
+# further settings of a configuration, beside rank, alpha, dropout and rsLoRA, and their meaning:
 # `None`, `False` and empty values are the same as not stating it
 _NO_MATTER = frozenset(
     {
@@ -151,7 +151,7 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Whether a setting changes nothing of what an adapter computes."""
+    """Whether a setting leaves the function of an adapter as it is."""
     if key == "bias":
         return value in (None, "none")
     if key == "init_lora_weights":

@@ -42,7 +42,7 @@ class Arrays(Protocol):
         """A contiguous copy of x[where], evaluated."""
 
     def row_max(self, x: mx.array) -> mx.array:
-        """The largest of the last axis (..., n), kept as (..., 1), evaluated."""
+        """The largest of the last axis (..., n), as (..., 1), evaluated."""
 
     def exp_below(self, x: mx.array, most: mx.array) -> mx.array:
         """e**(x - most) for x (..., n) and its upper bound `most` (..., 1); x is consumed."""
@@ -147,7 +147,7 @@ class GpuArrays:
 
     def row_max(self, x: mx.array) -> mx.array:
         most = x.max(axis=-1, keepdims=True)
-        mx.eval(most)  # with x: else a copy of it lives beside what comes of both
+        mx.eval(most)  # with x: else a copy of it lives beside the results of both
         return most
 
     def exp_below(self, x: mx.array, most: mx.array) -> mx.array:
@@ -172,5 +172,5 @@ def arrays_for(device: str) -> Arrays:
 
 
 def row_sums(x: mx.array) -> mx.array:
-    """Sums over the last axis (..., n), kept as (..., 1)."""
+    """Sums over the last axis (..., n), as (..., 1)."""
     return x @ mx.ones((x.shape[-1], 1))

@@ -4,7 +4,7 @@
 
 A mask is drawn by a counter-based generator (Threefry, "Parallel random numbers: as easy as 1, 2,
 3", 2011), whose key is that of one row and matrix with the token's position added. So it does not
-depend on padding or on tiles of tokens, and a backward pass draws it again instead of keeping it.
+depend on padding or on tiles of tokens, and a backward pass draws it again instead of storing it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ WORD = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Which values of an array (T, C) are kept, and the factor of those."""
+    """Which values of an array (T, C) remain, and the factor of those."""
 
-    kept: mx.array  # (T, C), bool
+    remaining: mx.array  # (T, C), bool
     factor: float
 
     def __call__(self, x: mx.array) -> mx.array:
         """drop(x) (T, C); its own adjoint, so that gradients take it too."""
-        return mx.where(self.kept, x, 0.0) * self.factor
+        return mx.where(self.remaining, x, 0.0) * self.factor
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Dropout:
     first: int = 0
 
     def after(self, tokens: int) -> Dropout:
-        """The dropout of what follows so many tokens."""
+        """The dropout after so many tokens."""
         return replace(self, first=self.first + tokens)
 
     def mask(self, tokens: int, columns: int) -> DropoutMask:
         """The mask of so many tokens."""
         dropped = min(round(self.probability * STEPS), STEPS - 1)
-        kept = _bits(self.key, self.first, tokens, columns) >= mx.array(dropped, mx.uint16)
-        mx.eval(kept)
-        return DropoutMask(kept, STEPS / (STEPS - dropped))
+        remaining = _bits(self.key, self.first, tokens, columns) >= mx.array(dropped, mx.uint16)
+        mx.eval(remaining)
+        return DropoutMask(remaining, STEPS / (STEPS - dropped))
 
 
 def _bits(key: int, first: int, tokens: int, columns: int) -> mx.array:

@@ -74,7 +74,7 @@ class Move(Protocol):
 
 
 class Moved(Loras):
-    """What a batch lane has in place of adapters where the weights themselves are moved."""
+    """A batch lane's replacement for adapters where the weights themselves are moved."""
 
     def __init__(self, move: Move) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class QuantizedTile:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What was read."""
+        """The arrays as they were read."""
         return self.words, self.scales
 
     def biases(self, bits: int) -> mx.array:
@@ -44,7 +44,7 @@ class FloatTile:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What was read."""
+        """The arrays as they were read."""
         return (self.values,)
 
 

@@ -22,7 +22,7 @@ PLACES = {"graph": re.compile(r"graphs[A-Za-z0-9_.-]*/[^/]+"), "file": re.compil
 ERROR = {"relative_rms", "rms", "max"}
 MAX_NAME, MAX_DIM, MAX_DIMS, MAX_OPERATIONS = 200, 1 << 31, 8, 200
 MAX_BYTES = 1 << 62
-# what is looked up for every combination of these is not much more than the manifest is long
+# so that a search over every combination of these takes little longer than reading the manifest
 MAX_BUCKETS, MAX_BLOCKS, MAX_TYPES = 64, 1026, 128
 SAFE = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
 

@@ -54,7 +54,7 @@ class Quality(Record, frozen=True):
         )
 
     def warning(self) -> str:
-        """What to do about a hurt base; empty if it is not hurt."""
+        """Advice for a hurt base; empty if it is not hurt."""
         if not self.is_hurt:
             return ""
         lost = self.loss - self.source_loss

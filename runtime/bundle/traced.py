@@ -17,7 +17,7 @@ RECORD = "traced"  # beside the graphs, and written last: its SHA-256, a newline
 
 
 class TracedGraphs(Record, frozen=True):
-    """What takes the place of the same fields of a manifest. Files are relative to the record's."""
+    """Replacements of the same fields of a manifest. Files are relative to the record's."""
 
     mlx_version: str
     device: str
@@ -64,7 +64,7 @@ def check_programs(
 
 
 def _meaning(block_type: BlockType, bucket: int) -> tuple[object, ...]:
-    """A block type's values and parameters, and what its operations compute from which weights."""
+    """A block type's values and parameters, and the functions and weights of its operations."""
     return (
         block_type.input,
         block_type.output,

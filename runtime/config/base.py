@@ -48,7 +48,7 @@ class Check(NamedTuple):
 
     allows: Callable[[Any], bool]
     wanted: str
-    hint: Callable[[Any], str] = lambda value: ""  # what a wrong value may have meant
+    hint: Callable[[Any], str] = lambda value: ""  # the likely meaning of a wrong value
 
 
 def is_size(text: str) -> bool:
@@ -141,7 +141,7 @@ def output_option(default: Any, text: str, metavar: str) -> Any:
 class Config:
     """Base of configurations; creating one with a value that is not allowed raises UsageError.
 
-    A `Path` is kept as text, a list as a tuple, and a whole number where any number may be as one.
+    A `Path` is stored as text, a list as a tuple, and a whole number as float if need be.
     """
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
@@ -190,7 +190,7 @@ def from_values(cls: type[C], in_file: dict[str, Any], overrides: dict[str, Any]
 
 def to_toml(config: Config) -> str:
     """`config` as a file that `load` reads back to an equal value; None is left out."""
-    # what these values are in JSON they are in TOML too, but for a literal DEL
+    # JSON writes these values as TOML does, but for a literal DEL
     values = {key: value for key, value in vars(config).items() if value is not None}
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()]
     return "".join(lines).replace("\x7f", "\\u007f")
@@ -407,7 +407,7 @@ def _shortened(value: object) -> str:
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """What the TOML `file` holds; nothing of it is checked.
+    """The unchecked content of the TOML `file`.
 
     Raises:
         UsageError: it cannot be read, or is no TOML.

@@ -1,4 +1,4 @@
-"""What users of mlx-lm, PEFT, TRL, transformers and llama.cpp type, and what it is called here."""
+"""Commands and flags of mlx-lm, PEFT, TRL, transformers and llama.cpp, and their names here."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ _STEPS = (
     "them; give --steps (`ondevice data` counts rows)"
 )
 
-ADVICE = {  # flags with no counterpart: what to do instead
+ADVICE = {  # flags with no counterpart: the way to the same end
     **dict.fromkeys(("--dora", "--use-dora"), _DORA),
     **dict.fromkeys(("--num-train-epochs", "--num-epochs", "--epochs"), _STEPS),
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",

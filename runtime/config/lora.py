@@ -1,6 +1,6 @@
 """Options of LoRA adapters, for commands that train them.
 
-What is not given comes from the adapter that training starts from, else from the bundle's default.
+The adapter that training starts from decides the others, else the bundle's default.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SHARE = Check(lambda share: 0 <= share < 1, "0 or more and below 1")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions(Config):
-    """Options of adapters, for any method; None is what nobody has given."""
+    """Options of adapters, for any method; None if not given."""
 
     lora_rank: int | None = option(
         None,

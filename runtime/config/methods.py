@@ -1,4 +1,4 @@
-"""The training methods: of each one where its code is, and its options.
+"""The training methods: where the code of each is, and its options.
 
 Methods are named here, and in the searches of `ondevice compare`. Other code asks METHODS, or the
 module that it names, and does not compare names. Tables and plots show the methods in this order.
@@ -40,7 +40,7 @@ METHODS: dict[str, Method] = {
 }
 
 USUAL = ("mebp", "mezo")
-"""What comparisons and benchmarks run where no methods are named."""
+"""The methods of comparisons and benchmarks where none are named."""
 
 _OPTIONS = dict.fromkeys(option for method in METHODS.values() for option in method.options)
 OPTIONS_OF: dict[str, tuple[str, ...]] = {

@@ -1,7 +1,7 @@
-"""What training can improve, by name: where the code of each objective is.
+"""The objectives that training can improve, by name: where the code of each is.
 
 Objectives are named here and nowhere else, and `--objective` takes these names. The first one is
-what training improves where no other is asked for.
+the default.
 """
 
 from __future__ import annotations

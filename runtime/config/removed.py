@@ -1,4 +1,4 @@
-"""What was removed from `ondevice train`: a run that an earlier version began may still name it."""
+"""Removed options and methods of `ondevice train`: runs of earlier versions may still name them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.config.base import from_values, read_values
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 
-# options without which a run goes on to the same bits, and what is no longer done
+# options without which a run goes on to the same bits, and the effect that is gone
 OPTIONS = {"heap_relief": "no heap memory is given back near the predicted peak"}
 METHODS = ("lozo", "meazo", "conmezo", "grzo", "zo-muon")  # a run of one cannot go on
 
@@ -18,7 +18,7 @@ METHODS = ("lozo", "meazo", "conmezo", "grzo", "zo-muon")  # a run of one cannot
 def load_run(
     file: Path, overrides: dict[str, Any], note: Callable[[str], None] | None = None
 ) -> TrainConfig:
-    """The configuration in a run's config.toml, as `load`; `note` is told what is left out of it.
+    """The configuration in a run's config.toml, as `load`; `note` is told of dropped options.
 
     Raises:
         UsageError: the run's method was removed, or as `load`.

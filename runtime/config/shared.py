@@ -35,7 +35,7 @@ TRAIN_DATA = (
 )
 MOST_ROWS, MOST_BATCHES = 1024, 1 << 16  # of a step
 MOST_TOGETHER = 1 << 20  # the product of these and the queries: forward passes, and slots on disk
-STORED = ("lora", "full")  # what bundles are exported for
+STORED = ("lora", "full")  # the kinds of training for which bundles are exported
 TRAINABLE = (*STORED, "prefix")
 USUAL_PREFIX = 5  # rows of a prefix: those of MeZO's paper
 ROUNDINGS = ("nearest", "stochastic")
@@ -121,7 +121,7 @@ _SHARE = Check(lambda text: _can(share_of, text), "a share such as 5%, above 0% 
 
 
 def trainable_field() -> Any:
-    """What is trained, as an option."""
+    """The field for the values that are trained."""
     return choice(
         None,
         "what is trained: adapters (lora); further keys and values of every attention (prefix); or "
@@ -133,7 +133,7 @@ def trainable_field() -> Any:
 
 
 def prefix_length_field() -> Any:
-    """How many keys and values of every attention are trained, as an option."""
+    """The field for how many keys and values of every attention are trained."""
     return option(
         None,
         "with --trainable prefix: how many keys and values of every attention are trained "
@@ -144,7 +144,7 @@ def prefix_length_field() -> Any:
 
 
 def rounding_field() -> Any:
-    """How updated weights are rounded, as an option."""
+    """The field for how updated weights are rounded."""
     return choice(
         None,
         "with --trainable full: how updated weights are rounded to the type in which they are "

@@ -1,4 +1,4 @@
-"""What a user has meant by a command or an option that does not exist."""
+"""Suggestions for commands and options that do not exist."""
 
 from __future__ import annotations
 

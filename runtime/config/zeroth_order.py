@@ -1,4 +1,4 @@
-"""Options of methods that see losses only: their directions, and what follows the estimates."""
+"""Options of methods that see losses only: directions, and updates that follow estimates."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ZerothOrderOptions(Config):
 
     @property
     def zeroth_order_problems(self) -> list[str]:
-        """What is wrong with these options together."""
+        """The problems of these options together."""
         averages = self.zo_optimizer not in (None, "sgd")
         problems = []
         if self.zo_window is not None and not averages:
@@ -113,12 +113,12 @@ class ZerothOrderOptions(Config):
 
     @property
     def objective_name(self) -> str:
-        """What training improves."""
+        """The name of the objective that training improves."""
         return self.objective or next(iter(OBJECTIVES))
 
     @property
     def zo_optimizer_name(self) -> str:
-        """What follows the estimates of a zeroth-order method."""
+        """The name of the optimizer that follows the estimates of a zeroth-order method."""
         return self.zo_optimizer or "sgd"
 
     @property

@@ -1,1 +1,1 @@
-"""What everything else stands on: errors, units, paths, files, documents, signals and notes."""
+"""The foundation of all folders: errors, units, paths, files, documents, signals and notes."""

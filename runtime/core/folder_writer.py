@@ -1,7 +1,7 @@
 """Folders and files that are written whole or not at all: built beside their place, then renamed.
 
-What is unfinished lies in `.NAME.partial/new`, and one process at a time locks `.NAME.partial`.
-What is replaced is first renamed to `.NAME.partial/old`. If a killed process left it there, the
+Unfinished output lies in `.NAME.partial/new`, and one process at a time locks `.NAME.partial`.
+Output to replace is first renamed to `.NAME.partial/old`. If a killed process left it there, the
 next writer puts it back before it clears the folder.
 """
 
@@ -18,8 +18,8 @@ from runtime.core.errors import UsageError
 from runtime.core.files import fsync_path, storage_errors
 from runtime.core.paths import partial_folder, text_path
 
-NEW, OLD = "new", "old"  # what is unfinished, and what it replaces
-_UNASKED = frozenset({".DS_Store"})  # what a file manager puts into any folder
+NEW, OLD = "new", "old"  # unfinished output, and the output that it replaces
+_UNASKED = frozenset({".DS_Store"})  # file managers put it into any folder
 
 
 class FolderWriter:
@@ -32,7 +32,7 @@ class FolderWriter:
         force: whether one that is there is replaced; anything else is never replaced.
         marker: the file by which a finished one is recognised; "" where the destination is itself
             a file.
-        noun: what it is, for messages.
+        noun: its kind, for messages.
         belongs: whether what is at a path is part of one: the destination where it is a file, else
             each entry of the folder. Something with other parts is never replaced.
     """
@@ -64,7 +64,7 @@ class FolderWriter:
                         "stopped while it replaced it; choose another or pass --force"
                     )
                 self._check_destination()
-                self._empty()  # of what a killed process left
+                self._empty()  # of the remains of a killed process
                 self.folder.mkdir()
             except BaseException:
                 self._clear()
@@ -104,7 +104,7 @@ class FolderWriter:
             )
 
     def _others(self) -> list[str]:
-        """What a replaced folder holds that belongs to something else."""
+        """The entries of a replaced folder that belong to something else."""
         if not self.marker:
             return []
         entries = (path for path in self.destination.iterdir() if path.name not in _UNASKED)
@@ -157,7 +157,7 @@ class FolderWriter:
             os.close(self._lock)
 
     def _empty(self) -> None:
-        # without its marker, what is half removed cannot be taken for something complete
+        # without its marker, a half removed folder cannot be taken for a complete one
         (self.place / OLD / self.marker).unlink(missing_ok=True)
         for left in self.place.iterdir():
             if left.is_dir() and not left.is_symlink():

@@ -1,4 +1,4 @@
-"""What lies at a path where something else was expected, and which command wants it."""
+"""Paths at which something else lies than was expected, and the commands that take it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class Kind(StrEnum):
-    """What can lie at a path, in words."""
+    """The kinds of things at a path, in words."""
 
     NOTHING = "nothing"
     BUNDLE = "a bundle"
@@ -35,7 +35,7 @@ _WAYS = {
 
 
 def kind_of(path: Path) -> Kind:
-    """What lies at a path, by the names of its files."""
+    """The kind of a path, judged by the names of its files."""
     if path.is_file():
         return Kind.GGUF if path.suffix.lower() == ".gguf" else Kind.FILE
     if not path.is_dir():
@@ -51,7 +51,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def instead(path: Path, wanted: Kind) -> str:
-    """What a message adds after a path that is not what was wanted; empty if nothing is known.
+    """The addition to a message about a path of another kind than wanted; empty if none is known.
 
     Raises:
         OSError: the path cannot be read.

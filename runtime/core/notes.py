@@ -1,11 +1,11 @@
-"""What is said to the user while something is done: lines for people, some of them warnings."""
+"""Notes to the user while work goes on: lines for people, some of them warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Receives what is being done, how much of it is done, and how much there is in all."""
+"""Receives the name of the work, how much of it is done, and how much there is in all."""
 
 _WARNING = "ondevice: warning: "
 
@@ -16,5 +16,5 @@ def warning(text: str) -> str:
 
 
 def warned_of(note: str) -> str:
-    """What a note warns of; empty if it is no warning."""
+    """The text of a warning; empty if the note is none."""
     return note.removeprefix(_WARNING) if note.startswith(_WARNING) else ""

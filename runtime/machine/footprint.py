@@ -134,7 +134,7 @@ def _darwin_reader(library: str) -> Callable[[], Footprint]:
     task_info.restype = proc_pid_rusage.restype = ctypes.c_int
 
     def read() -> Footprint:
-        # what the macro mach_task_self() reads; a forked child gets a new port
+        # the macro mach_task_self() reads this; a forked child gets a new port
         task = ctypes.c_uint32.in_dll(system, "mach_task_self_")
         vm, usage = TaskVmInfo(), RusageInfoV4()
         words = ctypes.c_uint32(ctypes.sizeof(vm) // 4)  # natural_t units, in and out

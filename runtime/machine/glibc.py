@@ -18,7 +18,7 @@ from runtime.machine.machine import Heap
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest block that glibc allows on its heap
 NEVER_TRIM_BYTES = (1 << 31) - 1
-MAPPED_BLOCK_BYTES = 256 << 10  # larger blocks are mapped if the heap is not kept
+MAPPED_BLOCK_BYTES = 256 << 10  # larger blocks are mapped if the heap keeps nothing
 LONG_VALUE_BYTES = 6_000_000  # larger values of all tokens are mapped
 LARGE_VALUE_BYTES = 2_000_000  # larger values do not fit the holes that tiles of tokens leave
 

@@ -59,10 +59,10 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan has to know of a machine, and of the process that will train on it.
+    """The facts about a machine, and the process that will train on it, on which a plan depends.
 
     process_bytes: footprint of the process after its imports, before it opens a bundle's graphs.
-    allocator: where freed buffers are kept: in the heap ("glibc"), or in MLX's cache ("mlx").
+    allocator: where freed buffers stay: in the heap ("glibc"), or in MLX's cache ("mlx").
     limit_bytes: the most that the system lets the process take, its container's limit; None if
         there is none.
     """

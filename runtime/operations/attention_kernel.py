@@ -188,7 +188,7 @@ class _Joined:
 
 
 def _mask(start: int, stop: int, first: int, window: int | None, starts: Starts | None) -> mx.array:
-    """What is added to the scores of queries start:stop with keys first:stop."""
+    """The mask, added to the scores of queries start:stop with keys first:stop."""
     rows, columns = np.arange(start, stop)[:, None], np.arange(first, stop)[None]
     masked = columns > rows
     if window is not None:

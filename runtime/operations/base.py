@@ -1,4 +1,4 @@
-"""The base class of operations: what the lowering and the planner ask of each, without running it.
+"""The base class of operations: the questions of lowering and planner, answered without running.
 
 A new operation is a class in a file of its own, a kernel in a file beside it, and a line in each of
 two tables: `runtime.operations.program.StoredOperation` and `runtime.operations.kernel_table`.
@@ -146,7 +146,7 @@ class Operation(
 
     @property
     def label(self) -> str:
-        """What it is called in profiles and descriptions."""
+        """Its name in profiles and descriptions."""
         return type(self).__name__.lower()
 
     @property

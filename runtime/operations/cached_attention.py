@@ -25,7 +25,7 @@ def slots_of(context: int, window: int | None) -> int:
 
 
 def prefix_of(output: str) -> str:
-    """What the prefix of an attention with this output is called, relative to the block."""
+    """The name of the prefix of an attention with this output, relative to the block."""
     return output.removesuffix(".out")
 
 
@@ -34,7 +34,7 @@ def prefix_bytes(
 ) -> int:
     """Bytes that a prefix of so many rows takes while so many queries attend to it.
 
-    These are the scores and probabilities, in the backward their gradients, what the prefix adds to
+    These are the scores and probabilities, in the backward their gradients, the prefix's part of
     the output or to the gradient of the queries, and the prefix by heads, with its gradient.
     """
     if not rows:

@@ -97,7 +97,7 @@ def _rows(start: int, stop: int) -> tuple[slice, slice, slice]:
 def _mask(
     places: npt.NDArray[np.int64], position: int, tokens: int, window: int | None
 ) -> mx.array | None:
-    """What is added to scores (..., T, S); None if every token sees all keys."""
+    """The mask, added to scores (..., T, S); None if every token sees all keys."""
     rows, columns = np.arange(position, position + tokens)[:, None], places[None]
     masked = columns > rows
     if window is not None:

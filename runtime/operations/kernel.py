@@ -1,4 +1,4 @@
-"""The interface of kernels, and what a kernel receives to run one instruction."""
+"""The interface of kernels, and the arguments with which a kernel runs one instruction."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Graphs(Protocol):
         """
 
     def workspace_bytes(self, key: str) -> int:
-        """What a function takes beside its arguments and results while it runs."""
+        """The bytes that a function takes beside its arguments and results while it runs."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What kernels share: the bundle's tensors and graphs, and the sizes of the lowering.
+    """Tools that kernels share: the bundle's tensors and graphs, and the sizes of the lowering.
 
     `stored` says how each matrix is stored, by full name. `observe` is called before the backward
     of every product.

@@ -122,7 +122,7 @@ def _forward(relative: str, call: Call, execution: Execution) -> int:
 def _backward(relative: str, call: Call, execution: Execution) -> int:
     """Bytes of a tile and its part of dy; or, if larger, of the two halves of dx.
 
-    With dropout also those of the mask, or if larger, of what the adapter adds to dx.
+    With dropout also those of the mask, or if larger, of the adapter's part of dx.
     """
     name = call.tensor(relative)
     matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]

@@ -71,7 +71,7 @@ class BlockType(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Body:
-    """What runs inside an operation, once for each tile of `tokens` tokens."""
+    """The instructions inside an operation, run once for each tile of `tokens` tokens."""
 
     program: Program
     tokens: int

@@ -1,4 +1,4 @@
-"""What the allocator holds at the peak: the memory in use, and what it keeps beyond that."""
+"""The bytes that the allocator holds at the peak: those in use, and the unused ones beyond that."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Held:
 def held_by_allocator(
     machine: Machine, model: PeakModel, blocks: tuple[BlockPeak, ...], cache_bytes: int
 ) -> Held:
-    """What the allocator holds while these blocks run, with an MLX cache of at most `cache_bytes`.
+    """The allocator's bytes while these blocks run, with an MLX cache of at most `cache_bytes`.
 
     While the embedding or the head runs, no layer's adapters and gradients are in memory, which
     leaves more room for other values.

@@ -1,4 +1,4 @@
-"""What a training method needs in memory and on disk.
+"""The needs of a training method in memory and on disk.
 
 Every method in `runtime.methods` declares its demand; the planner knows no method by name.
 """
@@ -18,7 +18,7 @@ class Demand:
     lanes: numbers of batch lanes that may visit a block together, descending; the first that fits.
     lanes_in_spare_memory: the most lanes in a forward pass, if more lanes do not raise the peak.
     backward: whether blocks run backward; gradients and kept values exist only then.
-    holds_gradients: whether the gradients of all layers are held until the step's last micro-batch.
+    holds_gradients: whether the gradients of all layers stay until the step's last micro-batch.
     adapter_copies: copies of a block's adapters in memory while the block runs.
     scratch_copies: further memory while these are made, in multiples of a block's adapters.
     all_adapters: whether the adapters of all blocks are in memory at once.

@@ -6,8 +6,8 @@ from runtime.core.errors import BudgetError
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
 
-# What the kernel counts for a process beyond its footprint and cannot drop: page tables, stacks and
-# buffers of its own, and the file pages that are in use at that moment. With 4 MB beside a peak of
+# Bytes that the kernel counts beyond a process's footprint and cannot drop: page tables, stacks,
+# its own buffers, and the file pages that are in use at that moment. With 4 MB beside a peak of
 # 38 MB it killed a run, with 8 MB it did not.
 KERNEL_BYTES = 8_000_000
 
@@ -31,7 +31,7 @@ def check_limit(machine: Machine, budget_bytes: int, minimum_bytes: int) -> None
 
 
 def limit_warning(limit_bytes: int | None, budget_bytes: int, minimum_bytes: int) -> str:
-    """What to say where a limit leaves less beside the budget than the kernel takes."""
+    """The warning where a limit leaves less beside the budget than the kernel takes; else empty."""
     if limit_bytes is None or limit_bytes - budget_bytes >= KERNEL_BYTES:
         return ""
     return (

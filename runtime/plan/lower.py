@@ -1,7 +1,7 @@
 """Lowering: turns the programs of a bundle into instructions for one sequence bucket.
 
 All that is decided before anything runs is decided here: tiles of tokens and of weights, the order
-of instructions, when values are freed, and what is recomputed. The planner adds up what this says,
+of instructions, when values are freed, and which are recomputed. The planner adds up this result,
 the engine runs it, and neither decides anything again. Pure: no MLX.
 """
 

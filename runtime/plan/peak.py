@@ -1,6 +1,6 @@
 """The peak of the bytes in use while each block of a lowered model runs.
 
-For each instruction of `runtime.plan` it adds up the values that exist then, and what the
+For each instruction of `runtime.plan` it adds up the values that exist then, and the bytes that the
 operation needs while it runs (`runtime.operations`).
 """
 
@@ -116,8 +116,8 @@ class PeakModel:
     def weight_update_bytes(self) -> int:
         """Extra bytes where weights are trained: to update, perturb and write tile after tile.
 
-        Beside the tile there are its noise, the sum of its updates, the perturbed tile, what was
-        read, and what waits to be written; and while it is rounded, copies of it.
+        Beside the tile there are its noise, the sum of its updates, the perturbed tile, the tile
+        as it was read, and tiles that wait to be written; and while it is rounded, copies.
         """
         if not self.demand.trains_weights:
             return 0

@@ -1,4 +1,4 @@
-"""The memory plan for a budget: tile sizes, what is kept in memory, and the predicted peak.
+"""The memory plan for a budget: tile sizes, kept activations, materialized weights, and the peak.
 
 Planning is pure arithmetic over lowered programs. A budget is spent on, in this order: the minimum,
 larger tiles of tokens and weights, kept activations, and weights that stay dequantized.
@@ -59,7 +59,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to plan for, besides the method's demand and the machine.
+    """The task of a plan, besides the method's demand and the machine.
 
     `layout` is "budget", "paper" for the memory plan of the MeBP paper, or "whole" for blocks that
     take all tokens at once. With `context`, sequences of at most so many tokens are decoded, and
@@ -108,7 +108,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lanes: Count  # hidden states that run through a block's forward together
     evaluation_lanes: Count
     kept_layers: Natural  # how many of the last layers keep activations
-    kept_bytes: Natural  # what the kept activations add to the peak
+    kept_bytes: Natural  # of the peak, which the kept activations add
     materialized_layers: Natural  # how many of the first layers stay dequantized
     materialized_bytes: Natural
     blocks: tuple[BlockPeak, ...]
@@ -138,7 +138,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def warning(self) -> str:
-        """What to say before a run that the system may end; usually empty."""
+        """The warning before a run that the system may end; usually empty."""
         return limit_warning(self.limit_bytes, self.budget_bytes, self.minimum_bytes)
 
     def to_json(self) -> dict[str, Any]:

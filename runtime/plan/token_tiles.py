@@ -48,7 +48,7 @@ def tiled_of(program: Program) -> Tiled | None:
 def tile_tokens(program: Program, bucket: int, at_most: int) -> int:
     """The tokens that the `Tiled` operation of a folded program takes at once.
 
-    It is a divisor of the bucket, and a multiple of what the operations need: the largest that is
+    It is a divisor of the bucket, and a multiple of the operations' unit: the largest that is
     at most `at_most`, else the smallest. If nothing is tiled, it is the bucket.
     """
     tiled = tiled_of(program)

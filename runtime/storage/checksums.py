@@ -23,7 +23,7 @@ Sums = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Checksums:
-    """What the files in `folder` must be."""
+    """The checksums of the files in `folder`."""
 
     folder: Path
 

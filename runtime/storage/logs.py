@@ -1,4 +1,4 @@
-"""A log that gets a line for every step, and the checksum of what it holds so far."""
+"""A log that gets a line for every step, and the checksum of its content so far."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Log:
             )
 
     def go_on(self) -> None:
-        """Drop what comes after the beginning that was checked."""
+        """Drop all that comes after the beginning that was checked."""
         self._open()
         assert self._file is not None
         with storage_errors(self.path):

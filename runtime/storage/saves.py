@@ -24,7 +24,7 @@ VERSION = 3  # since 3 a save holds checksums of itself and of the logs
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What state.json says.
+    """The content of state.json.
 
     files: the SHA-256 of each other file of the save. logs: the beginning of each log that belongs
     to the steps done. evaluated: the evaluations made before it, as evaluations.json names them.
@@ -50,7 +50,7 @@ class _Version(msgspec.Struct):
 
 
 def another_run(run: Path, copy: bool = False) -> str:
-    """How to train further what a run has trained, without resuming it; `copy` if it is altered."""
+    """How to train the result of a run further, without resuming it; `copy` if it is altered."""
     if (run / SLOTS).exists():
         return (
             f"train the model that ondevice replay {run} --output BUNDLE writes from the log of "
@@ -117,7 +117,7 @@ class Saves:
         write_atomic(folder / STATE, state.encode())
 
     def read(self, place: Path) -> State:
-        """What the state.json of a save says.
+        """The content of the state.json of a save.
 
         Raises:
             BundleError: it is damaged, of another step or version.
@@ -166,7 +166,7 @@ class Saves:
             )
 
     def way_out(self, place: Path) -> str:
-        """What to do where the save in `place` cannot be used."""
+        """The way out where the save in `place` cannot be used."""
         step = self.step_of(place)
         earlier = [save for save in self.all() if self.step_of(save) < step]
         if earlier:

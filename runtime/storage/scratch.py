@@ -99,7 +99,7 @@ class MappedTensors(MutableMapping[str, mx.array]):
         drop_pages(self._map, 0, self.nbytes)
 
     def read(self, file: IO[bytes]) -> None:
-        """Read what `write` wrote."""
+        """Read the values that `write` wrote."""
         start = 0
         while chunk := file.read(COPY_BYTES):
             self._map[start : start + len(chunk)] = chunk

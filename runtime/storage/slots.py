@@ -190,7 +190,7 @@ class Slots:
         return header.tobytes()
 
     def _version(self, block: int, slot: int) -> int:
-        """What the header of a slot says; 0 if it is none of these weights."""
+        """The version in the header of a slot; 0 if it is none of these weights."""
         data = self._read_header(block, slot)
         version = int(struct.unpack_from("<Q", data, len(MAGIC))[0])
         return version if data == self._header(version, _digests_in(data)) else 0

@@ -1,4 +1,4 @@
-"""A thread that writes what has been computed, while more is computed; it works in order."""
+"""A thread that writes results while more are computed; it works in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Writer:
         weakref.finalize(self, self._queue.put, None)
 
     def put(self, work: Work) -> None:
-        """Do this after what was put before; waits while `QUEUED` pieces do.
+        """Do this after all earlier work; waits while `QUEUED` pieces do.
 
         Raises:
             StorageError: an earlier piece failed.

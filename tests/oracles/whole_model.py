@@ -74,7 +74,7 @@ class RowDropout(nn.Module):  # type: ignore[misc]
         _, tokens, columns = x.shape
         dropout = self._dropout.of_tensor(self._tensor, self._row).after(self._first)
         mask = dropout.mask(tokens, columns)
-        return x * mask.kept.astype(x.dtype)[None] * mask.factor
+        return x * mask.remaining.astype(x.dtype)[None] * mask.factor
 
 
 def adapted(model: nn.Module, adapters: Adapters, dropout: StepDropout | None = None) -> nn.Module:

@@ -15,7 +15,7 @@ from tests.oracles import whole_model as reference
 
 
 def kept(dropout: Dropout, tokens: int, columns: int) -> np.ndarray:
-    return np.array(dropout.mask(tokens, columns).kept)
+    return np.array(dropout.mask(tokens, columns).remaining)
 
 
 def test_a_mask_is_threefrys_token_by_token(rng: Rng) -> None:
@@ -39,7 +39,7 @@ def test_tiles_and_padding_change_nothing(rng: Rng) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 def test_the_share_that_is_dropped_and_the_mean(rng: Rng, share: float) -> None:
     mask = Dropout(int(rng.integers(1 << 63)), share).mask(500, 200)
-    found = np.array(mask.kept)
+    found = np.array(mask.remaining)
     assert mask.factor == pytest.approx(1 / (1 - share), rel=1e-4)
     deviation = math.sqrt(share * (1 - share) / found.size)
     assert abs(found.mean() - (1 - share)) <= 6 * deviation + 1 / STEPS
@@ -53,7 +53,7 @@ def test_the_share_that_is_dropped_and_the_mean(rng: Rng, share: float) -> None:
 
 def test_a_mask_drops_something_even_where_nearly_all_is_dropped() -> None:
     mask = Dropout(1, 1 - 1e-9).mask(4, 4)
-    assert mask.factor == STEPS and not np.array(mask.kept).all()
+    assert mask.factor == STEPS and not np.array(mask.remaining).all()
 
 
 def test_every_seed_step_row_and_tensor_has_its_own(rng: Rng) -> None:
