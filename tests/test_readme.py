@@ -28,6 +28,7 @@ MOST_WORDS = 1200
 MOST_WORDS_OF_USER_PAGES = 15_000  # of docs/*.md together
 MOST_LINES_OF_CHANGELOG = 40  # until a version is released
 
+FLOORS = ("ondevice", "harness", "export", "runtime")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -148,6 +149,16 @@ def test_the_quick_start_learns(tmp_path: Path) -> None:
     assert json.loads(lines[-1]) == {"device": "bedroom fan", "set": "off"}
     summary = json.loads((empty / "home" / "summary.json").read_text())
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
+
+
+def test_what_contributing_names_is_there() -> None:
+    """Every path of its sentences and tables; those of a table's row may be of a folder inside."""
+    text = FENCE.sub("", (ROOT / "CONTRIBUTING.md").read_text())
+    paths = {path for path in re.findall(r"`([\w./-]+)`", text) if path.endswith(("/", ".py"))}
+    assert len(paths) > 30
+    for path in sorted(path for path in paths if "NAME" not in path):
+        inside = (place for floor in (*FLOORS, "tests") for place in (ROOT / floor).rglob(path))
+        assert (ROOT / path).exists() or any(inside), path
 
 
 def test_the_gate_is_the_command_that_contributors_are_told() -> None:
