@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.compare.curve import read_curve
 from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, open_folder, remove
 from harness.compare.lengths import (
     UNBOUNDED_STEPS,
@@ -40,6 +39,7 @@ from harness.compare.trials import (
 )
 from harness.config.compare import CompareConfig
 from harness.measure.training import measure_training
+from harness.report.curve import read_curve
 from runtime.bundle.store import open_bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import (

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.compare.curve import levels
 from harness.compare.lengths import sweep_steps
 from harness.compare.notes import notes
 from harness.compare.trials import Finding
@@ -19,6 +18,7 @@ from harness.compare.verdict import verdict
 from harness.config.compare import CompareConfig
 from harness.measure.provenance import provenance
 from harness.measure.training import PATHS
+from harness.report.curve import levels
 from runtime.machine.backend import describe
 
 

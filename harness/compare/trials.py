@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from harness.compare.curve import Curve
 from harness.config.compare import CompareConfig
+from harness.report.curve import Curve
 from runtime.config.lora import LoraOptions
 from runtime.config.methods import METHODS, OPTIONS_OF
 

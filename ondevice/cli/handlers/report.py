@@ -15,7 +15,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = configuration(ReportConfig, arguments)
     if config.samples:
         set_up()
-    from harness.compare.runs_page import write_page
+    from harness.report.runs_page import write_page
 
     runs = write_page([Path(run) for run in config.runs], Path(config.output), config.samples)
     if arguments.json:

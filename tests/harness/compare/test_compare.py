@@ -21,7 +21,6 @@ from support.comparisons import Runs, by_rate, settings
 from support.curves import curve_of
 
 from harness.compare.compare import compare
-from harness.compare.curve import read_curve
 from harness.compare.lengths import step_limit
 from harness.compare.notes import notes
 from harness.compare.report import tables, to_text
@@ -30,6 +29,7 @@ from harness.config.compare import CompareConfig, by_method
 from harness.config.searches import search_of
 from harness.measure import command, process
 from harness.measure.training import measure_training
+from harness.report.curve import read_curve
 from runtime.config import base as config
 from runtime.config.base import load
 from runtime.config.methods import METHODS

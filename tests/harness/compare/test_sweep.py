@@ -15,7 +15,6 @@ from support.runs import here, ondevice
 from support.token_rows import after, write_rows
 
 from harness.compare.compare import compare
-from harness.compare.curve import read_curve
 from harness.compare.lengths import (
     evaluated_every,
     first_passes,
@@ -25,6 +24,7 @@ from harness.compare.lengths import (
 )
 from harness.compare.report import to_text
 from harness.measure.training import measure_training
+from harness.report.curve import read_curve
 from runtime.config.methods import METHODS
 from runtime.core.errors import DivergedError, InterruptedRunError, UsageError
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.compare.curve import Curve, Point, make_curve
 from harness.report.blocks import DIRECTIONS, block_charts
 from harness.report.chart import Chart, Level, Line
+from harness.report.curve import Curve, Point, make_curve
 from harness.report.page import page, paragraph
 from harness.report.table import Table
 from runtime.core.documents import from_json, from_toml
@@ -150,7 +150,7 @@ def _samples(runs: Sequence[Run], count: int) -> list[str]:
     """What the models say, as parts of the page."""
     if not count:
         return []
-    from harness.compare.samples import sample_tables  # which loads MLX
+    from harness.report.samples import sample_tables  # which loads MLX
 
     tables, notes = sample_tables([(run.name, run.path, run.settings) for run in runs], count)
     return [*(table.html() for table in tables), *map(paragraph, notes)]

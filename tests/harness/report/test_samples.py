@@ -15,7 +15,7 @@ from support.shared import Shared
 from support.text_bundle import text_bundle
 from support.token_rows import EOS, VOCAB, Listed, ids, make_tokenizer, write_rows
 
-from harness.compare.samples import MOST_PROMPT, question, sample_tables
+from harness.report.samples import MOST_PROMPT, question, sample_tables
 from runtime.bundle.store import Bundle
 from runtime.data.rows import TokenRows
 from runtime.data.text_encoder import load_encoder

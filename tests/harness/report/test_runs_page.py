@@ -16,7 +16,7 @@ from support.runs import here, ondevice, train_arguments
 from support.shared import Shared
 from support.waiting import HANGS_S
 
-from harness.compare.runs_page import charts_of, read_run
+from harness.report.runs_page import charts_of, read_run
 
 BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
 CHROMIUM = next(filter(None, BROWSERS), None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.curves import curve_of, entry, evaluation
 
-from harness.compare.curve import levels, make_curve
 from harness.compare.trials import Trial, Tried, choose
+from harness.report.curve import levels, make_curve
 
 
 def test_what_was_spent_when_a_level_was_reached() -> None:
