@@ -106,6 +106,10 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
         ({"initial_sha256": 3}, "its checksums are not text"),
         ({"lora": {"rank": 0}}, "its LoRA"),
         (
+            {"lora": {"rank": 0, "alpha": 1.0, "targets": "all-linear"}},
+            "its LoRA rank is not in 1..4096",
+        ),
+        (
             {"optimizer": "adam", "window": 2, "hessian_smoothing": 0.1},
             "several descents: optimizer, window, hessian_smoothing",
         ),

@@ -26,7 +26,7 @@ from runtime.core.errors import BundleError
 from runtime.run.folder import RunFolder
 from runtime.run.results import Best, Evaluation, best_of, no_better_since
 
-STEPS = 28
+STEPS = 15  # the best are the weights after step 6
 WATCHED = {
     "eval_data": "random:5", "eval_rows": 2, "eval_every": 3, "save_every": 2, "keep": 2,
     "learning_rate": 0.1, "lr_schedule": "constant",
@@ -112,7 +112,7 @@ def whole(bundle: Path, shared: Shared) -> Path:
     """A run that keeps its best save and that patience may end."""
 
     def train(path: Path) -> None:
-        succeeds(*train_arguments(bundle, path, STEPS, **WATCHED, patience=3), "--keep-best")
+        succeeds(*train_arguments(bundle, path, STEPS, **WATCHED, patience=2), "--keep-best")
 
     return shared("a run that keeps its best save", train)
 
@@ -125,7 +125,7 @@ def test_killed_and_resumed_keeps_the_same_best(
     ended = summary_of(whole)["steps"]
     moments = [f"step {step}" for step in range(1, ended + 1)]
     moments += [f"evaluating ({step})" for step in range(3, ended, 3)]
-    arguments = [*train_arguments(bundle, killed, STEPS, **WATCHED, patience=3), "--keep-best"]
+    arguments = [*train_arguments(bundle, killed, STEPS, **WATCHED, patience=2), "--keep-best"]
     for moment in rng.choice(moments, kills):
         print(moment)
         struck(signal.SIGKILL, str(moment), *arguments)
@@ -161,14 +161,10 @@ def test_a_run_stops_when_patience_is_at_its_end(bundle: Path, tmp_path: Path) -
     assert f"give --resume {run} --patience MORE (and --steps MORE)" in refused.stderr
     assert (run / "config.toml").read_text() == config and summary_of(run)["steps"] == 6
     further = succeeds("train", "--resume", run, "--patience", 4, "--steps", STEPS + 1)
-    assert "resuming after step 6 of 29" in further.stderr
+    assert f"resuming after step 6 of {STEPS + 1}" in further.stderr
     assert summary_of(run)["stopped"] == "patience" and summary_of(run)["steps"] == 12
     succeeds("train", "--resume", run, "--patience", 99)
     assert summary_of(run)["stopped"] == "steps" and summary_of(run)["steps"] == STEPS + 1
-    at_once = tmp_path / "at once"
-    options |= {"patience": 0, "min_delta": 0}
-    succeeds(*train_arguments(bundle, at_once, STEPS + 1, **options))
-    assert adapter(run) == adapter(at_once)
 
 
 def test_replay_rebuilds_the_best(bundle: Path, tmp_path: Path) -> None:

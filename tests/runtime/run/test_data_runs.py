@@ -86,20 +86,13 @@ def test_the_rows_of_a_step_need_the_same_length(bundle: Bundle, tmp_path: Path)
 
 def test_each_turn_gets_its_own_answer(bundle: Bundle, tmp_path: Path) -> None:
     """Learning the last turn alone leaves the first question without its answer."""
-    turns = {
-        place: [
-            {"role": "user", "content": f"sun {place}"},
-            {"role": "assistant", "content": "yes"},
-            {"role": "user", "content": f"rain {place}"},
-            {"role": "assistant", "content": "no"},
-        ]
-        for place in "abcd"
-    }
-    data = write(tmp_path / "rows.jsonl", [{"messages": one} for one in turns.values()])
+    said = (("user", "sun"), ("assistant", "yes"), ("user", "rain"), ("assistant", "no"))
+    turns = [{"role": role, "content": content} for role, content in said]
+    data = write(tmp_path / "rows.jsonl", [{"messages": turns}])
     exact = {}
     for loss_on in ("assistant", "last"):
         run = tmp_path / loss_on
-        hard = ["--steps=40", "--batch-size=4", "--learning-rate=0.01", f"--loss-on={loss_on}"]
+        hard = ["--steps=20", "--learning-rate=0.01", f"--loss-on={loss_on}"]
         succeeds(*train(bundle, data, run, *hard))
         for asked in ("assistant", "last"):
             flags = [f"--data={data}", f"--adapter={run}", f"--loss-on={asked}"]
