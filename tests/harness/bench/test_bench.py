@@ -340,7 +340,9 @@ def test_table3_and_what_does_not_fit(bundles: Path, tmp_path: Path) -> None:
     budget = least["processes"][0]["budget_bytes"]
     assert least["peak_footprint_bytes"] <= budget < 60_000_000 and budget % 1_000_000 == 0
     shares = least["shares"]["unpack"]
-    assert all(0 < shares[part]["median"] < 1 for part in ("forward", "backward", "head", "step"))
+    assert all(0 < shares[part]["median"] < 1 for part in ("head", "step"))
+    # a budget of whole megabytes may leave room for the weights of layers as small as these
+    assert all(0 <= shares[part]["median"] < 1 for part in ("forward", "backward"))
     text = to_text(report)
     assert (
         "did not run" in text
