@@ -15,7 +15,6 @@ from support.files import listing
 from export import graph_files
 from export.bundle import export_bundle
 from export.sources import source
-from export.sources.families import expected_shapes
 from runtime.bundle.store import WEIGHTS
 from runtime.core.errors import BundleError, UsageError
 
@@ -158,15 +157,3 @@ def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no GPU"):
         export_bundle(settings("random:tiny-llama", tmp_path / "out", device="gpu"))
     assert listing(tmp_path) == []
-
-
-def test_a_model_of_thirteen_heads_becomes_a_bundle(tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 13, "num_key_value_heads": 13, "head_dim": 32}
-    config, arrays = weights_of("tiny-llama")
-    config |= heads
-    for name, shape in expected_shapes("llama", config).items():
-        arrays[name] = np.resize(arrays[name], shape)
-    folder = write_folder(tmp_path / "checkpoint", config, arrays)
-    made = export_bundle(settings(folder, tmp_path / "bundle", seq_lens=(13, 26), group_size=32))
-    made.verify()
-    assert made.manifest.block_types["layer0"].values["attention0.q"] == (1, 13, "T", 32)

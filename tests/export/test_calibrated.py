@@ -160,16 +160,17 @@ def test_few_data_are_said(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "error", "message"),
     [
-        ({"eight_bit": "wrong_name"}, "--eight-bit wrong_name: .* it has .*k_proj"),
-        ({"bits": 16, "calibrate": "random:0"}, "--bits 16 keeps floats"),
+        ({"eight_bit": "wrong_name"}, UsageError, "--eight-bit wrong_name: .* it has .*k_proj"),
+        ({"bits": 16, "calibrate": "random:0"}, UsageError, "--calibrate: nothing .*--bits 16"),
+        ({"calibrate": "no/where"}, DataError, "no data at"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
-    tmp_path: Path, folder: Path, more: dict[str, Any], message: str
+    tmp_path: Path, folder: Path, more: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(error, match=message):
         exported(folder, tmp_path / "out", **more)
 
 
@@ -190,16 +191,6 @@ def test_another_model_is_no_source(tmp_path: Path, folder: Path) -> None:
         original_of(bundle, other)
 
 
-def test_data_that_cannot_be_used_are_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(DataError, match="no data at"):
-        exported(folder, tmp_path / "out", calibrate=str(tmp_path / "nowhere"))
-
-
-def test_calibration_needs_something_to_quantize(tmp_path: Path, folder: Path, text: Path) -> None:
-    with pytest.raises(UsageError, match="--calibrate: nothing is quantized"):
-        exported(folder, tmp_path / "out", bits=16, calibrate=str(text))
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -218,5 +209,5 @@ def test_options_without_effect_are_refused(given: dict[str, Any], said: str) ->
 
 
 def test_options_may_concern_the_embedding_alone() -> None:
-    one = ExportConfig(source="m", output="o", bits=16, embedding_bits=4, layout="symmetric")
-    assert one.head_bits == 4 and {"bits", "embedding_bits", "layout"} < one.changed
+    config = ExportConfig(source="m", output="o", bits=16, embedding_bits=4, layout="symmetric")
+    assert config.head_bits == 4 and {"bits", "embedding_bits", "layout"} < config.changed

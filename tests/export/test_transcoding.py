@@ -23,7 +23,6 @@ from export.stored import QuantizedForm, QuantizedRows
 from runtime.arrays.stored import Extent
 from runtime.bundle.store import WEIGHTS, Bundle, open_bundle
 from runtime.core.errors import BundleError, StorageError, UsageError
-from runtime.storage.weights import Weights
 
 # K types need rows of 256
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
@@ -104,30 +103,6 @@ def test_a_gguf_keeps_its_values(rng: Rng, tmp_path: Path, preset: str) -> None:
     kept = bundle.manifest.provenance["transcoded"]
     assert sum(kept.values()) == len(source.blocks)
     assert kept["4 bits, affine groups of 32, float16 scales"] > 0
-
-
-def test_the_runtime_reads_the_same_values(rng: Rng, tmp_path: Path) -> None:
-    """Rows that it reads in tiles, and rows that it looks up, of every type."""
-    source = source_of(rng, tmp_path, "llama")
-    bundle = export_bundle(settings(source.path, tmp_path / "bundle"))
-    weights = Weights(bundle)
-    for name in bundle.manifest.matrices:
-        matrix = bundle.manifest.matrices[name]
-        expected = values_of(bundle, name)
-        chosen = rng.integers(0, matrix.rows, 9)
-        for tile, rows in (
-            (weights.tile(matrix, 5, 21), expected[5:21]),
-            (weights.gather(matrix, chosen), expected[chosen]),
-        ):
-            found = mx.dequantize(
-                tile.words,
-                tile.scales,
-                tile.biases(matrix.bits),
-                group_size=matrix.group_size,
-                bits=matrix.bits,
-            )
-            size = np.abs(expected).max() + np.abs(np.array(tile.scales)).max() * 256
-            np.testing.assert_allclose(np.array(found), rows, atol=1e-6 * size)
 
 
 def test_what_a_gguf_holds_as_floats_is_quantized(rng: Rng, tmp_path: Path) -> None:

@@ -32,12 +32,12 @@ def strings_in(node: ast.AST, known: dict[str, Set[str]]) -> Set[str]:
     if isinstance(node, ast.Constant):
         return {node.value} if isinstance(node.value, str) else set()
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        return set().union(*(strings_in(one, known) for one in node.elts))
+        return set().union(*(strings_in(item, known) for item in node.elts))
     if isinstance(node, ast.Dict):
         return set().union(*(strings_in(key, known) for key in node.keys if key is not None))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         builds = node.func.id in {"frozenset", "set", "tuple", "list"}
-        return set().union(*(strings_in(one, known) for one in node.args)) if builds else set()
+        return set().union(*(strings_in(item, known) for item in node.args)) if builds else set()
     if isinstance(node, ast.Name):
         return known.get(node.id, set())
     return set()
@@ -53,7 +53,8 @@ def constants(tree: ast.Module) -> dict[str, Set[str]]:
             targets, value = [node.target], node.value
         else:
             continue
-        known |= {one.id: strings_in(value, known) for one in targets if isinstance(one, ast.Name)}
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        known |= dict.fromkeys(names, strings_in(value, known))
     return known
 
 
@@ -69,19 +70,19 @@ def names_told_apart(tree: ast.Module, names: Set[str]) -> Found:
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
-            found = named(node.left, *node.comparators)
+            refused = named(node.left, *node.comparators)
         elif isinstance(node, ast.MatchValue):
-            found = constant(node.value)
+            refused = constant(node.value)
         elif isinstance(node, ast.Subscript):
-            found = isinstance(node.ctx, ast.Load) and constant(node.slice)
+            refused = isinstance(node.ctx, ast.Load) and constant(node.slice)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             asks = node.func.attr in {"get", "pop", "startswith", "endswith", "removeprefix"}
-            found = asks and named(*node.args[:1])
+            refused = asks and named(*node.args[:1])
         elif isinstance(node, ast.Dict):
-            found = len(strings_in(node, {}) & names) > 1
+            refused = len(strings_in(node, {}) & names) > 1
         else:
             continue
-        if found:
+        if refused:
             yield node, ast.unparse(node)
 
 
@@ -95,21 +96,18 @@ def classes_told_apart(tree: ast.Module, classes: Set[str]) -> Found:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             asks = node.func.id in {"isinstance", "issubclass"} and len(node.args) == 2
-            found = asks and named(node.args[1])
+            refused = asks and named(node.args[1])
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             typed = any(
-                isinstance(one, ast.Call)
-                and isinstance(one.func, ast.Name)
-                and one.func.id == "type"
-                for one in sides
+                isinstance(side, ast.Call) and dotted(side.func) == "type" for side in sides
             )
-            found = typed and any(named(one) for one in sides)
+            refused = typed and any(map(named, sides))
         elif isinstance(node, ast.MatchClass):
-            found = named(node.cls)
+            refused = named(node.cls)
         else:
             continue
-        if found:
+        if refused:
             yield node, ast.unparse(node)
 
 
@@ -125,6 +123,10 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def last_name(node: ast.AST) -> str:
+    return dotted(node).rpartition(".")[2]
+
+
 def draws_without_the_seed(tree: ast.Module) -> Found:
     """Calls of generators of random numbers to which nothing named `seed` or `rng` is given."""
     imported = {
@@ -137,7 +139,7 @@ def draws_without_the_seed(tree: ast.Module) -> Found:
         if isinstance(node, ast.Call):
             called = dotted(node.func)
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            inside = {n.id for one in given for n in ast.walk(one) if isinstance(n, ast.Name)}
+            inside = {last_name(inner) for value in given for inner in ast.walk(value)}
             if (called in imported or RANDOM.match(called)) and not inside & {"seed", "rng"}:
                 yield node, ast.unparse(node)
 

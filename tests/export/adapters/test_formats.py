@@ -14,6 +14,7 @@ from mlx_lm.tuner.utils import load_adapters
 from safetensors.numpy import load_file
 from support.adapters import SOME, check_same, read_again, saved_adapter, written
 from support.bundles import Tiny
+from support.llama_names import MATRICES, in_llamas_order
 from support.logits import engine_logits
 from support.models import FAMILIES, relative
 from support.runs import here, ondevice, train_arguments
@@ -86,26 +87,6 @@ def test_peft_has_the_transposes_and_all_settings(
     check_same(read_again(bundle, ours), adapters)
 
 
-# llama.cpp's names of a layer's matrices, as its own models have them
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-ARCHITECTURE = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "gemma3": "gemma3"}
-
-
-def in_llamas_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows (out, r), of which those of each head's halves alternate, one by one."""
-    size = len(rows) // heads
-    found = []
-    for head in range(heads):
-        own = rows[head * size : (head + 1) * size]
-        for j in range(size // 2):
-            found += [own[j], own[size // 2 + j]]
-    return np.array(found)
-
-
 @pytest.mark.parametrize("lora", SETTINGS, ids=["default", "some"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_holds_every_tensor_as_llama_cpp_wants_it(
@@ -117,7 +98,7 @@ def test_gguf_holds_every_tensor_as_llama_cpp_wants_it(
     reader = gguf.GGUFReader(out)
     facts = {name: field.contents() for name, field in reader.fields.items()}
     assert facts["general.type"] == "adapter" and facts["adapter.type"] == "lora"
-    assert facts["general.architecture"] == ARCHITECTURE[family]
+    assert facts["general.architecture"] == family
     settings = adapters.manifest.lora
     scale = np.float32(facts["adapter.lora.alpha"]) / settings.rank  # as llama.cpp computes it
     assert np.isclose(scale, settings.scale, rtol=1e-6)
@@ -126,7 +107,7 @@ def test_gguf_holds_every_tensor_as_llama_cpp_wants_it(
     config = bundle.manifest.config
     for name, value in adapters.tensors.items():
         _, _, layer, module, matrix, part = name.split(".")
-        stored = found[f"blk.{layer}.{GGUF_NAMES[f'{module}.{matrix}']}.weight.{part}"]
+        stored = found[f"blk.{layer}.{MATRICES[f'{module}.{matrix}']}.weight.{part}"]
         expected = np.array(value).T
         if family == "llama" and part == "lora_b" and matrix in ("q_proj", "k_proj"):
             heads = "num_attention_heads" if matrix == "q_proj" else "num_key_value_heads"

@@ -12,6 +12,7 @@ from support.bundles import runnable
 from support.bundles import settings as export_settings
 from support.files import listing
 from support.fusing import dense, fused_model, silent
+from support.llama_names import MATRICES, NORMS, OUTSIDE, in_llamas_order
 from support.logits import apart, engine_logits
 from support.models import FAMILIES, Rng, Tiny, adapters_of
 
@@ -26,26 +27,6 @@ from runtime.methods.adapters import Adapters
 
 SAME = 1e-5  # of the largest logit: the same weights in float32
 
-# what llama.cpp calls the parts of mlx-lm's names, written down by hand
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-}
-NORMS = {
-    "post_attention_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
 
 def their_name(name: str, gemma: bool) -> str:
     base, _, end = name.rpartition(".")
@@ -54,11 +35,11 @@ def their_name(name: str, gemma: bool) -> str:
     layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base).groups()
     if gemma and part == "post_attention_layernorm":
         return f"blk.{layer}.post_attention_norm.{end}"
-    return f"blk.{layer}.{(PARTS | NORMS)[part]}.{end}"
+    return f"blk.{layer}.{(MATRICES | NORMS)[part]}.{end}"
 
 
 def their_values(bundle: Bundle, name: str, values: np.ndarray) -> np.ndarray:
-    """Gemma's norms with their 1; Llama's query and key rows (half, j) of each head as (j, half)"""
+    """Gemma's norms with their 1; the rows of Llama's queries and keys in its order."""
     manifest = bundle.manifest
     if manifest.family == "gemma3_text" and "norm" in name:
         return values + 1
@@ -66,15 +47,7 @@ def their_values(bundle: Bundle, name: str, values: np.ndarray) -> np.ndarray:
     part = name.split(".")[-2]
     if manifest.family != "llama" or part not in heads:
         return values
-    count = manifest.config[heads[part]]
-    size = len(values) // count
-    found = np.empty_like(values)
-    for head in range(count):
-        for half in range(2):
-            for j in range(size // 2):
-                row = head * size + half * (size // 2) + j
-                found[head * size + 2 * j + half] = values[row]
-    return found
+    return in_llamas_order(values, manifest.config[heads[part]])
 
 
 def write(bundle: Bundle, adapters: Adapters, output: Path, dtype: str = "float32") -> Path:

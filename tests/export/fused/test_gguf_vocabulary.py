@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from support.models import Rng
+from support.vocabularies import CONTROL, NORMAL, PIECES, UNUSED, USER, spm_metadata
 from tokenizers import Tokenizer
 
 from export.fused.gguf_vocabulary import add_vocabulary, read_vocabulary
@@ -18,32 +19,13 @@ from export.sources.gguf_tokenizer import SPLITS, convert_tokenizer
 from runtime.core.errors import UsageError
 
 Files = dict[str, bytes]
-PIECES = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "ca", "aa", "cab", "▁b"]
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 TEMPLATE = "{{ messages }}"
 
 
 def sentencepiece(rng: Rng, prefix: bool) -> dict[str, Any]:
     """Metadata of a file with pieces of random scores, no two alike."""
-    named = [("<pad>", CONTROL), ("<eos>", CONTROL), ("<bos>", CONTROL), ("<unk>", UNKNOWN)]
-    octets = [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
-    pieces = [(piece, NORMAL) for piece in PIECES]
-    tokens, types = zip(*named, ("\n", USER), *octets, *pieces, strict=True)
-    scores = np.zeros(len(tokens), np.float32)
-    scores[-len(PIECES) :] = -rng.permutation(len(PIECES))
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": list(tokens),
-        "tokenizer.ggml.token_type": np.array(types, np.int32),
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.padding_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 3,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.ggml.add_space_prefix": prefix,
-        "tokenizer.chat_template": TEMPLATE,
-    }
+    metadata = spm_metadata(-rng.permutation(len(PIECES)), prefix)
+    return {**metadata, "tokenizer.ggml.padding_token_id": 0, "tokenizer.chat_template": TEMPLATE}
 
 
 def byte_level(pre: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gguf
-import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -95,26 +94,6 @@ def test_chunks_do_not_matter(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -
     for row in range(ROWS):
         one = transcode(blocks.rows[row : row + 1], blocks.type)
         np.testing.assert_array_equal(one.words, whole.words[row : row + 1])
-
-
-def test_mlx_multiplies_by_the_same_values(blocks: Blocks, rng: Rng) -> None:
-    form, rows = packed(blocks)
-    x = rng.standard_normal((5, COLUMNS)).astype(np.float32)
-    scales = rows.scales.astype(np.float32)
-    shift = -(2.0 ** (form.bits - 1)) * scales if rows.biases is None else rows.biases
-    found = mx.quantized_matmul(
-        mx.array(x),
-        mx.array(rows.words),
-        mx.array(scales),
-        mx.array(shift.astype(np.float32)),
-        group_size=form.group_size,
-        bits=form.bits,
-    )
-    expected = x.astype(np.float64) @ rows.values(form).astype(np.float64).T
-    bound = np.abs(x).astype(np.float64) @ magnitudes(form, rows).T
-    if rows.biases is None:  # MLX adds a bias of the size of half the integers
-        bound += np.abs(x) @ np.repeat(np.abs(shift), form.group_size, axis=1).T * 2
-    assert (np.abs(np.array(found) - expected) <= bound * 1e-6).all()
 
 
 @pytest.mark.parametrize("factors", [(1, 1), (-5, 5), (2, 4), (30, 20), (-60, 45), (0, 9), (0, 0)])

@@ -7,10 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.vocabularies import spm_metadata
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from export.sources.gguf_tokenizer import convert_tokenizer
@@ -31,29 +31,9 @@ WIKITEXT = [
     parent / "shared" / "data" / "wikitext2" / "test.txt"
     for parent in Path(__file__).resolve().parents[1:3]
 ]
-PIECES = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "ca", "aa", "cab", "▁b"]
-
-
-def spm_metadata(prefix: bool, add_bos: bool = True) -> dict[str, Any]:
-    special = [("<pad>", 3), ("<eos>", 3), ("<bos>", 3), ("<unk>", 2), ("   ", 4), ("\n", 4)]
-    octets = [(f"<0x{byte:02X}>", 6) for byte in range(256)]
-    pieces = [(piece, 1) for piece in PIECES]
-    tokens, types = zip(*special, *octets, *pieces, strict=True)
-    scores = np.array([-1000.0] * (len(tokens) - len(pieces)) + [-float(i) for i in range(13)])
-    # better when longer, sometimes; no two alike, as in real vocabularies (a merge table ranks
-    # equal scores by id, SentencePiece by position)
-    scores[-7:] = [-3.5, -1, -2.5, -4.5, -0.5, -6.5, -7.5]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": list(tokens),
-        "tokenizer.ggml.token_type": np.array(types, np.int32),
-        "tokenizer.ggml.scores": scores.astype(np.float32),
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.unknown_token_id": 3,
-        "tokenizer.ggml.add_space_prefix": prefix,
-        "tokenizer.ggml.add_bos_token": add_bos,
-    }
+# better when longer, sometimes; no two alike, as in real vocabularies (a merge table ranks equal
+# scores by id, SentencePiece by position)
+SCORES = [0, -1, -2, -3, -4, -5, -3.5, -1, -2.5, -4.5, -0.5, -6.5, -7.5]
 
 
 def load(files: dict[str, bytes]) -> Tokenizer:
@@ -93,21 +73,23 @@ def spm_reference(metadata: dict[str, Any], text: str) -> list[str]:
     return out
 
 
-SPM = load(convert_tokenizer(spm_metadata(prefix=False, add_bos=False), "test"))
+SPM = load(
+    convert_tokenizer({**spm_metadata(SCORES), "tokenizer.ggml.add_bos_token": False}, "test")
+)
 
 
 @settings(max_examples=200)
 @given(st.text(alphabet="abc \n\té", max_size=20))
 def test_sentencepiece_merges_as_defined(text: str) -> None:
     encoded = SPM.encode(text)
-    assert encoded.tokens == spm_reference(spm_metadata(prefix=False), text)
+    assert encoded.tokens == spm_reference(spm_metadata(SCORES), text)
     assert SPM.decode(encoded.ids) == text
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("prefix", [False, True])
 def test_sentencepiece_texts_come_back(text: str, prefix: bool) -> None:
-    tokenizer = load(convert_tokenizer(spm_metadata(prefix), "test"))
+    tokenizer = load(convert_tokenizer(spm_metadata(SCORES, prefix), "test"))
     encoded = tokenizer.encode(text)
     assert encoded.ids[0] == 2 and 3 not in encoded.ids
     if not (prefix and ("\n" in text or "   " in text)):  # there, each part gets a prefix
@@ -116,7 +98,7 @@ def test_sentencepiece_texts_come_back(text: str, prefix: bool) -> None:
 
 
 def test_sentencepiece_configuration() -> None:
-    metadata = {**spm_metadata(False), "tokenizer.chat_template": "{{ x }}"}
+    metadata = {**spm_metadata(SCORES), "tokenizer.chat_template": "{{ x }}"}
     files = convert_tokenizer(metadata, "test")
     config = json.loads(files["tokenizer_config.json"])
     assert config["bos_token"] == "<bos>" and config["eos_token"] == "<eos>"
@@ -197,7 +179,7 @@ def test_byte_level_texts_come_back(pre: str) -> None:
 )
 def test_bad_vocabularies_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BundleError, match=message):
-        convert_tokenizer({**spm_metadata(False), **change}, "test")
+        convert_tokenizer({**spm_metadata(SCORES), **change}, "test")
 
 
 def test_no_vocabulary_no_files() -> None:

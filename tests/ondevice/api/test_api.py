@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -239,20 +238,9 @@ def test_a_conversation_is_the_command_s(
 
 
 def test_other_threads_are_refused(tiny: Tiny) -> None:
-    bundle = tiny("qwen2")
-    refused: list[str] = []
-
-    def work() -> None:
-        try:
-            ondevice.plan(ondevice.PlanConfig(bundle=str(bundle.path), max_seq_length=16))
-        except UsageError as problem:
-            refused.append(str(problem))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(refused) == 1
-    assert "in the main thread alone" in refused[0]
+    config = ondevice.PlanConfig(bundle=str(tiny("qwen2").path), max_seq_length=16)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="the main thread alone"):
+        pool.submit(ondevice.plan, config).result()
 
 
 def test_warnings_are_python_s() -> None:
