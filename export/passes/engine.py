@@ -30,7 +30,7 @@ from runtime.engine.divergence import HEAD_VALUES, Divergence, compare_heads
 from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
-from runtime.methods.backprop import Backprop
+from runtime.methods.mebp import Backprop
 from runtime.operations.values import F32
 from runtime.plan.demand import Demand, lane_choices
 from runtime.plan.plan import EVALUATION_LANES, Plan, Request, choose_bucket

@@ -30,7 +30,7 @@ _AVERAGING = ("zo_optimizer", "zo_window")
 _SCALING = ("zo_scaling", "zo_scaled", "zo_scaling_interval")
 
 METHODS: dict[str, Method] = {
-    "mebp": Method("runtime.methods.backprop"),
+    "mebp": Method("runtime.methods.mebp"),
     "mezo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, *_AVERAGING, *_SCALING)),
     "fzoo": Method("runtime.methods.zeroth.fzoo", _PERTURBING, queries=8, noise="rademacher"),
     "kzoo": Method("runtime.methods.zeroth.kzoo", (*_PERTURBING, "seed_pool"), queries=4),

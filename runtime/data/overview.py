@@ -23,9 +23,9 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.config.inspect import DataConfig
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DataError, UsageError
-from runtime.data.examples import Row
 from runtime.data.hub import located
 from runtime.data.limits import Limits
+from runtime.data.loss_mask import Row
 from runtime.data.packing import PackingReport, pack
 from runtime.data.process import confined, limits_argument, run_module
 from runtime.data.records import TEXT

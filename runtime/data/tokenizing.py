@@ -29,8 +29,8 @@ import msgspec
 
 from runtime.config.shared import DATA_FILE
 from runtime.core.errors import DataError, StorageError
-from runtime.data.examples import Row, row_of
 from runtime.data.fields import recognise
+from runtime.data.loss_mask import Row, row_of
 from runtime.data.process import confined, limits_argument
 from runtime.data.records import READERS, TEXT, records
 from runtime.data.report import DataReport

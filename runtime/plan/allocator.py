@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from runtime.machine.glibc import HeapUse, unused_bytes
 from runtime.machine.machine import Machine
-from runtime.plan.peak import BlockPeak, PeakModel
+from runtime.plan.block_peaks import BlockPeak, PeakModel
 
 # MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
 CACHE_PER_LIVE = 1.5

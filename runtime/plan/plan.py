@@ -19,10 +19,10 @@ from runtime.machine.machine import Machine
 from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
 from runtime.plan.allocator import Held, held_by_allocator, with_kept
+from runtime.plan.block_peaks import BlockPeak, PeakModel
 from runtime.plan.demand import Demand
 from runtime.plan.limit import check_limit, limit_warning
 from runtime.plan.lower import LoweredModel, Sizes, lower
-from runtime.plan.peak import BlockPeak, PeakModel
 from runtime.storage.read_ahead import BUFFER_BYTES
 
 GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file

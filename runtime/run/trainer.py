@@ -1,5 +1,7 @@
 """The training loop: steps, evaluations, saves, and the check of the memory budget.
 
+The loop picks the rows of a step; the method's `step` computes the update and applies it.
+
 Invariant: whatever ends a run (its last step, a signal, its budget), the saved state is that after
 a whole number of steps, and resuming gives the same bits as an uninterrupted run.
 """

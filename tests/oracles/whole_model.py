@@ -29,7 +29,7 @@ from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.backprop import StepDropout
+from runtime.methods.mebp import StepDropout
 from runtime.methods.noise import Noise
 
 Row = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens (T+1,) and the scored positions (N,)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from runtime.data.examples import Row
+from runtime.data.loss_mask import Row
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from support.token_rows import make_tokenizer
 

@@ -18,7 +18,7 @@ from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model, Positions
 from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.backprop import Backprop, StepDropout
+from runtime.methods.mebp import Backprop, StepDropout
 from runtime.methods.protocol import StepLoss
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.protocol import Loss

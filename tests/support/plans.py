@@ -12,9 +12,9 @@ from runtime.config.shared import StepConfig
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES
 from runtime.machine.machine import Blas, Heap, Machine
 from runtime.methods.protocol import method as implementation
+from runtime.plan.block_peaks import PeakModel
 from runtime.plan.demand import Demand
 from runtime.plan.lower import Sizes
-from runtime.plan.peak import PeakModel
 from runtime.plan.plan import Plan, Planner, Request
 from runtime.run.budget import EVALUATION
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from runtime.data.examples import Row
+from runtime.data.loss_mask import Row
 from runtime.data.report import DataReport
 from runtime.data.rows import Rows, TokenRows
 from runtime.data.source import READ_ALL, Reading

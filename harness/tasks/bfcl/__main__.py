@@ -58,8 +58,8 @@ def _prepare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(given: Any) -> None:
-    from runtime.data.examples import row_of
     from runtime.data.fields import Completion
+    from runtime.data.loss_mask import row_of
     from runtime.data.text_encoder import load_encoder
 
     encoder = load_encoder(given.bundle)

@@ -30,8 +30,8 @@ from runtime.operations.elementwise import Elementwise
 from runtime.operations.elementwise_kernel import ElementwiseKernel
 from runtime.operations.program import BlockType
 from runtime.operations.values import Shape, T, graph_key, shape_at
+from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower
-from runtime.plan.peak import PeakModel
 from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]

@@ -10,7 +10,7 @@ import pytest
 from support.bundles import Rng
 
 from runtime.arrays.dropout import STEPS, Dropout
-from runtime.methods.backprop import StepDropout
+from runtime.methods.mebp import StepDropout
 from tests.oracles import whole_model as reference
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, chat_encoder, said, scored_texts
 
-from runtime.data.examples import row_of
 from runtime.data.fields import Conversation
+from runtime.data.loss_mask import row_of
 from runtime.data.text_encoder import TextEncoder
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "chat_templates"

@@ -16,8 +16,8 @@ from support.bundles import Rng
 from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, chat_encoder, said, scored_texts
 from support.lengths import at_length
 
-from runtime.data.examples import Row, row_of
 from runtime.data.fields import Conversation
+from runtime.data.loss_mask import Row, row_of
 from runtime.data.text_encoder import TextEncoder
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "trl_templates"

@@ -30,7 +30,7 @@ from support.models import (
 
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import PackedRows, Row
-from runtime.methods.backprop import StepDropout
+from runtime.methods.mebp import StepDropout
 from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
 from runtime.operations.attention import Attention

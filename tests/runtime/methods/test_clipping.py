@@ -19,8 +19,8 @@ from runtime.config.train import TrainConfig
 from runtime.core.errors import DivergedError, UsageError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
-from runtime.methods.backprop import MeBP
 from runtime.methods.clipping import Clipping
+from runtime.methods.mebp import MeBP
 from runtime.plan.demand import Demand
 from runtime.plan.plan import Planner, Request
 from runtime.run import budget

@@ -17,7 +17,7 @@ from support.plans import LINUX, PLENTY, predicted, task_of
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import DTYPES, Adapters
-from runtime.methods.backprop import MeBP, StepDropout
+from runtime.methods.mebp import MeBP, StepDropout
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.forward_only import MOST_LANES
 from runtime.methods.zeroth.mezo import TwoPoint

@@ -23,7 +23,7 @@ DUMMY = '''
 
 from dataclasses import dataclass
 
-from runtime.methods.backprop import Backprop
+from runtime.methods.mebp import Backprop
 from runtime.methods.protocol import StepLoss, StepResult
 from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations

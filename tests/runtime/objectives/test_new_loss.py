@@ -17,7 +17,7 @@ from runtime.config.objectives import OBJECTIVES
 from runtime.core.errors import UsageError
 from runtime.engine.sample import Row, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.backprop import MeBP
+from runtime.methods.mebp import MeBP
 from runtime.methods.noise import Noise
 from runtime.methods.optimizer import Optimizer
 from runtime.methods.zeroth.mezo import TwoPoint

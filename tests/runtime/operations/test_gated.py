@@ -23,9 +23,9 @@ from runtime.operations.gated_kernel import gated, gated_vjp
 from runtime.operations.kernel import Run
 from runtime.operations.program import BlockType, Instruction
 from runtime.operations.values import F32, graph_key
+from runtime.plan.block_peaks import PeakModel
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredModel, Sizes, lower
-from runtime.plan.peak import PeakModel
 from tests.oracles.whole_model import relative_error
 
 CLOSE = 1e-6

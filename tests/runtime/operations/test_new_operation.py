@@ -21,7 +21,7 @@ import ondevice
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
 from runtime.operations.base import WHOLE
-from runtime.plan.peak import PeakModel
+from runtime.plan.block_peaks import PeakModel
 from tests.oracles import whole_model as reference
 
 OPERATION = '''
@@ -127,7 +127,7 @@ import runtime, ondevice, harness
 from runtime.operations.dummy import Scale
 from runtime.methods.adapters import Adapters
 from runtime.engine.sample import Row
-from runtime.plan.peak import PeakModel
+from runtime.plan.block_peaks import PeakModel
 from support.bundles import as_it_lies
 from support.models import mebp, model_of
 from support.plans import demand_of

@@ -20,9 +20,9 @@ from runtime.operations.base import WHOLE, Call
 from runtime.operations.kernel import Run
 from runtime.operations.program import Instruction, Program
 from runtime.operations.values import bytes_at, gradient_of
+from runtime.plan.block_peaks import PeakModel
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, Sizes, lower
-from runtime.plan.peak import PeakModel
 from runtime.storage.weights import Weights
 
 

@@ -18,11 +18,11 @@ from support.plans import Task, demand_of, peak_model_of, task_of
 
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
-from runtime.methods.backprop import StepDropout
+from runtime.methods.mebp import StepDropout
 from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
+from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes
-from runtime.plan.peak import PeakModel
 from runtime.plan.plan import Request
 from runtime.plan.token_tiles import fold, tiled_of
 

@@ -13,8 +13,8 @@ from support.plans import PLENTY, demand_of, predicted, task_of
 from runtime.bundle.store import Bundle
 from runtime.engine.graphs import Graphs
 from runtime.operations.base import WHOLE
+from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower
-from runtime.plan.peak import PeakModel
 from runtime.plan.plan import Plan
 from runtime.run.open import Session
 from runtime.storage.weights import Weights

@@ -22,8 +22,8 @@ from runtime.operations.gated import Gated
 from runtime.operations.linear import Linear, Product
 from runtime.operations.program import Program
 from runtime.operations.tiled import Tiled
+from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower, rows_at_once
-from runtime.plan.peak import PeakModel
 from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
 from tests.oracles import whole_model as reference
 
