@@ -67,10 +67,6 @@ OTHER_MEANING = {
 UNSEEDED = {
     ("tests/conftest.py", "secrets.randbits(32)"): "the seed fixture itself",
     (
-        "tests/oracles/estimators.py",
-        "mx.random.normal(shape, key=key_of(self.seed, 'pool', j, name))",
-    ): "by the key of a training's seed",
-    (
         "tests/oracles/whole_model.py",
         "mx.random.split(mx.array([key >> 32, last], mx.uint32), math.ceil(columns / 4))",
     ): "by the key of a training's seed",
