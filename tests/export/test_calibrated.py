@@ -164,7 +164,7 @@ def test_few_data_are_said(tmp_path: Path, folder: Path) -> None:
     [
         ({"eight_bit": "wrong_name"}, UsageError, "--eight-bit wrong_name: .* it has .*k_proj"),
         ({"bits": 16, "calibrate": "random:0"}, UsageError, "--calibrate: nothing .*--bits 16"),
-        ({"calibrate": "no/where"}, DataError, "no data at"),
+        ({"calibrate": "/no/where"}, DataError, "no data at /no/where"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
