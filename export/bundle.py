@@ -17,7 +17,7 @@ import msgspec
 
 from export.config.export import ExportConfig
 from export.cut.model import Cut, cut_model
-from export.graph_files import no_progress, set_device, write_graphs
+from export.graph_files import set_device, write_graphs
 from export.original import Original
 from export.passes.engine import ExportEngine
 from export.recipe import linear_names, stored_bytes, stored_forms
@@ -30,7 +30,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from runtime.bundle.trusted import trust_graphs
 from runtime.core.errors import StorageError
-from runtime.core.notes import Progress
+from runtime.core.notes import Progress, no_progress
 from runtime.core.version import __version__
 from runtime.storage.row_weights import float_tables
 

@@ -19,12 +19,8 @@ from runtime.bundle.store import GRAPHS
 from runtime.bundle.traced import RECORD, TracedGraphs, check_programs, traced_bytes
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import fsync_path, sha256_file, storage_errors, write_atomic
-from runtime.core.notes import Progress
+from runtime.core.notes import Progress, no_progress
 from runtime.operations.values import DECODED_TOKENS, graph_key
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """A progress callback that shows nothing."""
 
 
 def set_device(name: str) -> str:

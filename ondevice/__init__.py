@@ -3,8 +3,8 @@
 `export_bundle`, `open_bundle`, `plan`, `train`, `resume`, `evaluate`, `compare_with_source`,
 `generate`, `chat`, `adapter` and `fuse` work as the commands do. The options, with the same
 defaults, are in the command's configuration, such as `TrainConfig`. Errors are those of
-`runtime.core.errors`. Importing this package loads nothing heavy, no MLX and no NumPy: a name is
-loaded when it is first used.
+`ondevice.errors`. Importing this package loads nothing heavy, no MLX and no NumPy: a name is loaded
+when it is first used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from runtime.core.version import __version__
 if TYPE_CHECKING:
     from export.config.export import ExportConfig
     from export.config.fuse import AdapterConfig, FuseConfig
+    from ondevice import errors
     from ondevice.api.bundles import ExportResult, export_bundle, open_bundle
     from ondevice.api.conversation import Conversation, chat
     from ondevice.api.converting import AdapterResult, adapter
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from runtime.config.evaluate import EvalConfig
     from runtime.config.generate import ChatConfig, GenerateConfig
     from runtime.config.train import PlanConfig, TrainConfig
-    from runtime.core import errors
     from runtime.plan.plan import Plan
     from runtime.run.results import Evaluation, EvaluationResult, Generation, Step, TrainResult
 
@@ -100,7 +100,7 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used."""
     if name == "errors":
-        return import_module("runtime.core.errors")
+        return import_module("ondevice.errors")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_PLACES[name]), name)

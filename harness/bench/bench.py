@@ -22,10 +22,10 @@ from harness.config.bench import BenchConfig
 from harness.measure.bundles import check_models
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
-from harness.measure.repeats import Note
 from harness.report.chart import standalone
 from runtime.core.errors import InterruptedRunError, UsageError
 from runtime.core.files import storage_errors, write_atomic
+from runtime.core.notes import Note
 from runtime.core.units import format_bytes
 
 # where each benchmark stands in this package; it is imported when it is named, or listed

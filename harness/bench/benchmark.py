@@ -20,11 +20,12 @@ from harness.bench.published import Publication
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of, smallest_megabytes
 from harness.measure.provenance import memory_bytes
-from harness.measure.repeats import Note, Outcome, Process, figures, in_turn, reason
+from harness.measure.repeats import Outcome, Process, figures, in_turn, reason
 from harness.measure.training import measure_training
 from harness.report.chart import Chart
 from harness.report.table import Table
 from runtime.core.errors import OnDeviceError
+from runtime.core.notes import Note
 
 Row = dict[str, Any]
 Cells = tuple[str, ...]  # the cells of a table

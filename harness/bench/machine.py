@@ -53,7 +53,6 @@ FEATURES = (
     "share_of_kept",
 )
 KEPT = ("step_s", "peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_bytes", "budget_bytes")
-Features = dict[str, float]
 
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:

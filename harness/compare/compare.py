@@ -50,6 +50,7 @@ from runtime.core.errors import (
     UsageError,
 )
 from runtime.core.files import write_atomic
+from runtime.core.notes import Note
 from runtime.data.hub import hub_dataset
 from runtime.data.source import split_file
 from runtime.run.budget import training
@@ -58,7 +59,6 @@ from runtime.run.lora import to_train
 PROFILE_STEPS = 3  # in a run of their own, as profiling slows a step down
 MOST_RISE = 1.1  # times the loss before training: a run that is above it is stopped
 ASIDE, REASON, DIVERGED = ".aside", "aside.json", ".diverged.json"
-Note = Callable[[str], None]
 Measure = Callable[[Mapping[str, object], Path], dict[str, Any]]
 
 

@@ -42,7 +42,13 @@ def open_folder(folder: Path, config: CompareConfig) -> None:
         UsageError: it holds a comparison with other settings, or other files.
     """
     if (folder / CONFIG).exists():
-        known = replace(load(CompareConfig, folder / CONFIG, {}), output=config.output)
+        try:
+            known = replace(load(CompareConfig, folder / CONFIG, {}), output=config.output)
+        except UsageError as problem:
+            raise UsageError(
+                f"{folder / CONFIG}: {problem}; if another version of ondevice began this "
+                "comparison, go on with that one, or choose another -o"
+            ) from None
         if different := _different(known, config):
             raise UsageError(
                 f"{folder} holds a comparison with other settings: {', '.join(different)}; give "

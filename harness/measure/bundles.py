@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 from export.sources.random import PRESETS
 from harness.measure.command import flag, ondevice
-from harness.measure.repeats import Note
 from runtime.bundle.store import MANIFEST, Bundle, open_bundle
 from runtime.core.errors import UsageError
+from runtime.core.notes import Note
 
 _FREE = {"source", "output", "seq_lens", "device", "force"}  # settings that do not change weights
 PROCESSES_DIFFER_BYTES = 300_000  # a benchmark's process may take more than that of `ondevice plan`

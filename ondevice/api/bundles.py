@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from export.config.export import ExportConfig
-from ondevice.api.process import Note, Progress, hearing, prepare, silent
+from ondevice.api.process import hearing, prepare
 from runtime.bundle import store
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
-from runtime.core.notes import warning
+from runtime.core.notes import Note, Progress, no_progress, warning
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ def open_bundle(path: str | Path) -> Bundle:
 
 
 def export_bundle(
-    config: ExportConfig, *, on_progress: Progress = silent, on_note: Note | None = None
+    config: ExportConfig, *, on_progress: Progress = no_progress, on_note: Note | None = None
 ) -> ExportResult:
     """Convert a checkpoint to a bundle, as `ondevice export` does.
 

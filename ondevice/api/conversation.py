@@ -7,9 +7,10 @@ from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ondevice.api.process import Note, hearing, prepare, refuse_threads
+from ondevice.api.process import hearing, prepare, refuse_threads
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
+from runtime.core.notes import Note
 
 if TYPE_CHECKING:
     from runtime.run.chat import Chat

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 
 from export.config.fuse import AdapterConfig
-from ondevice.api.process import Note, hearing, prepare
+from ondevice.api.process import hearing, prepare
 from runtime.adapters.lora import LoraSettings
+from runtime.core.notes import Note
 
 
 class AdapterResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from export.config.fuse import FuseConfig
-from ondevice.api.process import Note, Progress, hearing, prepare, silent
+from ondevice.api.process import hearing, prepare
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
-from runtime.core.notes import warning
+from runtime.core.notes import Note, Progress, no_progress, warning
 
 if TYPE_CHECKING:
     from export.fused.model import FusedCheckpoint, LowRank
@@ -46,7 +46,7 @@ class FuseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fuse(
-    config: FuseConfig, *, on_progress: Progress = silent, on_note: Note | None = None
+    config: FuseConfig, *, on_progress: Progress = no_progress, on_note: Note | None = None
 ) -> FuseResult:
     """Add an adapter to the weights of its bundle, as `ondevice fuse` does.
 

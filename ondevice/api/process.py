@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
 
 from runtime.core.errors import UsageError
-from runtime.core.notes import warned_of
-
-Note = Callable[[str], None]
-Progress = Callable[[str, int, int], None]
-
-
-def silent(task: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+from runtime.core.notes import Note, warned_of
 
 
 def hearing(on_note: Note | None) -> Note:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.api.process import Note, Progress, hearing, prepare, silent
+from ondevice.api.process import hearing, prepare
 from runtime.config.train import PlanConfig, TrainConfig
+from runtime.core.notes import Note, Progress, no_progress
 
 if TYPE_CHECKING:
     from runtime.plan.plan import Plan
@@ -37,7 +38,7 @@ def train(
     *,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
-    on_progress: Progress = silent,
+    on_progress: Progress = no_progress,
     on_plan: OnPlan | None = None,
     on_note: Note | None = None,
 ) -> TrainResult:
@@ -72,7 +73,7 @@ def resume(
     device: str | None = None,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
-    on_progress: Progress = silent,
+    on_progress: Progress = no_progress,
     on_plan: OnPlan | None = None,
     on_note: Note | None = None,
 ) -> TrainResult:

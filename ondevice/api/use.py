@@ -8,18 +8,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.api.process import Note, Progress, hearing, prepare, silent
+from ondevice.api.process import hearing, prepare
 from runtime.bundle.manifest import Quality
 from runtime.config.evaluate import EvalConfig
 from runtime.config.generate import GenerateConfig
 from runtime.core.errors import BundleError, UsageError
+from runtime.core.notes import Note, Progress, no_progress
 
 if TYPE_CHECKING:
     from runtime.run.results import EvaluationResult, Generation
 
 
 def evaluate(
-    config: EvalConfig, *, on_progress: Progress = silent, on_note: Note | None = None
+    config: EvalConfig, *, on_progress: Progress = no_progress, on_note: Note | None = None
 ) -> EvaluationResult:
     """Measure the loss or labels of a bundle, with or without an adapter, as `ondevice eval` does.
 
@@ -46,7 +47,7 @@ def evaluate(
 
 
 def compare_with_source(
-    config: EvalConfig, *, on_progress: Progress = silent, on_note: Note | None = None
+    config: EvalConfig, *, on_progress: Progress = no_progress, on_note: Note | None = None
 ) -> Quality:
     """Measure how far a bundle's predictions are from those of the checkpoint it was exported from.
 

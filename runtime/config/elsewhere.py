@@ -101,7 +101,18 @@ _STEPS = (
     "them; give --steps (`ondevice data` counts rows)"
 )
 
+_NO_RELIEF = "it was removed: no heap memory is given back near the predicted peak; leave it out"
+_NO_METHOD = "its method was removed; ondevice train --help lists the methods that there are"
+
 ADVICE = {  # flags with no counterpart: the way to the same end
+    **dict.fromkeys(("--heap-relief", "--no-heap-relief"), _NO_RELIEF),
+    **dict.fromkeys(
+        (
+            *("--lozo-rank", "--lozo-interval", "--lozo-momentum", "--muon-rank"),
+            *("--muon-interval", "--cone-angle", "--cone-decay"),
+        ),
+        _NO_METHOD,
+    ),
     **dict.fromkeys(("--dora", "--use-dora"), _DORA),
     **dict.fromkeys(("--num-train-epochs", "--num-epochs", "--epochs"), _STEPS),
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",

@@ -30,7 +30,7 @@ _AVERAGING = ("zo_optimizer", "zo_window")
 _SCALING = ("zo_scaling", "zo_scaled", "zo_scaling_interval")
 
 METHODS: dict[str, Method] = {
-    "mebp": Method("runtime.methods.mebp"),
+    "mebp": Method("runtime.methods.mebp", ("objective",)),
     "mezo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, *_AVERAGING, *_SCALING)),
     "fzoo": Method("runtime.methods.zeroth.fzoo", _PERTURBING, queries=8, noise="rademacher"),
     "kzoo": Method("runtime.methods.zeroth.kzoo", (*_PERTURBING, "seed_pool"), queries=4),
@@ -38,6 +38,9 @@ METHODS: dict[str, Method] = {
     "hizoo": Method("runtime.methods.zeroth.hizoo", (*_PERTURBING, "hessian_smoothing")),
     "zo-act": Method("runtime.methods.zeroth.zo_act", (*_PERTURBING, *_AVERAGING)),
 }
+
+REMOVED_METHODS = ("lozo", "meazo", "conmezo", "grzo", "zo-muon")
+"""Methods of earlier versions, whose runs may still be named."""
 
 USUAL = ("mebp", "mezo")
 """The methods of comparisons and benchmarks where none are named."""

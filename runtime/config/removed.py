@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config.base import from_values, read_values
+from runtime.config.methods import REMOVED_METHODS
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 
 # options without which a run goes on to the same bits, and the effect that is gone
 OPTIONS = {"heap_relief": "no heap memory is given back near the predicted peak"}
-METHODS = ("lozo", "meazo", "conmezo", "grzo", "zo-muon")  # a run of one cannot go on
 
 
 def load_run(
@@ -24,7 +24,7 @@ def load_run(
         UsageError: the run's method was removed, or as `load`.
     """
     values = read_values(file)
-    if (name := values.get("method")) in METHODS:
+    if (name := values.get("method")) in REMOVED_METHODS:
         raise UsageError(
             f"{file}: the method {name} was removed; go on with the version of ondevice that began "
             "this run, or begin another with one of the methods in ondevice train --help"

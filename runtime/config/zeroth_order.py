@@ -33,12 +33,13 @@ class ZerothOrderOptions(Config):
     )
     objective: str | None = choice(
         None,
-        "what such a method improves: the loss (the default), or without any gradient the share of "
+        "what training improves: the loss (the default), or without any gradient the share of "
         "scored tokens that are the most likely (accuracy), of rows whose scored tokens all are "
         "(exact), or of rows whose answer begins with the most likely of all labels, which are the "
-        "first tokens of the training rows' answers (labels); shares need large batches",
+        "first tokens of the training rows' answers (labels); shares are for zeroth-order methods, "
+        "and need large batches",
         *OBJECTIVES,
-        group=Group.ZEROTH_ORDER,
+        group=Group.TRAINING,
     )
     zo_optimizer: str | None = choice(
         None,

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+Note = Callable[[str], None]
+"""Receives a line for people."""
+
 Progress = Callable[[str, int, int], None]
 """Receives the name of the work, how much of it is done, and how much there is in all."""
+
+
+def silent(text: str) -> None:
+    """A receiver of notes that shows nothing."""
+
+
+def no_progress(work: str, done: int, total: int) -> None:
+    """A receiver of progress that shows nothing."""
+
 
 _WARNING = "ondevice: warning: "
 

@@ -63,7 +63,7 @@ class StepResult:
     skipped: int = 0
     record: list[Any] | None = None
     gradient_norm: float | None = None
-    shown: Mapping[str, float] = field(default_factory=dict)
+    shown: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ApplyGradients(Protocol):
@@ -73,6 +73,10 @@ class ApplyGradients(Protocol):
 
 
 Models = Callable[[int], Model]  # of the smallest sequence bucket that holds so many tokens
+
+
+TRAJECTORY = "trajectory.jsonl"
+"""The log, in a run's folder, of a method that keeps one."""
 
 
 class Method(Protocol):

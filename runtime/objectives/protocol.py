@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import ClassVar, Protocol, TypeVar, cast
 
@@ -42,7 +43,7 @@ class Scored:
     head: HeadResult
     loras: Loras
 
-    @property
+    @cached_property
     def cross_entropy(self) -> float:
         """Summed over the scored positions."""
         return float(self.head.loss.sum().item())  # type: ignore[arg-type]

@@ -133,6 +133,8 @@ def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
 def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
     """As `machine_for`, with the libraries that the configuration's method loads."""
     method(config.method)
+    if config.trains_prefix:
+        from runtime.methods import first_prefix  # noqa: F401 - other runs need not load it
     if config.trains_all:
         from runtime.methods.full.run_weights import load
 

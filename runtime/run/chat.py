@@ -9,7 +9,7 @@ from types import TracebackType
 
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
-from runtime.core.notes import warning
+from runtime.core.notes import Note, silent, warning
 from runtime.machine.footprint import Meter
 from runtime.run.budget import check_budget
 from runtime.run.generate import (
@@ -25,7 +25,6 @@ from runtime.run.generate import (
 from runtime.run.lora import to_apply
 from runtime.run.open import open_checked
 from runtime.run.results import Generation
-from runtime.run.traced_graphs import Note, silent
 
 
 class Chat:

@@ -28,7 +28,7 @@ import msgspec
 
 from runtime.adapters.mlx_lm import CONFIG as ADAPTER_CONFIG
 from runtime.adapters.mlx_lm import WEIGHTS
-from runtime.config.removed import load_run
+from runtime.config.base import read_values
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import (
@@ -44,8 +44,7 @@ from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
 from runtime.methods.adapter_files import AdapterFiles
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Method
-from runtime.methods.zeroth.log_header import TRAJECTORY
+from runtime.methods.protocol import TRAJECTORY, Method
 from runtime.run.results import Evaluation, read_steps
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
@@ -451,7 +450,7 @@ def bundle_of(path: Path) -> str:
             "--bundle BUNDLE"
         )
     RunFolder(run).check(CONFIG)
-    bundle = load_run(run / CONFIG, {}).bundle
+    bundle = str(read_values(run / CONFIG).get("bundle", ""))
     if not Path(bundle).exists():
         raise UsageError(
             f"{bundle}, the bundle that {run} was trained from, is not there; if it was moved, "

@@ -15,7 +15,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.generate import GenerateConfig, GenerationConfig
 from runtime.core.errors import UsageError
-from runtime.core.notes import warning
+from runtime.core.notes import Note, silent, warning
 from runtime.data.pieces import read_pieces
 from runtime.data.prompts import Prompt, confined_prompt
 from runtime.machine.cgroup import memory_limit_bytes
@@ -28,7 +28,6 @@ from runtime.run.lora import to_apply
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.results import Generation
 from runtime.run.sampling import Sampling
-from runtime.run.traced_graphs import Note, silent
 
 BUDGET_BYTES = 1_000_000_000  # where no budget is given
 SHOWN_BEFORE = 16  # tokens of a prompt with which its continuation is turned into text

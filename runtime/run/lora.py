@@ -18,9 +18,8 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.shared import USUAL_PREFIX, StepConfig
 from runtime.core.errors import UsageError
-from runtime.core.notes import warning
+from runtime.core.notes import Note, warning
 from runtime.methods.adapters import lora_of
-from runtime.run.traced_graphs import Note
 
 C = TypeVar("C", bound=StepConfig)
 FLAGS = {

@@ -11,13 +11,14 @@ from runtime.arrays.profile import Profile
 from runtime.arrays.tiles import ReadyTile
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle, open_bundle
+from runtime.core.notes import Note, silent
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.machine.backend import limit_memory, use_device
 from runtime.machine.glibc import place_values, trim_heap
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
-from runtime.run.traced_graphs import Note, silent, with_graphs
+from runtime.run.traced_graphs import with_graphs
 from runtime.storage.weights import Weights
 
 

@@ -93,8 +93,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     accuracy: the share of scored tokens that are the most likely.
     exact: the share of rows of which all scored tokens are.
     step: for the evaluation after training, the steps that came before it.
-    trained_loss, objective, label_accuracy: means of further objectives that were measured: of a
-    loss, of a share of right answers, and of rows whose right label is the most likely.
+    label_accuracy: of the task labels, the share of rows whose right label is the most likely.
     """
 
     loss: float | None
@@ -105,8 +104,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scored_tokens: int
     rows: int
     step: int | None = None
-    trained_loss: float | None = None
-    objective: float | None = None
     label_accuracy: float | None = None
 
 

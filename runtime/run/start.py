@@ -16,7 +16,7 @@ from runtime.config.shared import StepConfig
 from runtime.config.train import PlanConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
-from runtime.core.notes import warning
+from runtime.core.notes import Note, warning
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
 from runtime.data.samples import Samples
@@ -30,7 +30,7 @@ from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.lora import to_resume, to_train
 from runtime.run.open import Session, open_checked, open_session
 from runtime.run.results import Events, TrainResult
-from runtime.run.traced_graphs import Note, with_graphs
+from runtime.run.traced_graphs import with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer, learning_rate
 from runtime.storage.saves import CONFIG, State, another_run

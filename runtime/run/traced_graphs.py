@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from runtime.bundle.traced import RECORD, read_traced
 from runtime.bundle.trusted import are_trusted
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
+from runtime.core.notes import Note, silent
 from runtime.core.paths import cache_folder, is_mine
 from runtime.core.version import __version__
 from runtime.data.limits import Limits
@@ -38,12 +38,6 @@ TRACING_S = 600  # of the CPU; a model of 4B takes 2 s for each sequence bucket
 # of address space, where 0.5 GiB is usual; a GPU's driver reserves far more of it than it uses
 TRACING_BYTES = {"cpu": 4 << 30, "gpu": 1 << 40}
 DTYPE = "float32"  # of the arrays that graphs take and return
-
-Note = Callable[[str], None]
-
-
-def silent(text: str) -> None:
-    """A note that nobody reads."""
 
 
 def with_graphs(bundle: Bundle, device: str = "auto", note: Note = silent) -> Bundle:

@@ -251,9 +251,6 @@ class Trainer:
         self.done += 1
         seconds = time.perf_counter() - start
         self.seconds += seconds
-        learned = None
-        if "objective" in result.shown:  # a share: in some steps it stays as it is
-            learned = result.record is not None and any(result.record[1] or ())
         step = Step(
             number=self.done,
             loss=_finite(loss),
@@ -266,7 +263,6 @@ class Trainer:
             peak_footprint_bytes=self.meter.peak_bytes,
             peak_rss_bytes=self.meter.peak_rss_bytes,
             skipped=result.skipped > 0,
-            learned=learned,
             gradient_norm=None if result.gradient_norm is None else _finite(result.gradient_norm),
             **result.shown,
         )

@@ -17,7 +17,6 @@ import msgspec
 from runtime.adapters.lora import LoraSettings
 from runtime.methods.noise import KINDS
 
-TRAJECTORY = "trajectory.jsonl"  # the log's name in a run
 FORMAT = "ondevice-trajectory-1"
 REQUIRED = ("seed", "noise", "weight_decay", "weights_sha256", "initial_sha256")
 COMMON = (*REQUIRED, "lora", "format")

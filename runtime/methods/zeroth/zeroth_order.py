@@ -233,9 +233,12 @@ class ZerothOrder:
             return StepResult(mean, passes, self.skipped, [rate, None])
         self.skipped = 0
         shown = self.objective.shown(sum(means.values()) / len(means))
-        if isinstance(self.objective, Loss):  # a share of right answers often stays as it is
+        is_share = not isinstance(self.objective, Loss)  # which often stays as it is
+        if not is_share:
             self._check_moved(means)
         gradients = self.estimator.gradients(means, self.epsilon)
+        if is_share:
+            shown["learned"] = any(gradients)
         extras = (*measured.extras, *self.estimator.extras(means, self.epsilon))
         update = Update(number, rate, gradients, self.weight_decay, extras)
         self._pending = True

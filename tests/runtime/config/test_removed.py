@@ -42,6 +42,6 @@ def test_what_a_user_writes_is_refused(file: Path) -> None:
 def test_a_run_of_a_method_that_was_removed_cannot_go_on(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removed, "METHODS", (CONFIG.method,))
+    monkeypatch.setattr(removed, "REMOVED_METHODS", (CONFIG.method,))
     with pytest.raises(UsageError, match=f"the method {CONFIG.method} was removed; go on with"):
         load_run(file, {})
