@@ -169,8 +169,8 @@ def to_text(report: Mapping[str, Any]) -> str:
 def command(config: BenchConfig) -> str:
     """The command line of a configuration, without defaults and without paths of this machine."""
     words = ["ondevice", "bench", config.name]
-    for one in fields(config):
-        value = getattr(config, one.name)
-        if one.name not in (*LOCAL, config.positional) and value != one.default:
-            words.append(flag(one.name, value))
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name not in (*LOCAL, config.positional) and value != option.default:
+            words.append(flag(option.name, value))
     return shlex.join(words)

@@ -55,7 +55,13 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     outcomes = bench.in_turn(bundle, length, variants, _choices)
     measured = [measured_variant(variant, outcome) for variant, outcome in outcomes.items()]
     compared = {
-        method: compare([one for one in measured if one["method"] == method and one["processes"]])
+        method: compare(
+            [
+                variant
+                for variant in measured
+                if variant["method"] == method and variant["processes"]
+            ]
+        )
         for method in USUAL
     }
     notes = [note for method, result in compared.items() for note in _notes(method, result)]
@@ -74,8 +80,8 @@ def _choices(summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _budget(one: Mapping[str, Any]) -> int:
-    return int(one["processes"][0]["budget_bytes"])
+def _budget(variant: Mapping[str, Any]) -> int:
+    return int(variant["processes"][0]["budget_bytes"])
 
 
 def compare(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -98,26 +104,26 @@ def compare(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _plan(one: Mapping[str, Any]) -> Any:
-    return one["processes"][0]["choices"]
+def _plan(variant: Mapping[str, Any]) -> Any:
+    return variant["processes"][0]["choices"]
 
 
-def _notes(method: str, found: Mapping[str, Any]) -> Iterator[str]:
-    if found["budgets"] < 2:
+def _notes(method: str, comparison: Mapping[str, Any]) -> Iterator[str]:
+    if comparison["budgets"] < 2:
         return
     yield (
-        f"{method}: a step of the smallest of {found['budgets']} budgets takes "
-        f"{times(found['first_over_last'])} of one of the largest"
+        f"{method}: a step of the smallest of {comparison['budgets']} budgets takes "
+        f"{times(comparison['first_over_last'])} of one of the largest"
     )
-    if not found["rises"]:
+    if not comparison["rises"]:
         yield f"{method}: time never rises beyond the spread"
-    for rise in found["rises"]:
+    for rise in comparison["rises"]:
         yield (
             f"{method}: TIME RISES beyond the spread from {rise['from_bytes'] / 1e6:.0f} MB to "
             f"{rise['to_bytes'] / 1e6:.0f} MB, {times(rise['ratio'])}"
         )
-    if found["noise"] is not None:
-        yield f"{method}: the same plan twice differs by up to {times(found['noise'])}: noise"
+    if comparison["noise"] is not None:
+        yield f"{method}: the same plan twice differs by up to {times(comparison['noise'])}: noise"
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
@@ -127,11 +133,15 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 def _differing(variants: Sequence[Mapping[str, Any]]) -> set[str]:
     """The choices that differ between the budgets of a method."""
-    found: set[str] = set()
-    for method in {one["method"] for one in variants}:
-        plans = [_plan(one) for one in variants if one["method"] == method and one["processes"]]
-        found |= {key for plan in plans for key in plan if plan[key] != plans[0].get(key)}
-    return found
+    differing: set[str] = set()
+    for method in {variant["method"] for variant in variants}:
+        plans = [
+            _plan(variant)
+            for variant in variants
+            if variant["method"] == method and variant["processes"]
+        ]
+        differing |= {key for plan in plans for key in plan if plan[key] != plans[0].get(key)}
+    return differing
 
 
 def _cells(row: Row, variant: Mapping[str, Any]) -> Cells:
@@ -154,9 +164,9 @@ def _pictures(rows: Sequence[Row]) -> Mapping[str, list[Chart]]:
     drawn = {}
     for row in rows:
         measured: dict[str, list[dict[str, Any]]] = {}
-        for one in row.get("variants", ()):
-            if one["processes"]:
-                measured.setdefault(one["method"], []).append(one)
+        for variant in row.get("variants", ()):
+            if variant["processes"]:
+                measured.setdefault(variant["method"], []).append(variant)
         if measured:
             drawn[f"{row['model']}-{row['tokens']}"] = [_chart(measured)]
     return drawn
@@ -167,8 +177,8 @@ def _chart(measured: Mapping[str, Sequence[dict[str, Any]]]) -> Chart:
     lines = []
     for index, (name, variants) in enumerate(measured.items()):
         rising = sorted(variants, key=_budget)
-        times = [one["step_s"] for one in rising]
-        points = [(_budget(one) / 1e6, one["step_s"]["median"]) for one in rising]
+        times = [variant["step_s"] for variant in rising]
+        points = [(_budget(variant) / 1e6, variant["step_s"]["median"]) for variant in rising]
         ranges = [(time["low"], time["high"]) for time in times]
         lines.append(Line(name, index, points, marked=True, ranges=ranges))
     return Chart(

@@ -50,14 +50,14 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 def _cells(row: Row) -> dict[str, tuple[str, str]]:
     """For each method the footprint under the smallest budget, and the time under the large one."""
-    found: dict[str, dict[str, str]] = {}
-    for one in row.get("variants", ()):
-        cells = found.setdefault(one["method"], {"peak": "-", "time": "-"})
-        if one["budget"] == SMALL:
-            cells["peak"] = megabytes(one["peak_footprint_bytes"])
-        elif one["step_s"] is not None:
-            cells["time"] = seconds(one["step_s"]["median"])
-    return {method: (cells["peak"], cells["time"]) for method, cells in found.items()}
+    by_method: dict[str, dict[str, str]] = {}
+    for variant in row.get("variants", ()):
+        cells = by_method.setdefault(variant["method"], {"peak": "-", "time": "-"})
+        if variant["budget"] == SMALL:
+            cells["peak"] = megabytes(variant["peak_footprint_bytes"])
+        elif variant["step_s"] is not None:
+            cells["time"] = seconds(variant["step_s"]["median"])
+    return {method: (cells["peak"], cells["time"]) for method, cells in by_method.items()}
 
 
 def markdown(report: Mapping[str, Any]) -> str:

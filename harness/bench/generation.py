@@ -66,12 +66,12 @@ def _rows(bench: Bench) -> Iterator[Row]:
         **row,
         "prompt_tokens": len(prompt),
         "threads": cores(),
-        "variants": [_figures(name, one, ours) for name, one in outcomes.items()],
+        "variants": [_figures(name, outcome, ours) for name, outcome in outcomes.items()],
         "notes": [
             f"NOT ALONE: other programs kept {process['other_cores']:.2f} cores busy while {name} "
             "ran; measure again on an idle machine"
-            for name, one in outcomes.items()
-            for process in one.processes
+            for name, outcome in outcomes.items()
+            for process in outcome.processes
             if (process["other_cores"] or 0) > BUSY_CORES
         ],
     }
@@ -98,9 +98,13 @@ def _ours(bundle: Path, budget: str) -> Process:
     """`ondevice generate`, as a user starts it."""
     flags = (f"--prompt={PROMPT}", f"--max-tokens={MAX_TOKENS}", f"--budget={budget}", "--json")
     with environment(cores(), as_it_comes=False), other_load() as others:
-        found: Process = json.loads(ondevice("generate", str(bundle), *flags))
+        generated: Process = json.loads(ondevice("generate", str(bundle), *flags))
     kept = ("tokens_per_s", "prompt_tokens_per_s", "peak_footprint_bytes", "predicted_peak_bytes")
-    return {**{key: found[key] for key in kept}, "text": found["text"], "other_cores": others.cores}
+    return {
+        **{key: generated[key] for key in kept},
+        "text": generated["text"],
+        "other_cores": others.cores,
+    }
 
 
 def _peer(tokens: Path, scratch: Path, python: str, name: str, **options: object) -> Process:
@@ -109,10 +113,10 @@ def _peer(tokens: Path, scratch: Path, python: str, name: str, **options: object
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
     with environment(cores(), as_it_comes=False), other_load() as others:
-        found = run_peer(
+        measured = run_peer(
             [python, "-P", "-m", "harness.peers.generator", str(result), name, *flags], result
         )
-    return {**found, "other_cores": others.cores}
+    return {**measured, "other_cores": others.cores}
 
 
 def _figures(name: str, outcome: Outcome, ours: Outcome) -> dict[str, Any]:
@@ -120,13 +124,13 @@ def _figures(name: str, outcome: Outcome, ours: Outcome) -> dict[str, Any]:
     processes = outcome.processes
 
     def ratio(key: str) -> dict[str, float] | None:
-        return turn_ratio(outcome, ours, lambda one: one[key])
+        return turn_ratio(outcome, ours, lambda process: process[key])
 
     return {
         "name": name,
         "failed": outcome.failed,
-        "tokens_per_s": spread([one["tokens_per_s"] for one in processes]),
-        "prompt_tokens_per_s": spread([one["prompt_tokens_per_s"] for one in processes]),
+        "tokens_per_s": spread([process["tokens_per_s"] for process in processes]),
+        "prompt_tokens_per_s": spread([process["prompt_tokens_per_s"] for process in processes]),
         "peak_footprint_bytes": most(outcome, "peak_footprint_bytes"),
         "speed_ratio": ratio("tokens_per_s"),
         "peak_ratio": ratio("peak_footprint_bytes"),
@@ -141,15 +145,15 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
     )  # fmt: skip
     lines: list[Cells] = [head]
     for row in rows:
-        for one in row.get("variants", ()):
+        for variant in row.get("variants", ()):
             lines.append(
                 (
-                    one["name"],
-                    *around(one["tokens_per_s"], _short),
-                    *around(one["prompt_tokens_per_s"], _short),
-                    megabytes(one["peak_footprint_bytes"]),
-                    *around(one["speed_ratio"], _short),
-                    *around(one["peak_ratio"], _short),
+                    variant["name"],
+                    *around(variant["tokens_per_s"], _short),
+                    *around(variant["prompt_tokens_per_s"], _short),
+                    megabytes(variant["peak_footprint_bytes"]),
+                    *around(variant["speed_ratio"], _short),
+                    *around(variant["peak_ratio"], _short),
                 )
             )
         if row["failed"]:

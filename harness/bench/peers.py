@@ -63,14 +63,14 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     for outcome in outcomes.values():
         if outcome.failed:
             outcome.failed = _without_paths(outcome.failed, python)
-    found = [_figures(name, outcomes) for name in names]
+    variants = [_figures(name, outcomes) for name in names]
     return {
         "budget": setup.budget,
         "threads": setup.threads,
         "lora": {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"},
         "inherited": inherited(),
-        "variants": found,
-        "notes": notes(found, inherited()),
+        "variants": variants,
+        "notes": notes(variants, inherited()),
     }
 
 
@@ -100,11 +100,11 @@ def _figures(name: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
         **figures(outcome),
         "training_peak_bytes": most(outcome, "training_peak_bytes"),
         "time_ratio": time_ratio(compared, outcome),
-        "peak_ratio": turn_ratio(compared, outcome, lambda one: one["training_peak_bytes"]),
+        "peak_ratio": turn_ratio(compared, outcome, lambda process: process["training_peak_bytes"]),
     }
 
 
-def notes(found: Sequence[dict[str, Any]], set_before: dict[str, str]) -> list[str]:
+def notes(variants: Sequence[dict[str, Any]], set_before: dict[str, str]) -> list[str]:
     """Notes below the table, for what the figures do not show."""
     texts = [
         f"NOT OUR CHOICE: {name}={value} was set in the environment and ours ran with it; unset it "
@@ -112,13 +112,13 @@ def notes(found: Sequence[dict[str, Any]], set_before: dict[str, str]) -> list[s
         for name, value in set_before.items()
     ]
     trained = {}
-    for one in found:
-        name, processes = one["name"], one["processes"]
+    for variant in variants:
+        name, processes = variant["name"], variant["processes"]
         if not processes:
             continue
         first = processes[0]
         trained[name] = first["trainable_parameters"]
-        texts.append(f"{name}: {one['what']}, threads {first['threads']}, BLAS {first['blas']}")
+        texts.append(f"{name}: {variant['what']}, threads {first['threads']}, BLAS {first['blas']}")
         if not first["warm_up_steps"]:
             texts.append(f"{name} ran a single step, whose time includes the warm-up")
         for turn, process in enumerate(processes, start=1):

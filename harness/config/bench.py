@@ -40,8 +40,8 @@ def _are_lengths(text: str) -> bool:
 
 def times_smallest(budget: str) -> float | None:
     """The factor of "min" or "2xmin", the smallest budget that fits; None for a size."""
-    found = _SMALLEST.fullmatch(budget)
-    return float(found["times"] or 1) if found else None
+    match = _SMALLEST.fullmatch(budget)
+    return float(match["times"] or 1) if match else None
 
 
 MODEL_NAMES = Check(_once, "names, each once")

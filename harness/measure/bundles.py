@@ -52,11 +52,11 @@ def bundle_of(
     buckets = set(lengths)
     force = (path / MANIFEST).is_file()
     if force:
-        found = open_bundle(path)
-        _check(found, model, settings)
-        if buckets <= {*found.manifest.buckets}:
+        bundle = open_bundle(path)
+        _check(bundle, model, settings)
+        if buckets <= {*bundle.manifest.buckets}:
             return path
-        buckets |= {*found.manifest.buckets}
+        buckets |= {*bundle.manifest.buckets}
     note(f"exporting {path} for {', '.join(map(str, sorted(buckets)))} tokens")
     flags = ["--seq-lens", ",".join(map(str, sorted(buckets))), *(["--force"] if force else [])]
     flags += [flag(name, value) for name, value in settings.items()]
@@ -73,8 +73,8 @@ def smallest_megabytes(bundle: Path, method: str, length: int) -> int:
 
 def _check(bundle: Bundle, model: str, settings: Mapping[str, str]) -> None:
     origin = bundle.manifest.provenance
-    found = origin.get("settings", {})
-    known = {key: str(value) for key, value in found.items() if key not in _FREE}  # as typed
+    recorded = origin.get("settings", {})
+    known = {key: str(value) for key, value in recorded.items() if key not in _FREE}  # as typed
     if (origin.get("kind"), origin.get("name")) != ("random", model) or known != settings:
         odd = f" with {', '.join(sorted(known))} set" if known else ""
         flags = "".join(f" {flag(name, value)}" for name, value in settings.items())

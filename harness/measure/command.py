@@ -17,8 +17,8 @@ from runtime.core.errors import (
 
 _PREFIX = "ondevice: "  # of every error that the command line reports
 _ERRORS: dict[int, type[OnDeviceError]] = {
-    one.exit_code: one
-    for one in (UsageError, BudgetError, BundleError, StorageError, DivergedError)
+    error.exit_code: error
+    for error in (UsageError, BudgetError, BundleError, StorageError, DivergedError)
 }
 
 

@@ -30,15 +30,15 @@ class OtherLoad:
 @contextmanager
 def other_load() -> Iterator[OtherLoad]:
     """Measure the load while the body runs child processes to their end; known after the body."""
-    found = OtherLoad()
+    load = OtherLoad()
     start, busy, own = time.monotonic(), _busy_s(), _own_s()
     try:
-        yield found
+        yield load
     finally:
         after = _busy_s()
         if busy is not None and after is not None:
             others = after - busy - (_own_s() - own)
-            found.cores = max(0.0, others / (time.monotonic() - start))
+            load.cores = max(0.0, others / (time.monotonic() - start))
 
 
 def busy_ticks(stat: str) -> int:
@@ -55,8 +55,8 @@ def _busy_s() -> float | None:
 
 
 def _own_s() -> float:
-    found = 0.0
+    seconds = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
-        found += usage.ru_utime + usage.ru_stime
-    return found
+        seconds += usage.ru_utime + usage.ru_stime
+    return seconds

@@ -77,7 +77,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
     processes = outcome.processes
     return {
         "failed": outcome.failed,
-        "step_s": spread([one for process in processes for one in process["step_s"]]),
+        "step_s": spread([seconds for process in processes for seconds in process["step_s"]]),
         "peak_footprint_bytes": most(outcome, "peak_footprint_bytes"),
         "peak_rss_bytes": most(outcome, "peak_rss_bytes"),
         "processes": processes,

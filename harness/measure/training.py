@@ -39,8 +39,8 @@ def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any
             for name, value in sorted(settings.items(), key=lambda item: item[0] != "bundle")
         )
         ondevice("train", bundle, *flags, f"--output={run}", "--json")
-    found: dict[str, Any] = json.loads(summary.read_text())
-    return found
+    measured: dict[str, Any] = json.loads(summary.read_text())
+    return measured
 
 
 def _is_finished(run: Path) -> bool:

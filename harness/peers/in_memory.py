@@ -95,12 +95,12 @@ class MemoryWeights:
 def all_weights(bundle: Bundle) -> dict[str, F32]:
     """Every matrix (R, C) and vector (1, N) of a bundle in floating point, as float32."""
     weights, manifest = Weights(bundle), bundle.manifest
-    found = {name: np.array(weights.vector(name))[None] for name in manifest.vectors}
+    arrays = {name: np.array(weights.vector(name))[None] for name in manifest.vectors}
     for name, matrix in manifest.matrices.items():
         tile = weights.tile(matrix, 0, matrix.rows)
         assert isinstance(tile, FloatTile)
-        found[name] = np.array(tile.values.astype(mx.float32))
-    return found
+        arrays[name] = np.array(tile.values.astype(mx.float32))
+    return arrays
 
 
 class InMemoryMeZO:

@@ -91,10 +91,10 @@ class Setup:
         """
         program = PROGRAMS[name]
         with environment(self.threads, program.as_it_comes), other_load() as others:
-            found = self._peer(program) if program.module else self._ours(program)
-        seconds = found["step_s"]
+            measured = self._peer(program) if program.module else self._ours(program)
+        seconds = measured["step_s"]
         return {
-            **found,
+            **measured,
             "step_s": seconds[1:] or seconds,
             "warm_up_steps": min(1, len(seconds) - 1),
             "other_cores": others.cores,
@@ -142,9 +142,9 @@ class Setup:
         )
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
-            found = run_peer([python, "-P", "-m", program.module, str(result), *flags], result)
+            measured = run_peer([python, "-P", "-m", program.module, str(result), *flags], result)
         command = shlex.join(("python", "-m", program.module, "RESULT", *flags))
-        return {"command": command, **found}
+        return {"command": command, **measured}
 
 
 def run_peer(command: Sequence[str], result: Path) -> dict[str, Any]:
@@ -161,10 +161,10 @@ def run_peer(command: Sequence[str], result: Path) -> dict[str, Any]:
     if ended.interrupted:
         raise InterruptedRunError("interrupted while a peer was running")
     if result.exists():
-        found: dict[str, Any] = json.loads(result.read_text())
-        if "failed" in found:
-            raise OnDeviceError(found["failed"])
-        return found
+        measured: dict[str, Any] = json.loads(result.read_text())
+        if "failed" in measured:
+            raise OnDeviceError(measured["failed"])
+        return measured
     raise OnDeviceError(ended.failure("its process"))
 
 
@@ -209,5 +209,5 @@ def _prepared() -> dict[str, Any]:
         "from harness.peers.trainer import environment; "
         "print(json.dumps({'blas': prepare().blas, 'environment': environment()}))"
     )
-    found: dict[str, Any] = json.loads(run([sys.executable, "-c", script]).output)
-    return found
+    prepared: dict[str, Any] = json.loads(run([sys.executable, "-c", script]).output)
+    return prepared

@@ -90,15 +90,15 @@ def step(model: Any, optimizer: Any, row: Any) -> float:
 
 def blas(build_settings: str) -> str:
     """The libraries that multiply matrices, as `torch.__config__.show()` lists them."""
-    found = []
+    libraries = []
     for pattern, name in (
         (r"BLAS_INFO=(\w+)", ""),
         (r"MKL-DNN v([\w.]+)", "oneDNN "),
         (r"CPU capability usage: (\S+)", ""),
     ):
         match = re.search(pattern, build_settings)
-        found += [name + match[1]] if match else []
-    return ", ".join(found) or "unknown"
+        libraries += [name + match[1]] if match else []
+    return ", ".join(libraries) or "unknown"
 
 
 def options(parser: argparse.ArgumentParser) -> None:

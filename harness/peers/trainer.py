@@ -94,14 +94,14 @@ def main(purpose: str | None, train: Train, options: Options) -> int:
         with Meter() as meter:
             steps = Steps(meter)
             facts = train(arguments, steps)
-        found = {**steps.to_json(), **facts, "environment": environment()}
+        measured = {**steps.to_json(), **facts, "environment": environment()}
     except ImportError as problem:
         name = (problem.name or str(problem)).partition(".")[0]
         return _failed(arguments.result, f"{name} cannot be imported by {sys.executable}")
     except Exception as problem:
         _failed(arguments.result, f"{type(problem).__name__}: {problem}")
         raise
-    arguments.result.write_text(json.dumps(found))
+    arguments.result.write_text(json.dumps(measured))
     return 0
 
 
