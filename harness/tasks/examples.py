@@ -20,5 +20,5 @@ class Example:
 
 def write_jsonl(file: Path, examples: Sequence[Example]) -> Path:
     """Write examples as `{"prompt", "completion"}` lines, atomically; returns `file`."""
-    write_atomic(file, "".join(f"{json.dumps(asdict(one))}\n" for one in examples).encode())
+    write_atomic(file, "".join(f"{json.dumps(asdict(example))}\n" for example in examples).encode())
     return file

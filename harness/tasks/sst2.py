@@ -32,7 +32,7 @@ def read_tsv(file: Path) -> dict[str, str]:
     Raises:
         DataError: a line is something else.
     """
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as problem:
@@ -43,8 +43,8 @@ def read_tsv(file: Path) -> dict[str, str]:
             continue
         if not tab or label not in LABELS or not sentence.strip():
             raise DataError(f"{file}, line {number}: expected a sentence, a tab, and 0 or 1")
-        found.setdefault(sentence.strip(), label)
-    return found
+        labels.setdefault(sentence.strip(), label)
+    return labels
 
 
 def draw(rows: dict[str, str], count: int, seed: int) -> list[Example]:
@@ -88,17 +88,17 @@ def read_jsonl(file: Path) -> list[Example]:
     Raises:
         DataError: the file holds something else.
     """
-    found = []
+    examples = []
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for number, line in enumerate(lines, start=1):
             row = Example(**json.loads(line))
             if row.completion not in LABELS.values():
                 raise DataError(f"{file}, line {number}: {row.completion!r} is no label word")
-            found.append(row)
+            examples.append(row)
     except (OSError, ValueError, TypeError) as problem:
         raise DataError(f"{file} holds no rows of this task: {problem}") from None
-    return found
+    return examples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,8 +132,8 @@ def _eval(arguments: list[str]) -> None:
     file = given.data / "valid.jsonl"
     read_jsonl(file)  # these are rows of this task, with both of its label words
     options = [] if given.adapter is None else [f"--adapter={given.adapter}"]
-    found = ondevice("eval", given.bundle, f"--data={file}", "--task=labels", "--json", *options)
-    print(found.strip())
+    report = ondevice("eval", given.bundle, f"--data={file}", "--task=labels", "--json", *options)
+    print(report.strip())
 
 
 if __name__ == "__main__":

@@ -73,8 +73,10 @@ def _prepare(given: Any) -> None:
     counts = prepare(given.output, train, valid, fits)
     for name in ("train", "valid"):
         print(f"{given.output / name}.jsonl")
-        for category, found in counts[name].items():
-            told = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in found.items())
+        for category, numbers in counts[name].items():
+            told = ", ".join(
+                f"{number} {what.replace('_', ' ')}" for what, number in numbers.items()
+            )
             print(f"  {category}: {told}")
 
 

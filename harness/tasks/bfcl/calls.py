@@ -44,7 +44,7 @@ def literal(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{literal(key)}: {literal(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{literal(key)}: {literal(item)}' for key, item in value.items())}}}"
     return repr(value)
 
 
@@ -59,7 +59,7 @@ def read(text: str) -> Calls:
             return [_call(parsed)]
         if not isinstance(parsed, ast.List | ast.Tuple | ast.Set):
             raise ValueError("it is neither a call nor a list of calls")
-        return [_call(one) for one in parsed.elts]
+        return [_call(element) for element in parsed.elts]
     except (SyntaxError, TypeError, ArithmeticError, RecursionError, MemoryError) as problem:
         raise ValueError(str(problem) or type(problem).__name__) from None
 
@@ -68,10 +68,10 @@ def _call(node: ast.expr) -> dict[str, Any]:
     if not isinstance(node, ast.Call):
         raise ValueError(f"{ast.unparse(node)[:80]!r} is no call")
     arguments = {}
-    for one in node.keywords:
-        if one.arg is None:
+    for keyword in node.keywords:
+        if keyword.arg is None:
             raise ValueError("a call has ** among its arguments")
-        arguments[one.arg] = _value(one.value)
+        arguments[keyword.arg] = _value(keyword.value)
     return {_name(node.func): arguments}
 
 
@@ -94,11 +94,14 @@ def _value(node: ast.expr) -> Any:
         case ast.UnaryOp(operand=ast.Constant(value=int() | float() | complex() as number)):
             return -number  # whatever the sign is
         case ast.List():
-            return [_value(one) for one in node.elts]
+            return [_value(element) for element in node.elts]
         case ast.Tuple():
-            return tuple(_value(one) for one in node.elts)
+            return tuple(_value(element) for element in node.elts)
         case ast.Dict():
-            return {_key(key): _value(one) for key, one in zip(node.keys, node.values, strict=True)}
+            return {
+                _key(key): _value(element)
+                for key, element in zip(node.keys, node.values, strict=True)
+            }
         case ast.Name():
             return node.id
         case ast.Call():
@@ -119,10 +122,10 @@ def _key(node: ast.expr | None) -> Any:
 def _arithmetic(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _arithmetic(node.left), _arithmetic(node.right)
-        found = _OPERATORS[type(node.op)](left, right)
-        if isinstance(found, int) and found.bit_length() > 4 * _MOST_DIGITS:
+        result = _OPERATORS[type(node.op)](left, right)
+        if isinstance(result, int) and result.bit_length() > 4 * _MOST_DIGITS:
             raise ValueError(f"a number of more than {_MOST_DIGITS} digits")
-        return found
+        return result
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_arithmetic(node.operand)
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):

@@ -79,14 +79,15 @@ def questions(category: str) -> list[Question]:
     answers: dict[str, Any] = {}
     if category not in REFUSALS + RELEVANCE:
         answers = {
-            one["id"]: one["ground_truth"] for one in _lines(folder / "possible_answer" / name)
+            answer["id"]: answer["ground_truth"]
+            for answer in _lines(folder / "possible_answer" / name)
         }
-    found = []
-    for one in _lines(folder / name):
-        (messages,) = one["question"]  # one turn
-        known = answers.get(one["id"], [])
-        found.append(Question(one["id"], category, messages, one["function"], known))
-    return found
+    listed = []
+    for row in _lines(folder / name):
+        (messages,) = row["question"]  # one turn
+        known = answers.get(row["id"], [])
+        listed.append(Question(row["id"], category, messages, row["function"], known))
+    return listed
 
 
 def load() -> None:
@@ -106,7 +107,7 @@ def check(question: Question, calls: Calls) -> list[str]:
     result = _checker()(
         question.functions, calls, question.answers, _language(), question.category, _MODEL
     )
-    return [] if result["valid"] else [str(one) for one in result["error"]]
+    return [] if result["valid"] else [str(error) for error in result["error"]]
 
 
 def _folder() -> Path:
@@ -132,13 +133,13 @@ def _checker() -> Callable[..., dict[str, Any]]:
     version()
     try:
         with _registry():
-            found: Callable[..., dict[str, Any]] = import_module(_CHECKER).ast_checker
+            checker: Callable[..., dict[str, Any]] = import_module(_CHECKER).ast_checker
     except (ImportError, AttributeError) as problem:
         raise DataError(
             f"the checker of bfcl-eval {version()} cannot be imported ({problem}); install a "
             f"version that is known: {INSTALL}"
         ) from None
-    return found
+    return checker
 
 
 def _language() -> Any:

@@ -27,9 +27,10 @@ _ABSENT = ""  # among the right values of an argument: it may be left out
 
 def prompt_of(question: Question) -> str:
     """The prompt, which the answer's line follows."""
-    functions = "\n\n".join(declaration(one) for one in question.functions)
+    functions = "\n\n".join(declaration(function) for function in question.functions)
     said = "\n".join(
-        f"{_SPEAKERS[one['role']]}: {one['content'].strip()}" for one in question.messages
+        f"{_SPEAKERS[message['role']]}: {message['content'].strip()}"
+        for message in question.messages
     )
     return f"{INSTRUCTION}\n\n{functions}\n\n{said}\nCalls:\n"
 
@@ -46,14 +47,14 @@ def _arguments(schema: dict[str, Any], indent: str) -> list[str]:
     """The lines of an object's fields, those of their own fields below them."""
     lines = []
     required = schema.get("required")
-    for name, one in schema.get("properties", {}).items():
-        optional = one.get("optional") is True or (required is not None and name not in required)
-        words = [_type(one), *(["optional"] if optional else [])]
-        if notes := _notes({key: value for key, value in one.items() if key != "optional"}):
+    for name, field in schema.get("properties", {}).items():
+        optional = field.get("optional") is True or (required is not None and name not in required)
+        words = [_type(field), *(["optional"] if optional else [])]
+        if notes := _notes({key: value for key, value in field.items() if key != "optional"}):
             words.append(notes)
-        says = " ".join(one.get("description", "").split())
+        says = " ".join(field.get("description", "").split())
         lines.append(f"{indent}- {name} ({', '.join(words)}){f': {says}' if says else ''}")
-        lines += _nested(one, indent + "  ")
+        lines += _nested(field, indent + "  ")
     return lines
 
 
@@ -100,7 +101,9 @@ def right_calls(question: Question) -> Calls:
 
     No call is right where none is wanted.
     """
-    required = {one["name"]: one["parameters"]["required"] for one in question.functions}
+    required = {
+        function["name"]: function["parameters"]["required"] for function in question.functions
+    }
     return [
         {name: _fields(arguments, required.get(name, ()))}
         for answer in question.answers
@@ -110,14 +113,14 @@ def right_calls(question: Question) -> Calls:
 
 def _fields(values: dict[str, list[Any]], required: Collection[str] = ()) -> dict[str, Any]:
     """The fields of a call or of an object, from the right values of each."""
-    found = {}
+    chosen = {}
     for key, right in values.items():
         listed = right if isinstance(right, list) else [right]  # a few objects list no values
         if _ABSENT in listed and key not in required:
             continue
-        present = [one for one in listed if one != _ABSENT] or listed
-        found[key] = _plain(present[0]) if present else []
-    return found
+        present = [value for value in listed if value != _ABSENT] or listed
+        chosen[key] = _plain(present[0]) if present else []
+    return chosen
 
 
 def _plain(value: Any) -> Any:
@@ -125,5 +128,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return _fields(value)
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value

@@ -49,7 +49,7 @@ class Wanted:
 
     def rows(self, fits: Callable[[CallRow], bool]) -> tuple[list[CallRow], dict[str, Any]]:
         """The rows that fit, in random order, and what became of each category's questions."""
-        found: list[tuple[str, CallRow]] = []
+        fitting: list[tuple[str, CallRow]] = []
         counts: dict[str, Counter[str]] = {}
         for category in self.categories:
             count = counts.setdefault(category, Counter(questions=0))
@@ -61,12 +61,12 @@ class Wanted:
                 elif self.right_only and not completes(question, row):
                     count[NOT_RIGHT] += 1
                 else:
-                    found.append((category, row))
-        random.Random(f"bfcl/{self.seed}").shuffle(found)
-        kept = found[: self.most] if self.most else found
+                    fitting.append((category, row))
+        random.Random(f"bfcl/{self.seed}").shuffle(fitting)
+        kept = fitting[: self.most] if self.most else fitting
         for category, _ in kept:
             counts[category][KEPT] += 1
-        for category, _ in found[len(kept) :]:
+        for category, _ in fitting[len(kept) :]:
             counts[category][NOT_DRAWN] += 1
         return [row for _, row in kept], {name: dict(count) for name, count in counts.items()}
 
@@ -109,7 +109,7 @@ def read_rows(file: Path) -> list[CallRow]:
     Raises:
         DataError: the file holds something else.
     """
-    found = []
+    rows = []
     try:
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             row = from_json(line)
@@ -120,9 +120,9 @@ def read_rows(file: Path) -> list[CallRow]:
                     f"{file}, line {number}: a question has an id and a prompt; "
                     "python -m harness.tasks.bfcl prepare writes such rows"
                 )
-            found.append(CallRow(name, prompt, ""))
+            rows.append(CallRow(name, prompt, ""))
     except (OSError, ValueError) as problem:
         raise DataError(f"{file} holds no questions: {problem}") from None
-    if not found:
+    if not rows:
         raise DataError(f"{file} holds no questions")
-    return found
+    return rows

@@ -75,11 +75,11 @@ def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """
     categories: dict[str, dict[str, Any]] = {}
     for name in package.CATEGORIES:
-        some = [one for one in verdicts if one.category == name]
-        if some:
-            categories[name] = _counts(some)
-    live = [one for one in verdicts if one.category in LIVE]
-    non_live = [found["accuracy"] for name, found in categories.items() if name in NON_LIVE]
+        of_category = [verdict for verdict in verdicts if verdict.category == name]
+        if of_category:
+            categories[name] = _counts(of_category)
+    live = [verdict for verdict in verdicts if verdict.category in LIVE]
+    non_live = [counts["accuracy"] for name, counts in categories.items() if name in NON_LIVE]
     return {
         **_counts(verdicts),
         "live": _counts(live) if live else None,
@@ -89,14 +89,14 @@ def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _counts(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    found = [one.verdict for one in verdicts]
+    kinds = [verdict.verdict for verdict in verdicts]
     return {
-        "questions": len(found),
-        "right": found.count(RIGHT),
-        "accuracy": found.count(RIGHT) / len(found),
-        "malformed": found.count(MALFORMED),
-        "unjudged": found.count(UNJUDGED),
-        "cut": sum(one.cut for one in verdicts),
+        "questions": len(kinds),
+        "right": kinds.count(RIGHT),
+        "accuracy": kinds.count(RIGHT) / len(kinds),
+        "malformed": kinds.count(MALFORMED),
+        "unjudged": kinds.count(UNJUDGED),
+        "cut": sum(verdict.cut for verdict in verdicts),
     }
 
 
@@ -138,7 +138,7 @@ def run(
             check_budget(meter, plan, f"answering ended at question {len(verdicts)}")
         seconds = time.perf_counter() - start
     if answers is not None:
-        lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in verdicts)
+        lines = (json.dumps(asdict(verdict), ensure_ascii=False) + "\n" for verdict in verdicts)
         write_atomic(answers, "".join(lines).encode())
     return {
         "task": config.task,
@@ -174,7 +174,7 @@ def _asked(file: Path, most: int) -> list[tuple[Question, str]]:
     known: dict[str, Question] = {}
     for category in package.CATEGORIES:
         if any(row.id.startswith(f"{category}_") for row in rows):
-            known |= {one.name: one for one in package.questions(category)}
+            known |= {question.name: question for question in package.questions(category)}
     unknown = [row.id for row in rows if row.id not in known]
     if unknown:
         raise DataError(
@@ -245,10 +245,10 @@ def describe(report: dict[str, Any]) -> str:
     rows = dict(report["categories"])
     if report["live"] is not None:
         rows["live, all"] = report["live"]
-    for name, one in rows.items():
-        of = f"{one['right']} of {one['questions']}"
+    for name, counts in rows.items():
+        of = f"{counts['right']} of {counts['questions']}"
         lines.append(
-            f"{name:<24}{of:>12}{one['accuracy']:>10.2%}{one['malformed']:>12}{one['cut']:>6}"
+            f"{name:<24}{of:>12}{counts['accuracy']:>10.2%}{counts['malformed']:>12}{counts['cut']:>6}"
         )
     if report["unjudged"]:
         lines.append(f"the checker failed on {report['unjudged']} answers, which count as wrong")

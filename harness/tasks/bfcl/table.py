@@ -70,8 +70,8 @@ class Stages:
         """A stage's result, from its file where there is one."""
         file = self.output / f"{name}.json"
         if not file.exists():
-            found = make()
-            write_atomic(file, (json.dumps(found, indent=1) + "\n").encode())
+            result = make()
+            write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
         return from_json(file.read_bytes())
 
     def trained(self, training: Training) -> dict[str, Any]:
@@ -94,8 +94,8 @@ class Stages:
                 **{name: summary[name] for name in KEPT if name in summary},
             }  # fmt: skip
 
-        found: dict[str, Any] = self.known(f"{method}.train", train)
-        return found
+        result: dict[str, Any] = self.known(f"{method}.train", train)
+        return result
 
     def asked(self, name: str) -> dict[str, Any]:
         """Ask the questions, and measure the loss of the right answers, after a stage."""
@@ -113,9 +113,10 @@ class Stages:
 
         def loss() -> dict[str, Any]:
             text, _ = _timed("eval", self.bundle, *shared, *adapter)
-            found = json.loads(text)
+            evaluated = json.loads(text)
             return {
-                key: found[key] for key in ("loss", "accuracy", "exact", "scored_tokens", "rows")
+                key: evaluated[key]
+                for key in ("loss", "accuracy", "exact", "scored_tokens", "rows")
             }
 
         return {
@@ -134,7 +135,7 @@ def run(stages: Stages) -> dict[str, Any]:
     if not rows.is_file():
         raise DataError(f"{stages.data} has no rows.json; let prepare write the folder")
     stages.output.mkdir(parents=True, exist_ok=True)
-    methods = [one.method for one in TRAININGS]
+    methods = [training.method for training in TRAININGS]
     report: dict[str, Any] = {
         **provenance(),
         "machine": machine(),
@@ -144,9 +145,12 @@ def run(stages: Stages) -> dict[str, Any]:
         "rows": from_json(rows.read_bytes()),
         "paper": {
             BEFORE: PAPER_BEFORE,
-            **{one.method: {"steps": one.paper_steps, "live": one.paper_live} for one in TRAININGS},
+            **{
+                training.method: {"steps": training.paper_steps, "live": training.paper_live}
+                for training in TRAININGS
+            },
         },
-        "training": {one.method: stages.trained(one) for one in TRAININGS},
+        "training": {training.method: stages.trained(training) for training in TRAININGS},
         "stages": {name: stages.asked(name) for name in (BEFORE, *methods)},
     }
     write_atomic(stages.output / "bfcl.json", (json.dumps(report, indent=1) + "\n").encode())
@@ -156,29 +160,29 @@ def run(stages: Stages) -> dict[str, Any]:
 def describe(report: dict[str, Any]) -> str:
     """The table: a column for each stage, and the paper's figures in its last row."""
     stages, training = report["stages"], report["training"]
-    calls = {name: one["calls"] for name, one in stages.items()}
-    loss = {name: one["right_answers"] for name, one in stages.items()}
+    calls = {name: stage["calls"] for name, stage in stages.items()}
+    loss = {name: stage["right_answers"] for name, stage in stages.items()}
 
-    def share(one: dict[str, Any] | None) -> str:
-        if one is None:
+    def share(counts: dict[str, Any] | None) -> str:
+        if counts is None:
             return ""
-        return f"{one['right']} of {one['questions']} ({one['accuracy']:.1%})"
+        return f"{counts['right']} of {counts['questions']} ({counts['accuracy']:.1%})"
 
     categories = list(next(iter(calls.values()))["categories"])
     lines: list[Sequence[str]] = [
         ["right", *(_title(name, training) for name in stages)],
-        ["live, all", *(share(one["live"]) for one in calls.values())],
-        ["standard error", *(f"{_error(one['live']):.1%}" for one in calls.values())],
+        ["live, all", *(share(counts["live"]) for counts in calls.values())],
+        ["standard error", *(f"{_error(counts['live']):.1%}" for counts in calls.values())],
     ]
     lines += [
-        [name, *(share(one["categories"].get(name)) for one in calls.values())]
+        [name, *(share(counts["categories"].get(name)) for counts in calls.values())]
         for name in categories
     ]
     lines += [
-        ["malformed", *(str(one["malformed"]) for one in calls.values())],
-        ["cut", *(str(one["cut"]) for one in calls.values())],
-        ["loss of a right answer", *(f"{one['loss']:.3f}" for one in loss.values())],
-        ["exactly that answer", *(f"{one['exact']:.1%}" for one in loss.values())],
+        ["malformed", *(str(counts["malformed"]) for counts in calls.values())],
+        ["cut", *(str(counts["cut"]) for counts in calls.values())],
+        ["loss of a right answer", *(f"{evaluated['loss']:.3f}" for evaluated in loss.values())],
+        ["exactly that answer", *(f"{evaluated['exact']:.1%}" for evaluated in loss.values())],
         ["training s (CPU s)", "", *map(_seconds, training.values())],
     ]
     paper = (report["paper"][BEFORE], *(report["paper"][name]["live"] for name in training))
@@ -190,13 +194,13 @@ def _title(name: str, training: dict[str, Any]) -> str:
     return name if name == BEFORE else f"{name}, {training[name]['steps']} steps"
 
 
-def _seconds(one: dict[str, Any]) -> str:
-    return f"{one['seconds']:.0f} ({one['cpu_s']:.0f})"
+def _seconds(stage: dict[str, Any]) -> str:
+    return f"{stage['seconds']:.0f} ({stage['cpu_s']:.0f})"
 
 
-def _error(one: dict[str, Any]) -> float:
+def _error(counts: dict[str, Any]) -> float:
     """The standard error of a share, as of independent questions."""
-    return math.sqrt(one["accuracy"] * (1 - one["accuracy"]) / one["questions"])
+    return math.sqrt(counts["accuracy"] * (1 - counts["accuracy"]) / counts["questions"])
 
 
 def _option(name: str, value: object) -> str:
