@@ -26,10 +26,10 @@ def findings() -> Iterator[Finding]:
     yield from packages()
 
 
-def verdict(found: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[Finding]) -> str:
     """What all findings come to, in a sentence."""
     broken, warned, missing = (
-        sum(one.status is status for one in found)
+        sum(finding.status is status for finding in findings)
         for status in (Status.BROKEN, Status.WARNING, Status.MISSING)
     )
     parts = [f"broken: {broken}" if broken else "all that is essential works"]
@@ -43,32 +43,32 @@ def verdict(found: Sequence[Finding]) -> str:
 def computing() -> list[Finding]:
     """Findings on MLX, its device, and the BLAS with its measured rate, of a process of its own."""
     try:
-        found = json.loads(ondevice("probe", module="harness.bench.probe_process"))
+        probed = json.loads(ondevice("probe", module="harness.bench.probe_process"))
     except OnDeviceError as problem:
         way = "install MLX again: pip install --force-reinstall mlx"
         text = f"it cannot compute: {str(problem)[:300]}"
         return [Finding("MLX", Status.BROKEN, text, way)]
-    return [_mlx(found), _blas(found)]
+    return [_mlx(probed), _blas(probed)]
 
 
-def _mlx(found: dict[str, Any]) -> Finding:
-    text = f"{found['mlx']}, computes on the {found['device'].upper()}"
-    facts = {"version": found["mlx"], "device": found["device"]}
-    if sys.platform == "darwin" and found["device"] == "cpu":
+def _mlx(probed: dict[str, Any]) -> Finding:
+    text = f"{probed['mlx']}, computes on the {probed['device'].upper()}"
+    facts = {"version": probed["mlx"], "device": probed["device"]}
+    if sys.platform == "darwin" and probed["device"] == "cpu":
         way = "a virtual machine has none: --device cpu is what is used"
         return Finding("MLX", Status.WARNING, f"{text}: there is no GPU", way, facts)
     return Finding("MLX", Status.OK, text, facts=facts)
 
 
-def _blas(found: dict[str, Any]) -> Finding:
-    rate = found["speeds"][PRODUCTS]
-    text = f"{found['blas']}, threads: {found['threads']}"
-    if found["device"] == "gpu":
+def _blas(probed: dict[str, Any]) -> Finding:
+    rate = probed["speeds"][PRODUCTS]
+    text = f"{probed['blas']}, threads: {probed['threads']}"
+    if probed["device"] == "gpu":
         text += "; the GPU multiplies"
     text += f" at {rate:.0f} GFLOP/s in float32"
-    facts = {"name": found["blas"], "threads": found["threads"], "speeds": found["speeds"]}
-    if found["warning"]:
-        return Finding("BLAS", Status.WARNING, text, found["warning"], facts)
+    facts = {"name": probed["blas"], "threads": probed["threads"], "speeds": probed["speeds"]}
+    if probed["warning"]:
+        return Finding("BLAS", Status.WARNING, text, probed["warning"], facts)
     if rate < SLOW_GFLOPS:
         way = "that is slow: other programs on the same cores may be the reason"
         return Finding("BLAS", Status.WARNING, text, way, facts)

@@ -21,9 +21,11 @@ EXPORT_WEIGHTS_PER_S = 5e6  # drawn, quantized and written, on one core
 START_S = 4.0  # of each process
 
 
-def describe_duration(config: BenchConfig, found: Sequence[Finding]) -> str:
+def describe_duration(config: BenchConfig, findings: Sequence[Finding]) -> str:
     """A sentence to say before it begins."""
-    speeds = next((one.facts["speeds"] for one in found if "speeds" in one.facts), None)
+    speeds = next(
+        (finding.facts["speeds"] for finding in findings if "speeds" in finding.facts), None
+    )
     rate = 1e9 * speeds[PRODUCTS] if speeds else 50e9
     names = config.model_names or MODELS
     known = [name for name in names if name in PRESETS]
@@ -49,9 +51,9 @@ def _seconds(name: str, tokens: int, rate: float, steps: int) -> float:
 
 def _weights(name: str) -> tuple[int, int]:
     """The weights of a preset's layers, and of its head, about: of its matrices."""
-    one = PRESETS[name]
-    hidden, heads = one["hidden_size"], one["num_attention_heads"]
-    size = one.get("head_dim", hidden // heads)
-    attention = 2 * hidden * size * (heads + one["num_key_value_heads"])
-    layer = attention + 3 * hidden * one["intermediate_size"]
-    return one["num_hidden_layers"] * layer, one["vocab_size"] * hidden
+    preset = PRESETS[name]
+    hidden, heads = preset["hidden_size"], preset["num_attention_heads"]
+    size = preset.get("head_dim", hidden // heads)
+    attention = 2 * hidden * size * (heads + preset["num_key_value_heads"])
+    layer = attention + 3 * hidden * preset["intermediate_size"]
+    return preset["num_hidden_layers"] * layer, preset["vocab_size"] * hidden

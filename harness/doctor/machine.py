@@ -89,7 +89,7 @@ def _memory() -> Finding:
         text += f", {format_bytes(free)} available"
     text += f", container limit {format_bytes(limit)}" if limit else ", no container limit"
     facts = {"memory_bytes": total, "available_bytes": free, "limit_bytes": limit}
-    least = min(one for one in (total, free, limit) if one is not None)
+    least = min(size for size in (total, free, limit) if size is not None)
     if least < USUAL_BUDGET_BYTES:
         way = f"give a --budget below {format_bytes(least)}; ondevice plan names the smallest"
         return Finding("memory", Status.WARNING, text, way, facts)
@@ -169,4 +169,4 @@ def _cache() -> Finding:
 
 
 def _count(folder: Path) -> int:
-    return sum(one.is_dir() for one in folder.iterdir()) if folder.is_dir() else 0
+    return sum(entry.is_dir() for entry in folder.iterdir()) if folder.is_dir() else 0

@@ -34,12 +34,12 @@ def packages() -> list[Finding]:
         return [Finding("packages", Status.WARNING, text, way)]
     extras: dict[str, list[str]] = {}
     required: list[str] = []
-    for one in wanted:
-        found = _EXTRA.search(one)
-        if found is not None:
-            extras.setdefault(found[1], []).append(one)
-        elif _applies(one):
-            required.append(one)
+    for requirement in wanted:
+        extra = _EXTRA.search(requirement)
+        if extra is not None:
+            extras.setdefault(extra[1], []).append(requirement)
+        elif _applies(requirement):
+            required.append(requirement)
     return [_required(required), *(_extra(name, extras[name]) for name in extras)]
 
 
@@ -50,17 +50,17 @@ def _applies(requirement: str) -> bool:
         ("sys_platform", sys.platform),
         ("platform_machine", platform.machine()),
     ):
-        found = re.search(rf"""{key}\s*==\s*['"]([^'"]+)['"]""", marker)
-        if found is not None and found[1] != value:
+        match = re.search(rf"""{key}\s*==\s*['"]([^'"]+)['"]""", marker)
+        if match is not None and match[1] != value:
             return False
     return True
 
 
 def name_of(requirement: str) -> str:
     """The package that a requirement names."""
-    found = _NAME.match(requirement)
-    assert found is not None, requirement
-    return found[0]
+    match = _NAME.match(requirement)
+    assert match is not None, requirement
+    return match[0]
 
 
 def fits(version: str, requirement: str) -> bool:
@@ -69,7 +69,7 @@ def fits(version: str, requirement: str) -> bool:
     for bound in _bounds(requirement):
         operator, limit = bound
         width = max(len(numbers), len(limit))
-        ours, theirs = (one + (0,) * (width - len(one)) for one in (numbers, limit))
+        ours, theirs = (parts + (0,) * (width - len(parts)) for parts in (numbers, limit))
         right = {
             ">=": ours >= theirs,
             "<": ours < theirs,
@@ -94,18 +94,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _wrong(requirements: list[str]) -> list[str]:
     """What is wrong with each requirement that is not met."""
-    found = []
-    for one in requirements:
-        name = name_of(one)
+    problems = []
+    for requirement in requirements:
+        name = name_of(requirement)
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found.append(f"{name} is not installed")
+            problems.append(f"{name} is not installed")
             continue
-        if not fits(version, one):
-            ranges = one.partition(";")[0].removeprefix(name).strip()
-            found.append(f"{name} {version} is installed, {ranges} is needed")
-    return found
+        if not fits(version, requirement):
+            ranges = requirement.partition(";")[0].removeprefix(name).strip()
+            problems.append(f"{name} {version} is installed, {ranges} is needed")
+    return problems
 
 
 def _required(requirements: list[str]) -> Finding:
