@@ -164,7 +164,7 @@ class Chart:
         """Of each line that is drawn, the attributes of its path and its label."""
         drawn: list[Line | Level] = [line for line in self.lines if line.points]
         drawn += self.levels
-        return [(one.path, one.label) for one in drawn if one.name]
+        return [(item.path, item.label) for item in drawn if item.name]
 
     def svg(self) -> str:
         """The chart's elements, in an area of `WIDTH` times `HEIGHT`."""
@@ -304,7 +304,9 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     """The points themselves, or means of neighbours where there are more than can be seen."""
     size = bin_size(len(points))
     bins = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(sum(x for x, _ in one) / len(one), sum(y for _, y in one) / len(one)) for one in bins]
+    return [
+        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in bins
+    ]
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:

@@ -91,19 +91,19 @@ def make_curve(
     peaks = [0, *accumulate((entry["peak_footprint_bytes"] for entry in entries), max)]
     points: dict[int, Point] = {}
     dropped = 0
-    for when, found in evaluations.items():
+    for when, evaluation in evaluations.items():
         step = {"before": 0, "after": len(entries)}.get(when)
         step = int(when) if step is None else step
         if step > len(entries):
             continue  # the run was interrupted before this step was saved
-        if found["loss"] is None or not math.isfinite(found["loss"]):
+        if evaluation["loss"] is None or not math.isfinite(evaluation["loss"]):
             dropped += 1
             continue
         points[step] = Point(
             step=step,
-            loss=found["loss"],
-            accuracy=found["accuracy"],
-            exact=found["exact"],
+            loss=evaluation["loss"],
+            accuracy=evaluation["accuracy"],
+            exact=evaluation["exact"],
             forward_passes=passes[step],
             seconds=seconds[step],
             peak_bytes=peaks[step],

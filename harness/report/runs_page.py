@@ -25,7 +25,7 @@ from runtime.core.units import format_bytes, format_seconds
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"
-MEASURED = tuple(f"{one}_{what}" for one in DIRECTIONS for what in ("s", "peak_bytes"))
+MEASURED = tuple(f"{direction}_{what}" for direction in DIRECTIONS for what in ("s", "peak_bytes"))
 ENDS = {"steps": "all steps done"}  # of a summary's "stopped", where its own word says too little
 OPTIONAL = ("loss", "gradient_norm")
 NEEDED = ("step", "seconds", "learning_rate", "footprint_bytes", "peak_footprint_bytes")
@@ -52,8 +52,8 @@ class Run:
 
     def steps(self, value: Callable[[Entry], float | None]) -> list[tuple[float, float]]:
         """A value of every step, without those that have none."""
-        found = [(float(entry["step"]), value(entry)) for entry in self.entries]
-        return [(step, one) for step, one in found if one is not None]
+        values = [(float(entry["step"]), value(entry)) for entry in self.entries]
+        return [(step, number) for step, number in values if number is not None]
 
     def evaluated(self, value: Callable[[Point], float]) -> list[tuple[float, float]]:
         """A value of every evaluation."""
@@ -112,10 +112,10 @@ def _object(path: Path) -> dict[str, Any]:
     """A file's JSON object, empty where there is no file."""
     if not path.exists():
         return {}
-    found = from_json(read_file(path))
-    if not isinstance(found, dict):
+    content = from_json(read_file(path))
+    if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no object")
-    return found
+    return content
 
 
 def _entries(path: Path) -> list[Entry]:
@@ -123,17 +123,17 @@ def _entries(path: Path) -> list[Entry]:
     if not path.exists():
         return []
     lines = read_file(path).decode().splitlines(keepends=True)
-    found = [from_json(line) for line in lines if line.endswith("\n")]
-    for entry in found:
+    entries = [from_json(line) for line in lines if line.endswith("\n")]
+    for entry in entries:
         _check_numbers(path.name, entry, NEEDED)
         known = [key for key in OPTIONAL if entry.get(key) is not None]
         _check_numbers(path.name, entry, known)
-    return found
+    return entries
 
 
-def _check_numbers(file: str, found: Mapping[str, Any], keys: Sequence[str]) -> None:
+def _check_numbers(file: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
     for key in keys:
-        value = found[key]
+        value = values[key]
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{key} in {file} is {value!r}, not a finite number")
 
@@ -170,72 +170,78 @@ def to_html(runs: Sequence[Run], samples: Sequence[str] = ()) -> str:
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """Every chart that the page may show; those of what was not measured are empty."""
+    """Every chart that the page may show; those without a measurement are empty."""
+    return [
+        *_quality_charts(runs),
+        *_optimizer_charts(runs),
+        _footprint_chart(runs),
+        Chart(
+            "Time per step",
+            "s",
+            _lines(runs, lambda run: run.steps(lambda entry: entry["seconds"])),
+            from_zero=True,
+        ),
+        *block_charts({run.name: run.blocks for run in runs}),
+    ]
 
-    def lines(
-        values: Callable[[Run], list[tuple[float, float]]],
-        what: str = "",
-        marked: bool = False,
-        faint: bool = False,
-    ) -> list[Line]:
-        return [
-            Line(f"{run.name}{what}", index, values(run), marked, faint)
-            for index, run in enumerate(runs)
-        ]
 
+def _lines(
+    runs: Sequence[Run],
+    values: Callable[[Run], list[tuple[float, float]]],
+    suffix: str = "",
+    marked: bool = False,
+    faint: bool = False,
+) -> list[Line]:
+    """A line for each run, in the run's colour; `suffix` follows its name."""
+    return [
+        Line(f"{run.name}{suffix}", index, values(run), marked, faint)
+        for index, run in enumerate(runs)
+    ]
+
+
+def _quality_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Loss and accuracy."""
+    trained = _lines(
+        runs, lambda run: run.steps(lambda entry: entry.get("loss")), ", training", faint=True
+    )
+    held_out = _lines(
+        runs, lambda run: run.evaluated(lambda point: point.loss), ", held out", marked=True
+    )
+    accuracies = _lines(
+        runs, lambda run: run.evaluated(lambda point: 100 * point.accuracy), marked=True
+    )
+    return [
+        Chart("Loss", "nats per token", [*trained, *held_out]),
+        Chart("Next-token accuracy on held-out data", "%", accuracies),
+    ]
+
+
+def _optimizer_charts(runs: Sequence[Run]) -> list[Chart]:
+    """The learning rate, and the norm of the gradients of methods that have them."""
+    rates = _lines(runs, lambda run: run.steps(lambda entry: entry["learning_rate"]))
+    norms = _lines(runs, lambda run: run.steps(lambda entry: entry.get("gradient_norm")))
+    return [
+        Chart("Learning rate", "", rates, from_zero=True),
+        Chart("Norm of the gradients before clipping", "", norms, from_zero=True),
+    ]
+
+
+def _footprint_chart(runs: Sequence[Run]) -> Chart:
+    """The footprint after each step and its peak so far, below the budgets."""
+    now = _lines(runs, lambda run: run.steps(lambda entry: entry["footprint_bytes"] / 1e6), ", now")
+    peaks = _lines(
+        runs,
+        lambda run: run.steps(lambda entry: entry["peak_footprint_bytes"] / 1e6),
+        ", peak so far",
+        faint=True,
+    )
     budgets: dict[int, Level] = {}
     for index, run in enumerate(runs):
         text = f"budget {format_bytes(run.budget_bytes)}"
         level = Level(text, index, run.budget_bytes / 1e6)
         budgets.setdefault(run.budget_bytes, level)
-    return [
-        Chart(
-            "Loss",
-            "nats per token",
-            [
-                *lines(lambda run: run.steps(lambda e: e.get("loss")), ", training", faint=True),
-                *lines(lambda run: run.evaluated(lambda p: p.loss), ", held out", marked=True),
-            ],
-        ),
-        Chart(
-            "Next-token accuracy on held-out data",
-            "%",
-            lines(lambda run: run.evaluated(lambda p: 100 * p.accuracy), marked=True),
-        ),
-        Chart(
-            "Learning rate",
-            "",
-            lines(lambda run: run.steps(lambda e: e["learning_rate"])),
-            from_zero=True,
-        ),
-        Chart(
-            "Norm of the gradients before clipping",
-            "",
-            lines(lambda run: run.steps(lambda e: e.get("gradient_norm"))),
-            from_zero=True,
-        ),
-        Chart(
-            "Footprint of the process",
-            "MB",
-            [
-                *lines(lambda run: run.steps(lambda e: e["footprint_bytes"] / 1e6), ", now"),
-                *lines(
-                    lambda run: run.steps(lambda e: e["peak_footprint_bytes"] / 1e6),
-                    ", peak so far",
-                    faint=True,
-                ),
-            ],
-            tuple(budgets.values()),
-            from_zero=True,
-        ),
-        Chart(
-            "Time per step",
-            "s",
-            lines(lambda run: run.steps(lambda e: e["seconds"])),
-            from_zero=True,
-        ),
-        *block_charts({run.name: run.blocks for run in runs}),
-    ]
+    levels = tuple(budgets.values())
+    return Chart("Footprint of the process", "MB", [*now, *peaks], levels, from_zero=True)
 
 
 def _work(runs: Sequence[Run]) -> Table:

@@ -53,12 +53,15 @@ class Group:
         """A line for each question; a column for the base model and for each run."""
         encoder = self.generator.encoder
         columns = [
-            [encoder.show(without(encoder.bos, one.prompt.tokens)) for one in self.questions],
-            [encoder.decode(one.expected) for one in self.questions],
+            [
+                encoder.show(without(encoder.bos, question.prompt.tokens))
+                for question in self.questions
+            ],
+            [encoder.decode(question.expected) for question in self.questions],
             self._said(None),
             *map(self._said, self.runs.values()),
         ]
-        head = ("prompt", "in the data", "before training", *(f"after: {one}" for one in self.runs))
+        head = ("prompt", "in the data", "before training", *(f"after: {run}" for run in self.runs))
         lines = [tuple(text.strip() for text in line) for line in zip(*columns, strict=True)]
         title = f"Samples from {self.rows}"
         return Table(title, [head, *lines], left=len(head), wrapped=True)
@@ -68,7 +71,8 @@ class Group:
             return ["(nothing is saved yet)"] * len(self.questions)
         adapters = self.generator.adapters(run)
         return [
-            self.generator.text(one.prompt, adapters, one.most_tokens) for one in self.questions
+            self.generator.text(question.prompt, adapters, question.most_tokens)
+            for question in self.questions
         ]
 
 
@@ -86,7 +90,7 @@ def sample_tables(
     notes: list[str] = []
     generators: dict[str, Generator[TextEncoder]] = {}
     for name, path, settings in runs:
-        file = next((one for one in reversed(TOKENS) if (path / one).exists()), None)
+        file = next((tokens for tokens in reversed(TOKENS) if (path / tokens).exists()), None)
         if file is None:
             notes.append(f"{name} has no samples: its rows are not text.")
             continue
@@ -97,9 +101,10 @@ def sample_tables(
         rows = TokenRows(path / file, generator.bundle.manifest.vocab_size)
         asked = Group(generator, OF_ROWS[file], questions(rows, generator.encoder, count))
         same = (
-            one
-            for one in groups
-            if (one.generator, one.rows, one.questions) == (generator, asked.rows, asked.questions)
+            earlier
+            for earlier in groups
+            if (earlier.generator, earlier.rows, earlier.questions)
+            == (generator, asked.rows, asked.questions)
         )
         group = next(same, asked)
         if group is asked:
