@@ -78,12 +78,12 @@ class Comparison:
             InterruptedRunError: a signal arrived; the same command continues.
             BudgetError, DivergedError: no method could run.
         """
-        found = {method: self._method(method) for method in self.config.method_names}
-        if not any(finding.curve and finding.curve.points for finding in found.values()):
-            reasons = "; ".join(f"{name}: {finding.reason}" for name, finding in found.items())
-            over = any(finding.outcome == "over budget" for finding in found.values())
+        findings = {method: self._method(method) for method in self.config.method_names}
+        if not any(finding.curve and finding.curve.points for finding in findings.values()):
+            reasons = "; ".join(f"{name}: {finding.reason}" for name, finding in findings.items())
+            over = any(finding.outcome == "over budget" for finding in findings.values())
             raise (BudgetError if over else DivergedError)(f"no method could run: {reasons}")
-        report = result(self.config, found)
+        report = result(self.config, findings)
         write_report(report, self.folder)
         return report
 
@@ -96,25 +96,25 @@ class Comparison:
         while (best := choose(tried)) is not None:
             aside = self.folder / RUNS / f"{trials[best].name}{ASIDE}"
             if not aside.exists():
-                found = self._run(trials[best], tried, best)
+                finding = self._run(trials[best], tried, best)
                 others = choose(without(tried, best)) is not None
-                if not (others and self._set_aside(found, aside)):
-                    return found
+                if not (others and self._set_aside(finding, aside)):
+                    return finding
             known = json.loads((aside / REASON).read_text())
             tried = without(tried, best, known["outcome"], known["reason"])
         last = tried[-1]
         return Finding(None, tried, None, last.outcome, last.reason, None, None, None)
 
-    def _set_aside(self, found: Finding, aside: Path) -> bool:
+    def _set_aside(self, finding: Finding, aside: Path) -> bool:
         """Rename a run that diverged or whose loss rose; False where it did neither."""
-        assert found.trial is not None
-        run = self.folder / RUNS / found.trial.method
-        rose = found.summary is not None and found.summary["stopped"] == "rise"
-        if not (rose or found.outcome == "diverged") or not run.exists():
+        assert finding.trial is not None
+        run = self.folder / RUNS / finding.trial.method
+        rose = finding.summary is not None and finding.summary["stopped"] == "rise"
+        if not (rose or finding.outcome == "diverged") or not run.exists():
             return False
-        reason = f"in its run: {found.reason}"
-        if rose and found.curve and found.curve.points:
-            first, last = found.curve.points[0], found.curve.points[-1]
+        reason = f"in its run: {finding.reason}"
+        if rose and finding.curve and finding.curve.points:
+            first, last = finding.curve.points[0], finding.curve.points[-1]
             reason = (
                 f"in its run the held-out loss had risen from {first.loss:.4f} to {last.loss:.4f} "
                 f"at step {last.step:,}"
@@ -125,7 +125,7 @@ class Comparison:
         if (profile := self.folder / PROFILE / run.name).exists():
             shutil.rmtree(profile)  # it belongs to the trial that is set aside
         run.rename(aside)
-        self.note(f"{found.trial.method}: {found.trial}: {reason}; taking the next best")
+        self.note(f"{finding.trial.method}: {finding.trial}: {reason}; taking the next best")
         return True
 
     def _run(self, trial: Trial, tried: tuple[Tried, ...], chosen: int | None) -> Finding:
@@ -171,9 +171,9 @@ class Comparison:
             for number, index in enumerate(left, start=1):
                 what = f"sweep {number} of {len(left)} of {method}"
                 self.note(f"{what}: {trials[index]}, {steps:,} steps")
-                found = self._try(what, trials[index], steps)
-                tried[index:] = [found, *tried[index + 1 :]]
-                if found.outcome == "over budget":
+                attempt = self._try(what, trials[index], steps)
+                tried[index:] = [attempt, *tried[index + 1 :]]
+                if attempt.outcome == "over budget":
                     return tuple(tried)  # every trial has the same plan, so none would fit
             best = ranked(tried, left)
             left = sorted(best[: (len(left) + 1) // 2])

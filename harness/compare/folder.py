@@ -68,16 +68,18 @@ def open_folder(folder: Path, config: CompareConfig) -> None:
 def _different(known: CompareConfig, config: CompareConfig) -> list[str]:
     """The settings that differ, in words; those of each method where the comparison has it."""
     both = [method for method in config.method_names if method in known.method_names]
-    found = []
+    differences = []
     for name, value in vars(known).items():
         now = getattr(config, name)
         if name in BY_METHOD:
-            changed = any(known.value_of(name, one) != config.value_of(name, one) for one in both)
+            changed = any(
+                known.value_of(name, method) != config.value_of(name, method) for method in both
+            )
         else:
             changed = name != "methods" and value != now
         if changed:
-            found.append(f"{name} {value!r} (now {now!r})")
-    return found
+            differences.append(f"{name} {value!r} (now {now!r})")
+    return differences
 
 
 def has_runs(folder: Path) -> bool:

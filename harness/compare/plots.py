@@ -17,8 +17,10 @@ Methods = Mapping[str, Mapping[str, Any]]
 
 def draw(report: Mapping[str, Any]) -> dict[str, list[Chart]]:
     """The charts of each picture: loss, accuracy, footprint and blocks, where measured."""
-    methods = {name: one for name, one in report["methods"].items() if one["curve"]}
-    blocks = {name: (one["profile"] or {"blocks": []})["blocks"] for name, one in methods.items()}
+    methods = {name: method for name, method in report["methods"].items() if method["curve"]}
+    blocks = {
+        name: (method["profile"] or {"blocks": []})["blocks"] for name, method in methods.items()
+    }
     pictures = {
         "loss": _quality(report, methods, "loss", "nats per token", 1),
         "accuracy": _quality(report, methods, "accuracy", "%", 100),
@@ -45,8 +47,8 @@ def _quality(
 
     def chart(against: str, across: str, logarithmic: bool) -> Chart:
         lines = []
-        for index, (name, one) in enumerate(methods.items()):
-            points = [(point[against], factor * point[key]) for point in one["curve"]["points"]]
+        for index, (name, method) in enumerate(methods.items()):
+            points = [(point[against], factor * point[key]) for point in method["curve"]["points"]]
             highest = max(value for _, value in points)
             label = name if highest <= ceiling else f"{name}, up to {highest:.1f}"
             lines.append(Line(label, index, points, marked=True))
@@ -62,7 +64,7 @@ def _quality(
         )
 
     # a logarithmic axis cannot show step 0; the grey level shows its value
-    trained = any(one["curve"]["points"][-1][counted] for one in methods.values())
+    trained = any(method["curve"]["points"][-1][counted] for method in methods.values())
     return [
         chart(counted, "steps" if counted == "step" else "forward passes", trained),
         chart("seconds", "training time (s)", False),
@@ -72,8 +74,8 @@ def _quality(
 def _footprint(report: Mapping[str, Any], methods: Methods) -> Chart:
     """The footprint after each step against training time; peaks and the budget as levels."""
     lines, levels, top = [], [], 0.0
-    for index, (name, one) in enumerate(methods.items()):
-        steps, peak = one["curve"]["steps"], one["curve"]["peak_bytes"] / 1e6
+    for index, (name, method) in enumerate(methods.items()):
+        steps, peak = method["curve"]["steps"], method["curve"]["peak_bytes"] / 1e6
         megabytes = [value / 1e6 for value in steps["footprint_bytes"]]
         points = list(zip(accumulate(steps["seconds"]), megabytes, strict=True))
         lines.append(Line(f"{name}, peak {peak:,.0f} MB", index, points))

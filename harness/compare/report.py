@@ -116,25 +116,29 @@ def _levels(report: Mapping[str, Any]) -> Table:
 
 
 def _methods(report: Mapping[str, Any]) -> Table:
-    options = _options([one["trial"] for one in report["methods"].values()])
+    options = _options([method["trial"] for method in report["methods"].values()])
     rows = [
         (
             *("method", *map(_words, options), "ended by", "steps", "training s"),
             *("best loss", "at step", "last loss", "accuracy", "rows right", "peak MB"),
         )
     ]
-    for name, one in report["methods"].items():
-        first = (name, *_values(one["trial"], options), one.get("stopped") or one["outcome"])
-        if one["curve"] is None:
+    for name, method in report["methods"].items():
+        first = (
+            name,
+            *_values(method["trial"], options),
+            method.get("stopped") or method["outcome"],
+        )
+        if method["curve"] is None:
             rows.append((*first, *[""] * 8))
             continue
-        best, last = one["best"], one["last"]
+        best, last = method["best"], method["last"]
         rows.append(
             (
-                *(*first, f"{one['steps']:,}", f"{one['training_s']:,.1f}"),
+                *(*first, f"{method['steps']:,}", f"{method['training_s']:,.1f}"),
                 *(f"{best['loss']:.4f}", f"{best['step']:,}", f"{last['loss']:.4f}"),
                 *(f"{last['accuracy']:.2%}", f"{last['exact']:.1%}"),
-                f"{one['curve']['peak_bytes'] / 1e6:.1f}",
+                f"{method['curve']['peak_bytes'] / 1e6:.1f}",
             )
         )
     title = "Methods, with accuracy and rows right at the last evaluation"
@@ -142,29 +146,29 @@ def _methods(report: Mapping[str, Any]) -> Table:
 
 
 def _sweeps(report: Mapping[str, Any]) -> list[Table]:
-    found = []
+    tables = []
     for name, sweep in report["sweep"].items():
-        options = _options([one["trial"] for one in sweep["tried"]])
+        options = _options([tried["trial"] for tried in sweep["tried"]])
         rows = [(*map(_words, options), "steps", "outcome", "held-out loss", "training s", "")]
-        for index, one in enumerate(sweep["tried"]):
+        for index, tried in enumerate(sweep["tried"]):
             rows.append(
                 (
-                    *_values(one["trial"], options),
-                    f"{one['steps']:,}",
-                    one["outcome"] + (f": {one['reason']}" if one["reason"] else ""),
-                    "" if one["loss"] is None else f"{one['loss']:.4f}",
-                    "" if one["training_s"] is None else f"{one['training_s']:,.1f}",
+                    *_values(tried["trial"], options),
+                    f"{tried['steps']:,}",
+                    tried["outcome"] + (f": {tried['reason']}" if tried["reason"] else ""),
+                    "" if tried["loss"] is None else f"{tried['loss']:.4f}",
+                    "" if tried["training_s"] is None else f"{tried['training_s']:,.1f}",
                     "chosen" if index == sweep["chosen"] else "",
                 )
             )
         title = f"Sweep of {name}: the better half went on each time"
-        found.append(Table(title, rows, left=1 + len(options)))
-    return found
+        tables.append(Table(title, rows, left=1 + len(options)))
+    return tables
 
 
 def _options(trials: Sequence[Mapping[str, Any] | None]) -> list[str]:
     """The training options that any of the trials has a value for."""
-    return list(dict.fromkeys(option for one in trials if one for option in one["values"]))
+    return list(dict.fromkeys(option for trial in trials if trial for option in trial["values"]))
 
 
 def _words(option: str) -> str:

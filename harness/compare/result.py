@@ -22,9 +22,13 @@ from harness.report.curve import levels
 from runtime.machine.backend import describe
 
 
-def result(config: CompareConfig, found: Mapping[str, Finding]) -> dict[str, Any]:
+def result(config: CompareConfig, findings: Mapping[str, Finding]) -> dict[str, Any]:
     """What `compare.json` holds; at least one method has a curve."""
-    curves = {name: one.curve for name, one in found.items() if one.curve and one.curve.points}
+    curves = {
+        name: finding.curve
+        for name, finding in findings.items()
+        if finding.curve and finding.curve.points
+    }
     baseline = next(iter(curves.values())).points[0]
     reached = [
         {
@@ -45,17 +49,17 @@ def result(config: CompareConfig, found: Mapping[str, Finding]) -> dict[str, Any
         "baseline": {"loss": baseline.loss, "accuracy": baseline.accuracy},
         "verdict": verdict(reached, config.judged_by),
         "levels": reached,
-        "methods": {name: _method(one) for name, one in found.items()},
+        "methods": {name: _method(finding) for name, finding in findings.items()},
         "sweep": {
             name: {
-                "rounds": sweep_steps(config, name, len(one.tried)),
-                "tried": [asdict(tried) for tried in one.tried],
-                "chosen": one.chosen,
+                "rounds": sweep_steps(config, name, len(finding.tried)),
+                "tried": [asdict(tried) for tried in finding.tried],
+                "chosen": finding.chosen,
             }
-            for name, one in found.items()
-            if one.tried
+            for name, finding in findings.items()
+            if finding.tried
         },
-        "notes": notes(config, found),
+        "notes": notes(config, findings),
     }
 
 
@@ -69,23 +73,23 @@ def _settings(config: CompareConfig) -> dict[str, Any]:
     return settings | {key: Path(value).name for key, value in names.items()}
 
 
-def _method(one: Finding) -> dict[str, Any]:
+def _method(finding: Finding) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "outcome": one.outcome,
-        "reason": one.reason,
-        "trial": None if one.trial is None else asdict(one.trial),
-        "summary": one.summary,
-        "profile": one.profile,
+        "outcome": finding.outcome,
+        "reason": finding.reason,
+        "trial": None if finding.trial is None else asdict(finding.trial),
+        "summary": finding.summary,
+        "profile": finding.profile,
         "curve": None,
     }
-    if one.curve is not None and one.curve.points:
-        steps = one.curve.columns["step"]
+    if finding.curve is not None and finding.curve.points:
+        steps = finding.curve.columns["step"]
         facts |= {
             "steps": len(steps),
-            "stopped": None if one.summary is None else one.summary["stopped"],
-            "training_s": sum(one.curve.columns["seconds"]),
-            "best": asdict(one.curve.best),
-            "last": asdict(one.curve.points[-1]),
-            "curve": one.curve.to_json(),
+            "stopped": None if finding.summary is None else finding.summary["stopped"],
+            "training_s": sum(finding.curve.columns["seconds"]),
+            "best": asdict(finding.curve.best),
+            "last": asdict(finding.curve.points[-1]),
+            "curve": finding.curve.to_json(),
         }
     return facts

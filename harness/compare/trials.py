@@ -120,7 +120,7 @@ def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
         "prefix_length",
         "rounding",
     )
-    for name in (*given, *(one.name for one in fields(LoraOptions))):
+    for name in (*given, *(option.name for option in fields(LoraOptions))):
         only_of = OPTIONS_OF.get(name, METHODS)
         if getattr(config, name) is not None and trial.method in only_of:
             settings[name] = getattr(config, name)

@@ -23,14 +23,14 @@ def verdict(levels: Sequence[Mapping[str, Any]], judged_by: str = "seconds") -> 
     names = list(levels[0]["reached"])
     if len(names) == 1:
         return judge.alone(names[0], levels)
-    some = [level for level in levels if any(level["reached"].values())]
+    reached = [level for level in levels if any(level["reached"].values())]
     shared = [level for level in levels if all(level["reached"].values())]
-    said = [judge.winners(names, some)] if some else []
+    said = [judge.winners(names, reached)] if reached else []
     if shared:
         said.append(judge.cost(shared[-1]))
-    if some and some[-1] not in shared:
-        said.append(judge.further(some[-1], bool(shared)))
-    if levels[-1] not in some:
+    if reached and reached[-1] not in shared:
+        said.append(judge.further(reached[-1], bool(shared)))
+    if levels[-1] not in reached:
         said.append(f"No method reached {_called(levels[-1])}.")
     return " ".join(said)
 
@@ -55,7 +55,7 @@ class Judge:
         counts = {name: first.count(name) for name in names if name in first}
         if len(counts) == 1:
             return f"{first[0]} was first at every level."
-        (most, count), *others = sorted(counts.items(), key=lambda one: -one[1])
+        (most, count), *others = sorted(counts.items(), key=lambda item: -item[1])
         rest = "".join(f", {name} at {n}" for name, n in others)
         return f"{most} was first at {count} of {len(first)} levels{rest}."
 
