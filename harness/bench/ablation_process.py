@@ -12,8 +12,8 @@
 or `nothing`. Methods that run backward have neither of `single-read` and `deferred-update`.
 A bundle that was exported with `--trainable full` is trained in full, any other by adapters; `disk`
 is for the former. With `--cold` the pages of the weights' files are dropped from the system's cache
-before each step. Invariant: but for `disk`, which rounds differently, no feature changes what is
-computed, so the losses are the same without any of them.
+before each step. Invariant: but for `disk`, which rounds differently, no feature changes the
+computation, so the losses are the same without any of them.
 """
 
 from __future__ import annotations

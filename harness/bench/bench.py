@@ -140,7 +140,7 @@ def find(name: str) -> Benchmark:
 
 
 def _text(name: str) -> str:
-    """What a benchmark measures, or why it does not run here."""
+    """The subject of a benchmark, or the reason why it does not run here."""
     try:
         return find(name).text
     except UsageError as problem:

@@ -1,4 +1,4 @@
-"""The base of every benchmark: what it measures, how it trains, and how its rows are shown.
+"""The base of every benchmark: its measurements, its trainings, and the display of its rows.
 
 A benchmark makes rows, one for each model and length, and tables of those rows. Invariant: tables
 and pictures are drawn from the rows alone, which are the JSON that is written.
@@ -64,7 +64,7 @@ class Bench:
         measured: Callable[[Bench, Path, str, int], Row],
         export: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[Row]:
-        """A row for each model and length: what `measured` returns, or why there is nothing.
+        """A row for each model and length: that of `measured`, or the reason why there is none.
 
         `measured` is given the bundle, the model's name and the length; the bundles are exported
         with the options `export`.
@@ -114,7 +114,7 @@ class Bench:
         kept: Callable[[dict[str, Any]], Process] = lambda summary: {},
         profile: bool = False,
     ) -> dict[Variant, Outcome]:
-        """Train every variant `--repeats` times; `kept` extracts what to keep of each summary."""
+        """Train every variant `--repeats` times; `kept` extracts from each summary."""
 
         def run(variant: Variant) -> Process:
             process, summary = self.train(bundle, length, variant, profile)

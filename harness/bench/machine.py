@@ -70,7 +70,7 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
 
 
 def _process(bench: Bench, bundle: Path, length: int, variant: Variant) -> Process:
-    """Train without ending at the budget: what is too little memory here shall be measured."""
+    """Train without ending at the budget, to measure also where memory is too small for it."""
     measured = measure_ablation(bench, bundle, length, variant, "budget", cold=False)
     return {key: measured[key] for key in KEPT} | _extra(bundle, measured)
 

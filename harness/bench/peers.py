@@ -84,7 +84,7 @@ def _check(bench: Bench, names: Sequence[str]) -> None:
 
 
 def _without_paths(reason: str, python: str) -> str:
-    """A reason in which interpreters are called what the command line calls them."""
+    """A reason in which interpreters have their names on the command line, not their paths."""
     if python != sys.executable:
         reason = reason.replace(python, OPTION)
     return reason.replace(sys.executable, "python")
@@ -105,7 +105,7 @@ def _figures(name: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
 
 
 def notes(variants: Sequence[dict[str, Any]], set_before: dict[str, str]) -> list[str]:
-    """Notes below the table, for what the figures do not show."""
+    """Notes below the table, on conditions that the figures do not show."""
     texts = [
         f"NOT OUR CHOICE: {name}={value} was set in the environment and ours ran with it; unset it "
         "to measure what ondevice chooses"

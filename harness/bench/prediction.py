@@ -2,7 +2,7 @@
 
 The error is (predicted - measured) / measured: above zero the plan asks for too much, below zero
 for too little.
-Invariant: every combination is in the JSON, with what was measured or why it was not.
+Invariant: every combination is in the JSON, with its measurement or the reason why it has none.
 """
 
 from __future__ import annotations

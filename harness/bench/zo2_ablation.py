@@ -84,7 +84,7 @@ def _process(
 def measure_ablation(
     bench: Bench, bundle: Path, length: int, variant: Variant, without: str, cold: bool
 ) -> Process:
-    """What a process of `harness.bench.ablation_process` measured, its plan and its machine."""
+    """Measurements of a process of `harness.bench.ablation_process`, its plan and its machine."""
     settings = {
         "method": variant.method,
         "without": without,

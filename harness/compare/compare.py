@@ -1,4 +1,4 @@
-"""`ondevice compare`: which method reaches the wanted quality first, and what it costs.
+"""`ondevice compare`: which method reaches the wanted quality first, and its cost.
 
 Each method runs in fresh processes, one at a time, on the same rows in the same order, from the
 same adapters, under the same budget, after a sweep over values of its options. Invariant: the
@@ -72,7 +72,7 @@ class Comparison:
     measure: Measure
 
     def run(self) -> dict[str, Any]:
-        """Run what is not finished yet, and write the results; returns those of `compare.json`.
+        """Run every part that is not finished yet, and write the results; returns `compare.json`'s.
 
         Raises:
             InterruptedRunError: a signal arrived; the same command continues.
@@ -220,7 +220,7 @@ class Comparison:
 def compare(
     config: CompareConfig, note: Note, measure: Measure = measure_training
 ) -> dict[str, Any]:
-    """Run or continue a comparison; returns what `compare.json` holds.
+    """Run or continue a comparison; returns the content of `compare.json`.
 
     `measure` trains with the settings and in the folder that it is given; tests replace it.
 
@@ -264,7 +264,7 @@ def check_methods(config: CompareConfig) -> None:
 
 
 def _tried(trial: Trial, outcome: str, reason: str, run: Path, steps: int) -> Tried:
-    """What a trial has come to after so many steps; its run may have gone further since."""
+    """The state of a trial after so many steps; its run may have gone further since."""
     if outcome != "finished":
         return Tried(trial, outcome, reason, None, None, None, steps)
     points = {point.step: point for point in read_curve(run).points}

@@ -2,7 +2,7 @@
 
 config.toml   the settings
 sweep/   runs/   profile/   a run folder for each trial, each method, each method's profile
-compare.json   compare.txt   compare.html   *.svg   what was found
+compare.json   compare.txt   compare.html   *.svg   the results
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def has_runs(folder: Path) -> bool:
 
 
 def remove(folder: Path, existed: bool) -> None:
-    """Remove what a comparison without any run has written; `existed` keeps the directory."""
+    """Remove the files of a comparison without any run; `existed` keeps the directory."""
     if not existed:
         shutil.rmtree(folder)
         return

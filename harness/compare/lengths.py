@@ -41,8 +41,8 @@ def passes_of_step(config: CompareConfig, method: str) -> int:
 def first_passes(config: CompareConfig, method: str, run: Path | None = None) -> int:
     """The forward passes before the first step, at most; without a run, of data with enough rows.
 
-    What a run's method has needed is known from its settings and the number of its rows, so runs
-    need not have written it down.
+    They follow from a run's settings and the number of its rows, so runs need not have written them
+    down.
     """
     tokens = None if run is None else run / TOKENS[0]
     rows = None if tokens is None or not tokens.exists() else count_rows(tokens)

@@ -1,4 +1,4 @@
-"""The content of `compare.json`: everything that a comparison found, as data.
+"""The results of a comparison as data: everything that it found, for `compare.json`.
 
 Invariant: every trial is in it, also those that diverged or did not fit; no path of this machine
 is. Tables, plots and the page are drawn from it alone.
@@ -23,7 +23,7 @@ from runtime.machine.backend import describe
 
 
 def result(config: CompareConfig, findings: Mapping[str, Finding]) -> dict[str, Any]:
-    """What `compare.json` holds; at least one method has a curve."""
+    """The content of `compare.json`; at least one method has a curve."""
     curves = {
         name: finding.curve
         for name, finding in findings.items()

@@ -1,4 +1,4 @@
-"""The trials of a sweep, how each of them ended, and what a comparison found for a method."""
+"""The trials of a sweep, how each of them ended, and a comparison's finding on a method."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The options of `ondevice bench`.
 
 Lists (models, lengths, plans, budgets, peers) are one text with commas, with each name once. If a
-list is left out, the benchmark's default applies: in a paper's table, what the paper measured.
+list is left out, the benchmark's default applies: in a paper's table, the paper's own list.
 """
 
 from __future__ import annotations

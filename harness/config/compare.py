@@ -195,7 +195,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         refuse(type(self), problems)
 
     def _unequal(self) -> list[str]:
-        """Why the methods would not get the same amount of what `equal` names."""
+        """Why the methods would not get the same amount of the cost that `equal` names."""
         if self.equal == "nothing":
             return []
         limit, other = "max_seconds", "max_forward_passes"
@@ -222,7 +222,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         return tuple(self.methods.split(","))
 
     def value_of(self, name: str, method: str) -> object:
-        """What one of BY_METHOD comes to for a method; None where its default applies."""
+        """The value of one of BY_METHOD for a method; None where its default applies."""
         if name in COUNTED:
             text = getattr(self, name)
             return by_method(text, int).get(method) if text else None
@@ -230,7 +230,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         return self.searched(method).get(option)
 
     def with_others(self, other: CompareConfig) -> CompareConfig:
-        """These options, with the methods of another comparison added and what it gave them."""
+        """These options, with the methods of another comparison added and their values in it."""
         added = [method for method in other.method_names if method not in self.method_names]
         changes: dict[str, Any] = {"methods": ",".join([*self.method_names, *added])}
         for name in BY_METHOD:

@@ -1,4 +1,4 @@
-"""The options of `ondevice doctor`, which looks at the machine and what is installed."""
+"""The options of `ondevice doctor`, which looks at the machine and the installed packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.config.base import FILLED, Config, option
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Config):
-    """The options of `ondevice doctor`, which looks at the machine and what is installed."""
+    """The options of `ondevice doctor`, which looks at the machine and the installed packages."""
 
     positional: ClassVar[str] = ""
 

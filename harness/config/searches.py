@@ -1,4 +1,4 @@
-"""What `ondevice compare` tries for each method where nothing else is given."""
+"""The values that `ondevice compare` tries for each method where no others are given."""
 
 from __future__ import annotations
 

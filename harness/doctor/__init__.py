@@ -1,1 +1,1 @@
-"""What `ondevice doctor` looks at: the machine, what is installed, and how fast it computes."""
+"""The checks of `ondevice doctor`: the machine, its packages, and how fast it computes."""

@@ -1,4 +1,4 @@
-"""`ondevice doctor`: what is there, what is missing, and the way out."""
+"""`ondevice doctor`: which parts are there, which are missing, and the way out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def findings() -> Iterator[Finding]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """What all findings come to, in a sentence."""
+    """The sum of all findings, in a sentence."""
     broken, warned, missing = (
         sum(finding.status is status for finding in findings)
         for status in (Status.BROKEN, Status.WARNING, Status.MISSING)

@@ -1,4 +1,4 @@
-"""One line of `ondevice doctor`: what was looked at, how it is, and the way out."""
+"""One line of `ondevice doctor`: a part, how it is, and the way out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """How something is. Without what is `BROKEN` nothing works; what is `MISSING` is optional."""
+    """How a part is. Nothing works without a part that is `BROKEN`; a `MISSING` one is optional."""
 
     OK = "ok"
     WARNING = "warning"
@@ -19,9 +19,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part.
+    """The state of one part.
 
-    text: for people. way: what to do, where something is to be done. facts: the figures, for JSON.
+    text: for people. way: the remedy, where one is needed. facts: the figures, for JSON.
     """
 
     name: str

@@ -97,7 +97,7 @@ def _memory() -> Finding:
 
 
 def _available_bytes() -> int | None:
-    """What programs can still take (Linux); None where the system does not say."""
+    """The memory that programs can still take (Linux); None where the system does not say."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:

@@ -11,7 +11,7 @@ from importlib import metadata
 from harness.doctor.finding import Finding, Status
 
 DISTRIBUTION = "ondevice-tune"
-EXTRAS = {  # what they are for
+EXTRAS = {  # their purposes
     "demo": "Gemma 3 270M as a package, for `make demo`",
     "parquet": "data in .parquet files",
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def packages() -> list[Finding]:
-    """A finding for what is required, and one for each extra."""
+    """A finding on the required packages, and one on each extra."""
     try:
         wanted = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -93,7 +93,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _wrong(requirements: list[str]) -> list[str]:
-    """What is wrong with each requirement that is not met."""
+    """The problem of each requirement that is not met."""
     problems = []
     for requirement in requirements:
         name = name_of(requirement)

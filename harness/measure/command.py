@@ -28,7 +28,7 @@ def ondevice(*arguments: str, module: str = "ondevice") -> str:
     `module` may be another module that runs with `-m` and reports errors in the same way.
 
     Raises:
-        OnDeviceError: what the process reported, with its text and exit code.
+        OnDeviceError: the process reported an error; its text and exit code are kept.
         InterruptedRunError: SIGINT, SIGTERM or SIGHUP arrived; the process has saved and ended.
     """
     ended = run([sys.executable, "-P", "-m", module, *arguments])

@@ -29,7 +29,7 @@ KEPT_CHARS = 1 << 14  # of the end of a process's stderr
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit code (negative: a signal), and what it wrote."""
+    """How a process ended: its exit code (negative: a signal), and its output."""
 
     code: int
     output: str

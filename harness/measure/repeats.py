@@ -14,7 +14,7 @@ from typing import Any
 from runtime.core.errors import InterruptedRunError, OnDeviceError
 from runtime.core.notes import Note
 
-Process = dict[str, Any]  # what a process measured: `step_s` (the timed steps), peaks, and more
+Process = dict[str, Any]  # its measurements: `step_s` (the timed steps), peaks, and more
 Spread = dict[str, float]  # median, low (the least) and high (the most)
 
 

@@ -66,7 +66,7 @@ DEFAULT = tuple(name for name in PROGRAMS if name != "mlx-lm-4bit")
 
 @dataclass(frozen=True)
 class Setup:
-    """What every program trains.
+    """The model that every program trains, and the means to do so.
 
     bundle: of the model named `preset`, for ours.  python: the interpreter that has torch and peft.
     scratch: a folder for runs.
@@ -148,7 +148,7 @@ class Setup:
 
 
 def run_peer(command: Sequence[str], result: Path) -> dict[str, Any]:
-    """Run a peer's process to its end; returns what it wrote to `result`.
+    """Run a peer's process to its end; returns the measurements that it wrote to `result`.
 
     Raises:
         OnDeviceError: it could not run, with its reason.
@@ -170,7 +170,7 @@ def run_peer(command: Sequence[str], result: Path) -> dict[str, Any]:
 
 @contextmanager
 def environment(threads: int, as_it_comes: bool) -> Iterator[None]:
-    """Let child processes use `threads` threads; `as_it_comes` undoes what `prepare` sets."""
+    """Let child processes use `threads` threads; `as_it_comes` undoes `prepare`."""
     changes: dict[str, str | None] = dict.fromkeys(THREADS, str(threads))
     if as_it_comes:
         changes |= dict.fromkeys(PREPARED)

@@ -4,9 +4,8 @@
 
 The model has a preset's shapes and transformers' random initialization; attention is PyTorch's
 fused one, LoRA is PEFT's on every linear layer of the blocks (with float32 adapters over a bfloat16
-base, as PEFT makes them), and BLAS is what PyTorch brings. Invariant: as many targets are scored
-per step as in our rows, and a step leaves nothing in memory but the adapters and the optimizer's
-state.
+base, as PEFT makes them), and BLAS is PyTorch's own. Invariant: as many targets are scored per step
+as in our rows, and a step leaves nothing in memory but the adapters and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def step(model: Any, optimizer: Any, row: Any) -> float:
 
     logits = model(input_ids=row[:, :-1], use_cache=False).logits  # (1, T, V)
     loss = functional.cross_entropy(logits.float().flatten(0, 1), row[:, 1:].flatten())
-    del logits  # the graph holds what the backward pass needs
+    del logits  # the graph holds all that the backward pass needs
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""What every peer's process shares: its options, its measurements, and the file that it writes.
+"""The parts that all peers' processes share: options, measurements, and the file of results.
 
 A peer is measured by the same meter as ours (`runtime.machine.footprint`): the peak while it loads,
 and the peak of each step. Invariant: unless it is killed, it writes one JSON file that holds either

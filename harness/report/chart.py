@@ -34,7 +34,7 @@ DARK = {
 
 
 def _paints(colour: Callable[[str], str]) -> str:
-    """The rules of style that set colours; `colour` gives what stands for each name."""
+    """The rules of style that set colours; `colour` gives the text that stands for each name."""
     lines = ("muted", *(f"c{number}" for number in range(COLOURS)))
     return "\n".join(
         (
@@ -124,10 +124,10 @@ class Level:
 class Chart:
     """Lines over steps, or over other things in a row, under a heading.
 
-    from_zero: whether the vertical axis begins at 0 and not at the lowest value.  across: what the
-    horizontal axis counts.  places: what stands at 0, 1, 2 and so on, where it does not count; at
-    least two.  logarithmic: whether the horizontal axis is; then it leaves out what is not above 0.
-    ceiling: what lies above it is drawn at the top.
+    from_zero: whether the vertical axis begins at 0 and not at the lowest value.  across: the
+    unit that the horizontal axis counts.  places: the names at 0, 1, 2 and so on, where it does not
+    count; at least two.  logarithmic: whether the horizontal axis is; then it leaves out points
+    that are not above 0.  ceiling: points above it are drawn at the top.
     """
 
     title: str

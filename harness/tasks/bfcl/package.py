@@ -1,9 +1,10 @@
-"""What is used of the package `bfcl-eval`: its version, its questions and answers, its checker.
+"""The parts of the package `bfcl-eval` in use: its version, questions, answers and checker.
 
-The package requires the libraries of every model provider, and pins NumPy below what this project
-needs, so it is installed without its requirements. The checker of calls needs none of them: all it
-takes from the registry of models is whether a model writes "_" for "." in the names of functions.
-Here none does, and a registry that says so stands in for the package's own while it is imported.
+The package requires the libraries of every model provider, and pins NumPy below the version that
+this project needs, so it is installed without its requirements. The checker of calls needs none of
+them: all it takes from the registry of models is whether a model writes "_" for "." in the names of
+functions. Here none does, and a registry that says so stands in for the package's own while it is
+imported.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def questions(category: str) -> list[Question]:
 
 
 def load() -> None:
-    """Import the checker: what it takes is in memory from then on.
+    """Import the checker: the memory that it needs is taken from then on.
 
     Raises:
         DataError: the package is missing, or has no such checker.
@@ -100,7 +101,7 @@ def load() -> None:
 
 
 def check(question: Question, calls: Calls) -> list[str]:
-    """What the leaderboard's checker finds wrong with calls; nothing where they are right.
+    """The faults of calls by the leaderboard's checker; empty where they are right.
 
     Raises whatever the checker raises, which trusts that calls are well formed.
     """

@@ -1,7 +1,7 @@
 """A question as a plain prompt, and its right answer as the text that completes it.
 
 A base model knows no chat format and no schema of tools, and a phone no long prompts, so functions
-are declared in lines of text: a name with what it does, and a line for each argument with its type.
+are declared in lines of text: a name with its purpose, and a line for each argument with its type.
 Everything that the leaderboard's JSON says of a function is in these lines.
 """
 
@@ -59,7 +59,7 @@ def _arguments(schema: dict[str, Any], indent: str) -> list[str]:
 
 
 def _nested(schema: dict[str, Any], indent: str) -> list[str]:
-    """The lines of what is inside an argument: its fields, or its items'."""
+    """The lines inside an argument: of its fields, or of its items."""
     lines = _arguments(schema, indent)
     items = schema.get("items")
     if isinstance(items, dict):
@@ -79,7 +79,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _notes(schema: dict[str, Any]) -> str:
-    """What a schema says of its values besides their type."""
+    """The conditions of a schema on its values, besides their type."""
     words = []
     if "default" in schema:
         words.append(f"default {literal(schema['default'])}")

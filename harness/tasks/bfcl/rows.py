@@ -2,7 +2,7 @@
 
 `prepare` writes train.jsonl, whose completions are right calls by the leaderboard's own checker;
 valid.jsonl, the held-out questions with their ids, for `ondevice eval --task bfcl`; and rows.json,
-which counts what was left out.
+which counts the rows that were left out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Wanted:
     right_only: bool
 
     def rows(self, fits: Callable[[CallRow], bool]) -> tuple[list[CallRow], dict[str, Any]]:
-        """The rows that fit, in random order, and what became of each category's questions."""
+        """The rows that fit, in random order, and the fate of each category's questions."""
         fitting: list[tuple[str, CallRow]] = []
         counts: dict[str, Counter[str]] = {}
         for category in self.categories:

@@ -36,10 +36,10 @@ RIGHT, WRONG, MALFORMED, UNJUDGED = "right", "wrong", "malformed", "unjudged"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A model's answer to a question, and what it is: RIGHT, WRONG, or what could not be read.
+    """A model's answer to a question, and its verdict: RIGHT, WRONG, MALFORMED or UNJUDGED.
 
     MALFORMED answers are no calls, and UNJUDGED ones made the checker itself fail. Both count as
-    wrong, but for a malformed answer where no call is wanted. `why` says what is wrong.
+    wrong, but for a malformed answer where no call is wanted. `why` names the fault.
     """
 
     id: str
@@ -122,7 +122,7 @@ def run(
         raise DataError(f"{config.data} has no valid file with questions")
     answers = None if config.answers is None else answers_file(Path(config.answers), file)
     asked = _asked(file, config.eval_rows)
-    package.load()  # before the plan, which counts what the process has loaded
+    package.load()  # before the plan, which counts all that the process has loaded
     with Meter(budget_bytes=config.budget_bytes) as meter:
         bundle = open_checked(config.bundle, config.device, note)
         encoder = load_encoder(bundle.path)

@@ -57,7 +57,7 @@ KEPT = (  # of a training's summary
 
 @dataclass(frozen=True)
 class Stages:
-    """The bundle, the rows, the folder of results, and what all stages share."""
+    """The bundle, the rows, the folder of results, and other things that all stages share."""
 
     bundle: str
     data: Path
@@ -75,7 +75,7 @@ class Stages:
         return from_json(file.read_bytes())
 
     def trained(self, training: Training) -> dict[str, Any]:
-        """Train by a method; its settings, and what its summary says."""
+        """Train by a method; its settings, and figures from its summary."""
         method = training.method
         settings = {**SHARED, "method": method, **training.settings}
         settings |= {"max-seq-length": self.length, "seed": self.seed}
