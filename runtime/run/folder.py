@@ -450,8 +450,8 @@ def bundle_of(path: Path) -> str:
             "--bundle BUNDLE"
         )
     RunFolder(run).check(CONFIG)
-    bundle = str(read_values(run / CONFIG).get("bundle", ""))
-    if not Path(bundle).exists():
+    bundle = read_values(run / CONFIG).get("bundle")
+    if not isinstance(bundle, str) or not Path(bundle).exists():
         raise UsageError(
             f"{bundle}, the bundle that {run} was trained from, is not there; if it was moved, "
             "give --bundle BUNDLE"
