@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.compare.plots import draw
 from harness.report.chart import Chart, standalone
-from harness.report.html import bullets, page, paragraph
+from harness.report.page_shell import bullets, page, paragraph
 from harness.report.table import Table
 from runtime.core.files import write_atomic
 

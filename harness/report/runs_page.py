@@ -15,7 +15,7 @@ from typing import Any
 from harness.report.blocks import DIRECTIONS, block_charts
 from harness.report.chart import Chart, Level, Line
 from harness.report.curve import Curve, Point, make_curve
-from harness.report.html import page, paragraph
+from harness.report.page_shell import page, paragraph
 from harness.report.table import Table
 from runtime.core.documents import from_json, from_toml
 from runtime.core.errors import BundleError, UsageError

@@ -28,7 +28,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.core.documents import safetensors_header
 from runtime.core.errors import BundleError, DivergedError
 from runtime.core.files import fsync_path, storage_errors, write_atomic
-from runtime.methods.adapter_files import AdapterFiles
+from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.noise import key_of
 
 Tensors = MutableMapping[str, mx.array]

@@ -42,7 +42,7 @@ from runtime.core.files import (
 from runtime.core.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import TOKENS
-from runtime.methods.adapter_files import AdapterFiles
+from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
 from runtime.run.results import Evaluation, read_steps

@@ -31,6 +31,7 @@ from runtime.methods.protocol import Method
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
+from runtime.run.learning_rate import learning_rate
 from runtime.run.open import Session
 from runtime.run.results import (
     Best,
@@ -70,18 +71,6 @@ class Progress:
     done: int = 0
     seconds: float = 0.0
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
-
-
-def learning_rate(peak: float, schedule: str, warmup_steps: int, steps: int, step: int) -> float:
-    """The rate of step `step` (0-based): a linear warm-up to `peak`, then the schedule to 0."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    if schedule == "linear":
-        return peak * (1 - done)
-    if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * done))
-    return peak
 
 
 class Trainer:

@@ -25,7 +25,7 @@ from support.runs import (
 from support.shared import Shared
 
 from export.bundle import export_bundle
-from runtime.run.trainer import learning_rate
+from runtime.run.learning_rate import learning_rate
 
 FIRST, ALL = 6, 14
 SETTINGS = {

@@ -19,7 +19,7 @@ from runtime.adapters.lora import LoraSettings
 from runtime.adapters.names import coverage_of
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, OnDeviceError, UsageError
-from runtime.methods.adapter_files import MOST_CONFIG_BYTES
+from runtime.methods.adapter_reader import MOST_CONFIG_BYTES
 from runtime.methods.adapters import Adapters, lora_of
 
 Arrays = dict[str, np.ndarray]
