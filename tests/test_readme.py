@@ -22,7 +22,7 @@ from support.pages import (
     scripts,
     section,
 )
-from support.runs import here
+from support.runs import here, ondevice
 
 MOST_WORDS = 1200
 MOST_WORDS_OF_USER_PAGES = 15_000  # of docs/*.md together
@@ -108,17 +108,13 @@ def test_every_command_is_described() -> None:
     assert set(commands()) <= described
 
 
-def test_the_run_without_a_download(tmp_path: Path) -> None:
+def test_the_run_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (script,) = scripts(section(README, "Without a download"))
     for line in script.strip().splitlines():
         name, *arguments = line.split()
         assert name == "ondevice"
-        done = subprocess.run(
-            [sys.executable, "-m", "ondevice", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        done = ondevice(*arguments)
         assert done.returncode == 0, (line, done.stderr)
     assert (tmp_path / "tiny-run" / "adapters.safetensors").exists()
     assert (tmp_path / "tiny-mezo" / "replayed" / "adapters.safetensors").exists()

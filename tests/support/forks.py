@@ -29,15 +29,20 @@ LARGEST_REQUEST = 1 << 18  # bytes
 
 
 class Forks:
-    """The process that forks, for one command at a time."""
+    """The process that forks, for one command at a time.
 
-    def __init__(self) -> None:
+    program: the folder whose packages it imports, the repository or a changed copy of it.
+    """
+
+    def __init__(self, program: Path) -> None:
+        self._changed = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._start = _read_at_start()
         self._busy = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.forks", str(theirs.fileno())],
-            cwd=ROOT,
+            cwd=program,
+            env={**os.environ, **self._changed},
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -50,7 +55,8 @@ class Forks:
         if _read_at_start() != self._start or not self._busy.acquire(blocking=False):
             return None
         words = ["-c", *map(str, arguments)]
-        request = {"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ)}
+        environment = {**os.environ, **self._changed}
+        request = {"words": words, "folder": str(Path.cwd()), "environment": environment}
         written = json.dumps({"code": code, **request}).encode()
         try:
             with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as warned:
@@ -68,9 +74,14 @@ class Forks:
 
 
 @cache
-def forks() -> Forks | None:
-    """The one of this process; None where a process that has imported MLX must not be forked."""
-    return Forks() if sys.platform == "linux" else None
+def forks(program: Path) -> Forks | None:
+    """This process's own; None where a process that has imported MLX must not be forked."""
+    return Forks(program) if sys.platform == "linux" else None
+
+
+def import_path(program: Path) -> str:
+    """A program's packages, and what tests import beside them."""
+    return os.pathsep.join(map(str, (program, ROOT, ROOT / "tests")))
 
 
 def _read_at_start() -> dict[str, str]:

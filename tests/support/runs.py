@@ -6,6 +6,8 @@ import contextlib
 import gc
 import io
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
 from runtime.machine.glibc import trim_heap
 from runtime.run.folder import RunFolder
-from support.forks import forks
+from support.forks import ROOT, forks, import_path
 
 COMMAND = [sys.executable, "-m", "ondevice"]
 MAIN = "import sys; from ondevice.cli.main import main; sys.exit(main())"
@@ -26,15 +28,33 @@ MAIN = "import sys; from ondevice.cli.main import main; sys.exit(main())"
 
 def ondevice(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own; with options of `subprocess.run`, in a fresh one."""
-    forked = None if options else _forked(MAIN, *arguments)
-    return forked or subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options
+    if not options:
+        return python(MAIN, *arguments)
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def python(code: str, *arguments: object, program: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What `python -c CODE ARGUMENTS` comes to, in a fork where that is possible.
+
+    program: the folder whose packages it imports, for example of `copied_program`.
+    """
+    source = forks(program)
+    if source is not None and (done := source.run(code, *arguments)):
+        return done
+    environment = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}
     )
 
 
-def _forked(code: str, *arguments: object) -> subprocess.CompletedProcess[str] | None:
-    source = forks()
-    return None if source is None else source.run(code, *arguments)
+def copied_program(folder: Path) -> Path:
+    """A copy of all packages, for a test to change."""
+    for floor in ("ondevice", "harness", "export", "runtime"):
+        left_out = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / floor, folder / floor, ignore=left_out)
+    return folder
 
 
 def here(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -100,9 +120,7 @@ def struck(
     numbers = ",".join(
         str(int(one)) for one in (number if isinstance(number, tuple) else (number,))
     )
-    words = [numbers, moment, *map(str, arguments)]
-    command = [sys.executable, "-c", STRUCK, *words]
-    return _forked(STRUCK, *words) or subprocess.run(command, capture_output=True, text=True)
+    return python(STRUCK, numbers, moment, *arguments)
 
 
 def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:

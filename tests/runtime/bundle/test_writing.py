@@ -6,8 +6,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.bundles import Rng, copied, settings
 from support.files import listing
+from support.runs import python
 
 from export.bundle import export_bundle
 from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
@@ -188,9 +187,7 @@ except StorageError as problem:
 
 @pytest.mark.parametrize("where", ["weights", "last bytes of the weights", "graphs", "manifest"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, where: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, where, str(tmp_path / "out")], capture_output=True, text=True
-    )
+    done = python(FULL, where, tmp_path / "out")
     assert done.returncode == 1, done
     assert done.stderr.startswith("the disk is full"), done.stderr
     assert "Traceback" not in done.stderr
@@ -268,33 +265,38 @@ export_bundle(
 
 
 def test_a_bundle_survives_the_kill_of_what_replaces_it(origin: Bundle, tmp_path: Path) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    old = tmp_path / ".bundle.partial" / "old"
+    """A forced export is killed between its two renames."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = copied(origin, folder / "bundle")
+    done = python(KILLED, path)
+    assert done.returncode == -signal.SIGKILL, done
+    left = shutil.copytree(folder, tmp_path / "left")
 
-    def kill() -> None:
-        """Start a forced export and kill it between its two renames."""
-        done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True)
-        assert done.returncode == -signal.SIGKILL, done
+    def killed() -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(left, folder)
+        old = folder / ".bundle.partial" / "old"
         assert not path.exists()
         with pytest.raises(BundleError, match=rf"whole in {old}: export again, or move it back"):
             open_bundle(path)
         assert open_bundle(old).manifest == origin.manifest
         open_bundle(old).verify()
 
-    kill()
+    killed()
     with pytest.raises(UsageError, match="back in place"):
         export_bundle(settings("random:tiny-llama", path))
-    assert [item.name for item in tmp_path.iterdir()] == ["bundle"]
+    assert [item.name for item in folder.iterdir()] == ["bundle"]
     assert open_bundle(path).manifest == origin.manifest
     open_bundle(path).verify()
-    kill()
+    killed()
     with pytest.raises(KeyboardInterrupt), BundleWriter(path, force=True):
         raise KeyboardInterrupt
-    assert [item.name for item in tmp_path.iterdir()] == ["bundle"]
+    assert [item.name for item in folder.iterdir()] == ["bundle"]
     assert open_bundle(path).manifest == origin.manifest
-    kill()
+    killed()
     export_bundle(settings("random:tiny-llama", path, force=True)).verify()
-    assert [item.name for item in tmp_path.iterdir()] == ["bundle"]
+    assert [item.name for item in folder.iterdir()] == ["bundle"]
     assert open_bundle(path).manifest.family == "llama"
 
 

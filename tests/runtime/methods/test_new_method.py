@@ -6,17 +6,12 @@ The packages are copied, a method is added to the copy, and the commands are run
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.bundles import Tiny
-
-ROOT = Path(__file__).parents[3]
-PACKAGES = ("ondevice", "harness", "export", "runtime")
+from support.runs import MAIN, adapter, copied_program, python
 
 DUMMY = '''
 """Plain gradient descent with the gradients of MeBP, written without the optimizer."""
@@ -86,10 +81,7 @@ LINE = '    "dummy": Method("runtime.methods.dummy"),\n'
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program with one file and one line more."""
-    folder = tmp_path_factory.mktemp("program")
-    for package in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
+    folder = copied_program(tmp_path_factory.mktemp("program"))
     (folder / "runtime" / "methods" / "dummy.py").write_text(DUMMY)
     table = folder / "runtime" / "config" / "methods.py"
     text = table.read_text()
@@ -99,9 +91,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(copy: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ondevice", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=copy, env=environment)
+    done = python(MAIN, *arguments, program=copy)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -130,7 +120,7 @@ def test_a_method_is_one_file_and_one_line(tiny: Tiny, tmp_path: Path, copy: Pat
     assert "resuming after step 3 of 5" in resumed.stderr
     whole, sgd = tmp_path / "whole", tmp_path / "sgd"
     run(copy, *train, "--steps=5", f"--output={whole}")
-    assert _adapter(out) == _adapter(whole)
+    assert adapter(out) == adapter(whole)
 
     flags = ["--data=random:5", "--max-seq-length=24", "--json"]
     untrained = json.loads(run(copy, "eval", bundle, *flags).stdout)
@@ -141,7 +131,3 @@ def test_a_method_is_one_file_and_one_line(tiny: Tiny, tmp_path: Path, copy: Pat
     run(copy, *(argument for argument in known if argument != "--method=dummy"))
     beside = json.loads(run(copy, "eval", bundle, *flags, f"--adapter={sgd}").stdout)
     assert trained["loss"] == pytest.approx(beside["loss"], rel=1e-5)
-
-
-def _adapter(run: Path) -> bytes:
-    return (run / "adapters.safetensors").read_bytes()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,9 +11,8 @@ import pytest
 from support.bundles import Rng, Tiny, copied, manifest_of, rewrite
 from support.models import CLOSE, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import demand_of
-from support.runs import train_arguments
+from support.runs import MAIN, copied_program, python, train_arguments
 
-import ondevice
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
 from runtime.operations.base import WHOLE
@@ -157,10 +152,7 @@ for name in sys.argv[3:]:
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages with one operation more: two new files, and its line in the two tables."""
-    folder, packages = tmp_path_factory.mktemp("extended"), Path(ondevice.__file__).parents[1]
-    for name in ("ondevice", "runtime", "export", "harness"):
-        left_out = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(packages / name, folder / name, ignore=left_out)
+    folder = copied_program(tmp_path_factory.mktemp("extended"))
     (folder / "runtime/operations/dummy.py").write_text(OPERATION)
     (folder / "runtime/operations/dummy_kernel.py").write_text(KERNEL)
     for file, lines in TABLES.items():
@@ -171,19 +163,6 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = text[:at] + line + text[at:]
         (folder / file).write_text(text)
     return folder
-
-
-def python(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    tests = Path(__file__).parents[2]
-    path = os.pathsep.join(map(str, (folder, tests)))
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
 
 
 def with_scales(bundle: Bundle, folder: Path, factors: dict[str, float]) -> Path:
@@ -227,7 +206,7 @@ def test_a_new_operation_is_two_files_and_a_line_in_each_table(
         path = with_scales(bundle, tmp_path / name, scales)
         with pytest.raises(BundleError, match="scale"):
             open_bundle(path)  # by those who do not know it
-    done = python(extended, "-c", RUN, extended, tmp_path, *factors)
+    done = python(RUN, extended, tmp_path, *factors, program=extended)
     assert done.returncode == 0, done.stderr
     same, scaled = (dict(mx.load(str(tmp_path / f"{name}.safetensors"))) for name in factors)
 
@@ -266,18 +245,18 @@ def test_a_new_operation_is_described_planned_and_trained(tiny: Tiny, extended: 
     """By the commands, which need no word about it."""
     bundle = tiny("qwen2", seq_lens=LENGTHS)
     path = with_scales(bundle, extended / "commands", {BEFORE_MLP: 2.0, INSIDE_MLP: 0.5})
-    shown = python(extended, "-m", "ondevice", "inspect", path)
+    shown = python(MAIN, "inspect", path, program=extended)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("scale -> ") == 2
-    trusted = python(extended, "-m", "ondevice", "trust", path, "--yes")  # no model is like this
+    trusted = python(MAIN, "trust", path, "--yes", program=extended)  # no model is like this
     assert trusted.returncode == 0, trusted.stderr
     wanted = ("--budget", "200MB", "--max-seq-length", 128)
-    plan = python(extended, "-m", "ondevice", "plan", path, *wanted)
+    plan = python(MAIN, "plan", path, *wanted, program=extended)
     assert plan.returncode == 0, plan.stderr
     for method in ("mebp", "mezo"):
         run = extended / f"run-{method}"
         arguments = train_arguments(path, run, 2, method=method, max_seq_length=128)
-        trained = python(extended, "-m", "ondevice", *arguments)
+        trained = python(MAIN, *arguments, program=extended)
         assert trained.returncode == 0, trained.stderr
         summary = json.loads((run / "summary.json").read_text())
         assert summary["peak_footprint_bytes"] <= 200_000_000
@@ -294,11 +273,11 @@ def test_a_wrong_new_operation_is_refused_by_its_own_check(tiny: Tiny, extended:
         kept = dict(scale)
         scale.update(wrong)
         rewrite(path, document)
-        refused = python(extended, "-m", "ondevice", "inspect", path)
+        refused = python(MAIN, "inspect", path, program=extended)
         assert refused.returncode == 4 and "Traceback" not in refused.stderr
         scale.clear()
         scale.update(kept)
     document["block_types"]["layer0"]["values"][f"{BEFORE_MLP}.scaled"] = [1, "T", 3]
     rewrite(path, document)
-    refused = python(extended, "-m", "ondevice", "inspect", path)
+    refused = python(MAIN, "inspect", path, program=extended)
     assert refused.returncode == 4 and "scale 1.0" in refused.stderr

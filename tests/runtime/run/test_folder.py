@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from support.bundles import Tiny
+from support.runs import python
 
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
@@ -51,8 +50,7 @@ def test_a_kill_inside_a_second_save_leaves_a_whole_one(
     tiny: Tiny, tmp_path: Path, first: int, killed: bool
 ) -> None:
     bundle = tiny("llama")
-    arguments = [str(tmp_path / "run"), str(bundle.path), str(first), "100"]
-    done = subprocess.run([sys.executable, "-c", SAVE_TWICE, *arguments], capture_output=True)
+    done = python(SAVE_TWICE, tmp_path / "run", bundle.path, first, 100)
     assert done.returncode == (-9 if killed else 0), done.stderr
     folder = RunFolder(tmp_path / "run")
     latest = folder.saves.latest()
