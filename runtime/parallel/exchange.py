@@ -1,0 +1,82 @@
+"""What the workers of a run tell each other: numbers and bytes, the same on all of them afterwards.
+
+Every worker calls the same methods in the same order; each call waits for all the others. Float64
+values travel as their bytes, so every worker computes with the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+from runtime.core.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Exchange(ABC):
+    """`size` workers, of which this is number `rank`, counted from 0."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_bytes(self, message: bytes) -> list[bytes]:
+        """The messages of all workers in rank order; all are of one length."""
+
+    def gather(self, values: Sequence[float], counts: Sequence[int]) -> list[float]:
+        """The float64 values of all workers in rank order, NaNs and zeros with their signs.
+
+        Worker r gives `counts[r]` values; all workers know all counts.
+
+        Raises:
+            ValueError: this worker gives another number of values.
+        """
+        if len(values) != counts[self.rank]:
+            raise ValueError(f"{len(values)} values of worker {self.rank}, not as {counts} says")
+        most = max(counts)
+        padded = struct.pack(f"<{most}d", *values, *[0.0] * (most - len(values)))
+        messages = self.all_bytes(padded)
+        return [
+            value
+            for message, count in zip(messages, counts, strict=True)
+            for value in struct.unpack_from(f"<{count}d", message)
+        ]
+
+    def broadcast(self, message: bytes) -> bytes:
+        """The message of rank 0, of any length; those of other workers are not read."""
+        (length,) = struct.unpack("<Q", self.all_bytes(struct.pack("<Q", len(message)))[0])
+        return self.all_bytes(message if self.rank == 0 else bytes(length))[0]
+
+    def agree(self, what: str, content: bytes) -> None:
+        """Return if all workers have the same content.
+
+        Raises:
+            UsageError: they have not; it is raised on every worker.
+        """
+        hashes = [h.hex() for h in self.all_bytes(hashlib.sha256(content).digest())]
+        for rank, sha256 in enumerate(hashes):
+            if sha256 != hashes[0]:
+                raise UsageError(
+                    f"the workers differ in {what}: its SHA-256 is {hashes[0]} on rank 0 and "
+                    f"{sha256} on rank {rank}; give all workers the same"
+                )
+
+
+class Alone(Exchange):
+    """The only worker of a run."""
+
+    rank, size = 0, 1
+
+    def all_bytes(self, message: bytes) -> list[bytes]:
+        return [message]
+
+
+def shares(items: Sequence[T], workers: int) -> list[Sequence[T]]:
+    """Neighbouring items for each worker, whose numbers differ by at most one."""
+    bounds = [rank * len(items) // workers for rank in range(workers + 1)]
+    return [items[first:end] for first, end in pairwise(bounds)]

@@ -1,0 +1,93 @@
+"""What workers exchange arrives bit for bit and in rank order, over threads and over MPI."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.exchange import on_workers
+
+from runtime.core.errors import UsageError
+from runtime.parallel.exchange import Alone, Exchange, shares
+
+ROOT = Path(__file__).parents[3]
+NAN = struct.unpack("<d", bytes.fromhex("0df0adde0000fc7f"))[0]  # with a payload
+HARD = [0.1, -0.0, 5e-324, -math.inf, NAN, 1.7976931348623157e308]
+COUNTS = [1, 6, 0, 3]
+
+
+def exchanged(exchange: Exchange) -> str:
+    """Everything that a worker can ask of an exchange, as text."""
+    counts = COUNTS[: exchange.size]
+    values = exchange.gather(HARD[: counts[exchange.rank]], counts)
+    plan = exchange.broadcast(b"the plan of rank 0" if exchange.rank == 0 else b"?")
+    exchange.agree("the plan", plan)
+    try:
+        exchange.agree("the seed", bytes([exchange.rank]))
+    except UsageError as error:
+        return f"{struct.pack(f'<{len(values)}d', *values).hex()} {plan!r} {error}"
+    return f"{struct.pack(f'<{len(values)}d', *values).hex()} {plan!r}"
+
+
+def expected(size: int) -> str:
+    values = [value for count in COUNTS[:size] for value in HARD[:count]]
+    return f"{struct.pack(f'<{len(values)}d', *values).hex()} {b'the plan of rank 0'!r}"
+
+
+def test_one_worker_has_its_own() -> None:
+    assert exchanged(Alone()) == expected(1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_threads_exchange_every_bit(size: int) -> None:
+    for text in on_workers(size, exchanged):
+        assert text.startswith(expected(size))
+        assert "the workers differ in the seed: its SHA-256 is 6e340b9c" in text
+        assert "and 4bf5122f" in text and "on rank 1;" in text
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun of Open MPI")
+def test_processes_exchange_every_bit_over_mpi() -> None:
+    code = (
+        "import sys; sys.path[:0] = ['tests', '.']\n"
+        "from runtime.parallel.mpi import MpiExchange\n"
+        "from tests.runtime.parallel.test_exchange import exchanged\n"
+        "exchange = MpiExchange()\n"
+        "print(f'{exchange.rank} of {exchange.size}: {exchanged(exchange)}', flush=True)\n"
+    )
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    lines = sorted(ended.stdout.splitlines())
+    assert [line[: len(f"0 of 2: {expected(2)}")] for line in lines] == [
+        f"{rank} of 2: {expected(2)}" for rank in (0, 1)
+    ]
+
+
+def test_one_process_cannot_exchange_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.parallel.mpi import MpiExchange
+
+    monkeypatch.setenv("MLX_MPI_LIBNAME", "no-such-library.so")
+    with pytest.raises(UsageError, match=r"no workers .* over MPI .*mpirun -n 2"):
+        MpiExchange()
+
+
+def test_a_wrong_number_of_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 values of worker 0"):
+        Alone().gather([1.0, 2.0], [1])
+
+
+def test_shares_are_all_items_in_order_and_nearly_equal(rng: np.random.Generator) -> None:
+    for _ in range(50):
+        items, workers = list(range(int(rng.integers(0, 30)))), int(rng.integers(1, 9))
+        parts = shares(items, workers)
+        assert len(parts) == workers and [item for part in parts for item in part] == items
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1

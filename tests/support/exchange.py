@@ -1,0 +1,50 @@
+"""Workers of one run as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from runtime.parallel.exchange import Exchange
+
+T = TypeVar("T")
+
+LONGEST_WAIT_S = 60  # after which a test that hangs fails
+
+
+class ThreadExchange(Exchange):
+    """One of several threads, which share a list and a barrier."""
+
+    def __init__(self, rank: int, messages: list[bytes], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(messages)
+        self._messages, self._barrier = messages, barrier
+
+    def all_bytes(self, message: bytes) -> list[bytes]:
+        self._messages[self.rank] = message
+        self._barrier.wait(LONGEST_WAIT_S)
+        messages = list(self._messages)
+        assert len({len(each) for each in messages}) == 1, "MPI needs messages of one length"
+        self._barrier.wait(LONGEST_WAIT_S)  # before the next call writes into the list
+        return messages
+
+
+def on_workers(size: int, work: Callable[[Exchange], T]) -> list[T]:
+    """What `work` returns on each worker; the first error ends the others' waiting."""
+    messages, barrier = [b""] * size, threading.Barrier(size)
+
+    def worker(rank: int) -> T:
+        try:
+            return work(ThreadExchange(rank, messages, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        results = [pool.submit(worker, rank) for rank in range(size)]
+    errors = [error for result in results if (error := result.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [result.result() for result in results]
