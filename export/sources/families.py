@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from export.sources.rope import checked_scaling, install
 from runtime.core.errors import BundleError
 
 # Hugging Face model_type -> module under mlx_lm.models
@@ -116,7 +117,7 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
         config["tie_word_embeddings"] = not has_lm_head
     if family == "qwen3" and config.get("head_dim") is None:
         config["head_dim"] = 128  # the default of the original configuration class
-    _flatten_rope(config)
+    _flatten_rope(config, where)
     return config
 
 
@@ -171,6 +172,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
         raise BundleError(
             f"{where}: {family} cannot be built from this configuration: {why}"
         ) from e
+    install(model)
     # mlx-lm drops the output matrix of tied models in sanitize
     model.sanitize({} if config.get("tie_word_embeddings", True) else {"lm_head.weight": None})
     return model
@@ -233,24 +235,21 @@ def _layer_types(pattern: int, layers: int) -> list[str]:
     ]
 
 
-def _flatten_rope(config: dict[str, Any]) -> None:
+def _flatten_rope(config: dict[str, Any], where: str) -> None:
     """Set "rope_theta" and "rope_scaling", which transformers 5 nests in "rope_parameters".
 
-    For Gemma they are nested once more, by type of layer.
+    For Gemma they are nested once more, by type of layer. A base that is nested counts, as there.
     """
     nested = config.pop("rope_parameters", None) or {}
     local = nested.get("sliding_attention") or {}
-    scope = nested.get("full_attention") or nested
-    if config.get("rope_local_base_freq") is None and local.get("rope_theta") is not None:
+    scope = config.get("rope_scaling") or nested.get("full_attention") or nested
+    if local and checked_scaling(local, config, where) is not None:
+        raise BundleError(f"{where}: scaled positions of sliding_attention are not supported")
+    if local.get("rope_theta") is not None:
         config["rope_local_base_freq"] = local["rope_theta"]
-    if config.get("rope_theta") is None and scope.get("rope_theta") is not None:
+    if scope.get("rope_theta") is not None:
         config["rope_theta"] = scope["rope_theta"]
-    scaling = config.get("rope_scaling") or scope
-    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-    if rope_type == "default":
-        config.pop("rope_scaling", None)
-    else:
-        config["rope_scaling"] = {k: v for k, v in scaling.items() if k != "rope_theta"}
-    for key in ("rope_theta", "rope_local_base_freq"):
+    config["rope_scaling"] = checked_scaling(scope, config, where)
+    for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
         if key in config and config[key] is None:
             del config[key]

@@ -177,10 +177,13 @@ def test_a_tied_models_copy_of_its_embedding_is_ignored(tmp_path: Path) -> None:
 
 def test_nested_rope_and_silent_tying() -> None:
     raw = {**PRESETS["tiny-llama"], "tie_word_embeddings": None, "rope_theta": None}
-    raw["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    raw["rope_parameters"] = {"rope_theta": 5e5, **llama3}
     config = normalise_config(raw, "x", has_lm_head=True)
     assert config["rope_theta"] == 5e5
-    assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+    # without a length of its own, a scaling starts from the longest sequence
+    length = {"original_max_position_embeddings": config["max_position_embeddings"]}
+    assert config["rope_scaling"] == {**llama3, **length}
     assert config["tie_word_embeddings"] is False
     build_model("llama", config)
     raw["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
@@ -214,7 +217,7 @@ ZEROS = np.zeros((128, 128), np.float32)
         (put(num_hidden_layers=10**9), "at most 1024"),
         (put(hidden_act="relu"), "hidden_act = 'relu'"),
         (put(num_attention_heads=0), "num_attention_heads"),
-        (put(rms_norm_eps={}, rope_scaling={"rope_type": "magic"}), "cannot be built"),
+        (put(rms_norm_eps={}, rope_scaling={"rope_type": "magic"}), "rope_type 'magic'"),
         (put(model_type=[]), r"architecture \[\] is not supported"),
         (put(rope_parameters=[1]), "cannot be understood"),
         (drop("model.norm.weight"), "1 of .* missing: model.norm.weight"),

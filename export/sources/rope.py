@@ -1,0 +1,186 @@
+"""Rotary positions as transformers computes them, where mlx-lm's own classes leave settings out.
+
+A scaling's settings are each used, without effect, or refused by name. Frequencies that depend on
+the length of the sequence are refused: a bundle's graphs hold them as constants.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from export.stored import F32
+from runtime.core.errors import BundleError
+
+_LENGTH = "original_max_position_embeddings"
+# rope_type -> the settings that it computes with
+SETTINGS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", _LENGTH}),
+    "yarn": frozenset(
+        {"factor", _LENGTH, "attention_factor", "beta_fast", "beta_slow"}
+        | {"mscale", "mscale_all_dim", "truncate"}
+    ),
+    "longrope": frozenset({"factor", _LENGTH, "attention_factor", "short_factor", "long_factor"}),
+}
+# settings that must be there; the rest have defaults
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+# settings that compute nothing: names of the type, the base (read beside it), a remark
+_NEUTRAL = frozenset({"type", "rope_type", "rope_theta", "finetuned"})
+
+
+def checked_scaling(
+    scaling: dict[str, Any], config: dict[str, Any], where: str
+) -> dict[str, Any] | None:
+    """A configuration's scaling of positions with its length filled in; None without a scaling.
+
+    Args:
+        scaling: "rope_scaling" or "rope_parameters", flat.
+        config: the configuration around it, for the lengths.
+        where: the file, for messages.
+
+    Raises BundleError for a type or a setting that cannot be computed.
+    """
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # Phi-3's name of the first release
+    if kind not in SETTINGS:
+        why = ": its frequencies depend on the length of the sequence" if kind == "dynamic" else ""
+        raise BundleError(
+            f"{where}: rope_type {kind!r} is not supported{why}; supported are "
+            f"{', '.join(sorted(SETTINGS))}"
+        )
+    partial = scaling.get("partial_rotary_factor")
+    if partial not in (None, 1):
+        raise BundleError(
+            f"{where}: partial_rotary_factor {partial!r} is not supported; positions must turn the "
+            "whole head"
+        )
+    known = SETTINGS[kind] | _NEUTRAL | {"partial_rotary_factor"}
+    unknown = sorted(k for k, value in scaling.items() if k not in known and value is not None)
+    if unknown:
+        raise BundleError(
+            f"{where}: rope_type {kind!r} with {', '.join(unknown)} is not supported; its settings "
+            f"are {', '.join(sorted(SETTINGS[kind])) or 'none'}"
+        )
+    if kind == "default":
+        return None
+    settings = {k: v for k, v in scaling.items() if k in SETTINGS[kind] and v is not None}
+    if _LENGTH in SETTINGS[kind]:
+        length = (
+            config.get(_LENGTH) or settings.get(_LENGTH) or config.get("max_position_embeddings")
+        )
+        if length is None:
+            raise BundleError(f"{where}: rope_type {kind!r} needs {_LENGTH}")
+        settings[_LENGTH] = length
+    if missing := [name for name in _NEEDED[kind] if name not in settings]:
+        raise BundleError(f"{where}: rope_type {kind!r} needs {', '.join(missing)}")
+    if kind == "longrope":
+        _check_longrope(settings, config, where)
+    return {"rope_type": kind, **settings}
+
+
+def _check_longrope(settings: dict[str, Any], config: dict[str, Any], where: str) -> None:
+    longest = config.get("max_position_embeddings") or settings[_LENGTH]
+    if longest > settings[_LENGTH] and settings["short_factor"] != settings["long_factor"]:
+        raise BundleError(
+            f"{where}: longrope turns sequences of at most {settings[_LENGTH]} tokens and longer "
+            "ones differently, and a bundle's graphs hold one of both; set "
+            f'max_position_embeddings (now {longest}) to {settings[_LENGTH]}, and "factor" of the '
+            f"scaling to {longest / settings[_LENGTH]:g}, to train on shorter ones"
+        )
+
+
+def yarn(scaling: dict[str, Any], base: float, dims: int) -> tuple[F32, float]:
+    """YaRN's inverse frequencies (dims / 2,) and the factor of queries and keys.
+
+    Between two dimensions, found from the rotations `beta_fast` and `beta_slow` over the original
+    length, the frequencies go over from 1/base^(2i/dims) to that divided by `factor`
+    (Peng et al. 2023, section 3.2; the factor is its equation 22).
+    """
+    factor, length = float(scaling["factor"]), scaling[_LENGTH]
+
+    def dimension(rotations: float) -> float:
+        return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension(scaling.get("beta_fast") or 32)
+    high = dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    high += 0.001 * (low == high)
+    ramp = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
+    frequencies = base ** -(np.arange(0, dims, 2) / dims)
+    mixed = frequencies / factor * ramp + frequencies * (1 - ramp)
+    return mixed.astype(np.float32), _yarn_factor(scaling, factor)
+
+
+def _yarn_factor(scaling: dict[str, Any], factor: float) -> float:
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+
+    def grown(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+    over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return grown(over) / grown(under) if over and under else grown(1)
+
+
+def longrope(scaling: dict[str, Any], base: float, dims: int, longest: int) -> tuple[F32, float]:
+    """LongRoPE's inverse frequencies (dims / 2,) within the original length, and the factor.
+
+    `longest` is the configuration's max_position_embeddings (Ding et al. 2024).
+    """
+    length = scaling[_LENGTH]
+    factor = float(scaling.get("factor") or longest / length)
+    grown = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    given = scaling.get("attention_factor")
+    divisors = np.asarray(scaling["short_factor"], np.float64)
+    frequencies = base ** -(np.arange(0, dims, 2) / dims) / divisors
+    return frequencies.astype(np.float32), grown if given is None else float(given)
+
+
+def install(model: Any) -> None:
+    """Give the layers that mlx-lm scales by YaRN or LongRoPE these frequencies in place of its own.
+
+    `model` is one of mlx-lm's, built from a configuration with a `checked_scaling`.
+    """
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.models import rope_utils
+
+    class Rope(nn.Module):  # type: ignore[misc]
+        """Turns the heads (..., T, dims) by these frequencies, after a multiplication."""
+
+        def __init__(self, frequencies: F32, factor: float) -> None:
+            super().__init__()
+            self._periods = mx.array(1 / frequencies)
+            self._factor = factor
+
+        def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+            x = x if self._factor == 1 else x * self._factor
+            return mx.fast.rope(
+                x,
+                x.shape[-1],
+                traditional=False,
+                base=None,
+                scale=1.0,
+                offset=offset,
+                freqs=self._periods,
+            )
+
+    args = model.args
+    for _, module in model.named_modules():
+        rope = module.get("rope")
+        if isinstance(rope, rope_utils.YarnRoPE):
+            module.rope = Rope(*yarn(args.rope_scaling, args.rope_theta, rope.dims))
+        elif isinstance(rope, rope_utils.SuScaledRoPE):
+            longest = args.max_position_embeddings
+            module.rope = Rope(*longrope(args.rope_scaling, args.rope_theta, rope.dim, longest))

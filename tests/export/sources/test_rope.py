@@ -1,0 +1,147 @@
+"""Rotary positions: equal to transformers' own functions over random settings, or refused."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from transformers import LlamaConfig, modeling_rope_utils
+
+from export.sources.families import build_model, normalise_config
+from export.sources.random import PRESETS
+from export.sources.rope import SETTINGS
+from runtime.core.errors import BundleError
+
+Rng = np.random.Generator
+
+
+class Array(np.ndarray[Any, Any]):
+    """A NumPy array with the few methods of a tensor that transformers' functions call."""
+
+    def to(self, dtype: Any, device: None = None) -> Self:
+        return self.astype(dtype)
+
+    def float(self) -> Self:
+        return self.astype(np.float32)
+
+
+class Torch:
+    """The few functions of torch that transformers' rotary functions call, on NumPy arrays."""
+
+    int64, float32, float = np.int64, np.float32, np.float32
+
+    @staticmethod
+    def arange(*bounds: int, dtype: Any = np.int64, device: None = None) -> Array:
+        return np.arange(*bounds, dtype=dtype).view(Array)
+
+    @staticmethod
+    def tensor(values: list[float], dtype: Any, device: None = None) -> Array:
+        return np.array(values, dtype).view(Array)
+
+    clamp = staticmethod(np.clip)
+    where = staticmethod(np.where)
+
+
+def some(rng: Rng, **settings: Any) -> dict[str, Any]:
+    """A random part of these settings."""
+    return {name: value for name, value in settings.items() if rng.random() < 0.5}
+
+
+def settings_of(kind: str, rng: Rng) -> dict[str, Any]:
+    length = int(rng.choice([64, 256, 4096]))
+    original = {"original_max_position_embeddings": length}
+    factor = float(rng.uniform(1, 40))
+    if kind == "linear":
+        return {"factor": factor}
+    if kind == "llama3":
+        low, high = float(rng.uniform(0.5, 2)), float(rng.uniform(3, 8))
+        needed = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+        return {**needed, **some(rng, **original)}
+    mscales = rng.uniform(0.1, 2, 2).tolist()
+    if kind == "yarn":
+        return {"factor": factor} | some(
+            rng,
+            **original,
+            attention_factor=float(rng.uniform(0.5, 2)) if rng.random() < 0.3 else None,
+            beta_fast=float(rng.uniform(8, 64)),
+            beta_slow=float(rng.uniform(0.5, 4)),
+            mscale=mscales[0],
+            mscale_all_dim=mscales[1],
+            truncate=bool(rng.random() < 0.3),
+        )
+    assert kind == "longrope"
+    factors = rng.uniform(1, 4, 16).tolist()
+    return {
+        "short_factor": factors,
+        "long_factor": factors,
+        **some(rng, **original, factor=factor, attention_factor=float(rng.uniform(0.5, 2))),
+    }
+
+
+def turned(x: np.ndarray[Any, Any], inverse: np.ndarray[Any, Any], factor: float) -> Any:
+    """The heads (..., T, 2n) turned by n inverse frequencies, as transformers turns them."""
+    angles = np.arange(x.shape[-2])[:, None] * inverse  # (T, n)
+    cos, sin = np.cos(angles) * factor, np.sin(angles) * factor
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@pytest.mark.parametrize("kind", sorted({*modeling_rope_utils.ROPE_INIT_FUNCTIONS}))
+def test_positions_are_those_of_transformers(
+    kind: str, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_rope_utils, "torch", Torch, raising=False)
+    base = {**PRESETS["tiny-llama"], "head_dim": 32, "max_position_embeddings": 2048}
+    base.pop("rope_scaling", None)
+    if kind not in SETTINGS:
+        with pytest.raises(BundleError, match=f"rope_type '{kind}' is not supported"):
+            normalise_config(
+                {**base, "rope_scaling": {"rope_type": kind, "factor": 2.0}}, "x", True
+            )
+        return
+    x = rng.standard_normal((1, 2, 48, 32)).astype(np.float32)
+    for _ in range(30):
+        theta = float(rng.choice([1e4, 5e5, 1e6]))
+        scaling = {"rope_type": kind, **settings_of(kind, rng)}
+        raw = {**base, "rope_theta": theta, "rope_scaling": scaling}
+        theirs = LlamaConfig(**{k: v for k, v in raw.items() if k != "model_type"})
+        inverse, factor = modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs)
+        model = build_model("llama", normalise_config(raw, "x", True))
+        ours = np.array(model.layers[0].self_attn.rope(mx.array(x)))
+        np.testing.assert_allclose(
+            ours, turned(x, np.asarray(inverse), factor), rtol=1e-5, atol=2e-5, err_msg=str(raw)
+        )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "depend on the length of the sequence"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "with beta_fast"),
+        ({"rope_type": "default", "mrope_section": [1, 1]}, "with mrope_section"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "the whole head"),
+        ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
+        (
+            {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 16,
+                "long_factor": [2.0] * 16,
+            },
+            "hold one of both",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_named(scaling: dict[str, Any], message: str) -> None:
+    raw = {**PRESETS["tiny-llama"], "max_position_embeddings": 2048, "rope_scaling": scaling}
+    with pytest.raises(BundleError, match=message):
+        normalise_config(raw, "x", has_lm_head=True)
+
+
+def test_a_base_beside_the_scaling_counts() -> None:
+    """As in transformers, where the base that stands among rope's settings has priority."""
+    raw = {**PRESETS["tiny-llama"], "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}
+    raw.pop("rope_scaling", None)
+    assert normalise_config(raw, "x", has_lm_head=True)["rope_theta"] == 5e5
