@@ -27,7 +27,7 @@ from runtime.config.zeroth_order import ZerothOrderOptions
 from runtime.core.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "gpu")
-DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 DATA_FILE = f"a {', '.join(DATA_SUFFIXES[:-1])} or {DATA_SUFFIXES[-1]} file"
 HUB_DATA = "a Hugging Face dataset id (OWNER/NAME[:CONFIG[:SPLIT]])"
 TRAIN_DATA = (

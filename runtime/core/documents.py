@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+_VISIBLE = re.compile(r"[^ \t\n\r]")  # anything but JSON's spaces
 MOST_DEPTH = 100  # of lists and objects inside each other: code that walks them may be recursive
 _TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 
@@ -18,6 +20,27 @@ _TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 def from_json(text: str | bytes) -> Any:
     """The value of a JSON document. Raises ValueError."""
     return _parsed(json.loads, text)
+
+
+def from_json_values(text: str) -> list[Any]:
+    """The values of JSON documents that follow one another in a text. Raises ValueError."""
+    values: list[Any] = _parsed(_values, text)
+    return values
+
+
+def _values(text: str) -> list[Any]:
+    values, decoder = [], json.JSONDecoder()
+    start = _after_space(text, 0)
+    while start < len(text):
+        value, end = decoder.raw_decode(text, start)
+        values.append(value)
+        start = _after_space(text, end)
+    return values
+
+
+def _after_space(text: str, start: int) -> int:
+    visible = _VISIBLE.search(text, start)
+    return len(text) if visible is None else visible.start()
 
 
 def from_toml(data: bytes) -> dict[str, Any]:

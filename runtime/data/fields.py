@@ -104,12 +104,20 @@ def _renamed(record: Record, columns: dict[str, str]) -> Record:
 
 
 def _from_json(value: object) -> object:
-    """A value, decoded if it is JSON text: a cell of a table is text."""
+    """A value, decoded if it is JSON text: a cell of a table is text.
+
+    Raises ValueError for a list in another notation.
+    """
     if not isinstance(value, str):
         return value
     try:
         return from_json(value)
-    except ValueError:
+    except ValueError as error:
+        if value.lstrip().startswith("["):
+            raise ValueError(
+                f"its list of messages is text that is no JSON ({error}); where it has Python's "
+                "single quotes, write it with json.dumps, or all rows as .jsonl"
+            ) from error
         return value
 
 

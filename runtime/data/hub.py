@@ -48,7 +48,7 @@ def hub_dataset(data: str) -> HubDataset | None:
     None if it names something else: a path that exists, a file of data, or random:SEED.
     """
     match = _ID.fullmatch(data)
-    if match is None or Path(data).exists() or Path(match["name"]).suffix in DATA_SUFFIXES:
+    if match is None or Path(data).exists() or Path(match["name"]).suffix.lower() in DATA_SUFFIXES:
         return None
     return HubDataset(match["name"], match["config"] or None, match["split"])
 

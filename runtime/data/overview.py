@@ -28,7 +28,7 @@ from runtime.data.limits import Limits
 from runtime.data.loss_mask import Row
 from runtime.data.packing import PackingReport, pack
 from runtime.data.process import confined, limits_argument, run_module
-from runtime.data.records import TEXT
+from runtime.data.records import TEXT, suffix_of
 from runtime.data.report import DataReport
 from runtime.data.rows import Lengths
 from runtime.data.source import Reading, bucket_holding, bucket_to_pack, reading_of, split_file
@@ -85,7 +85,7 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     lengths = array("q")  # of the first split's rows
     with tempfile.TemporaryDirectory() as scratch:
         for name, file, reading in _parts(config, Path(scratch)):
-            usual = manifest.usual_bucket if file.suffix == TEXT else manifest.buckets[-1]
+            usual = manifest.usual_bucket if suffix_of(file) == TEXT else manifest.buckets[-1]
             max_seq_length = config.max_seq_length or usual
             reader = Reader(
                 file, encoder, max_seq_length, reading, VALID if name == VALID else TRAIN

@@ -1,73 +1,217 @@
-"""Files of records: JSON lines, JSON, CSV and Parquet, one object with fields after the other."""
+"""Files of records: JSON lines, JSON, CSV, TSV and Parquet, one object with fields after another.
+
+What a file is follows from its content where its name says otherwise: an array in a .jsonl file,
+lines in a .json file, another delimiter than a comma, UTF-16 with a byte order mark.
+"""
 
 from __future__ import annotations
 
+import codecs
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runtime.core.documents import from_json
+from runtime.core.documents import from_json, from_json_values
 from runtime.core.errors import DataError
 
 Records = Iterator[tuple[str, object]]
 """The place of each record in its file, and the record, or the ValueError that it was."""
 
+Say = Callable[[str], None]
+"""Receives what is unusual about how a file is read, in a few words."""
+
 TEXT = ".txt"
 _BATCH_ROWS = 64  # of a Parquet file
+_BYTE_ORDER_MARKS = {  # the longer first: that of UTF-32 begins as that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_BY_ZEROS = {(False, True): "utf-16-le", (True, False): "utf-16-be"}  # at even and at odd places
+_UTF8 = "utf-8-sig"
+_HEAD_BYTES = 64
+_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+_OF_ROWS = ("messages", "conversations")  # lists that are one row's, not a list of rows
 
 
-def records(file: Path) -> Records:
-    """The records of a file, by its suffix. Raises DataError where the file cannot be read."""
+def _ignored(text: str) -> None:
+    """A receiver of what is unusual that keeps nothing."""
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix by which a file is read, in small letters."""
+    return file.suffix.lower()
+
+
+def records(file: Path, say: Say = _ignored) -> Records:
+    """The records of a file, by its suffix; `say` is told first of what is unusual.
+
+    Raises DataError where the file cannot be read.
+    """
     try:
-        yield from READERS[file.suffix](file)
+        yield from READERS[suffix_of(file)](file, say)
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
 
 
-def _json_lines(file: Path) -> Records:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"line {number}", _loaded(line)
+def encoding_of(file: Path, say: Say = _ignored) -> str:
+    """The encoding of a text file: UTF-8, or UTF-16 or UTF-32, mostly by their byte order marks.
+
+    UTF-16 without a mark is known by its zeros, which no text in UTF-8 has. Raises OSError.
+    """
+    with file.open("rb") as opened:
+        head = opened.read(_HEAD_BYTES)
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if head.startswith(mark):
+            say(f"in {encoding.upper()}")
+            return encoding
+    zeros = (not any(head[::2]), not any(head[1::2]))
+    if len(head) >= 4 and zeros in _BY_ZEROS:
+        say("in UTF-16")
+        return _BY_ZEROS[zeros]
+    return _UTF8
 
 
-def _loaded(line: bytes) -> object:
+def not_text(file: Path, encoding: str, error: UnicodeError) -> DataError:
+    """The error for a file whose bytes are not text in its encoding."""
+    return DataError(f"{file} is not text in {encoding.removesuffix('-sig').upper()}: {error}")
+
+
+def _json_lines(file: Path, say: Say) -> Records:
+    encoding = encoding_of(file, say)
+    first = next((row for _, row in _rows_of_lines(file, encoding)), None)
+    if isinstance(first, list | ValueError):  # no row: a longer document, or one that is broken
+        try:
+            text = _text(file, encoding)
+        except UnicodeError:  # of one line, maybe
+            text = ""
+        whole = _loaded(text)
+        if isinstance(whole, list) and any(isinstance(row, dict) for row in whole):
+            return _listed(whole, "in a JSON array", say)
+        if isinstance(first, ValueError) and isinstance(whole, ValueError):
+            if rows := _one_after_another(text):
+                return _listed(rows, "over several lines each", say)
+            if text.lstrip().startswith("[") and str(first) != str(whole):  # not of this line alone
+                raise DataError(f"{file} holds a JSON array that is broken: {whole}")
+    return _rows_of_lines(file, encoding)
+
+
+def _rows_of_lines(file: Path, encoding: str) -> Records:
+    for number, line in enumerate(_lines(file, encoding), 1):
+        if line.strip():
+            yield f"line {number}", _loaded(line)
+
+
+def _lines(file: Path, encoding: str) -> Iterator[str | bytes]:
+    """The lines of a file, as bytes in UTF-8: one that is no text spoils no other."""
+    if encoding == _UTF8:
+        with file.open("rb") as lines:
+            yield from lines
+        return
+    with file.open(encoding=encoding, newline="\n") as text:
+        try:
+            yield from text
+        except UnicodeError as error:
+            raise not_text(file, encoding, error) from error
+
+
+def _text(file: Path, encoding: str) -> str:
+    return file.read_bytes().decode(encoding)
+
+
+def _loaded(text: str | bytes) -> object:
     try:
-        return from_json(line)
+        return from_json(text)
     except ValueError as error:
         return ValueError(str(error))
 
 
-def _json(file: Path) -> Records:
-    rows = _loaded(file.read_bytes())
-    if isinstance(rows, dict) and len(rows) == 1:
-        (rows,) = rows.values()
-    if not isinstance(rows, list):
-        why = f": {rows}" if isinstance(rows, ValueError) else ""
-        raise DataError(f"{file} holds no JSON list of rows{why}; write one row a line as .jsonl")
-    for number, row in enumerate(rows, 1):
-        yield f"row {number}", row
+def _one_after_another(text: str) -> list[object]:
+    """The objects of a text that holds objects alone, one after another; else nothing."""
+    try:
+        values = from_json_values(text)
+    except ValueError:
+        return []
+    return values if all(isinstance(value, dict) for value in values) else []
 
 
-def _csv(file: Path) -> Records:
+def _listed(rows: list[object], how: str, say: Say) -> Records:
+    if how:
+        say(how)
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _json(file: Path, say: Say) -> Records:
+    encoding = encoding_of(file, say)
+    try:
+        text = _text(file, encoding)
+    except UnicodeError as error:
+        raise not_text(file, encoding, error) from error
+    whole = _loaded(text)
+    if isinstance(whole, dict) and len(whole) == 1 and not whole.keys() & set(_OF_ROWS):
+        (whole,) = whole.values()
+    if isinstance(whole, list):
+        return _listed(whole, "", say)
+    first = next((row for _, row in _rows_of_lines(file, encoding)), None)
+    if isinstance(first, dict) and isinstance(whole, ValueError):
+        say("one a line")
+        return _rows_of_lines(file, encoding)
+    if isinstance(whole, ValueError) and (rows := _one_after_another(text)):
+        return _listed(rows, "over several lines each", say)
+    why = f": {whole}" if isinstance(whole, ValueError) else ""
+    raise DataError(f"{file} holds no JSON list of rows{why}; write one row a line as .jsonl")
+
+
+def _csv(file: Path, say: Say) -> Records:
+    """The rows of a table with a header.
+
+    It is delimited by commas, or tabs in a .tsv file, or by what its first line names ("sep=;", as
+    Excel writes) or its header has in place of them.
+    """
     csv.field_size_limit(2**31 - 1)
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        reader = csv.DictReader(text, strict=True)
-        while True:
-            try:
-                row = next(reader)
-            except StopIteration:
-                return
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file} is not text in UTF-8: {error}") from error
-            except csv.Error as error:
-                raise DataError(f"{file}, line {reader.line_num}: {error}") from error
-            wide = None in row or None in row.values()
-            place = f"line {reader.line_num}"
-            yield place, ValueError("it has not as many cells as the header") if wide else row
+    encoding = encoding_of(file, say)
+    with file.open(encoding=encoding, newline="") as text:
+        try:
+            usual = "\t" if suffix_of(file) == ".tsv" else ","
+            delimiter, skipped = _delimiter(text.readline(), usual)
+            text.seek(0)
+            if skipped:
+                text.readline()
+            if delimiter != usual:
+                say(f"separated by {_DELIMITERS[delimiter]}")
+            reader = csv.DictReader(text, strict=True, delimiter=delimiter)
+            _name_columns(reader, say)
+            for row in reader:
+                wide = None in row or None in row.values()
+                place = f"line {reader.line_num + skipped}"
+                yield place, ValueError("it has not as many cells as the header") if wide else row
+        except UnicodeError as error:
+            raise not_text(file, encoding, error) from error
+        except csv.Error as error:
+            raise DataError(f"{file}, line {reader.line_num + skipped}: {error}") from error
 
 
-def _parquet(file: Path) -> Records:
+def _delimiter(first_line: str, usual: str) -> tuple[str, int]:
+    """What separates the cells below a first line, and how many lines stand before the header."""
+    line = first_line.rstrip("\r\n")
+    if line.lower().startswith("sep=") and line[4:] in _DELIMITERS:
+        return line[4:], 1
+    unquoted = "".join(line.split('"')[::2])
+    there = [mark for mark in _DELIMITERS if mark in unquoted]
+    return (there[0] if len(there) == 1 and usual not in unquoted else usual), 0
+
+
+def _name_columns(reader: csv.DictReader[str], say: Say) -> None:
+    """Leave out the spaces around the names in a header, where they stay different names."""
+    names = list(reader.fieldnames or ())
+    stripped = [name.strip() for name in names]
+    if stripped != names and len(set(stripped)) == len(names):
+        say("with spaces in the header left out")
+        reader.fieldnames = stripped
+
+
+def _parquet(file: Path, say: Say) -> Records:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -87,9 +231,10 @@ def _parquet(file: Path) -> Records:
         raise DataError(f"{file}, after row {number}: {error}") from error
 
 
-READERS: dict[str, Callable[[Path], Records]] = {
+READERS: dict[str, Callable[[Path, Say], Records]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _csv,
+    ".tsv": _csv,
     ".parquet": _parquet,
 }

@@ -23,7 +23,7 @@ from runtime.core.paths import text_path
 from runtime.data.hub import located
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
-from runtime.data.records import TEXT
+from runtime.data.records import TEXT, suffix_of
 from runtime.data.rows import RANDOM_ROWS, RandomRows, Rows, TokenRows, random_seed
 
 
@@ -66,8 +66,11 @@ def split_file(data: str | Path, split: str) -> Path | None:
         raise DataError(
             f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
         )
-    files = [path / f"{split}{suffix}" for suffix in DATA_SUFFIXES]
-    files = [file for file in files if file.is_file()]
+    files = [
+        file
+        for file in sorted(path.iterdir())
+        if file.stem == split and suffix_of(file) in DATA_SUFFIXES and file.is_file()
+    ]
     if len(files) > 1:
         raise DataError(
             f"{path} has {' and '.join(file.name for file in files)}; keep one, or name the file"
@@ -141,7 +144,7 @@ class TokenSource:
         if self.data.startswith("random:"):
             return manifest.usual_bucket
         file = split_file(located(self.data, folder), self.split)
-        if file is not None and file.suffix == TEXT:
+        if file is not None and suffix_of(file) == TEXT:
             return manifest.usual_bucket
         rows = self.rows(bundle, folder, manifest.buckets[-1])
         longest = 0 if rows.report is None else rows.report.longest

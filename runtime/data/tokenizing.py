@@ -32,7 +32,7 @@ from runtime.core.errors import DataError, StorageError
 from runtime.data.fields import recognise
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.process import confined, limits_argument
-from runtime.data.records import READERS, TEXT, records
+from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
 from runtime.data.report import DataReport
 from runtime.data.rows import HEADER, MAGIC, VERSION
 from runtime.data.source import Reading
@@ -100,11 +100,13 @@ class Reader:
         reading: Reading,
         part: str = TRAIN,
     ) -> None:
-        if file.suffix != TEXT and file.suffix not in READERS:
+        suffix = suffix_of(file)
+        if suffix != TEXT and suffix not in READERS:
             raise DataError(f"{file} is not {DATA_FILE}; rename or convert it")
         self.file, self.encoder, self.max_seq_length = file, encoder, max_seq_length
         self.reading, self.part = reading, part
-        loss_on = "all" if file.suffix == TEXT else reading.loss_on
+        loss_on = "all" if suffix == TEXT else reading.loss_on
+        self._how: list[str] = []  # what is unusual about the file
         self.report = DataReport(source=file.name, loss_on=loss_on, seq_length=max_seq_length)
 
     def rows(self) -> Iterator[Row]:
@@ -112,7 +114,7 @@ class Reader:
 
         Raises DataError, naming the line where a record is wrong.
         """
-        return self._text_rows() if self.file.suffix == TEXT else self._record_rows()
+        return self._text_rows() if suffix_of(self.file) == TEXT else self._record_rows()
 
     def _text_rows(self) -> Iterator[Row]:
         below = self._bound(lambda: (_bytes_of(row) for row in self._packed()))
@@ -123,17 +125,19 @@ class Reader:
                 yield self._counted(row, "plain text")
 
     def _packed(self) -> Iterator[Row]:
-        with self.file.open(encoding="utf-8-sig") as text:
+        self._how.clear()  # the file is read twice where rows are held out
+        encoding = encoding_of(self.file, self._how.append)
+        with self.file.open(encoding=encoding) as text:
             lines = iter(lambda: text.readline(MAX_CHUNK_CHARS), "")
             parts = map(self.encoder.encode, text_chunks(lines, self.encoder.encode))
             try:
                 yield from packed_rows(parts, self.encoder.bos, self.max_seq_length)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{self.file} is not text in UTF-8: {error}") from error
+            except UnicodeError as error:
+                raise not_text(self.file, encoding, error) from error
 
     def _record_rows(self) -> Iterator[Row]:
         below = self._bound(lambda: (record for _, record in records(self.file)))
-        for place, record in records(self.file):
+        for place, record in records(self.file, self._how.append):
             self.report.read += 1
             if not self._belongs(record, below):
                 continue
@@ -179,7 +183,7 @@ class Reader:
         return belongs
 
     def _counted(self, row: Row, name: str) -> Row:
-        report = self.report
+        report, name = self.report, ", ".join([name, *self._how])
         report.kept += 1
         report.cut += row.cut > 0
         report.tokens += row.predicted_tokens

@@ -134,9 +134,11 @@ ROWS = [{"prompt": "a?", "completion": " b\nc"}, {"prompt": "\u00e9", "completio
 
 
 def write(file: Path, rows: list[dict[str, str]]) -> None:
-    if file.suffix == ".csv":
+    if file.suffix in (".csv", ".tsv"):
         with file.open("w", newline="", encoding="utf-8-sig") as opened:
-            writer = csv.DictWriter(opened, rows[0])
+            writer = csv.DictWriter(
+                opened, rows[0], delimiter="," if file.suffix == ".csv" else "\t"
+            )
             writer.writeheader()
             writer.writerows(rows)
     elif file.suffix == ".parquet":
@@ -160,6 +162,80 @@ def test_every_file_of_records_gives_the_same(tmp_path: Path, suffix: str) -> No
 
 def test_every_suffix_that_is_named_is_read() -> None:
     assert set(DATA_SUFFIXES) == {TEXT, *READERS}
+
+
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+PRETTY = "\n".join(json.dumps(row, indent=1) for row in ROWS)
+TABLE = "prompt,completion\na?,yes\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "how", "expected"),
+    [
+        ("UPPER.JSONL", LINES.encode(), [], ROWS),
+        ("bom.jsonl", LINES.encode("utf-8-sig"), [], ROWS),
+        ("utf16.jsonl", LINES.encode("utf-16"), ["in UTF-16"], ROWS),
+        ("utf16.json", json.dumps(ROWS).encode("utf-16-le"), ["in UTF-16"], ROWS),
+        ("big_endian.jsonl", LINES.encode("utf-16-be"), ["in UTF-16"], ROWS),
+        ("utf32.jsonl", LINES.encode("utf-32"), ["in UTF-32"], ROWS),
+        ("array.jsonl", json.dumps(ROWS).encode(), ["in a JSON array"], ROWS),
+        ("array.jsonl", json.dumps(ROWS, indent=1).encode(), ["in a JSON array"], ROWS),
+        ("pretty.jsonl", PRETTY.encode(), ["over several lines each"], ROWS),
+        ("pretty.json", PRETTY.encode(), ["over several lines each"], ROWS),
+        ("lines.json", LINES.encode(), ["one a line"], ROWS),
+        ("u2028.jsonl", b'{"text": "a\xe2\x80\xa8b"}\n', [], [{"text": "a\u2028b"}]),
+        ("utf16.csv", TABLE.encode("utf-16"), ["in UTF-16"], None),
+        ("a.csv", TABLE.replace(",", ";").encode(), ["separated by semicolons"], None),
+        ("a.csv", b"sep=;\n" + TABLE.replace(",", ";").encode(), ["separated by semicolons"], None),
+        ("a.csv", TABLE.replace(",", "\t").encode(), ["separated by tabs"], None),
+        ("a.TSV", TABLE.replace(",", "\t").encode(), [], None),
+        (
+            "a.csv",
+            TABLE.replace(",", ", ", 1).encode(),
+            ["with spaces in the header left out"],
+            None,
+        ),
+        ("one.csv", b"text\na;b\n", [], [{"text": "a;b"}]),
+    ],
+)  # fmt: skip
+def test_a_file_is_read_as_what_it_holds_and_that_is_said(
+    tmp_path: Path, name: str, content: bytes, how: list[str], expected: list[Any] | None
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    said: list[str] = []
+    rows = [row for _, row in records(tmp_path / name, said.append)]
+    assert rows == (expected or [{"prompt": "a?", "completion": "yes"}])
+    assert said == how
+
+
+def test_what_is_unusual_about_a_file_is_counted_with_its_format(bundle: Path) -> None:
+    file = bundle.parent / "rows.jsonl"
+    file.write_bytes(json.dumps([{"text": "ab"}, {"text": "cd"}]).encode("utf-16"))
+    rows = tokenize(bundle, file, 8, bundle.parent / "out")
+    assert rows.report.formats == {"text, in UTF-16, in a JSON array": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", b'[{"text": "a"},\n{"text"', "holds a JSON array that is broken: .*line 2"),
+        ("a.json", b'{"a": 1, "b": [2]}', "holds no JSON list of rows; write one row a line"),
+        ("a.json", b'{"messages": [{"role": "user"}]}', "holds no JSON list of rows"),
+        ("a.csv", b"text\n\xe9\xe9\n", "is not text in UTF-8"),
+        ("a.jsonl", "[".encode("utf-16") + b"1", "is not text in UTF-16"),
+    ],
+)
+def test_a_broken_file_is_refused_by_its_cause(
+    tmp_path: Path, name: str, content: bytes, complaint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} {complaint}"):
+        list(records(tmp_path / name))
+
+
+def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
+    with pytest.raises(DataError, match="line 1: its list of messages is text that is no"):
+        read(bundle, [{"messages": str(ASKED + ANSWER)}])
 
 
 def test_json_may_have_its_rows_in_one_field(tmp_path: Path) -> None:

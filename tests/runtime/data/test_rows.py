@@ -40,7 +40,7 @@ def test_where_a_split_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data at"):
         split_file(tmp_path / "none", "train")
     (tmp_path / "train.jsonl").touch()
-    with pytest.raises(DataError, match=r"has train\.txt and train\.jsonl"):
+    with pytest.raises(DataError, match=r"has train\.jsonl and train\.txt"):
         split_file(tmp_path, "train")
 
 

@@ -173,7 +173,7 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
         ("a.csv", b'prompt,completion\n"a', "line 1: unexpected end of data"),
         ("a.csv", b"prompt,completion\n\xff,b", "is not text in UTF-8"),
         ("a.csv", b"", "it is empty"),
-        ("a.doc", b"a,b", r"not a .txt, .jsonl, .json, .csv or .parquet file"),
+        ("a.doc", b"a,b", r"not a .txt, .jsonl, .json, .csv, .tsv or .parquet file"),
     ],
 )
 def test_bad_data_is_refused_with_its_place(
