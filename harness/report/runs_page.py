@@ -22,6 +22,7 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_file, write_atomic
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.units import format_bytes, format_seconds
+from runtime.run.results import final_loss
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"
@@ -263,7 +264,7 @@ def _work(runs: Sequence[Run]) -> Table:
 def _overview(runs: Sequence[Run]) -> Table:
     """A line for each run."""
     head = (
-        "run", "method", "state", "steps", "last training loss", "best held-out loss",
+        "run", "method", "state", "steps", "final training loss", "best held-out loss",
         "step (median)", "peak footprint", "budget",
     )  # fmt: skip
     return Table("Runs", [head, *map(_row, runs)], left=3)
@@ -271,7 +272,7 @@ def _overview(runs: Sequence[Run]) -> Table:
 
 def _row(run: Run) -> tuple[str, ...]:
     seconds = [entry["seconds"] for entry in run.entries]
-    losses = [loss for _, loss in run.steps(lambda entry: entry.get("loss"))]
+    final = final_loss([loss for _, loss in run.steps(lambda entry: entry.get("loss"))])
     best = run.curve.best if run.curve.points else None
     wanted = run.settings.get("steps", "?")
     state = ENDS.get(run.stopped, f"ended by {run.stopped}") if run.stopped else "not ended"
@@ -280,7 +281,7 @@ def _row(run: Run) -> tuple[str, ...]:
         str(run.settings.get("method", "?")),
         state,
         f"{len(run.entries)} of {wanted}",
-        f"{losses[-1]:.4f}" if losses else "-",
+        "-" if final is None else f"{final:.4f}",
         f"{best.loss:.4f} at step {best.step}" if best else "-",
         format_seconds(statistics.median(seconds)) if seconds else "-",
         format_bytes(run.curve.peak_bytes) if seconds else "-",

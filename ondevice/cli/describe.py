@@ -314,8 +314,12 @@ def describe_fusing(quality: Quality, adapted: bool) -> str:
 
 def describe_summary(summary: TrainResult) -> str:
     """The last lines that `ondevice train` prints."""
+    from runtime.run.results import FINAL_STEPS
+
     final = summary.final_train_loss
-    loss = "" if final is None else f", final training loss {final:.4f}"
+    last = min(FINAL_STEPS, summary.steps - summary.skipped_steps)
+    mean = f" (mean of {last} steps)" if last > 1 else ""
+    loss = "" if final is None else f", final training loss {final:.4f}{mean}"
     speed = "no step was needed"
     if summary.steps:
         speed = (

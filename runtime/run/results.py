@@ -18,6 +18,8 @@ from runtime.data.packing import PackingReport
 from runtime.data.report import DataReport
 from runtime.plan.plan import Plan
 
+FINAL_STEPS = 10  # whose mean is a run's final training loss
+
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -142,6 +144,15 @@ class Best(msgspec.Struct, frozen=True):
     loss: float
 
 
+def final_loss(losses: Sequence[float]) -> float | None:
+    """The mean of the last FINAL_STEPS of the losses (steps,), which one row does not decide.
+
+    None without losses.
+    """
+    last = losses[-FINAL_STEPS:]
+    return sum(last) / len(last) if last else None
+
+
 def loss_of(evaluation: Evaluation) -> float:
     """The held-out loss; infinity where it is not finite."""
     return math.inf if evaluation.loss is None else evaluation.loss
@@ -185,7 +196,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     peak_footprint_bytes, peak_rss_bytes: of all processes that the run has had.
     mlx_peak_bytes: the most that MLX had allocated in the last process.
     tokens_per_s: processed tokens for each second of training.
-    final_train_loss: the last finite training loss.
+    final_train_loss: the mean of the last finite training losses, as `final_loss` says.
     trained: "lora", "prefix" or "full".
     evaluations: of held-out data, "before" training, after so many steps ("50"), and "after" it.
     best: the evaluation whose state `keep_best` has made the adapter; None without it.

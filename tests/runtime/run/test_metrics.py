@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from runtime.core.errors import BundleError
-from runtime.run.results import Step, read_steps
+from runtime.run.results import Step, final_loss, read_steps
 
 STEP = Step(
     number=1,
@@ -47,3 +47,9 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, tokens: str) -> None:
     path.write_text(line + "\n")
     with pytest.raises(BundleError, match="damaged in line 1"):
         list(read_steps(path, 1, "give up"))
+
+
+def test_one_step_does_not_decide_the_final_loss() -> None:
+    assert final_loss([]) is None
+    assert final_loss([3.0, 1.0]) == 2.0
+    assert final_loss([90.0] * 5 + [1.0] * 9 + [11.0]) == 2.0
