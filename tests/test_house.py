@@ -55,7 +55,7 @@ OWN_CLASSES = (
 
 # the same word for something else, and data: (file, a source text or "*" for all of it), reason
 OTHER_MEANING = {
-    ("runtime/run/trainer.py", "schedule == 'linear'"): "a learning-rate schedule",
+    ("runtime/run/learning_rate.py", "schedule == 'linear'"): "a learning-rate schedule",
     ("export/sources/gguf_config.py", "rope_type not in _ROPE_SCALINGS"): "a scaling of positions",
     ("export/sources/rope.py", "kind not in SETTINGS"): "a scaling of positions",
     ("export/fused/gguf_metadata.py", "kind not in ('linear', 'yarn')"): "a scaling of positions",
