@@ -116,7 +116,14 @@ class FuseConfig(DataOptions):
         ]
         problems += [
             f"{name} has no effect without data, to whose rows it applies"
-            for name in ("eval_rows", "max_seq_length", "columns", "loss_on", "skip_bad_rows")
+            for name in (
+                "eval_rows",
+                "max_seq_length",
+                "columns",
+                "loss_on",
+                "skip_bad_rows",
+                "keep_empty",
+            )
             if self.data is None and self._was_given(name)
         ]
         if self.data is not None and not self.quality:

@@ -107,7 +107,7 @@ def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
     """Settings of every run of `trial`."""
     shared = (
         *("bundle", "data", "budget", "device", "arithmetic", "batch_size", "seed"),
-        *("optimizer", "loss_on", "skip_bad_rows", "pack"),
+        *("optimizer", "loss_on", "skip_bad_rows", "keep_empty", "pack"),
     )
     settings: dict[str, Any] = {name: getattr(config, name) for name in shared}
     given = (

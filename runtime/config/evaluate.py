@@ -26,7 +26,7 @@ from runtime.config.shared import (
 
 TASKS = ("perplexity", "labels", "exact", "bfcl")
 _OF_CALLS = ("max_tokens", "answers")  # options of --task bfcl alone
-_OF_ROWS = ("loss_on", "columns", "skip_bad_rows", "arithmetic", "adapter_dtype")  # of the others
+_OF_ROWS = ("loss_on", "columns", "skip_bad_rows", "keep_empty", "arithmetic", "adapter_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,6 +199,9 @@ class DataOptions(Config):
     skip_bad_rows: bool = option(
         False, "leave out rows that cannot be read, and count them", group=Group.DATA
     )
+    keep_empty: bool = option(
+        False, "learn answers without text, which are else left out and counted", group=Group.DATA
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

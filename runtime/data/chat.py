@@ -9,6 +9,7 @@ template, and not of a row, which could be left out.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator
@@ -31,6 +32,15 @@ MOST_SECONDS = 5  # of the CPU that it may take
 MOST_CHARS, MOST_GROWTH = 1 << 20, 10  # of its text: so long, or so much longer than its messages
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
 ASSISTANT = "assistant"
+RESERVED = frozenset(
+    {
+        *("messages", "conversation", "conversations", "tools", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "self"),
+        *("tokenizer_kwargs", "bos_token", "eos_token", "unk_token", "pad_token"),
+    }
+)
+"""Names that rendering gives a meaning of its own, which a row may not change."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PROBE = "probe"
 _QUESTION = {"role": "user", "content": _PROBE}
@@ -46,6 +56,7 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         self.name = f"the chat template of {folder.parent.name}"
         self._folder = folder
+        self._variables: dict[str, Any] = {}
         try:
             self._templates, special = _read(folder)
             for template in self._templates.values():
@@ -65,7 +76,7 @@ class ChatTemplate:
         of functions, for templates that show them. Raises ValueError if it is no such list,
         or where the template refuses it (roles in a wrong order, say).
         """
-        return self._render(checked_messages(messages), checked_tools(tools), asks=True)
+        return self._render(checked_messages(messages, self.words), checked_tools(tools), asks=True)
 
     def text(self, messages: Messages, tools: Messages | None = None) -> str:
         """The whole conversation, of checked messages. Raises ValueError as `prompt` does."""
@@ -92,6 +103,30 @@ class ChatTemplate:
         if marked is not None:
             return text, [span for span in marked[1] if any(a <= span[0] < b for a, b in spans)]
         return text, spans
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The names, and the texts in quotes, of which the template's program is made."""
+        return frozenset(
+            word.strip("'\"")
+            for template in self._templates.values()
+            for _, kind, word in _words(template)
+            if kind in ("name", "string")
+        )
+
+    def having(self, variables: dict[str, Any]) -> ChatTemplate:
+        """The template that is given further values by name, such as `enable_thinking`.
+
+        Raises ValueError for a name that has a meaning of its own.
+        """
+        if not variables:
+            return self
+        if taken := RESERVED.intersection(variables):
+            raise ValueError(f"chat_template_kwargs may not hold {min(taken)!r}")
+        other = copy.copy(self)
+        other.__dict__.pop("_around", None)
+        other._variables = variables
+        return other
 
     @property
     def ending(self) -> str:
@@ -123,6 +158,7 @@ class ChatTemplate:
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
+                **self._variables,
                 **self._tokenizer.special_tokens_map,
             )
             self._check_length(texts[0], messages, tools)
@@ -133,7 +169,11 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Messages | None, asks: bool) -> str:
         with self._rendering():
             text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=asks, tokenize=False
+                messages,
+                tools=tools,
+                add_generation_prompt=asks,
+                tokenize=False,
+                **self._variables,
             )
             self._check_length(text, messages, tools)
             text.encode()  # half a surrogate pair is no text

@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from collections.abc import Collection
 from typing import Any
 
-from runtime.core.documents import from_json
+from runtime.core.documents import MOST_DEPTH, from_json, is_deeper
 
 Messages = list[dict[str, Any]]
+ROLES = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "ai": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+"""The names of speakers in lower case, and the roles that templates know them by."""
 
 
-def checked_messages(messages: object) -> Messages:
+def cleaned(value: Any) -> Any:
+    """A value without the fields that are empty, at every depth.
+
+    Arrow gives each object of a column the keys of all others, with null, and pandas writes an
+    empty cell as NaN; both mean that nothing is there. TRL removes nulls alike.
+    """
+    if isinstance(value, dict):
+        return {key: cleaned(inner) for key, inner in value.items() if not _is_empty(inner)}
+    if isinstance(value, list):
+        return [None if _is_empty(inner) else cleaned(inner) for inner in value]
+    return value
+
+
+def as_text(value: object) -> object:
+    """A number as its text, as a table's cell would hold it; other values stay as they are."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return json.dumps(value) if is_number else value
+
+
+def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
     """`messages` with text contents, without empty fields, and with tools' arguments as objects.
 
-    Content may be a list of text parts. Raises ValueError, naming the message.
+    Content may be a list of text parts. Roles become those of `ROLES`, but for one that the
+    template has among its `words`. Raises ValueError, naming the message.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list with messages in it")
-    return [_checked(number, message) for number, message in enumerate(messages, 1)]
+    return [_checked(number, message, words) for number, message in enumerate(messages, 1)]
 
 
 def checked_tools(tools: object) -> Messages | None:
@@ -27,19 +69,26 @@ def checked_tools(tools: object) -> Messages | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of declarations")
-    return tools
+    return [cleaned(tool) for tool in tools]
 
 
-def _checked(number: int, message: object) -> dict[str, Any]:
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, float) and value != value)  # NaN
+
+
+def _checked(number: int, message: object, words: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role; write role and content")
-    fields = {key: value for key, value in message.items() if value is not None}
-    calls = fields.get("tool_calls")
+    fields = cleaned(message)
+    fields["role"] = _role(number, fields["role"], words)
+    call = fields.pop("function_call", None)
+    calls = fields.get("tool_calls") or ([{"type": "function", "function": call}] if call else None)
     if calls:
         fields["tool_calls"] = [_call(number, call) for call in _listed(number, calls)]
     content = fields.get("content", "" if calls else None)
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
+    content = as_text(content)
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no content that is text")
     return {**fields, "content": content}
@@ -65,5 +114,47 @@ def _call(number: int, call: object) -> dict[str, Any]:
     inner = call.get("function")
     if isinstance(inner, dict):
         return {**call, "function": _call(number, inner)}
-    given = call.get("arguments")
-    return {**call, "arguments": from_json(given)} if isinstance(given, str) else call
+    if "name" not in call:
+        raise ValueError(f"message {number} has a tool call without the name of a function")
+    return {**call, "arguments": _arguments(number, call["name"], call.get("arguments"))}
+
+
+def _arguments(number: int, name: object, given: object) -> dict[str, Any]:
+    """The arguments of a call: servers write those of none as empty text, or leave them out."""
+    value = given
+    if isinstance(given, str) and given.strip():
+        try:
+            value = from_json(given)
+        except ValueError:
+            value = _from_python(given)
+    elif isinstance(given, str):
+        value = {}
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"message {number} calls {name!r} with arguments that are no JSON object: {given!r:.80}"
+        )
+    return value
+
+
+def _from_python(text: str) -> object:
+    """A value that Python's `str` wrote instead of JSON; the text itself where it is none."""
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return text if is_deeper(value, MOST_DEPTH) else value
+
+
+def _role(number: int, role: str, words: Collection[str]) -> str:
+    if role in words or role in ROLES.values():
+        return role
+    known = ROLES.get(role.lower())
+    if known is None:
+        raise ValueError(
+            f"message {number} has the role {role!r}, which the chat template does not name; "
+            f"known are {', '.join(ROLES)}"
+        )
+    return known

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.core.documents import from_json
+from runtime.data.conversation import as_text, cleaned
+from runtime.data.known_keys import RECORD, VERDICTS, not_read
 
 Record = dict[str, Any]
 
@@ -15,29 +18,19 @@ EXPECTED = (
     '"input", "output"} or ShareGPT\'s {"conversations"}; name other fields by --columns, as in '
     "--columns prompt=question,completion=answer"
 )
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and declarations of tools; answers count from message `first` on."""
+    """Messages, and declarations of tools; answers count from message `first` on.
+
+    `variables` are further values that a row has for the template, by name.
+    """
 
     messages: object
     tools: object = None
     first: int = 0
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,10 +53,15 @@ Example = Conversation | Completion | PlainText
 
 @dataclass(frozen=True)
 class Recognised:
-    """An example, and the name of the format that it was read from."""
+    """An example, and the name of the format that it was read from.
+
+    `lost` names what of the record is not read, and `dropped` is why it is not to be learnt.
+    """
 
     format: str
     example: Example
+    lost: tuple[str, ...] = ()
+    dropped: str = ""
 
 
 def recognise(record: object, columns: dict[str, str], has_template: bool) -> Recognised:
@@ -74,22 +72,47 @@ def recognise(record: object, columns: dict[str, str], has_template: bool) -> Re
     """
     if not isinstance(record, dict):
         raise ValueError(EXPECTED)
-    row = _renamed(record, columns)
+    row = cleaned(_renamed(record, columns))
+    name, example = _example(row, has_template)
+    lost = [
+        f"the field {key!r}, which is not read"
+        for key in not_read(row, {*RECORD[name], *columns.values(), *VERDICTS})
+    ]
+    dropped = ""
+    for key in VERDICTS:
+        verdict = row.get(key, True)
+        if verdict is False or str(verdict).lower() == "false":
+            dropped = f"its {key} is false, so its answer is not to be learnt"
+        elif not (verdict is True or str(verdict).lower() == "true"):
+            lost.append(f"the field {key!r}, which is not read")
+    return Recognised(name, example, tuple(lost), dropped)
+
+
+def _example(row: Record, has_template: bool) -> tuple[str, Example]:
+    """The name of the format that fits, and the example."""
     if row.get("messages") is not None:
-        messages = _from_json(row["messages"])
-        return Recognised("messages", Conversation(messages, row.get("tools")))
+        messages = _turns(_from_json(row["messages"]))
+        return "messages", Conversation(messages, _tools(row), 0, _variables(row))
     if row.get("conversations") is not None:
-        return _sharegpt(row)
+        return "ShareGPT", _sharegpt(row)
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        both = Conversation([*prompt, *completion], row.get("tools"), len(prompt))
-        return Recognised("prompt and completion, as messages", both)
+        both = _turns([*prompt, *completion])
+        conversation = Conversation(both, _tools(row), len(prompt), _variables(row))
+        return "prompt and completion, as messages", conversation
+    prompt, completion = as_text(prompt), as_text(completion)
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Recognised("prompt and completion", Completion(prompt, completion))
-    if isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
+        return "prompt and completion", Completion(prompt, completion)
+    if isinstance(row.get("instruction"), str) and isinstance(as_text(row.get("output")), str):
         return _alpaca(row, has_template)
-    if isinstance(row.get("text"), str):
-        return Recognised("text", PlainText(row["text"]))
+    text = as_text(row.get("text"))
+    if isinstance(text, str):
+        return "text", PlainText(text)
+    if "chosen" in row and "rejected" in row:
+        raise ValueError(
+            "it has a chosen and a rejected answer, and pairs are not trained on; write the chosen "
+            "one as an example, as by --columns completion=chosen or --columns messages=chosen"
+        )
     raise ValueError(EXPECTED)
 
 
@@ -121,36 +144,79 @@ def _from_json(value: object) -> object:
         return value
 
 
-def _sharegpt(row: Record) -> Recognised:
+def _tools(row: Record) -> object:
+    """The row's tools; OpenAI's older `functions` are the same without what wraps them."""
+    functions = _from_json(row.get("functions"))
+    if row.get("tools") is not None or not isinstance(functions, list):
+        return row.get("tools")
+    return _wrapped(functions)
+
+
+def _wrapped(functions: list[Any]) -> list[Any]:
+    """Declarations of functions, as transformers' templates expect them."""
+    return [
+        {"type": "function", "function": function}
+        if isinstance(function, dict) and "function" not in function and "name" in function
+        else function
+        for function in functions
+    ]
+
+
+def _variables(row: Record) -> dict[str, Any]:
+    given = _from_json(row.get("chat_template_kwargs") or {})
+    if not isinstance(given, dict):
+        raise ValueError("chat_template_kwargs is not an object")
+    documents = _from_json(row.get("documents"))
+    return {**given, **({} if documents is None else {"documents": documents})}
+
+
+def _turns(turns: object) -> object:
+    """Messages, where ShareGPT's `from` and `value` may stand for `role` and `content`."""
+    if not isinstance(turns, list):
+        return turns
+    return [_turn(turn) if isinstance(turn, dict) and "from" in turn else turn for turn in turns]
+
+
+def _turn(turn: Record) -> Record:
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    speaker, value = turn["from"], turn.get("value")
+    calls = _from_json(value) if speaker == "function_call" else None
+    calls = [calls] if isinstance(calls, dict) else calls
+    if isinstance(calls, list) and all(isinstance(call, dict) and "name" in call for call in calls):
+        return {**rest, "role": "assistant", "tool_calls": _wrapped(calls)}
+    if isinstance(value, dict | list) and speaker in ("observation", "tool", "function_response"):
+        value = json.dumps(value, ensure_ascii=False)
+    return {**rest, "role": speaker, "content": value}
+
+
+def _sharegpt(row: Record) -> Conversation:
     turns = _from_json(row["conversations"])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("conversations is not a list of messages")
-    messages = []
+    messages = _turns(turns)
+    assert isinstance(messages, list)
     if isinstance(row.get("system"), str) and row["system"]:
-        messages.append({"role": "system", "content": row["system"]})
-    for number, turn in enumerate(turns, 1):
-        if "from" not in turn:
-            messages.append(turn)
-            continue
-        speaker = turn["from"]
-        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-            raise ValueError(
-                f"message {number} is from {speaker!r}; known are {', '.join(_SPEAKERS)}"
-            )
-        messages.append({"role": _SPEAKERS[speaker], "content": turn.get("value")})
-    return Recognised("ShareGPT", Conversation(messages, row.get("tools")))
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    tools = _from_json(_tools(row) or None)
+    return Conversation(
+        messages, _wrapped(tools) if isinstance(tools, list) else tools, 0, _variables(row)
+    )
 
 
-def _alpaca(row: Record, has_template: bool) -> Recognised:
-    instruction, given, output = row["instruction"], row.get("input") or "", row["output"]
+def _alpaca(row: Record, has_template: bool) -> tuple[str, Example]:
+    instruction, given = row["instruction"], as_text(row.get("input"))
+    output = as_text(row["output"])
+    if not isinstance(given, str | None) or not isinstance(output, str):
+        raise ValueError("its input is no text")
     if has_template:
         messages = [
+            *_history(_from_json(row.get("history"))),
             {"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction},
             {"role": "assistant", "content": output},
         ]
         if isinstance(row.get("system"), str) and row["system"]:
             messages.insert(0, {"role": "system", "content": row["system"]})
-        return Recognised("Alpaca, as conversations", Conversation(messages))
+        return "Alpaca, as conversations", Conversation(messages)
     context = ", paired with an input that provides further context" if given else ""
     written = f"\n\n### Input:\n{given}" if given else ""
     prompt = (
@@ -158,4 +224,20 @@ def _alpaca(row: Record, has_template: bool) -> Recognised:
         "appropriately completes the request.\n\n"
         f"### Instruction:\n{instruction}{written}\n\n### Response:\n"
     )
-    return Recognised("Alpaca, in Alpaca's prompt", Completion(prompt, output))
+    return "Alpaca, in Alpaca's prompt", Completion(prompt, output)
+
+
+def _history(history: object) -> list[dict[str, Any]]:
+    """Earlier turns as LLaMA-Factory writes them: pairs of a question and its answer."""
+    if history is None or history == "":
+        return []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise ValueError("its history is no list of pairs of a question and its answer")
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text}
+        for pair in history
+        for role, text in zip(roles, pair, strict=True)
+    ]

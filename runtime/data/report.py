@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 SHOWN = 5  # warnings that are kept in full
+MOST_LOST = 50  # different fields that are counted each for itself
 STEP = 16  # tokens between lengths that are recommended
 BAR = 24  # characters of the longest bar
 
@@ -20,7 +21,8 @@ class DataReport(msgspec.Struct, kw_only=True):
     `--valid-split` gives to the other part. formats: rows by the format they were recognised as.
     tokens: that are predicted in the kept rows. scored: those that have a loss. lengths: how many
     rows are so long (in tokens to predict), before cutting, those too that were dropped as too
-    long. warnings: the first few, with file and line. warned: how many there were.
+    long. lost: rows by what of them is not learnt, such as a field that is not read. warnings: the
+    first few others, with file and line. warned: how many there were.
     """
 
     source: str
@@ -36,6 +38,7 @@ class DataReport(msgspec.Struct, kw_only=True):
     tokens: int = 0
     scored: int = 0
     lengths: dict[int, int] = {}
+    lost: dict[str, int] = {}
     warnings: list[str] = []
     warned: int = 0
 
@@ -44,6 +47,12 @@ class DataReport(msgspec.Struct, kw_only=True):
         self.warned += 1
         if len(self.warnings) < SHOWN:
             self.warnings.append(text)
+
+    def lose(self, what: str) -> None:
+        """Count a row of which something is not learnt."""
+        if what not in self.lost and len(self.lost) >= MOST_LOST:
+            what = "further fields, which are not read"
+        self.lost[what] = self.lost.get(what, 0) + 1
 
     def measure(self, length: int) -> None:
         """Count a row of so many tokens to predict."""
@@ -109,7 +118,8 @@ class DataReport(msgspec.Struct, kw_only=True):
     def warning_lines(self) -> list[str]:
         """The warnings that were kept, and how many more there were."""
         more = self.warned - len(self.warnings)
-        return [*self.warnings, *([f"and {more} more such rows"] if more else [])]
+        lost = [f"{_rows(count)} with {what:.200}" for what, count in self.lost.items()]
+        return [*lost, *self.warnings, *([f"and {more} more such rows"] if more else [])]
 
     def describe(self, buckets: Sequence[int]) -> str:
         """All of it as text for people."""

@@ -37,6 +37,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     loss_on: str = "assistant"
     columns: dict[str, str] = {}
     skip_bad_rows: bool = False
+    keep_empty: bool = False
     valid_share: float = 0.0
 
 
@@ -49,6 +50,7 @@ def reading_of(config: DataOptions, valid_split: str | None = None) -> Reading:
         loss_on=config.loss_on,
         columns=columns_of(config.columns),
         skip_bad_rows=config.skip_bad_rows,
+        keep_empty=config.keep_empty,
         valid_share=0.0 if valid_split is None else share_of(valid_split),
     )
 

@@ -29,7 +29,7 @@ import msgspec
 
 from runtime.config.shared import DATA_FILE
 from runtime.core.errors import DataError, StorageError
-from runtime.data.fields import recognise
+from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.process import confined, limits_argument
 from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
@@ -145,7 +145,7 @@ class Reader:
                 if isinstance(record, ValueError):
                     raise record
                 recognised = recognise(record, self.reading.columns, self.encoder.has_template)
-                whole = row_of(recognised.example, self.encoder, self.reading.loss_on)
+                whole = _row(recognised, self.encoder, self.reading)
             except DataError as error:
                 raise DataError(f"{self.file}, {place}: {error}") from error
             except ValueError as error:
@@ -156,10 +156,12 @@ class Reader:
                 self.report.skipped += 1
                 self._warn(place, f"skipped: {error}")
                 continue
+            for what in dict.fromkeys((*recognised.lost, *whole.lost)):
+                self.report.lose(what)
             for warning in whole.warnings:
                 self._warn(place, warning)
             row = whole.shortened(self.max_seq_length)
-            if any(whole.scored):
+            if any(whole.scored) and not whole.dropped:
                 self.report.measure(whole.predicted_tokens)
             if reason := _unusable(whole, row):
                 self.report.drop(reason)
@@ -199,8 +201,17 @@ def _bytes_of(row: Row) -> bytes:
     return array("i", row.tokens).tobytes()
 
 
+def _row(recognised: Recognised, encoder: TextEncoder, reading: Reading) -> Row:
+    """The row of a record; one that is not to be learnt has no tokens."""
+    if recognised.dropped:
+        return Row([], b"", dropped=recognised.dropped)
+    return row_of(recognised.example, encoder, reading.loss_on, reading.keep_empty)
+
+
 def _unusable(whole: Row, row: Row) -> str:
     """Why a row teaches nothing; empty if it does."""
+    if whole.dropped:
+        return whole.dropped
     if any(row.scored):
         return ""
     if any(whole.scored):

@@ -173,7 +173,10 @@ def test_a_template_that_computes_for_long_is_ended(
         ([{"content": "x"}], "message 1 has no role"),
         ([*QUESTION, {"role": "assistant"}], "message 2 has no content"),
         ([*QUESTION, {"role": "assistant", "content": None}], "message 2 has no content"),
-        ([{"role": "user", "content": 5}, ANSWERED[1]], "message 1 has no content that is text"),
+        (
+            [{"role": "user", "content": {"a": 5}}, ANSWERED[1]],
+            "message 1 has no content that is text",
+        ),
         (
             [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWERED[1]],
             "message 1 has a part that is not text",

@@ -118,8 +118,11 @@ def test_columns_name_other_fields(bundle: Path) -> None:
     ("row", "complaint"),
     [
         ({"conversations": "x"}, "conversations is not a list of messages"),
-        ({"conversations": [{"from": "dog", "value": "x"}]}, "message 1 is from 'dog'; known are"),
-        ({"conversations": [{"from": [], "value": "x"}]}, r"message 1 is from \[\]; known are"),
+        (
+            {"conversations": [{"from": "dog", "value": "x"}]},
+            "message 1 has the role 'dog', .*known are",
+        ),
+        ({"conversations": [{"from": [], "value": "x"}]}, "message 1 has no role"),
         ({"conversations": [{"from": "human"}]}, "message 1 has no content"),
         ({"instruction": "x"}, "expected .*Alpaca's .*ShareGPT's .*--columns"),
         ({"prompt": ASKED, "completion": "x"}, "expected "),
@@ -266,7 +269,7 @@ def test_everything_is_counted(bundle: Path) -> None:
         {"text": "abc"},
         {"text": "a much longer text"},
         {"prompt": "far too long a prompt", "completion": "x"},
-        {"text": 5},
+        {"text": True},
         {"messages": ASKED},
         {"text": ""},
     ]
@@ -275,26 +278,29 @@ def test_everything_is_counted(bundle: Path) -> None:
     assert listed(found) == [
         after([BOS, *ids("abc"), EOS]),
         after([BOS, *ids("a much longer text")[:8]]),
-        after([BOS, EOS]),
     ]
-    assert (report.read, report.kept, report.cut, report.skipped) == (6, 3, 1, 1)
-    assert report.dropped == {"what is scored begins after 8 tokens": 1, "it has no answer": 1}
-    assert (report.tokens, report.scored) == (4 + 8 + 1, 4 + 8 + 1)
+    assert (report.read, report.kept, report.cut, report.skipped) == (6, 2, 1, 1)
+    assert report.dropped == {
+        "what is scored begins after 8 tokens": 1,
+        "it has no answer": 1,
+        "it is empty": 1,
+    }
+    assert (report.tokens, report.scored) == (4 + 8, 4 + 8)
     too_long = len(ids("far too long a prompt")) + 2
-    assert report.lengths == {4: 1, len(ids("a much longer text")) + 1: 1, 1: 1, too_long: 1}
-    assert report.warned == len(report.warnings) == 4
+    assert report.lengths == {4: 1, len(ids("a much longer text")) + 1: 1, too_long: 1}
+    assert report.warned == len(report.warnings) == 5
     assert "rows.jsonl, line 2: 19 tokens, cut at 8" in report.warnings
     assert "rows.jsonl, line 3: dropped: what is scored begins after 8 tokens" in report.warnings
     assert "rows.jsonl, line 5: dropped: it has no answer" in report.warnings
     assert report.describe([4, 16]).splitlines()[:4] == [
-        "rows.jsonl: 6 rows read (text), 3 kept, 1 of them cut at 8 tokens, 1 dropped (what is "
-        "scored begins after 8 tokens), 1 dropped (it has no answer), 1 skipped as unreadable; 13 "
-        "tokens, 13 of them scored (100%, --loss-on assistant)",
-        "  up to 4 tokens                2  ########################",
+        "rows.jsonl: 6 rows read (text), 2 kept, 1 of them cut at 8 tokens, 1 dropped (what is "
+        "scored begins after 8 tokens), 1 dropped (it has no answer), 1 dropped (it is empty), 1 "
+        "skipped as unreadable; 12 tokens, 12 of them scored (100%, --loss-on assistant)",
+        "  up to 4 tokens                1  ############",
         "  up to 16 tokens               0",
         "  longer than 16                2  ########################",
     ]
-    assert report.recommended() == [16, 32]
+    assert report.recommended() == [32]
 
 
 def test_only_the_first_warnings_are_kept(bundle: Path) -> None:

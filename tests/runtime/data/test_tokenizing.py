@@ -158,7 +158,7 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
         ("a.txt", b"ok\n\xff\xfe", "not text in UTF-8"),
         ("a.jsonl", b"", "it is empty"),
         ("a.jsonl", b'{"text": "fine"}\n\n{"text": ', "line 3: "),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": 5}', "line 2: expected"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": true}', "line 2: expected"),
         ("a.jsonl", b'{"prompt": "fine"}', "line 1: expected"),
         ("a.jsonl", b'{"text": "fine"}\n{"messages": []}', "no chat template"),
         ("a.jsonl", b"[1]", "line 1: expected"),

@@ -101,7 +101,7 @@ def theirs(folder: Path, name: str, messages: object, tools: object) -> Row:
 
 
 def ours(encoder: TextEncoder, messages: object, tools: object, loss_on: str = "assistant") -> Row:
-    return row_of(Conversation(messages, tools), encoder, loss_on)
+    return row_of(Conversation(messages, tools), encoder, loss_on, True)
 
 
 # the end of the whole text, which Phi-3 writes after the last message: ours is the last answer,

@@ -1,0 +1,319 @@
+"""Fields and values that rows of others have: each is used, says nothing, or is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.token_rows import make_bundle, make_tokenizer, tokenize
+
+from runtime.core.errors import DataError
+from runtime.data.known_keys import NEUTRAL, RECORD, VERDICTS
+from runtime.data.rows import TokenRows
+from runtime.data.source import READ_ALL, Reading
+
+CHAT = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}{{ style }}"
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}<eos>{% endfor %}{{ 'assistant: ' if add_generation_prompt else '' }}"
+)
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
+ASKED = {"role": "user", "content": "a?"}
+ANSWER = {"role": "assistant", "content": "yes"}
+CHATTED = "user: a?<eos>assistant: yes<eos>"
+ZONE = {"name": "clock", "parameters": {"type": "object"}}
+CALLED = 'user: a?<eos>assistant: clock{"zone": "CET"}<eos>'
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": CHAT})
+
+
+def read(bundle: Path, *rows: dict[str, Any], reading: Reading = READ_ALL) -> TokenRows:
+    source = bundle.parent / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    return tokenize(bundle, source, 400, bundle.parent / "out", reading)
+
+
+def texts(rows: TokenRows) -> list[str]:
+    return [_text(rows.row(at)[0]) for at in range(len(rows))]
+
+
+def scored(rows: TokenRows) -> list[str]:
+    return [_text(tokens[1:][places]) for tokens, places in map(rows.row, range(len(rows)))]
+
+
+def _text(tokens: Any) -> str:
+    return "".join(str(make_tokenizer().id_to_token(int(token))) for token in tokens)
+
+
+def chat(*answers: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    turns = [turn for answer in answers for turn in (ASKED, {**ANSWER, **answer})]
+    return {"messages": turns, **fields}
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        *({"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}),
+        *({"loss": False}, {"masked": True}, {"mask": 1}, {"train": "false"}),
+    ],
+    ids=str,
+)
+def test_an_answer_that_is_switched_off_is_context(bundle: Path, switch: dict[str, Any]) -> None:
+    rows = read(bundle, chat({"content": "no", **switch}, {}))
+    assert texts(rows) == ["user: a?<eos>assistant: no<eos>" + CHATTED]
+    assert scored(rows) == ["yes<eos>"]
+    assert (rows.report.lost, rows.report.warned) == ({}, 0)
+    turns = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "no", **switch}]
+    turns += [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]
+    assert scored(read(bundle, {"conversations": turns})) == ["yes<eos>"]
+    everything = read(bundle, chat({"content": "no", **switch}, {}), reading=Reading(loss_on="all"))
+    assert "no<eos>" not in scored(everything)[0]
+
+
+def test_other_weights_are_refused(bundle: Path) -> None:
+    with pytest.raises(DataError, match=r"message 2 has weight 0\.5; known are 0 and 1"):
+        read(bundle, chat({"weight": 0.5}))
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning_content", "reasoning"])
+def test_reasoning_goes_where_the_template_reads_it(bundle: Path, key: str) -> None:
+    rows = read(bundle, chat({key: "hm"}))
+    assert scored(rows) == ["(hm)yes<eos>"]
+    assert rows.report.lost == {}
+
+
+def test_reasoning_that_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
+    template = CHAT.replace("thinking", "other")
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    report = read(bundle, chat({"reasoning_content": "hm"}), chat({"thinking": "hm"}), chat({}))
+    assert report.report.lost == {
+        "'reasoning_content' in a message, which the chat template of bundle does not write": 1,
+        "'thinking' in a message, which the chat template of bundle does not write": 1,
+    }
+    assert report.report.warning_lines()[0].startswith("1 row with 'reasoning_content'")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "functions": [ZONE],
+            "messages": [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "clock", "arguments": '{"zone": "CET"}'},
+                },
+            ],
+        },
+        {
+            "tools": json.dumps([ZONE]),
+            "conversations": [
+                {"from": "human", "value": "a?"},
+                {
+                    "from": "function_call",
+                    "value": '{"name": "clock", "arguments": {"zone": "CET"}}',
+                },
+            ],
+        },
+    ],
+)
+def test_older_calls_are_todays(bundle: Path, row: dict[str, Any]) -> None:
+    rows = read(bundle, row)
+    declared = json.dumps({"type": "function", "function": ZONE})
+    assert texts(rows) == [declared + CALLED]
+    assert rows.report.lost == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("", "{}"),
+        (" ", "{}"),
+        (None, "{}"),
+        ("null", "{}"),
+        ("{'zone': 'CET'}", '{"zone": "CET"}'),
+        ({"zone": "CET", "day": None, "at": {"hour": None}}, '{"zone": "CET", "at": {}}'),
+    ],
+    ids=str,
+)
+def test_arguments_become_an_object(bundle: Path, given: object, written: str) -> None:
+    call = {"type": "function", "function": {"name": "clock", "arguments": given}}
+    rows = read(bundle, chat({"content": None, "tool_calls": [call]}))
+    assert scored(rows) == [f"clock{written}<eos>"]
+
+
+@pytest.mark.parametrize("given", ["zone CET", "[1]", 5, "('a',)"])
+def test_other_arguments_are_refused_with_the_call(bundle: Path, given: object) -> None:
+    call = {"type": "function", "function": {"name": "clock", "arguments": given}}
+    with pytest.raises(DataError, match="message 2 calls 'clock' with arguments that are no JSON"):
+        read(bundle, chat({"content": None, "tool_calls": [call]}))
+
+
+def test_parquet_gives_the_tokens_of_json_lines(bundle: Path) -> None:
+    """Arrow gives each object the keys of all the others, with null."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def row(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        tool = {"name": name, "parameters": {"type": "object", "properties": arguments}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        message = {"role": "assistant", "tool_calls": [call]}
+        tools = [{"type": "function", "function": tool}]
+        return {"messages": [ASKED, message], "tools": tools}
+
+    rows = [row("clock", {"zone": "CET"}), row("lamp", {"state": {"on": "yes"}})]
+    lines = texts(read(bundle, *rows))
+    table = bundle.parent / "rows.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows), table)
+    padded = tokenize(bundle, table, 400, bundle.parent / "out-table", READ_ALL)
+    assert texts(padded) == lines
+
+
+def test_cells_that_are_empty_or_numbers(bundle: Path) -> None:
+    alpaca = {"instruction": "a?", "output": "yes"}
+    rows = read(bundle, {**alpaca, "input": float("nan")}, {**alpaca, "input": 5, "output": 7})
+    assert texts(rows) == [CHATTED, "user: a?\n\n5<eos>assistant: 7<eos>"]
+
+
+def test_alpacas_history_and_system(bundle: Path) -> None:
+    row = {"instruction": "a?", "input": "", "output": "yes", "system": "s"}
+    rows = read(bundle, {**row, "history": [["b?", "no"]]})
+    assert texts(rows) == ["system: s<eos>user: b?<eos>assistant: no<eos>" + CHATTED]
+    assert scored(rows) == ["no<eos>yes<eos>"]
+    with pytest.raises(DataError, match="history is no list of pairs"):
+        read(bundle, {**row, "history": ["b?"]})
+
+
+def test_alpacas_own_prompt_has_no_history(tmp_path: Path) -> None:
+    row = {"instruction": "a?", "output": "yes", "system": "s", "history": [["b?", "no"]]}
+    report = read(make_bundle(tmp_path / "bundle", SPECIAL), row).report
+    assert [*report.lost] == [
+        f"the field {key!r}, which is not read" for key in ("system", "history")
+    ]
+
+
+def test_answers_that_are_labelled_false_are_dropped(bundle: Path) -> None:
+    pair = {"prompt": "a", "completion": "b"}
+    for key in VERDICTS:
+        rows = read(bundle, {**pair, key: True}, {**pair, key: False}, {**pair, key: "False"})
+        assert (len(rows), rows.report.lost) == (1, {})
+        assert rows.report.dropped == {f"its {key} is false, so its answer is not to be learnt": 2}
+    other = read(bundle, {**pair, "label": 3}).report
+    assert other.lost == {"the field 'label', which is not read": 1}
+
+
+def test_pairs_are_refused_with_the_way_out(bundle: Path) -> None:
+    with pytest.raises(DataError, match=r"pairs are not trained on.*--columns completion=chosen"):
+        read(bundle, {"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
+def test_what_a_row_has_for_the_template(bundle: Path) -> None:
+    row = chat({}, documents=[{"text": "d"}], chat_template_kwargs={"style": "s", "depth": 2})
+    rows = read(bundle, row)
+    assert texts(rows) == ["[d]s" + CHATTED]
+    assert rows.report.lost == {"'depth' for the chat template, which does not read it": 1}
+    with pytest.raises(DataError, match="chat_template_kwargs may not hold 'messages'"):
+        read(bundle, chat({}, chat_template_kwargs={"messages": []}))
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("<bos>a<eos>", "<bos>a<eos>"),
+        ("a<eos>\n", "<bos>a<eos>\n"),
+        ("<bos>a", "<bos>a<eos>"),
+    ],
+)
+def test_what_stands_there_is_not_added_again(bundle: Path, text: str, written: str) -> None:
+    pair = {"prompt": text[:-6], "completion": text[-6:]}
+    assert texts(read(bundle, {"text": text}, pair)) == [written, written]
+
+
+EMPTY: list[dict[str, Any]] = [
+    {"messages": [ASKED, {**ANSWER, "content": ""}]},
+    {"prompt": "a", "completion": " "},
+    {"instruction": "a", "output": ""},
+    {"text": ""},
+]
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
+def test_empty_answers_are_dropped_unless_they_are_kept(bundle: Path, loss_on: str) -> None:
+    rows = read(bundle, *EMPTY, chat({}), reading=Reading(loss_on=loss_on))
+    assert rows.report.dropped == {"its answer is empty": 3, "it is empty": 1}
+    assert len(rows) == 1
+    assert len(read(bundle, *EMPTY, reading=Reading(loss_on=loss_on, keep_empty=True))) == 4
+
+
+def test_an_empty_answer_among_others_is_not_scored(bundle: Path) -> None:
+    rows = read(bundle, chat({"content": ""}, {}))
+    assert scored(rows) == ["yes<eos>"]
+    assert rows.report.lost == {"an answer without text, which is not scored": 1}
+
+
+@pytest.mark.parametrize("name", ["model", "Assistant", "AI", "bot", "gpt", "ASSISTANT"])
+def test_roles_have_many_names(bundle: Path, name: str) -> None:
+    turns = [{"role": "Human", "content": "a?"}, {"role": name, "content": "yes"}]
+    shared = [{"from": "User", "value": "a?"}, {"from": name, "value": "yes"}]
+    rows = read(bundle, {"messages": turns}, {"messages": shared}, {"conversations": shared})
+    assert texts(rows) == [CHATTED] * 3
+    with pytest.raises(DataError, match="message 1 has the role 'narrator', which the chat templ"):
+        read(bundle, {"messages": [{"role": "narrator", "content": "a?"}, ANSWER]})
+
+
+MINIMAL: dict[str, dict[str, Any]] = {
+    "messages": chat({}),
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
+    },
+    "prompt and completion, as messages": {"prompt": [ASKED], "completion": [ANSWER]},
+    "prompt and completion": {"prompt": "a", "completion": "b"},
+    "Alpaca, as conversations": {"instruction": "a", "output": "b"},
+    "Alpaca, in Alpaca's prompt": {"instruction": "a", "output": "b"},
+    "text": {"text": "a"},
+}
+OTHER = {
+    "tools": [{"type": "function", "function": ZONE}],
+    "functions": [ZONE],
+    "documents": [{"text": "d"}],
+    "chat_template_kwargs": {"style": "s"},
+    "system": "s",
+    "input": "i",
+    "history": [["a", "b"]],
+}
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_each_key_of_a_record_is_used_neutral_or_named(tmp_path: Path, name: str) -> None:
+    has_template = name != "Alpaca, in Alpaca's prompt"
+    config = {**SPECIAL, "chat_template": CHAT} if has_template else SPECIAL
+    bundle, plain = make_bundle(tmp_path / "bundle", config), MINIMAL[name]
+    used = sorted(RECORD[name] - set(plain))
+    rows = read(bundle, plain, *({**plain, key: OTHER[key]} for key in used))
+    assert rows.report.formats == {name: 1 + len(used)}
+    assert texts(rows)[0] not in texts(rows)[1:], used
+    assert rows.report.lost == {}
+    neutral = read(bundle, plain, *({**plain, key: "x"} for key in sorted(NEUTRAL)))
+    assert len({*texts(neutral)}) == 1
+    assert neutral.report.lost == {}
+    strange = read(bundle, {**plain, "strange": 1}, {**plain, "strange": 2})
+    assert strange.report.lost == {"the field 'strange', which is not read": 2}
+
+
+def test_each_key_of_a_message_and_a_call_is_used_neutral_or_named(bundle: Path) -> None:
+    call = {"function": {"name": "clock", "arguments": {}, "odd": 1}, "id": "c"}
+    rows = read(bundle, chat({"strange": 1, "tool_calls": [call], "name": "x"}), chat({}))
+    assert rows.report.lost == {
+        "the field 'strange' in a message, which is not read": 1,
+        "the field 'odd' in a tool call, which is not read": 1,
+    }
