@@ -30,7 +30,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from runtime.bundle.trusted import trust_graphs
 from runtime.core.errors import StorageError
-from runtime.core.notes import Progress, no_progress
+from runtime.core.notes import Note, Progress, no_progress, silent, warning
 from runtime.core.version import __version__
 from runtime.storage.row_weights import float_tables
 
@@ -38,7 +38,10 @@ MakeEngine = Callable[[Path], ExportEngine]
 
 
 def export_bundle(
-    config: ExportConfig, progress: Progress = no_progress, make_engine: MakeEngine | None = None
+    config: ExportConfig,
+    progress: Progress = no_progress,
+    make_engine: MakeEngine | None = None,
+    note: Note = silent,
 ) -> Bundle:
     """Export `config.source` to a bundle at `config.output`.
 
@@ -56,6 +59,8 @@ def export_bundle(
     if make_engine is None and (config.calibrate is not None or config.bits == "auto"):
         raise ValueError("calibration and --bits auto run the model, which takes an engine")
     checkpoint = open_checkpoint(config.source, seed=config.seed)
+    for text in checkpoint.warnings:
+        note(warning(text))
     try:
         with BundleWriter(Path(config.output), config.force) as writer:
             return _export(config, checkpoint, writer, progress, make_engine)

@@ -39,16 +39,26 @@ _OF_THE_SOURCE = (
 # the weight with which a norm scales by 1: Gemma multiplies by 1 + w
 NORM_NEUTRAL = {"qwen2": 1.0, "qwen3": 1.0, "llama": 1.0, "gemma3_text": 0.0}
 
+_SILU: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu"),
+    "partial_rotary_factor": (None, 1),
+}
+_WITHOUT_WINDOWS: dict[str, tuple[Any, ...]] = {
+    "use_sliding_window": (None, False),
+    "layer_types": (None,),  # or all "full_attention"
+}
 # settings for which the model classes know only these values (None: absent)
-_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "qwen2": {"hidden_act": (None, "silu"), "use_sliding_window": (None, False)},
-    "qwen3": {"hidden_act": (None, "silu"), "use_sliding_window": (None, False)},
-    "llama": {"hidden_act": (None, "silu"), "partial_rotary_factor": (None, 1)},
+FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen2": _SILU | _WITHOUT_WINDOWS,
+    "qwen3": _SILU | _WITHOUT_WINDOWS | {"attention_bias": (None, False)},
+    "llama": _SILU,
     "gemma3_text": {
         "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "attention_bias": (None, False),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
         "use_bidirectional_attention": (None, False),
+        "partial_rotary_factor": (None, 1),
     },
 }
 
@@ -77,8 +87,8 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
     Args:
         raw: the content of a Hugging Face config.json, of any version of transformers.
         where: the file, for messages.
-        has_lm_head: whether the source holds an output matrix. It says whether Gemma's embedding is
-            tied, and that of other families where the configuration does not.
+        has_lm_head: whether the source holds an output matrix of its own. It says whether the
+            embedding is tied, but where the configuration denies that and there is none.
 
     Returns the configuration; its "model_type" is the family. Raises BundleError for an
     architecture or a setting that is not supported.
@@ -91,11 +101,13 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
 
 def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
     family = check_architecture(raw, where)
-    config = _text_config(raw, where) if raw["model_type"] == "gemma3" else dict(raw)
+    config = text_config(raw, where)
     config["model_type"] = family
     if wrong := next(_not_finite(config), None):
         raise BundleError(f"{where}: {wrong}, not a finite number")
-    for key, allowed in _FIXED[family].items():
+    for key, allowed in FIXED[family].items():
+        if key == "layer_types" and set(config.get(key) or ()) <= {"full_attention"}:
+            continue
         if config.get(key) not in allowed:
             raise BundleError(
                 f"{where}: {key} = {config[key]!r} is not supported for {family}; supported is "
@@ -113,7 +125,7 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
     if family == "gemma3_text":
         _gemma_windows(config, where)
         config["tie_word_embeddings"] = not has_lm_head
-    elif config.get("tie_word_embeddings") is None:
+    elif has_lm_head or config.get("tie_word_embeddings") is None:
         config["tie_word_embeddings"] = not has_lm_head
     if family == "qwen3" and config.get("head_dim") is None:
         config["head_dim"] = 128  # the default of the original configuration class
@@ -198,8 +210,10 @@ def _not_finite(value: Any, name: str = "") -> Iterator[str]:
             yield from _not_finite(inner, f"{name}.{key}" if name else str(key))
 
 
-def _text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The text half of a multimodal Gemma 3, with the defaults of mlx_lm.models.gemma3."""
+def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The text half of a multimodal Gemma 3, with mlx_lm.models.gemma3's defaults; others whole."""
+    if raw["model_type"] != "gemma3":
+        return dict(raw)
     if not isinstance(raw.get("text_config"), dict):
         raise BundleError(f"{where}: a gemma3 configuration needs a text_config")
     text = dict(raw["text_config"])

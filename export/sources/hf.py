@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.families import check_architecture, expected_shapes, normalise_config
+from export.sources.families import (
+    check_architecture,
+    expected_shapes,
+    normalise_config,
+    text_config,
+)
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
@@ -19,7 +24,8 @@ from export.sources.safetensors_files import (
     open_shards,
     read_json,
 )
-from export.sources.source import Checkpoint, check_tensors
+from export.sources.settings import unknown_settings
+from export.sources.source import Checkpoint, check_tensors, slices
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
 from runtime.core.errors import BundleError, UsageError
@@ -50,16 +56,33 @@ class HFCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, origin: dict[str, Any] | None = None) -> None:
         self._folder = folder
+        warnings: list[str] = []
         _refuse_others(folder)
         raw = read_json(folder / "config.json")
-        check_architecture(raw, f"{folder}/config.json")
+        family = check_architecture(raw, f"{folder}/config.json")
         files = open_shards(folder)
         self._tensors = _language_model(files)
         where = f"{folder}/config.json"
-        config = normalise_config(raw, where, "lm_head.weight" in self._tensors)
-        family = str(config["model_type"])
+        text = text_config(raw, where)
+        own_head = "lm_head.weight" in self._tensors
+        if own_head and _says_tied(raw, text, family):
+            own_head = self._head_differs()
+            if own_head:
+                warnings.append(
+                    f"{where} says tie_word_embeddings, but lm_head.weight is not the embedding: "
+                    "it is used, as in transformers"
+                )
+        config = normalise_config(raw, where, own_head)
+        if unknown := unknown_settings(family, text, where):
+            warnings.append(
+                f"{where}: {len(unknown)} settings are not known and not used: {', '.join(unknown)}"
+            )
         expected = expected_shapes(family, config, where)
         self._layouts = find_layouts(raw, self._tensors, str(folder))
+        if "quantization_config" in raw and not self._layouts:
+            warnings.append(
+                f"{where}: its quantization_config is ignored, since all weights are floats"
+            )
         check_tensors(str(folder), expected, self._parameter_shapes(expected))
         for key in ("quantization", "quantization_config"):
             config.pop(key, None)
@@ -74,6 +97,7 @@ class HFCheckpoint(Checkpoint):
         if digests := checked(config.pop(IN_CONFIG, []), where):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
+        self.warnings = warnings
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         self._check_rows(name, start, stop)
@@ -108,6 +132,22 @@ class HFCheckpoint(Checkpoint):
         super().close()
         self._tensors.clear()
 
+    def _head_differs(self) -> bool:
+        """Whether the output matrix has other values than the embedding, or another form."""
+        for part in ("weight", "scales", "biases"):
+            embedding = self._tensors.get(f"model.embed_tokens.{part}")
+            head = self._tensors.get(f"lm_head.{part}")
+            if embedding is None and head is None:
+                continue
+            if embedding is None or head is None or embedding.shape != head.shape:
+                return True
+            if not {embedding.dtype, head.dtype} <= {*FLOAT_TYPES, "U32"}:
+                return True
+            for start, stop in slices(*embedding.shape):
+                if not np.array_equal(embedding.rows(start, stop), head.rows(start, stop)):
+                    return True
+        return False
+
     def _parameter_shapes(self, expected: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that are parameters, those of quantized ones as (out, in).
 
@@ -127,6 +167,12 @@ class HFCheckpoint(Checkpoint):
                 )
             shapes[name] = tensor.shape if layout is None else matrix_shape(tensor, layout.bits)
         return shapes
+
+
+def _says_tied(raw: dict[str, Any], text: dict[str, Any], family: str) -> bool:
+    """Whether a configuration ties the embedding and the output matrix; Gemma's default is to."""
+    default = family == "gemma3_text"
+    return bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", default)))
 
 
 def _refuse_others(folder: Path) -> None:

@@ -32,6 +32,14 @@ class Layout:
     form: QuantizedForm
 
 
+def _all_floats(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether these are plain weights, though a configuration may still speak of quantization."""
+    return all(
+        tensor.dtype in FLOAT_TYPES and name.endswith((".weight", ".bias", ".inv_freq"))
+        for name, tensor in tensors.items()
+    )
+
+
 def find_layouts(
     raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
 ) -> dict[str, Layout]:
@@ -49,7 +57,7 @@ def find_layouts(
     scales = [name for name in tensors if name.endswith(".scales")]
     settings = raw.get("quantization")
     foreign = raw.get("quantization_config")
-    if settings is None and isinstance(foreign, dict):
+    if settings is None and isinstance(foreign, dict) and not _all_floats(tensors):
         method = foreign.get("quant_method", foreign.get("mode", "unknown"))
         raise BundleError(
             f"{where}: quantized by {method!r}; supported are unquantized checkpoints and MLX's "

@@ -68,7 +68,7 @@ def export(config: ExportConfig, progress: Progress, note: Note) -> ExportResult
 
     with Meter(budget_bytes=config.budget_bytes) as meter:
         engine = partial(ExportEngine, meter, config.budget_bytes, progress, note)
-        bundle = write_bundle(config, progress, engine)
+        bundle = write_bundle(config, progress, engine, note)
     quality = bundle.manifest.quality
     if quality is not None and (hurt := quality.warning()):
         note(warning(hurt))

@@ -36,7 +36,7 @@ ENTRIES: list[tuple[dict[str, Any], str, object]] = [
     (families.MODEL_TYPES, FAMILY, "olmo2"),
     (families._CLASSES, FAMILY, "Olmo2ForCausalLM"),
     (families.NORM_NEUTRAL, FAMILY, 1.0),
-    (families._FIXED, FAMILY, {"hidden_act": (None, "silu")}),
+    (families.FIXED, FAMILY, {"hidden_act": (None, "silu")}),
     (random.PRESETS, PRESET, {**random.PRESETS["tiny-llama"], "model_type": FAMILY}),
 ]
 

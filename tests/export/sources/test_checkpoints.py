@@ -13,13 +13,15 @@ import huggingface_hub
 import mlx.core as mx
 import numpy as np
 import pytest
+import transformers
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.mutations import mutate, mutate_bytes
 
-from export.sources.families import build_model, normalise_config
+from export.sources.families import FIXED, build_model, normalise_config
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from export.sources.safetensors_files import FLOAT_TYPES, SafetensorsFile
+from export.sources.settings import neutral_settings, used_settings
 from export.stored import QuantizedForm
 from runtime.core.errors import BundleError, UsageError
 
@@ -224,7 +226,18 @@ ZEROS = np.zeros((128, 128), np.float32)
         (put(intermediate_size=256), "wrong shape.*implies"),
         (add("model.layers.0.self_attn.sinks.weight", ZEROS), "does not use"),
         (add("model.norm.weight", np.zeros(128, np.int32)), "type I32"),
-        (put(quantization_config={"quant_method": "awq"}), "quantized by 'awq'"),
+        (
+            lambda config, arrays: (
+                put(quantization_config={"quant_method": "awq"})(config, arrays),
+                add("model.layers.0.mlp.up_proj.qweight", np.zeros((8, 8), np.int32))(
+                    config, arrays
+                ),
+            ),
+            "quantized by 'awq'",
+        ),
+        (put(logits_scaling=8.0), "logits_scaling = 8.0 is not supported for qwen2"),
+        (put(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (put(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (put(quantization={"bits": 4, "group_size": 64}), None),
         (add("model.layers.0.mlp.up_proj.scales", ZEROS), "without a 'quantization'"),
     ],
@@ -453,3 +466,56 @@ def test_random_rows_do_not_depend_on_slices() -> None:
 def test_presets_have_the_published_sizes(preset: str, parameters: int) -> None:
     source = open_checkpoint(f"random:{preset}")
     assert sum(prod(source.shape(name)) for name in source.names()) == parameters
+
+
+# --- what is read otherwise than it says ------------------------------------------------------
+
+
+def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(tmp_path: Path) -> None:
+    """As in transformers, which ties the two only where they are equal."""
+    config, arrays = weights_of("tiny-qwen2")
+    assert config["tie_word_embeddings"] is True
+    embedding = arrays["model.embed_tokens.weight"]
+    equal = write_folder(tmp_path / "equal", config, {**arrays, "lm_head.weight": embedding})
+    with open_checkpoint(str(equal)) as read:
+        assert "lm_head.weight" not in read.names()
+        assert not read.warnings
+    own = embedding.copy()
+    own[-1, -1] += 1
+    differs = write_folder(tmp_path / "differs", config, {**arrays, "lm_head.weight": own})
+    with open_checkpoint(str(differs)) as read:
+        np.testing.assert_array_equal(whole(read, "lm_head.weight"), own)
+        assert read.config["tie_word_embeddings"] is False
+        (warning,) = read.warnings
+        assert "lm_head.weight is not the embedding" in warning
+
+
+def test_what_a_checkpoint_says_in_vain_is_a_warning(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-llama")
+    config |= {
+        "quantization_config": {"quant_method": "bitsandbytes"},
+        "novelty": 3,
+        "use_x": False,
+    }
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, arrays))) as read:
+        assert "quantization_config" not in read.config
+        quantization, unknown = sorted(read.warnings, key=lambda text: "not known" in text)
+        assert "quantization_config is ignored" in quantization
+        assert unknown.endswith("1 settings are not known and not used: novelty")
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs"),
+    [
+        ("qwen2", "Qwen2Config"),
+        ("qwen3", "Qwen3Config"),
+        ("llama", "LlamaConfig"),
+        ("gemma3_text", "Gemma3TextConfig"),
+    ],
+)
+def test_each_setting_of_transformers_is_in_one_list(family: str, theirs: str) -> None:
+    lists = [used_settings(family), neutral_settings(family), {*FIXED[family]}]
+    names = {*getattr(transformers, theirs)().to_dict()}
+    assert {name: sum(name in known for known in lists) for name in names} == dict.fromkeys(
+        names, 1
+    )

@@ -1,0 +1,86 @@
+"""Which settings of a config.json are used, and which compute nothing; others are said or refused.
+
+The third list, of settings that must have a neutral value, is `FIXED` in families.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from export.sources.families import FIXED
+from runtime.adapters.fused import IN_CONFIG
+from runtime.core.errors import BundleError
+
+# families use all of these, and some use more
+_USED = """
+model_type hidden_size num_hidden_layers intermediate_size rms_norm_eps num_attention_heads
+num_key_value_heads head_dim vocab_size max_position_embeddings original_max_position_embeddings
+tie_word_embeddings rope_theta rope_scaling rope_parameters rope_traditional quantization
+quantization_config
+"""
+_MORE_USED = {
+    "llama": "attention_bias mlp_bias layer_types sliding_window",
+    "gemma3_text": """
+        query_pre_attn_scalar sliding_window layer_types rope_local_base_freq
+        sliding_window_pattern _sliding_window_pattern
+    """,
+}
+# why they do not change what the model computes: the settings
+_NEUTRAL = {
+    "names and versions": """
+        _name_or_path architectures auto_map transformers_version is_llama_config
+        transformers.js_config unsloth_fixed unsloth_version tokenizer_class
+    """,
+    "the tensors have their own type": "dtype torch_dtype",
+    "the tokenizer's, and of generation": """
+        bos_token_id eos_token_id pad_token_id use_cache cache_implementation
+    """,
+    "of pretraining": "attention_dropout initializer_range",
+    "what a call returns": "output_attentions output_hidden_states return_dict use_return_dict",
+    "of classifiers": "id2label label2id problem_type task_specific_params",
+    "these families are decoders": "is_encoder_decoder",
+    "slices with the same result": "chunk_size_feed_forward pretraining_tp",
+}
+_MORE_NEUTRAL = {  # use_sliding_window has to be off
+    "qwen2": "sliding_window max_window_layers",
+    "qwen3": "sliding_window max_window_layers",
+}
+# words in the names of settings that change what a model computes, as in Granite's and Cohere's
+_COMPUTES = re.compile(
+    "scal|multipl|softcap|rope|rotary|window|norm|bias|act|expert|clip|alibi|residual|attn|attention"
+)
+
+
+def used_settings(family: str) -> set[str]:
+    """The settings that a family's model is computed with."""
+    return {*_USED.split(), *_MORE_USED.get(family, "").split(), IN_CONFIG}
+
+
+def neutral_settings(family: str) -> set[str]:
+    """The settings that do not change what a family's model computes."""
+    return {*" ".join([*_NEUTRAL.values(), _MORE_NEUTRAL.get(family, "")]).split()}
+
+
+def unknown_settings(family: str, config: dict[str, Any], where: str) -> list[str]:
+    """The settings in no list, for a warning; those without a value say nothing.
+
+    Args:
+        family: of the model.
+        config: the text model's config.json.
+        where: the file, for messages.
+
+    Raises BundleError for one that, by its name, changes what the model computes.
+    """
+    known = used_settings(family) | neutral_settings(family) | FIXED[family].keys()
+    unknown = {
+        key: value
+        for key, value in config.items()
+        if key not in known and value not in (None, False, {}, [])
+    }
+    if computing := [key for key in unknown if _COMPUTES.search(key)]:
+        raise BundleError(
+            f"{where}: {', '.join(f'{key} = {unknown[key]!r:.60}' for key in computing)} is not "
+            f"supported for {family}; if the original model computes without it, delete it there"
+        )
+    return sorted(unknown)
