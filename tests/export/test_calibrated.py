@@ -105,8 +105,13 @@ def test_quality_is_measured_on_rows_that_calibration_has_not_seen(
     ["+20%", *(pytest.param(one, marks=pytest.mark.slow) for one in ("+0%", "+100%"))],
 )
 def test_bits_by_sensitivity_stay_in_their_size(tmp_path: Path, folder: Path, size: str) -> None:
-    four = exported(folder, tmp_path / "four", bits=4, eight_bit="none").manifest
-    auto = exported(folder, tmp_path / "auto", bits="auto", size=size).manifest
+    four, auto = (
+        exported(folder, tmp_path / name, quality=False, **more).manifest
+        for name, more in {
+            "four": {"bits": 4, "eight_bit": "none"},
+            "auto": {"bits": "auto", "size": size},
+        }.items()
+    )
     layers = {name: m.bits for name, m in auto.matrices.items() if ".layers." in name}
     assert set(layers.values()) == {"+0%": {4}, "+20%": {4, 8}, "+100%": {8}}[size]
     assert set(auto.provenance["bits"]) == set(layers)

@@ -19,8 +19,10 @@ def export(*arguments: object) -> subprocess.CompletedProcess[str]:
 TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been and more will be
 
 
-@pytest.mark.parametrize("moment", [TENSOR, "graphs"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGINT, "graphs"), (signal.SIGTERM, TENSOR), (signal.SIGHUP, "graphs")],
+)
 def test_interrupted_exports_leave_nothing(
     tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:

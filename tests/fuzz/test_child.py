@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from support.forks import ROOT, import_path
+from support.runs import python
 
 # forked where nothing has computed with MLX yet
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
+sys.path[:0] = sys.argv[2].split(os.pathsep)
 from fuzz import child
 from fuzz.child import in_child
 from runtime.core.errors import BundleError
@@ -79,13 +79,7 @@ print(json.dumps(ends))
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """How each piece of work ended, by its name."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("works"))],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
+    done = python(SCRIPT, tmp_path_factory.mktemp("works"), import_path(ROOT))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.runs import refuses
 
 from harness.bench import bench as benches
 from harness.bench import benchmark, published, zo2_ablation
@@ -198,13 +199,7 @@ def test_ours_stands_beside_the_papers() -> None:
 
 
 def test_unknown_benchmarks_and_models_are_refused_with_the_list(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ondevice", "bench", "mebp-table9"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2 and "no benchmark 'mebp-table9'" in done.stderr
+    done = refuses(2, "no benchmark 'mebp-table9'", "bench", "mebp-table9")
     assert all(f"{name}: " in done.stderr for name in BENCHMARKS)
     config = BenchConfig(name="mebp-table2", models="qwen2.5-0.5b,gpt-5")
     with pytest.raises(UsageError, match=r"no shapes for gpt-5; there are qwen2.5-0.5b, "):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from html import escape
@@ -19,6 +17,7 @@ import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
 from support.curves import curve_of
+from support.runs import ondevice, refuses
 
 from harness.compare.compare import compare
 from harness.compare.lengths import step_limit
@@ -41,9 +40,6 @@ from runtime.core.errors import (
     OnDeviceError,
     UsageError,
 )
-
-COMMAND = [sys.executable, "-m", "ondevice"]
-
 
 # --- configuration ----------------------------------------------------------------------------
 
@@ -354,21 +350,21 @@ if "train" in sys.orig_argv:
 def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     """Interrupted in the middle of a run, gone on with, refused with other settings."""
     out = tmp_path / "out"
-    arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
+    arguments = ["compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
     arguments += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
     arguments += ["--steps=mebp=20,mezo=10", "--eval-every=mebp=10,mezo=5", "--sweep-steps=3"]
     arguments += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths}
-    started = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    started = ondevice(*arguments, env=environment)
     assert started.returncode == 130 and "same command again" in started.stderr, started.stderr
     assert "Traceback" not in started.stderr
     (saved,) = (out / "runs" / "mebp" / "saves").glob("step-*")
     assert saved.name == "step-00000005" and not (out / "runs" / "mebp" / "summary.json").exists()
     swept = {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
     assert len(swept) == 2
-    done = subprocess.run([*arguments, "--json"], capture_output=True, text=True)
+    done = ondevice(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     assert "resuming after step 5" in done.stderr
     assert swept == {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
@@ -390,17 +386,15 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
             [x for x in p.read_text().splitlines() if x.startswith(key)] for p in tokens
         )
         assert first == second
-    other = subprocess.run([*arguments, "--budget=100MB"], capture_output=True, text=True)
-    assert other.returncode == 2 and "budget '200MB' (now '100MB')" in other.stderr
+    refuses(2, "budget '200MB' (now '100MB')", *arguments, "--budget=100MB")
     assert read_curve(out / "runs" / "mezo").to_json() == mezo["curve"]
 
 
 def test_a_budget_too_small_for_all_is_refused(bundle: Path, tmp_path: Path) -> None:
-    arguments = [*COMMAND, "compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
-    arguments += ["--steps=3", "--max-seq-length=24", "--budget=20MB", "-o", str(tmp_path / "out")]
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
-    assert "no method could run" in done.stderr and "smallest that fits" in done.stderr
+    arguments = ["compare", bundle, "--data=random:5", "--eval-data=random:9", "--steps=3"]
+    arguments += ["--max-seq-length=24", "--budget=20MB", "-o", tmp_path / "out"]
+    done = refuses(3, "no method could run", *arguments, by=ondevice)
+    assert "smallest that fits" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

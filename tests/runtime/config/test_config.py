@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import subprocess
-import sys
 from dataclasses import MISSING, FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -236,12 +234,6 @@ def test_flags_override_and_reach_the_configuration() -> None:
     assert made == ExportConfig(
         source="model", output="o", seq_lens=(32, 64), bits=8, lora_alpha=4.0, force=True
     )
-
-
-def test_importing_the_configuration_loads_nothing_heavy() -> None:
-    code = "import sys, runtime.config.base; print(any(m in sys.modules for m in ('mlx', 'numpy')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 def test_help_is_in_groups_in_their_order() -> None:

@@ -252,7 +252,7 @@ def test_materialized_weights_are_allocated_before_the_first_is_dequantized(
 
 @pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
 @pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
-@pytest.mark.parametrize("extras", [(), ("bias",), ("lora",), ("bias", "lora")], ids="+".join)
+@pytest.mark.parametrize("extras", [(), ("bias", "lora")], ids="+".join)
 def test_linear_and_its_backward(
     tmp_path: Path,
     rng: Rng,
@@ -293,9 +293,9 @@ def test_linear_and_its_backward(
 # --- attention --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 3), (4, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
-@pytest.mark.parametrize("block", [1, 7, 16, 1000])
+@pytest.mark.parametrize("block", [1, 7, 1000])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_its_backward(
     rng: Rng, arrays: Arrays, heads: int, groups: int, window: int | None, block: int, packed: bool
