@@ -22,7 +22,10 @@ TEMPLATE = (Path(__file__).parents[2] / "support/chat_templates/chatml.jinja").r
 TOKENIZER = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "messages": [{"messages": said("sun in X?", "yes", "rain?", "no")}, {"messages": CALLED}],
-    "tools": [{"messages": CALLED, "tools": [CLOCK]}],
+    "tools": [
+        {"messages": CALLED, "tools": [CLOCK]},
+        {"messages": said("x?", "yes"), "tools": [CLOCK]},
+    ],
     "prompts": [{"prompt": "the sun", "completion": " is there"}],
     "alpaca": [{"instruction": "say it", "input": "the sun", "output": "sun"}],
     "sharegpt": [

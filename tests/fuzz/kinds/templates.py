@@ -17,7 +17,7 @@ from runtime.data.source import Reading
 TEMPLATES = sorted((Path(__file__).parents[2] / "support/chat_templates").glob("*.jinja"))
 FILE = "chat_template.jinja"
 DATA = "data.jsonl"
-SHOW_TOOLS = ("qwen2_5", "qwen3")
+SHOW_TOOLS = ("qwen2_5",)
 
 SAY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 LOOP = "{% for a in range(99999) %}"

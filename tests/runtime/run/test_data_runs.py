@@ -40,7 +40,7 @@ def train(bundle: Bundle, data: Path, run: Path, *more: object) -> list[object]:
 
 
 def test_a_run_says_and_keeps_what_it_read(bundle: Bundle, tmp_path: Path) -> None:
-    rows = [{"messages": TURNS}, {"messages": TURNS[:1]}, {"prompt": "a", "completion": 5}]
+    rows = [{"messages": TURNS}, {"messages": TURNS[:1]}, {"prompt": "a"}]
     rows += [{"text": f"row {number}"} for number in range(17)]
     data = write(tmp_path / "rows.jsonl", rows)
     run = tmp_path / "run"
