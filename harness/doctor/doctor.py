@@ -65,7 +65,7 @@ def _blas(probed: dict[str, Any]) -> Finding:
     text = f"{probed['blas']}, threads: {probed['threads']}"
     if probed["device"] == "gpu":
         text += "; the GPU multiplies"
-    text += f" at {rate:.0f} GFLOP/s in float32"
+    text += f" at {rate:.3g} GFLOP/s in float32"
     facts = {"name": probed["blas"], "threads": probed["threads"], "speeds": probed["speeds"]}
     if probed["warning"]:
         return Finding("BLAS", Status.WARNING, text, probed["warning"], facts)

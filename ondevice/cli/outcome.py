@@ -99,7 +99,14 @@ def _system_error(problem: OSError) -> int:
         )
     if problem.errno == errno.ENAMETOOLONG:
         return _said(f"{reason}{where}; give a shorter name", UsageError.exit_code)
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if problem.errno == errno.EFBIG:
+        _discard(sys.stdout)
+        return _said(
+            f"{reason}{where}: this process, or the file system, limits how large a file may be; "
+            "raise the limit (ulimit -f unlimited), or write elsewhere",
+            StorageError.exit_code,
+        )
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         _discard(sys.stdout)
         return _said(
             f"{reason}{where}: the disk is full, or what the output goes to; make room and start "

@@ -104,6 +104,19 @@ _STEPS = (
 _NO_RELIEF = "it was removed: no heap memory is given back near the predicted peak; leave it out"
 _NO_METHOD = "its method was removed; ondevice train --help lists the methods that there are"
 
+_NO_PAIRS = (
+    "training on pairs of a chosen and a rejected answer (DPO and the like) is not supported; "
+    "`ondevice train` learns from the chosen answers alone, as prompt and completion"
+)
+
+COMMAND_ADVICE = {  # commands with no counterpart
+    **dict.fromkeys(("dpo", "orpo", "kto", "grpo", "ppo", "rlhf"), _NO_PAIRS),
+    "serve": "nothing is served over the network; `ondevice chat` answers line by line, and "
+    "`ondevice fuse --format gguf` writes a file for servers such as llama-server",
+    "push": "nothing is sent anywhere; the run's folder can be uploaded",
+}
+"""Commands of other tools that have no counterpart, and the way to the same end."""
+
 ADVICE = {  # flags with no counterpart: the way to the same end
     **dict.fromkeys(("--heap-relief", "--no-heap-relief"), _NO_RELIEF),
     **dict.fromkeys(
@@ -114,6 +127,7 @@ ADVICE = {  # flags with no counterpart: the way to the same end
         _NO_METHOD,
     ),
     **dict.fromkeys(("--dora", "--use-dora"), _DORA),
+    "--beta": _NO_PAIRS,
     **dict.fromkeys(("--num-train-epochs", "--num-epochs", "--epochs"), _STEPS),
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",
     **dict.fromkeys(

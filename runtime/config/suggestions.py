@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.config.elsewhere import ADVICE, COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
+from runtime.config.elsewhere import ADVICE, COMMAND_ADVICE, COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
 
 
 def alike(word: str, words: Sequence[str]) -> list[str]:
@@ -16,7 +16,10 @@ def alike(word: str, words: Sequence[str]) -> list[str]:
 
 def no_command(word: str, names: Sequence[str]) -> str:
     """The message for a command that does not exist."""
-    meant = COMMANDS_ELSEWHERE.get(word.lower().replace("_", "-"), "")
+    name = word.lower().replace("_", "-")
+    if name in COMMAND_ADVICE:
+        return f"no command {word!r}: {COMMAND_ADVICE[name]}"
+    meant = COMMANDS_ELSEWHERE.get(name, "")
     if meant.split(" ")[0] not in (*names, "--help", "--version"):
         meant = next(iter(alike(word.lower(), names)), "")
     hint = f"did you mean {meant}?" if meant else f"there are {', '.join(names)}"
@@ -29,6 +32,8 @@ def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
     for flag in flags:
         if flag in ADVICE:
             return f"{flag}: {ADVICE[flag]}"
+    if words and not flags and "--prompt" in there:
+        return f"unrecognized arguments: {' '.join(words)}; a prompt is given by --prompt TEXT"
     near = [name for flag in flags for name in _meant(flag, there)]
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
     hint = meant if near else f"see: {command} --help"

@@ -86,7 +86,13 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if problem.errno == errno.EFBIG:
+            raise StorageError(
+                f"{problem.strerror} while writing {path}: this process, or the file system, "
+                "limits how large a file may be; raise the limit (ulimit -f unlimited), or write "
+                "elsewhere"
+            ) from problem
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
             raise StorageError(
                 f"the disk is full: {problem.strerror} while writing {path} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from shlex import quote
 
 from export.config.fuse import AdapterConfig
 from ondevice.cli.handlers.common import configuration, note, print_json, set_up
@@ -25,5 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(result)
     else:
         print(f"{config.output}: {result.lora.describe()}; {result.tensors} tensors")
-        used = _LOADED_BY[result.format].format(output=config.output, base=result.base_model)
+        shell = result.format != "peft"  # which is loaded in Python
+        output = quote(str(config.output)) if shell else config.output
+        base = quote(str(result.base_model))
+        used = _LOADED_BY[result.format].format(output=output, base=base)
         print(f"to use it: {used}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -85,6 +86,12 @@ def test_force_replaces_bundles_only(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
     (tmp_path / "empty").mkdir()
     export_bundle(settings("random:tiny-llama", tmp_path / "empty", force=True)).verify()
+
+
+def test_a_limit_of_files_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    said = "limits how large a file may be; raise the limit .ulimit -f"
+    with pytest.raises(StorageError, match=said), storage_errors(tmp_path / "weights.bin"):
+        raise OSError(errno.EFBIG, "File too large")
 
 
 def test_an_error_that_has_no_number_says_why(tmp_path: Path) -> None:
