@@ -57,6 +57,7 @@ OWN_CLASSES = (
 OTHER_MEANING = {
     ("runtime/run/learning_rate.py", "schedule == 'linear'"): "a learning-rate schedule",
     ("export/sources/gguf_config.py", "rope_type not in _ROPE_SCALINGS"): "a scaling of positions",
+    ("export/sources/gguf_config.py", "rope_type == 'linear'"): "a scaling of positions",
     ("export/sources/rope.py", "kind not in SETTINGS"): "a scaling of positions",
     ("export/fused/gguf_metadata.py", "kind not in ('linear', 'yarn')"): "a scaling of positions",
     (

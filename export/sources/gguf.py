@@ -63,6 +63,12 @@ class GGUFCheckpoint(Checkpoint):
         if digests := checked(meta.get(IN_GGUF, []), str(path)):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
+        if meta.get("tokenizer.ggml.model") == "gpt2" and not meta.get("tokenizer.ggml.pre"):
+            self.warnings = [
+                f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre): it is "
+                "split as GPT-2 does, which may give other tokens than the model learnt; convert "
+                "the model again with a newer llama.cpp"
+            ]
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         values = self._file.rows(self._stored[name], self._index(name, start, stop))

@@ -15,6 +15,10 @@ from runtime.core.errors import BundleError
 ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files have instead of metadata
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
+_SCALING_ENTRIES = {
+    *("scaling.type", "scaling.factor", "scale_linear", "scaling.original_context_length"),
+    "scaling.finetuned",  # a remark
+}
 GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
 
 
@@ -137,20 +141,28 @@ def _rope_scaling(file: GGUFFile, arch: str, head_dim: int, where: str) -> dict[
         if factors.shape != published.shape or not np.allclose(factors, published, rtol=1e-3):
             raise BundleError(f"{where}: {ROPE_FREQS} is not one of Llama 3's scalings")
         return scaling
-    rope_type = meta.get(f"{arch}.rope.scaling.type", "none")
-    if rope_type == "none":
+    entries = {
+        key.removeprefix(f"{arch}.rope."): value
+        for key, value in meta.items()
+        if key.startswith(f"{arch}.rope.scal")
+    }
+    # the defaults are those of llama.cpp's loader, which has an older name of the factor, too
+    rope_type = entries.get("scaling.type", "linear")
+    factor = float(entries.get("scaling.factor", entries.get("scale_linear", 0)) or 1)
+    if rope_type == "none" or (rope_type == "linear" and factor == 1):
         return None
     if rope_type not in _ROPE_SCALINGS:
         raise BundleError(
             f"{where}: RoPE scaling {rope_type!r} is not supported; "
             f"supported are {', '.join(sorted(_ROPE_SCALINGS))} and Llama 3's"
         )
-    factor = float(meta.get(f"{arch}.rope.scaling.factor", 1.0))
+    if unknown := sorted(entries.keys() - _SCALING_ENTRIES):
+        raise BundleError(
+            f"{where}: {rope_type} with metadata {arch}.rope.{unknown[0]} is not supported"
+        )
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
-        length = meta.get(f"{arch}.rope.scaling.original_context_length")
-        if length is None:
-            raise BundleError(f"{where}: yarn needs {arch}.rope.scaling.original_context_length")
+        length = entries.get("scaling.original_context_length", meta[f"{arch}.context_length"])
         scaling["original_max_position_embeddings"] = length
     return scaling
 

@@ -115,7 +115,7 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
 
 def _split(metadata: dict[str, Any], where: str) -> Split:
     """The split of a byte-level tokenizer, by its name in the file."""
-    name = metadata.get("tokenizer.ggml.pre", "default")
+    name = metadata.get("tokenizer.ggml.pre") or "default"
     if name not in SPLITS:
         raise BundleError(
             f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(SPLITS)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -69,6 +70,51 @@ def test_gguf_rope_scalings(tmp_path: Path) -> None:
 
     read = open_checkpoint(str(write_gguf(tmp_path / "c.gguf", config, arrays, change=linear)))
     assert read.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.factor": 0.0}, None),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        ),
+        ({"scaling.type": "yarn", "scaling.attn_factor": 2.0}, "rope.scaling.attn_factor is not"),
+        ({"scaling.type": "longrope"}, "'longrope' is not supported"),
+    ],
+)
+def test_rope_entries_have_the_defaults_of_llama_cpp(
+    tmp_path: Path, entries: dict[str, float | str], expected: dict[str, Any] | str | None
+) -> None:
+    config, arrays = weights_of("tiny-llama")
+    config = {**config, "max_position_embeddings": 512}
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for key, value in entries.items():
+            add = writer.add_string if isinstance(value, str) else writer.add_float32
+            add(f"llama.rope.{key}", value)
+
+    path = write_gguf(tmp_path / "m.gguf", config, arrays, change=change)
+    if isinstance(expected, str):
+        with pytest.raises(BundleError, match=expected):
+            open_checkpoint(str(path))
+        return
+    assert open_checkpoint(str(path)).config.get("rope_scaling") == expected
+
+
+@pytest.mark.parametrize("pre", ["", "gpt-2"])
+def test_a_tokenizer_that_does_not_say_how_it_splits_is_a_warning(tmp_path: Path, pre: str) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+
+    path = write_gguf(tmp_path / "m.gguf", *weights_of("tiny-llama"), change=change)
+    warnings = open_checkpoint(str(path)).warnings
+    assert [("split as GPT-2 does" in text) for text in warnings] == ([] if pre else [True])
 
 
 def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
