@@ -8,6 +8,10 @@ All hidden states visit a block together, so its weights are read and dequantize
 The update of a step is applied to a block when the next step visits it (ZO2, section 5), or by
 `settle`: the arithmetic is the same. Perturbed values are computed from theta, never restored by
 subtraction. The references on whole adapters are in `tests.oracles`.
+
+Several workers share the points of a step (DistZO2's perturbation parallelism): each runs all rows
+at its own points, and they exchange a float64 number for each hidden state and point. No hidden
+state depends on those beside it, so all workers make the update of a single one, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losse
 from runtime.methods.zeroth.log_header import Header
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.protocol import Loss, Objective, chunks, score
+from runtime.parallel.exchange import Alone, Exchange, shares
 from runtime.storage.activations import Activations
 
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
@@ -60,6 +65,7 @@ class ZerothOrder:
     descent: Descent = field(default_factory=Sgd)
     lanes: int = 2
     objective: Objective = field(default_factory=NextToken)
+    exchange: Exchange = field(default_factory=Alone)  # among workers that share the points
     defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
@@ -68,7 +74,17 @@ class ZerothOrder:
     keeps_log: ClassVar[bool] = True
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
-        """See `Method.step`; all parts run together, at the bucket of their longest row."""
+        """See `Method.step`; all parts run together, at the bucket of their longest row.
+
+        Raises:
+            UsageError: there are more workers than points, so one of them would do nothing.
+        """
+        workers, points = self.exchange.size, len(self.estimator.points)
+        if workers > points:
+            raise UsageError(
+                f"{workers} workers cannot share the {points} forward passes of each row: start "
+                f"{points} or fewer, or give more --queries"
+            )
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
         measured = self._measured(model, number, rows)
@@ -79,6 +95,26 @@ class ZerothOrder:
     def _forward(
         self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
     ) -> tuple[list[float], dict[Point, float]]:
+        """The summed cross entropy of every lane, and the objective's mean at each point."""
+        points = list(dict.fromkeys(lane.point for lane in lanes))
+        of_workers = shares(points, self.exchange.size)
+        mine = of_workers[self.exchange.rank]
+        own = [lane for lane in lanes if lane.point in mine]
+        # none only where a descent measures at few points: it has applied all updates before
+        losses, means = self._visit(model, number, rows, own) if own else ({}, {})
+        each = range(len(rows))
+        numbers = [[*(losses[Lane(at, row)] for row in each), means[at]] for at in mine]
+        counts = [len(share) * (len(rows) + 1) for share in of_workers]
+        gathered = iter(self.exchange.gather([n for at in numbers for n in at], counts))
+        for point in points:
+            losses |= {Lane(point, row): next(gathered) for row in each}
+            means[point] = next(gathered)
+        ordered = [losses[lanes[slot]] for group in self._groups(lanes) for slot in group]
+        return ordered, {point: means[point] for point in points}
+
+    def _visit(
+        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> tuple[dict[Lane, float], dict[Point, float]]:
         """See `_losses`; every block is visited once, so the pending update is applied to all."""
         with visit(model, 0):
             self._embed(model, rows, lanes)
@@ -185,19 +221,23 @@ class ZerothOrder:
             for full in self.adapters.manifest.adapter_names(block, name)
         ]
 
+    def _groups(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        """The slots of lanes that the objective sees together."""
+        groups: dict[tuple[Point, int], list[int]] = {}
+        for slot, lane in enumerate(lanes):
+            groups.setdefault((lane.point, lane.row // self.objective.together), []).append(slot)
+        return list(groups.values())
+
     def _losses(
         self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> tuple[list[float], dict[Point, float]]:
+    ) -> tuple[dict[Lane, float], dict[Point, float]]:
         """The summed cross entropy of every lane, and the objective's mean at each point."""
         head, objective = model.blocks[-1], self.objective
-        groups: dict[tuple[Point, int], list[int]] = {}  # slots, which an objective sees together
-        for slot, lane in enumerate(lanes):
-            groups.setdefault((lane.point, lane.row // objective.together), []).append(slot)
-        losses: list[float] = []
+        losses: dict[Lane, float] = {}
         sums = dict.fromkeys((lane.point for lane in lanes), 0.0)
         counts = dict.fromkeys(sums, 0)
         self._catch_up(head, model)
-        for chunk in chunks(list(groups.values()), self.lanes, len):
+        for chunk in chunks(self._groups(lanes), self.lanes, len):
             slots = [slot for group in chunk for slot in group]
             loras = [self._outside_layers(lanes[slot]) for slot in slots]
             samples = [rows[lanes[slot].row] for slot in slots]
@@ -208,7 +248,8 @@ class ZerothOrder:
             scored = score(model, samples, hs, predictions=objective.predicts, loras=loras)
             if not losses:
                 self._visited(head, model)
-            losses += [lane.cross_entropy for lane in scored]
+            for slot, lane in zip(slots, scored, strict=True):
+                losses[lanes[slot]] = lane.cross_entropy
             for group in chunk:
                 point, seen = lanes[group[0]].point, [scored.pop(0) for _ in group]
                 sums[point] += objective.value(seen)
