@@ -196,7 +196,9 @@ except StorageError as problem:
 def test_a_write_that_meets_a_limit_leaves_nothing(tmp_path: Path, where: str) -> None:
     done = python(FULL, where, tmp_path / "out")
     assert done.returncode == 1, done
-    assert done.stderr.startswith("File too large while writing"), done.stderr
+    # MLX writes graphs, and its errors have no number that would tell a limit from a full disk
+    said = "the disk is full" if where == "graphs" else "File too large while writing"
+    assert done.stderr.startswith(said), done.stderr
     assert "Traceback" not in done.stderr
     assert listing(tmp_path) == []
 
