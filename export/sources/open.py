@@ -18,7 +18,10 @@ _HUB_FILES = ["config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES]
 
 
 def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:
-    """Open a checkpoint. Names and shapes are checked; no weights are read yet.
+    """Open a checkpoint. Names and shapes are checked.
+
+    No weights are read yet, but for an output matrix beside an embedding that is said to be tied:
+    they are compared.
 
     Args:
         source: a Hugging Face folder; a .gguf file; "random:PRESET"; or, if there is no such

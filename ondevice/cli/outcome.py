@@ -21,6 +21,7 @@ from runtime.core.errors import (
     StorageError,
     UsageError,
 )
+from runtime.core.files import TOO_LARGE
 
 DESCRIPTORS = 64  # files, and pipes to other processes, that a command opens at once at most
 
@@ -101,11 +102,7 @@ def _system_error(problem: OSError) -> int:
         return _said(f"{reason}{where}; give a shorter name", UsageError.exit_code)
     if problem.errno == errno.EFBIG:
         _discard(sys.stdout)
-        return _said(
-            f"{reason}{where}: this process, or the file system, limits how large a file may be; "
-            "raise the limit (ulimit -f unlimited), or write elsewhere",
-            StorageError.exit_code,
-        )
+        return _said(f"{reason}{where}: {TOO_LARGE}", StorageError.exit_code)
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         _discard(sys.stdout)
         return _said(

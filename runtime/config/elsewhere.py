@@ -109,7 +109,7 @@ _NO_PAIRS = (
     "`ondevice train` learns from the chosen answers alone, as prompt and completion"
 )
 
-COMMAND_ADVICE = {  # commands with no counterpart
+COMMAND_ADVICE = {
     **dict.fromkeys(("dpo", "orpo", "kto", "grpo", "ppo", "rlhf"), _NO_PAIRS),
     "serve": "nothing is served over the network; `ondevice chat` answers line by line, and "
     "`ondevice fuse --format gguf` writes a file for servers such as llama-server",

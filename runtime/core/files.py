@@ -16,6 +16,11 @@ from pathlib import Path
 from runtime.core.errors import BundleError, StorageError
 
 CHUNK_BYTES = 1 << 20  # small, since a training's budget counts it
+TOO_LARGE = (
+    "this process, or the file system, limits how large a file may be; raise the limit (ulimit -f "
+    "unlimited), or write elsewhere"
+)
+"""The cause of EFBIG, and the way out."""
 
 
 def sha256_file(path: Path) -> str:
@@ -87,11 +92,7 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         if problem.errno == errno.EFBIG:
-            raise StorageError(
-                f"{problem.strerror} while writing {path}: this process, or the file system, "
-                "limits how large a file may be; raise the limit (ulimit -f unlimited), or write "
-                "elsewhere"
-            ) from problem
+            raise StorageError(f"{problem.strerror} while writing {path}: {TOO_LARGE}") from problem
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
             raise StorageError(

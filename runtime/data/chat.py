@@ -32,16 +32,17 @@ MOST_SECONDS = 5  # of the CPU that it may take
 MOST_CHARS, MOST_GROWTH = 1 << 20, 10  # of its text: so long, or so much longer than its messages
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
 ASSISTANT = "assistant"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 RESERVED = frozenset(
     {
+        *_SPECIAL,
         *("messages", "conversation", "conversations", "tools", "chat_template", "tokenize"),
         *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
         *("padding", "truncation", "max_length", "return_tensors", "return_dict", "self"),
-        *("tokenizer_kwargs", "bos_token", "eos_token", "unk_token", "pad_token"),
+        "tokenizer_kwargs",
     }
 )
 """Names that rendering gives a meaning of its own, which a row may not change."""
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PROBE = "probe"
 _QUESTION = {"role": "user", "content": _PROBE}
 _UNREADABLE = (jinja2.TemplateSyntaxError, SyntaxError, RecursionError)

@@ -207,7 +207,7 @@ def _alpaca(row: Record, has_template: bool) -> tuple[str, Example]:
     instruction, given = row["instruction"], as_text(row.get("input"))
     output = as_text(row["output"])
     if not isinstance(given, str | None) or not isinstance(output, str):
-        raise ValueError("its input is no text")
+        raise ValueError("its input is not text")
     if has_template:
         messages = [
             *_history(_from_json(row.get("history"))),

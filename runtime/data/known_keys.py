@@ -32,17 +32,8 @@ CALL = frozenset({"id", "type", "function", "name", "arguments", "index"})
 NEUTRAL = frozenset(
     {
         # which row it is
-        *(
-            "id",
-            "_id",
-            "idx",
-            "index",
-            "uuid",
-            "hash",
-            "prompt_id",
-            "conversation_id",
-            "message_id",
-        ),
+        *("id", "_id", "idx", "index", "uuid", "hash"),
+        *("prompt_id", "conversation_id", "message_id"),
         "__index_level_0__",  # which pandas adds
         # where it is from
         *("source", "dataset", "subset", "split", "url", "license", "author", "generator", "model"),

@@ -13,12 +13,10 @@ from pathlib import Path
 
 from runtime.core.documents import from_json, from_json_values
 from runtime.core.errors import DataError
+from runtime.core.notes import Note, silent
 
 Records = Iterator[tuple[str, object]]
 """The place of each record in its file, and the record, or the ValueError that it was."""
-
-Say = Callable[[str], None]
-"""Receives what is unusual about how a file is read, in a few words."""
 
 TEXT = ".txt"
 _BATCH_ROWS = 64  # of a Parquet file
@@ -35,16 +33,12 @@ _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _OF_ROWS = ("messages", "conversations")  # lists that are one row's, not a list of rows
 
 
-def _ignored(text: str) -> None:
-    """A receiver of what is unusual that keeps nothing."""
-
-
 def suffix_of(file: Path) -> str:
     """The suffix by which a file is read, in small letters."""
     return file.suffix.lower()
 
 
-def records(file: Path, say: Say = _ignored) -> Records:
+def records(file: Path, say: Note = silent) -> Records:
     """The records of a file, by its suffix; `say` is told first of what is unusual.
 
     Raises DataError where the file cannot be read.
@@ -55,7 +49,7 @@ def records(file: Path, say: Say = _ignored) -> Records:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
 
 
-def encoding_of(file: Path, say: Say = _ignored) -> str:
+def encoding_of(file: Path, say: Note = silent) -> str:
     """The encoding of a text file: UTF-8, or UTF-16 or UTF-32, mostly by their byte order marks.
 
     UTF-16 without a mark is known by its zeros, which no text in UTF-8 has. Raises OSError.
@@ -78,7 +72,7 @@ def not_text(file: Path, encoding: str, error: UnicodeError) -> DataError:
     return DataError(f"{file} is not text in {encoding.removesuffix('-sig').upper()}: {error}")
 
 
-def _json_lines(file: Path, say: Say) -> Records:
+def _json_lines(file: Path, say: Note) -> Records:
     encoding = encoding_of(file, say)
     first = next((row for _, row in _rows_of_lines(file, encoding)), None)
     if isinstance(first, list | ValueError):  # no row: a longer document, or one that is broken
@@ -136,13 +130,13 @@ def _one_after_another(text: str) -> list[object]:
     return values if all(isinstance(value, dict) for value in values) else []
 
 
-def _listed(rows: list[object], how: str, say: Say) -> Records:
+def _listed(rows: list[object], how: str, say: Note) -> Records:
     if how:
         say(how)
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _json(file: Path, say: Say) -> Records:
+def _json(file: Path, say: Note) -> Records:
     encoding = encoding_of(file, say)
     try:
         text = _text(file, encoding)
@@ -163,7 +157,7 @@ def _json(file: Path, say: Say) -> Records:
     raise DataError(f"{file} holds no JSON list of rows{why}; write one row a line as .jsonl")
 
 
-def _csv(file: Path, say: Say) -> Records:
+def _csv(file: Path, say: Note) -> Records:
     """The rows of a table with a header.
 
     It is delimited by commas, or tabs in a .tsv file, or by what its first line names ("sep=;", as
@@ -202,7 +196,7 @@ def _delimiter(first_line: str, usual: str) -> tuple[str, int]:
     return (there[0] if len(there) == 1 and usual not in unquoted else usual), 0
 
 
-def _name_columns(reader: csv.DictReader[str], say: Say) -> None:
+def _name_columns(reader: csv.DictReader[str], say: Note) -> None:
     """Leave out the spaces around the names in a header, where they stay different names."""
     names = list(reader.fieldnames or ())
     stripped = [name.strip() for name in names]
@@ -211,7 +205,7 @@ def _name_columns(reader: csv.DictReader[str], say: Say) -> None:
         reader.fieldnames = stripped
 
 
-def _parquet(file: Path, say: Say) -> Records:
+def _parquet(file: Path, say: Note) -> Records:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -231,7 +225,7 @@ def _parquet(file: Path, say: Say) -> Records:
         raise DataError(f"{file}, after row {number}: {error}") from error
 
 
-READERS: dict[str, Callable[[Path, Say], Records]] = {
+READERS: dict[str, Callable[[Path, Note], Records]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _csv,

@@ -1,16 +1,24 @@
-"""Workers of one run as threads of this process."""
+"""Workers of one run, as threads of this process or as processes that `mpirun` starts."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import pytest
+
 from runtime.parallel.exchange import Exchange
+from support.forks import ROOT
 
 T = TypeVar("T")
 
+NEEDS_MPI = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun of Open MPI")
 LONGEST_WAIT_S = 60  # after which a test that hangs fails
 
 
@@ -48,3 +56,14 @@ def on_workers(size: int, work: Callable[[Exchange], T]) -> list[T]:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     return [result.result() for result in results]
+
+
+def two_processes(code: str, *arguments: object) -> list[str]:
+    """The lines that two processes of `python -c CODE ARGUMENTS` print, which MPI connects."""
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, "-c", code]
+    ended = subprocess.run(
+        [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()

@@ -7,11 +7,7 @@ a single worker's run has gathered, after the part that it must have computed it
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -22,6 +18,7 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.estimators import OPTIONS, config_of, rows_of, started
+from support.exchange import NEEDS_MPI, two_processes
 from support.models import adapters_of, model_of
 
 from runtime.bundle.store import Bundle
@@ -29,7 +26,6 @@ from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters
 from runtime.parallel.exchange import Alone, Exchange
 
-ROOT = Path(__file__).parents[3]
 TILES = {"tile_values": 20_000, "chunk_rows": 200}
 POINTS_OF_ITS_OWN = ("fzoo", "one-point", "hizoo", "zo-act", "gradient-norm")
 CASES: dict[str, dict[str, Any]] = {
@@ -109,7 +105,7 @@ def test_more_workers_than_points_are_refused(tiny: Tiny, seed: int, tmp_path: P
         run_on(Replayed(0, 5, Recorded()), tiny("qwen3"), "mezo", seed, tmp_path)
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun of Open MPI")
+@NEEDS_MPI
 def test_processes_over_mpi_make_the_steps_of_one(tiny: Tiny, seed: int, tmp_path: Path) -> None:
     """Each process also makes them alone: BLAS may not round as in the process of the tests."""
     code = (
@@ -125,13 +121,7 @@ def test_processes_over_mpi_make_the_steps_of_one(tiny: Tiny, seed: int, tmp_pat
         "shared = run_on(exchange, bundle, 'mezo', seed, folder)\n"
         "print(json.dumps([exchange.size, alone, shared]) + '\\n', end='', flush=True)\n"
     )
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, "-c", code]
-    ended = subprocess.run(
-        [*command, str(tiny("qwen3").path), str(seed), str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    first, second = map(json.loads, ended.stdout.splitlines())
+    printed = two_processes(code, tiny("qwen3").path, seed, tmp_path)
+    first, second = map(json.loads, printed)
     size, alone, together = first
     assert size == 2 and alone == together and first == second

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from support.exchange import on_workers
+from support.exchange import NEEDS_MPI, on_workers, two_processes
 
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Alone, Exchange, shares
 
-ROOT = Path(__file__).parents[3]
 NAN = struct.unpack("<d", bytes.fromhex("0df0adde0000fc7f"))[0]  # with a payload
 HARD = [0.1, -0.0, 5e-324, -math.inf, NAN, 1.7976931348623157e308]
 COUNTS = [1, 6, 0, 3]
@@ -53,7 +47,7 @@ def test_threads_exchange_every_bit(size: int) -> None:
         assert "and 4bf5122f" in text and "on rank 1;" in text
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun of Open MPI")
+@NEEDS_MPI
 def test_processes_exchange_every_bit_over_mpi() -> None:
     code = (
         "import sys; sys.path[:0] = ['tests', '.']\n"
@@ -62,11 +56,7 @@ def test_processes_exchange_every_bit_over_mpi() -> None:
         "exchange = MpiExchange()\n"
         "print(f'{exchange.rank} of {exchange.size}: {exchanged(exchange)}', flush=True)\n"
     )
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    lines = sorted(ended.stdout.splitlines())
+    lines = sorted(two_processes(code))
     assert [line[: len(f"0 of 2: {expected(2)}")] for line in lines] == [
         f"{rank} of 2: {expected(2)}" for rank in (0, 1)
     ]
