@@ -21,7 +21,7 @@ from support.text_bundle import text_checkpoint
 from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 from runtime.run.lora import to_apply
-from runtime.run.open import open_checked
+from runtime.run.session import open_checked
 
 TEMPLATE = """\
 {% for tool in tools or [] %}tool {{ tool.function.name }}

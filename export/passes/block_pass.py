@@ -24,7 +24,7 @@ from runtime.methods.adapters import Adapters
 from runtime.operations.program import Program
 from runtime.operations.values import bytes_at
 from runtime.plan.lower import LoweredBlock
-from runtime.run.open import Session
+from runtime.run.session import Session
 from runtime.storage.activations import RowValues
 
 

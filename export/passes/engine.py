@@ -35,7 +35,7 @@ from runtime.operations.values import F32
 from runtime.plan.demand import Demand, lane_choices
 from runtime.plan.plan import EVALUATION_LANES, Plan, Request, choose_bucket
 from runtime.run.budget import Wanted, machine_for, make_plan
-from runtime.run.open import Session, open_session
+from runtime.run.session import Session, open_session
 from runtime.storage.activations import Activations
 from runtime.storage.row_weights import RowWeights
 

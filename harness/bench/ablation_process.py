@@ -55,7 +55,7 @@ from runtime.methods.zeroth.zeroth_order import ZerothOrder  # noqa: E402
 from runtime.plan.plan import Plan  # noqa: E402
 from runtime.run.budget import check_budget, training_machine  # noqa: E402
 from runtime.run.lora import to_train  # noqa: E402
-from runtime.run.open import open_checked, open_session  # noqa: E402
+from runtime.run.session import open_checked, open_session  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
 from runtime.storage.saves import SLOTS  # noqa: E402
 from runtime.storage.scratch import MappedTensors  # noqa: E402

@@ -20,7 +20,7 @@ from runtime.data.rows import Rows, TokenRows
 from runtime.data.run_rows import TOKENS
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.run.generate import Generator
-from runtime.run.open import open_checked
+from runtime.run.session import open_checked
 
 MOST_PROMPT = 32  # tokens of a prompt, where all of a row is scored
 MORE, MOST_TOKENS = 8, 64  # a continuation may be so much longer than the expected one, and so long

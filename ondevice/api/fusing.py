@@ -69,7 +69,7 @@ def fuse_as(config: FuseConfig, progress: Progress, note: Note) -> FuseResult:
     from runtime.machine.footprint import Meter
     from runtime.methods.adapters import Adapters
     from runtime.run.lora import refuse_prefix, to_apply
-    from runtime.run.open import open_verified
+    from runtime.run.session import open_verified
 
     adapter = None if config.adapter is None else Path(config.adapter)
     with (

@@ -72,7 +72,7 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
     from export.sources.open import open_checkpoint
     from runtime.data.source import TokenSource, reading_of
     from runtime.machine.footprint import Meter
-    from runtime.run.open import open_checked
+    from runtime.run.session import open_checked
 
     assert config.source is not None
     bundle = open_checked(config.bundle, config.device, note)

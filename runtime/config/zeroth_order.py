@@ -10,6 +10,7 @@ from runtime.config.objectives import OBJECTIVES
 
 SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
 _SEVERAL = {name: method.queries for name, method in METHODS.items() if method.queries > 1}
+_IMPROVED = "; ".join(f"{name}, {entry.improves}" for name, entry in OBJECTIVES.items())
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
@@ -33,11 +34,8 @@ class ZerothOrderOptions(Config):
     )
     objective: str | None = choice(
         None,
-        "what training improves: the loss (the default), or without any gradient the share of "
-        "scored tokens that are the most likely (accuracy), of rows whose scored tokens all are "
-        "(exact), or of rows whose answer begins with the most likely of all labels, which are the "
-        "first tokens of the training rows' answers (labels); shares are for zeroth-order methods, "
-        "and need large batches",
+        f"what training improves: {_IMPROVED} (default: {next(iter(OBJECTIVES))}); shares have no "
+        "gradient, are for zeroth-order methods, and need large batches",
         *OBJECTIVES,
         group=Group.TRAINING,
     )

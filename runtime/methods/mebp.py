@@ -30,7 +30,7 @@ from runtime.methods.noise import number_of
 from runtime.methods.optimizer import Optimizer, moments
 from runtime.methods.protocol import ApplyGradients, Models, Start, StepLoss, StepResult
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.protocol import Loss, chunks, grouped, loss_of, score
+from runtime.objectives.objective import Loss, chunks, grouped, loss_of, score
 from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.engine.sample import NumberedRows, Sample
-from runtime.objectives.protocol import Scored, Share
+from runtime.objectives.objective import Scored, Share
 
 
 class Accuracy(Share):

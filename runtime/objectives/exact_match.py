@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.engine.sample import NumberedRows, Sample, first_scored
-from runtime.objectives.protocol import Scored, Share
+from runtime.objectives.objective import Scored, Share
 
 
 class ExactMatch(Share):

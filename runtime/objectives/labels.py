@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from runtime.core.errors import DataError
 from runtime.engine.sample import NumberedRows, Sample, first_scored
-from runtime.objectives.protocol import Scored, Share
+from runtime.objectives.objective import Scored, Share
 
 Ids = npt.NDArray[np.int64]
 MOST_LABELS = 256

@@ -23,8 +23,8 @@ from runtime.run.generate import (
     sampling_of,
 )
 from runtime.run.lora import to_apply
-from runtime.run.open import open_checked
 from runtime.run.results import Generation
+from runtime.run.session import open_checked
 
 
 class Chat:

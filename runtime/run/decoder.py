@@ -16,7 +16,7 @@ import numpy.typing as npt
 from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.operations.values import CHUNK_TOKENS
-from runtime.run.open import Session
+from runtime.run.session import Session
 
 Floats = npt.NDArray[np.float32]
 

@@ -25,11 +25,11 @@ from runtime.methods.protocol import StepLoss
 from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.labels import Ids, LabelAccuracy, labels_of
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.protocol import Objective, Scored, grouped, score
+from runtime.objectives.objective import Objective, Scored, grouped, score
 from runtime.run.budget import check_budget, plan_evaluation
 from runtime.run.lora import to_apply
-from runtime.run.open import Session, open_checked, open_session
 from runtime.run.results import Evaluation, EvaluationResult, Events, LabelShare
+from runtime.run.session import Session, open_checked, open_session
 from runtime.run.signals import Stop
 
 

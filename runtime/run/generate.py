@@ -25,9 +25,9 @@ from runtime.plan.plan import Plan
 from runtime.run.budget import check_budget, plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
-from runtime.run.open import Session, open_checked, open_session
 from runtime.run.results import Generation
 from runtime.run.sampling import Sampling
+from runtime.run.session import Session, open_checked, open_session
 
 BUDGET_BYTES = 1_000_000_000  # where no budget is given
 SHOWN_BEFORE = 16  # tokens of a prompt with which its continuation is turned into text

@@ -26,8 +26,8 @@ from runtime.methods.protocol import TRAJECTORY
 from runtime.methods.zeroth.descent import Update
 from runtime.methods.zeroth.log_header import Header
 from runtime.run.folder import INITIAL, SUMMARY, RunFolder
-from runtime.run.open import open_verified
 from runtime.run.results import best_of
+from runtime.run.session import open_verified
 from runtime.run.traced_graphs import choose_device
 from runtime.storage.saves import CONFIG, SLOTS
 

@@ -29,8 +29,8 @@ from runtime.run.budget import make_plan, reason_to_replan, training, training_m
 from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.learning_rate import learning_rate
 from runtime.run.lora import to_resume, to_train
-from runtime.run.open import Session, open_checked, open_session
 from runtime.run.results import Events, TrainResult
+from runtime.run.session import Session, open_checked, open_session
 from runtime.run.traced_graphs import with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer

@@ -32,7 +32,6 @@ from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
 from runtime.run.learning_rate import learning_rate
-from runtime.run.open import Session
 from runtime.run.results import (
     Best,
     Evaluation,
@@ -45,6 +44,7 @@ from runtime.run.results import (
     no_better_since,
     read_steps,
 )
+from runtime.run.session import Session
 from runtime.run.signals import Stop, catching_signals
 
 SKIPS = 10  # steps in a row without a finite loss that end a run

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from runtime.engine.sample import NumberedRows, Sample
-from runtime.objectives.protocol import Group, Loss
+from runtime.objectives.objective import Group, Loss
 
 
 class HalfLoss(Loss):

@@ -21,7 +21,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import Backprop, StepDropout
 from runtime.methods.protocol import StepLoss
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.protocol import Loss
+from runtime.objectives.objective import Loss
 from runtime.operations.base import WHOLE
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.schedule import backward_schedule

@@ -115,7 +115,7 @@ def run(
     from runtime.machine.footprint import Meter
     from runtime.run.budget import check_budget
     from runtime.run.generate import Generator, planned
-    from runtime.run.open import open_checked
+    from runtime.run.session import open_checked
 
     file = split_file(config.data, "valid")
     if file is None:

@@ -13,7 +13,7 @@ from runtime.methods.protocol import Start
 from runtime.methods.zeroth.descent import Descent, Sgd
 from runtime.methods.zeroth.estimator import Estimator, by_query
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.objectives.protocol import objective_of
+from runtime.objectives.objective import objective_of
 from runtime.plan.demand import Demand, lane_choices
 from runtime.storage.activations import Activations
 

@@ -41,7 +41,7 @@ from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, 
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.zeroth.log_header import Header
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.protocol import Loss, Objective, chunks, score
+from runtime.objectives.objective import Loss, Objective, chunks, score
 from runtime.parallel.exchange import Alone, Exchange, shares
 from runtime.storage.activations import Activations
 

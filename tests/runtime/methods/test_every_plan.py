@@ -25,7 +25,7 @@ from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.operations.base import WHOLE
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import LEVELS, PAPER, Plan
-from runtime.run.open import open_session
+from runtime.run.session import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
 from tests.oracles import whole_model as reference

@@ -13,7 +13,7 @@ from support.bundles import Rng, Tiny
 from support.models import adapters_of, mebp, model_of, rows_of
 
 from runtime.bundle.store import Bundle
-from runtime.config.objectives import OBJECTIVES
+from runtime.config.objectives import OBJECTIVES, Entry
 from runtime.core.errors import UsageError
 from runtime.engine.sample import Row, Sample
 from runtime.methods.adapters import Adapters
@@ -22,7 +22,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.optimizer import Optimizer
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.objectives.protocol import Group, Loss, loss_of, objective_of
+from runtime.objectives.objective import Group, Loss, loss_of, objective_of
 from runtime.storage.activations import Activations
 from tests.oracles import whole_model as reference
 
@@ -64,7 +64,7 @@ def summed_loss(bundle: Bundle, adapters: Adapters, row: Row) -> float:
 @pytest.fixture
 def half(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a loss that is registered."""
-    monkeypatch.setitem(OBJECTIVES, "half", "support.half_loss")
+    monkeypatch.setitem(OBJECTIVES, "half", Entry("support.half_loss", "half the loss"))
     return "half"
 
 

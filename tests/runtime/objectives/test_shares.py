@@ -23,7 +23,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.labels import MOST_LABELS, labels_of
-from runtime.objectives.protocol import objective_of
+from runtime.objectives.objective import objective_of
 from runtime.storage.activations import Activations
 from tests.oracles import whole_model as reference
 

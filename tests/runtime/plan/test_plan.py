@@ -26,7 +26,7 @@ from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import LEVELS, LONG_TOKENS, MARGIN, choose_bucket
-from runtime.run.open import open_session
+from runtime.run.session import open_session
 
 
 def with_threads(threads: int) -> Machine:
@@ -227,7 +227,7 @@ def test_a_session_maps_the_values_whose_slack_is_planned_so(
 ) -> None:
     bundle = tiny("llama", seq_lens=(128,))
     placed: list[int] = []
-    monkeypatch.setattr("runtime.run.open.place_values", placed.append)
+    monkeypatch.setattr("runtime.run.session.place_values", placed.append)
     smallest = plan_of(bundle.manifest, task_of(128)).minimum_bytes
     for budget in (smallest, PLENTY):
         open_session(bundle, plan_of(bundle.manifest, task_of(128), budget))

@@ -16,7 +16,7 @@ from runtime.operations.base import WHOLE
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import Plan
-from runtime.run.open import Session
+from runtime.run.session import Session
 from runtime.storage.weights import Weights
 
 

@@ -22,7 +22,7 @@ from runtime.plan.plan import LEVELS, Plan
 from runtime.run.budget import plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
-from runtime.run.open import open_session
+from runtime.run.session import open_session
 from tests.oracles.prefix import prefix_logits
 
 CLOSE = 1e-5  # of the largest logit; products of one token round otherwise than those of many

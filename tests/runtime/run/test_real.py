@@ -19,7 +19,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.run.open import open_session
+from runtime.run.session import open_session
 from runtime.storage.activations import Activations
 from tests.oracles import whole_model as reference
 

@@ -170,7 +170,7 @@ def objective_of(name: str, rows: NumberedRows | None) -> Objective:
     Raises:
         DataError: it cannot be one of these rows.
     """
-    return cast(Implementation, import_module(OBJECTIVES[name])).objective(rows)
+    return cast(Implementation, import_module(OBJECTIVES[name].module)).objective(rows)
 
 
 def loss_of(name: str, rows: NumberedRows | None, method: str) -> Loss:
