@@ -18,9 +18,11 @@ from runtime.arrays.weight_source import WeightSource
 from runtime.config.methods import METHODS
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import NumberedRows, Sample
 from runtime.methods.adapters import Adapters
+from runtime.parallel.workers import Workers
 from runtime.plan.demand import Demand
 from runtime.plan.plan import Plan
 
@@ -114,7 +116,7 @@ class Start:
     `weights` are those that the models read; a method of all parameters also trains them, and has
     no adapters. `rows` are the training data. `fresh` says that no save is read after this. A
     method whose first adapters follow from more than the seed gives them to `write_first`, so that
-    `ondevice replay` finds them.
+    `ondevice replay` finds them. `workers` share out every step, and all have all of its rows.
     """
 
     models: Models
@@ -127,6 +129,7 @@ class Start:
     rows: NumberedRows | None = None
     fresh: bool = True
     write_first: Callable[[Adapters], None] | None = None
+    workers: Workers = field(default_factory=Workers)
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
@@ -149,6 +152,21 @@ class Implementation(Protocol):
 def method(name: str) -> Implementation:
     """The module of a method that `runtime.config.methods` lists."""
     return cast(Implementation, import_module(METHODS[name].module))
+
+
+def started(config: TrainConfig, begin: Start) -> Method:
+    """The method of a configuration at its beginning.
+
+    Raises:
+        UsageError: there are several workers, and they cannot share its steps.
+    """
+    implementation, size = method(config.method), begin.workers.exchange.size
+    if size > 1 and not implementation.demand(config).shares:
+        raise UsageError(
+            f"{size} workers are there, and a step of {config.method} cannot be shared out; start "
+            "one process, or give --method mebp, mezo or another that can"
+        )
+    return implementation.start(config, begin)
 
 
 def passes_before(config: StepConfig, rows: int | None) -> int:

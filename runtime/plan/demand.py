@@ -28,6 +28,7 @@ class Demand:
     drops_inputs: whether training drops values of the adapters' inputs.
     trains_weights: whether all weights are trained, in place of adapters.
     noise_bytes: memory in which noise for the weights is drawn.
+    shares: whether several workers can share out a step.
     packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
     """
 
@@ -47,6 +48,7 @@ class Demand:
     drops_inputs: bool = False
     trains_weights: bool = False
     noise_bytes: int = 0
+    shares: bool = False
     packs: bool = False
 
 

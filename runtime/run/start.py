@@ -23,7 +23,7 @@ from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Method, Start, method
+from runtime.methods.protocol import Method, Start, started
 from runtime.plan.plan import Plan
 from runtime.run.budget import make_plan, reason_to_replan, training, training_machine
 from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
@@ -382,7 +382,7 @@ def _method(
         fresh,
         folder.write_initial,
     )
-    return method(config.method).start(config, begin)
+    return started(config, begin)
 
 
 def _weights(
