@@ -10,12 +10,8 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TypeVar
 
 from runtime.core.errors import UsageError
-
-T = TypeVar("T")
 
 
 class Exchange(ABC):
@@ -74,9 +70,3 @@ class Alone(Exchange):
 
     def all_bytes(self, message: bytes) -> list[bytes]:
         return [message]
-
-
-def shares(items: Sequence[T], workers: int) -> list[Sequence[T]]:
-    """Neighbouring items for each worker, whose numbers differ by at most one."""
-    bounds = [rank * len(items) // workers for rank in range(workers + 1)]
-    return [items[first:end] for first, end in pairwise(bounds)]

@@ -17,7 +17,9 @@ from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Start
 from runtime.methods.protocol import method as implementation
+from runtime.methods.protocol import started as start
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.parallel.workers import Workers
 from support.models import row_of
 
 Rng = np.random.Generator
@@ -69,6 +71,7 @@ def started(
     rows: int,
     lanes: int,
     fresh: bool = True,
+    workers: Workers | None = None,
 ) -> ZerothOrder:
     """The method as a run starts it, but for the plan."""
     manifest = model.bundle.manifest
@@ -85,8 +88,9 @@ def started(
         model.weights,
         rows=RandomRows(model.bundle, config.seed),
         fresh=fresh,
+        workers=workers or Workers(),
     )
-    found = implementation(config.method).start(config, begin)
+    found = start(config, begin)
     assert isinstance(found, ZerothOrder)
     return found
 

@@ -13,7 +13,7 @@ from runtime.methods.protocol import Start
 from runtime.methods.zeroth.descent import Descent, Sgd
 from runtime.methods.zeroth.estimator import Estimator, by_query
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.objectives.objective import objective_of
+from runtime.objectives.objective import grouped, objective_of
 from runtime.plan.demand import Demand, lane_choices
 from runtime.storage.activations import Activations
 
@@ -52,6 +52,7 @@ def demand_of(config: StepConfig, estimator: Estimator, descent: type[Descent] =
         scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
         trains_weights=config.trains_all,
         noise_bytes=_noise_bytes(config),
+        shares=True,
     )
 
 
@@ -64,9 +65,18 @@ def start_with(
 ) -> ZerothOrder:
     """The method of an estimator at its beginning.
 
-    Without `noise`, each step draws its own; without `descent`, it is plain SGD.
+    Without `noise`, each step draws its own; without `descent`, it is plain SGD. A worker has slots
+    for its own hidden states; the plan counts those of all.
+
+    Raises:
+        UsageError: there are more workers than rows, or than points.
     """
-    slots = _hidden_states(config, estimator)
+    objective = objective_of(config.objective_name, begin.rows)
+    rows, points = config.batch_size * config.grad_accumulation, len(estimator.points)
+    groups = grouped(range(rows), objective.together)
+    begin.workers.check(len(groups), points, objective.together)
+    mine = begin.workers.mine(len(groups), points)
+    slots = sum(len(groups[group]) for group in mine.groups) * len(mine.points)
     make: Callable[..., ZerothOrder] = ZerothOrder
     if config.trains_all:
         from runtime.methods.full.weights import FullWeights  # other runs need it not
@@ -84,7 +94,8 @@ def start_with(
         config.weight_decay,
         descent or Sgd(),
         begin.plan.lanes,
-        objective_of(config.objective_name, begin.rows),
+        objective,
+        begin.workers,
     )
 
 

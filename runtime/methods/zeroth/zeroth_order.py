@@ -9,9 +9,11 @@ The update of a step is applied to a block when the next step visits it (ZO2, se
 `settle`: the arithmetic is the same. Perturbed values are computed from theta, never restored by
 subtraction. The references on whole adapters are in `tests.oracles`.
 
-Several workers share the points of a step (DistZO2's perturbation parallelism): each runs all rows
-at its own points, and they exchange a float64 number for each hidden state and point. No hidden
-state depends on those beside it, so all workers make the update of a single one, bit for bit.
+Several workers share out a step (DistZO2): by the points (perturbation parallelism), by the rows
+(data parallelism), or both. Each runs its rows at its points, and they exchange a float64 number
+for each hidden state, and for each group of rows at each point. No hidden state depends on those
+beside it, all rows are padded to one bucket, and every worker adds the numbers in the order of the
+rows; so any such grid makes the update of a single worker, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -41,18 +44,29 @@ from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, 
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.zeroth.log_header import Header
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.objective import Loss, Objective, chunks, score
-from runtime.parallel.exchange import Alone, Exchange, shares
+from runtime.objectives.objective import Loss, Objective, chunks, grouped, score
+from runtime.parallel.workers import Workers
 from runtime.storage.activations import Activations
 
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
+
+
+class Place(NamedTuple):
+    """A group of rows at one point: what the objective sees together."""
+
+    point: Point
+    group: int  # counted over the step
+
+
+Numbers = dict[Place, list[float]]  # each row's summed cross entropy, and the objective's summand
 
 
 @dataclass
 class ZerothOrder:
     """A method that sees losses only; `lanes` hidden states visit a block side by side.
 
-    `activations` holds one slot for each row at each of the estimator's points.
+    `activations` holds a slot for each row at each of the estimator's points, or for those that are
+    this worker's.
     """
 
     models: Models
@@ -65,7 +79,7 @@ class ZerothOrder:
     descent: Descent = field(default_factory=Sgd)
     lanes: int = 2
     objective: Objective = field(default_factory=NextToken)
-    exchange: Exchange = field(default_factory=Alone)  # among workers that share the points
+    workers: Workers = field(default_factory=Workers)
     defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
@@ -74,17 +88,7 @@ class ZerothOrder:
     keeps_log: ClassVar[bool] = True
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
-        """See `Method.step`; all parts run together, at the bucket of their longest row.
-
-        Raises:
-            UsageError: there are more workers than points, so one of them would do nothing.
-        """
-        workers, points = self.exchange.size, len(self.estimator.points)
-        if workers > points:
-            raise UsageError(
-                f"{workers} workers cannot share the {points} forward passes of each row: start "
-                f"{points} or fewer, or give more --queries"
-            )
+        """See `Method.step`; all parts run together, at the bucket of their longest row."""
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
         measured = self._measured(model, number, rows)
@@ -97,24 +101,43 @@ class ZerothOrder:
     ) -> tuple[list[float], dict[Point, float]]:
         """The summed cross entropy of every lane, and the objective's mean at each point."""
         points = list(dict.fromkeys(lane.point for lane in lanes))
-        of_workers = shares(points, self.exchange.size)
-        mine = of_workers[self.exchange.rank]
-        own = [lane for lane in lanes if lane.point in mine]
+        groups = grouped(rows, self.objective.together)
+        of_workers = [
+            [Place(points[at], group) for at in portion.points for group in portion.groups]
+            for portion in self.workers.portions(len(groups), len(points))
+        ]
+        mine = set(of_workers[self.workers.exchange.rank])
+        own = [lane for lane in lanes if self._place(lane) in mine]
         # none only where a descent measures at few points: it has applied all updates before
-        losses, means = self._visit(model, number, rows, own) if own else ({}, {})
-        each = range(len(rows))
-        numbers = [[*(losses[Lane(at, row)] for row in each), means[at]] for at in mine]
-        counts = [len(share) * (len(rows) + 1) for share in of_workers]
-        gathered = iter(self.exchange.gather([n for at in numbers for n in at], counts))
+        numbers = self._visit(model, number, rows, own) if own else {}
+        numbers = self._gathered(numbers, of_workers, [len(group) + 1 for group in groups])
+        count = sum(map(self.objective.count, groups))
+        means: dict[Point, float] = {}
         for point in points:
-            losses |= {Lane(point, row): next(gathered) for row in each}
-            means[point] = next(gathered)
-        ordered = [losses[lanes[slot]] for group in self._groups(lanes) for slot in group]
-        return ordered, {point: means[point] for point in points}
+            total = 0.0
+            for group in range(len(groups)):
+                total += numbers[Place(point, group)][-1]
+            means[point] = total / count
+        ordered = [loss for place in self._groups(lanes) for loss in numbers[place][:-1]]
+        return ordered, means
+
+    def _gathered(
+        self, own: Numbers, of_workers: Sequence[Sequence[Place]], lengths: Sequence[int]
+    ) -> Numbers:
+        """The numbers of all workers; `lengths` are how many a group has at a point."""
+        exchange = self.workers.exchange
+        counts = [sum(lengths[place.group] for place in places) for places in of_workers]
+        sent = [number for place in of_workers[exchange.rank] for number in own[place]]
+        received = iter(exchange.gather(sent, counts))
+        return {
+            place: [*islice(received, lengths[place.group])]
+            for places in of_workers
+            for place in places
+        }
 
     def _visit(
         self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> tuple[dict[Lane, float], dict[Point, float]]:
+    ) -> Numbers:
         """See `_losses`; every block is visited once, so the pending update is applied to all."""
         with visit(model, 0):
             self._embed(model, rows, lanes)
@@ -150,8 +173,8 @@ class ZerothOrder:
         )
 
     def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
-        for row, item in enumerate(rows):
-            x = model.embed(item.inputs)
+        for row in sorted({lane.row for lane in lanes}):
+            x = model.embed(rows[row].inputs)
             for slot, lane in enumerate(lanes):
                 if lane.row == row:
                     self.activations.put(0, slot, x)
@@ -221,23 +244,23 @@ class ZerothOrder:
             for full in self.adapters.manifest.adapter_names(block, name)
         ]
 
-    def _groups(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """The slots of lanes that the objective sees together."""
-        groups: dict[tuple[Point, int], list[int]] = {}
-        for slot, lane in enumerate(lanes):
-            groups.setdefault((lane.point, lane.row // self.objective.together), []).append(slot)
-        return list(groups.values())
+    def _place(self, lane: Lane) -> Place:
+        return Place(lane.point, lane.row // self.objective.together)
 
-    def _losses(
-        self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> tuple[dict[Lane, float], dict[Point, float]]:
-        """The summed cross entropy of every lane, and the objective's mean at each point."""
+    def _groups(self, lanes: Sequence[Lane]) -> dict[Place, list[int]]:
+        """The slots of lanes that the objective sees together."""
+        groups: dict[Place, list[int]] = {}
+        for slot, lane in enumerate(lanes):
+            groups.setdefault(self._place(lane), []).append(slot)
+        return groups
+
+    def _losses(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> Numbers:
+        """The summed cross entropy of each row of each group, and the group's summand."""
         head, objective = model.blocks[-1], self.objective
-        losses: dict[Lane, float] = {}
-        sums = dict.fromkeys((lane.point for lane in lanes), 0.0)
-        counts = dict.fromkeys(sums, 0)
+        numbers: Numbers = {}
         self._catch_up(head, model)
-        for chunk in chunks(self._groups(lanes), self.lanes, len):
+        groups = [*self._groups(lanes).values()]
+        for chunk in chunks(groups, self.lanes, len):
             slots = [slot for group in chunk for slot in group]
             loras = [self._outside_layers(lanes[slot]) for slot in slots]
             samples = [rows[lanes[slot].row] for slot in slots]
@@ -246,15 +269,13 @@ class ZerothOrder:
                 for slot, sample, own in zip(slots, samples, loras, strict=True)
             ]
             scored = score(model, samples, hs, predictions=objective.predicts, loras=loras)
-            if not losses:
+            if not numbers:
                 self._visited(head, model)
-            for slot, lane in zip(slots, scored, strict=True):
-                losses[lanes[slot]] = lane.cross_entropy
             for group in chunk:
-                point, seen = lanes[group[0]].point, [scored.pop(0) for _ in group]
-                sums[point] += objective.value(seen)
-                counts[point] += objective.count([lane.sample for lane in seen])
-        return losses, {point: total / counts[point] for point, total in sums.items()}
+                seen = [scored.pop(0) for _ in group]
+                losses = [lane.cross_entropy for lane in seen]
+                numbers[self._place(lanes[group[0]])] = [*losses, objective.value(seen)]
+        return numbers
 
     def _learn(
         self,

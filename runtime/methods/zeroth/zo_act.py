@@ -111,9 +111,11 @@ def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     method = start_with(config, begin, Coefficients(config.directions), descent=descent)
     if begin.fresh:
         assert begin.rows is not None, "a basis of inputs needs rows"
-        rows = _chosen(begin.rows, method.activations.rows)
+        rows, slots = _chosen(begin.rows, demand(config).hidden_states), method.activations
+        if slots.rows < len(rows):  # every worker finds all bases, so that they are the same
+            slots = Activations(begin.scratch, 1, len(rows), begin.activation_shape)
         model = begin.models(max(len(row.inputs) for row in rows))
-        set_bases(model, begin.adapters, rows, method.activations)
+        set_bases(model, begin.adapters, rows, slots)
         if begin.write_first is not None:
             begin.write_first(begin.adapters)
     return method

@@ -1,4 +1,4 @@
-"""Workers that share the points of a zeroth-order step make a single worker's, bit for bit.
+"""Workers that share out a zeroth-order step make a single worker's, bit for bit.
 
 MLX binds a graph to one thread, so the workers of a process run one after the other: each gets what
 a single worker's run has gathered, after the part that it must have computed itself is compared.
@@ -8,31 +8,67 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.bundles import Tiny
+from support.bundles import Rng, Tiny
 from support.estimators import OPTIONS, config_of, rows_of, started
 from support.exchange import NEEDS_MPI, two_processes
+from support.lengths import at_length
 from support.models import adapters_of, model_of
 
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.objectives.accuracy import Accuracy
+from runtime.objectives.next_token import NextToken
+from runtime.objectives.protocol import Objective, Scored
 from runtime.parallel.exchange import Alone, Exchange
+from runtime.parallel.workers import Workers
+from tests.runtime.methods import test_full_zeroth_order as whole
+from tests.runtime.objectives.test_new_loss import PairLoss
 
-TILES = {"tile_values": 20_000, "chunk_rows": 200}
-POINTS_OF_ITS_OWN = ("fzoo", "one-point", "hizoo", "zo-act", "gradient-norm")
-CASES: dict[str, dict[str, Any]] = {
-    "mezo": {"queries": 2},
-    **{case: OPTIONS[case] for case in POINTS_OF_ITS_OWN},
+TILES = {"tile_values": 10**6, "chunk_rows": 2000}
+STEPS = 2
+
+
+class Even(Accuracy):
+    """Calls a token right if the most likely one is even, so that some are."""
+
+    def right(self, sample: Scored) -> int:
+        return int(np.count_nonzero(np.array(sample.head.predicted) % 2 == 0))
+
+
+class Case(NamedTuple):
+    """A method's options, its objective, and the rows of a step."""
+
+    options: dict[str, Any]
+    objective: Objective = NextToken()
+    rows: int = 3  # of which two workers cannot have as many each
+
+
+CASES = {
+    "mezo": Case({}),
+    **{case: Case({**options, "queries": 1}) for case, options in OPTIONS.items()},
+    "fzoo": Case({"queries": 2}),
+    "one-point": Case({"queries": 2}),
+    "share": Case({"method": "mezo", "epsilon": 0.5}, Even()),
+    "pairs": Case({"method": "mezo"}, PairLoss(), rows=4),
+    "full": Case({}),
 }
-ROWS, STEPS = 2, 2
+SIBLINGS = ("kzoo", "momentum", "parameter-norm")  # which no other code shares out
+GRIDS: list[dict[str, Any]] = [
+    {"data": 2, "perturb": 2},
+    {"data": 2, "speeds": (1.0, 2.0)},
+    {"perturb": 2},
+    {"data": 3},
+]
 
 
 class Recorded(Alone):
@@ -47,62 +83,117 @@ class Recorded(Alone):
 
 
 class Replayed(Exchange):
-    """One of several workers, whose others are those of a record."""
+    """One of several workers, whose others are those of a record: see `workers_of`."""
 
-    def __init__(self, rank: int, size: int, recorded: Recorded) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, case: Case, recorded: Recorded) -> None:
+        self.rank, self.size, self.case = rank, size, case
         self.left = list(recorded.gathered)
+        self.workers: Workers
 
     def all_bytes(self, message: bytes) -> list[bytes]:
         raise NotImplementedError
 
     def gather(self, values: Sequence[float], counts: Sequence[int]) -> list[float]:
-        everything = self.left.pop(0)
-        assert len(everything) == sum(counts) and len(counts) == self.size
-        first = sum(counts[: self.rank])
-        mine = everything[first : first + counts[self.rank]]
-        assert struct.pack(f"{len(values)}d", *values) == struct.pack(f"{len(mine)}d", *mine)
-        return everything
+        together = self.case.objective.together
+        groups, each = self.case.rows // together, together + 1
+        recorded = np.array(self.left.pop(0)).reshape(-1, groups, each)  # by point and group
+        of_workers = [
+            recorded[portion.points][:, portion.groups].reshape(-1)
+            for portion in self.workers.portions(groups, len(recorded))
+        ]
+        assert [*map(len, of_workers)] == counts
+        assert struct.pack(f"{len(values)}d", *values) == of_workers[self.rank].tobytes()
+        return [float(value) for of_worker in of_workers for value in of_worker]
 
 
-def run_on(exchange: Exchange, bundle: Bundle, case: str, seed: int, folder: Path) -> list[Any]:
-    """The steps' records and results, and the SHA-256 of the adapters after them."""
-    rng = np.random.default_rng(seed)
-    own = folder / f"{exchange.rank}-{exchange.size}"
-    own.mkdir(parents=True)
+def workers_of(case: Case, recorded: Recorded, grid: dict[str, Any]) -> list[Workers]:
+    """All workers of a grid."""
+    size = grid.get("data", 1) * grid.get("perturb", 1)
+    found = []
+    for rank in range(size):
+        exchange = Replayed(rank, size, case, recorded)
+        exchange.workers = Workers(exchange, **grid)
+        found.append(exchange.workers)
+    return found
+
+
+Digest = Callable[[], dict[str, bytes]]
+Built = tuple[ZerothOrder, Digest]
+
+
+def with_adapters(
+    workers: Workers, bundle: Bundle, case: str, rng: Rng, seed: int, folder: Path
+) -> Built:
+    """A method that trains adapters, and their bytes."""
     model, adapters = model_of(bundle, 16, **TILES), adapters_of(bundle, rng)
     if case == "zo-act":
         adapters = Adapters.initial(bundle.manifest, seed)
-    config = config_of(case, seed, **CASES[case])
-    lanes = 2 + exchange.rank  # the hidden states beside it change no loss
-    method = replace(started(config, model, adapters, own, ROWS, lanes), exchange=exchange)
+    rows = CASES[case].rows
+    lanes = 2 + workers.exchange.rank  # the hidden states beside it change no loss
+    config = config_of(case, seed, **CASES[case].options)
+    method = started(config, model, adapters, folder, rows, lanes, workers=workers)
+    method = replace(method, objective=CASES[case].objective)
+    tensors = adapters.tensors
+    return method, lambda: {name: np.array(tensors[name]).tobytes() for name in tensors}
+
+
+def with_weights(workers: Workers, bundle: Bundle, seed: int, folder: Path) -> Built:
+    """A method that trains all weights, and their bytes."""
+    weights = whole.weights_of(bundle, folder / "slots", seed)
+    model = model_of(bundle, 16, weights=weights, **TILES)
+    method = whole.method_of(model, weights, folder, CASES["full"].rows)
+    return replace(method, workers=workers), lambda: whole.all_of(weights)
+
+
+def run_on(workers: Workers, bundle: Bundle, case: str, seed: int, folder: Path) -> list[Any]:
+    """The steps' records and results, and the SHA-256 of what is trained after them."""
+    rng = np.random.default_rng(seed)
+    own = folder / f"{workers.exchange.rank}-{workers.data}-{workers.perturb}-{workers.speeds}"
+    own.mkdir(parents=True)
+    if case == "full":
+        method, digest = with_weights(workers, bundle, seed, own)
+    else:
+        method, digest = with_adapters(workers, bundle, case, rng, seed, own)
     results: list[Any] = []
     for step in range(STEPS):
-        result = method.step(step, 1e-5, [rows_of(bundle, rng, ROWS)])
+        rows = rows_of(bundle, rng, CASES[case].rows)
+        result = method.step(step, 1e-5, [rows[:2], rows[2:]])
         assert result.skipped == 0
         loss = [result.loss.loss_sum, result.loss.scored_tokens]
         results.append([result.record, loss, result.forward_passes, dict(result.shown)])
     assert results[-1][0][1][0] != 0, "nothing was learnt"
     method.settle()
-    tensors = b"".join(np.array(adapters.tensors[name]).tobytes() for name in adapters.tensors)
-    return [*results, sha256(tensors).hexdigest()]
+    return [*results, sha256(b"".join(digest().values())).hexdigest()]
 
 
-@pytest.mark.parametrize("case", [*CASES])
-def test_workers_make_the_steps_of_one(tiny: Tiny, seed: int, case: str, tmp_path: Path) -> None:
-    """Two or three of them, also where they cannot share the points evenly."""
-    bundle, recorded = tiny("qwen3"), Recorded()
-    alone = run_on(recorded, bundle, case, seed, tmp_path)
-    size = 2 if case == "one-point" else 3
-    for rank in range(size):
-        worker = Replayed(rank, size, recorded)
-        assert run_on(worker, bundle, case, seed, tmp_path) == alone
-        assert worker.left == []
+@at_length("grids", 1, len(GRIDS))
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SIBLINGS else c for c in CASES]
+)
+def test_workers_make_the_steps_of_one(
+    tiny: Tiny, seed: int, case: str, grids: int, tmp_path: Path
+) -> None:
+    """By rows, by points and by both, also where they cannot share these evenly."""
+    recorded = Recorded()
+    bundle = whole.full(tiny, "qwen3", "float32") if case == "full" else tiny("qwen3")
+    alone = run_on(Workers(recorded), bundle, case, seed, tmp_path)
+    grids = len(GRIDS) if case == "mezo" else grids - (case == "pairs" and grids > 1)
+    for grid in GRIDS[:grids]:
+        for workers in workers_of(CASES[case], recorded, grid):
+            assert run_on(workers, bundle, case, seed, tmp_path) == alone
+            assert isinstance(workers.exchange, Replayed) and workers.exchange.left == []
 
 
-def test_more_workers_than_points_are_refused(tiny: Tiny, seed: int, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="5 workers cannot share the 4 forward passes"):
-        run_on(Replayed(0, 5, Recorded()), tiny("qwen3"), "mezo", seed, tmp_path)
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [({"data": 4}, "data=4: .* the 3 rows of a step"), ({"perturb": 4}, "the 2 forward passes")],
+)
+def test_more_workers_than_work_are_refused(
+    tiny: Tiny, seed: int, tmp_path: Path, grid: dict[str, int], message: str
+) -> None:
+    workers, *_ = workers_of(CASES["mezo"], Recorded(), grid)
+    with pytest.raises(UsageError, match=message):
+        run_on(workers, tiny("qwen3"), "mezo", seed, tmp_path)
 
 
 @NEEDS_MPI
@@ -112,13 +203,13 @@ def test_processes_over_mpi_make_the_steps_of_one(tiny: Tiny, seed: int, tmp_pat
         "import json, sys; sys.path[:0] = ['tests', '.']\n"
         "from pathlib import Path\n"
         "from support.bundles import runnable\n"
-        "from runtime.parallel.exchange import Alone\n"
         "from runtime.parallel.mpi import MpiExchange\n"
+        "from runtime.parallel.workers import Workers\n"
         "from tests.runtime.methods.test_workers import run_on\n"
         "bundle, seed, exchange = runnable(Path(sys.argv[1])), int(sys.argv[2]), MpiExchange()\n"
         "folder = Path(sys.argv[3]) / f'rank-{exchange.rank}'\n"
-        "alone = run_on(Alone(), bundle, 'mezo', seed, folder)\n"
-        "shared = run_on(exchange, bundle, 'mezo', seed, folder)\n"
+        "alone = run_on(Workers(), bundle, 'mezo', seed, folder)\n"
+        "shared = run_on(Workers(exchange, data=2), bundle, 'mezo', seed, folder)\n"
         "print(json.dumps([exchange.size, alone, shared]) + '\\n', end='', flush=True)\n"
     )
     printed = two_processes(code, tiny("qwen3").path, seed, tmp_path)

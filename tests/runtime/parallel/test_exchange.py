@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import struct
 
-import numpy as np
 import pytest
 from support.exchange import NEEDS_MPI, on_workers, two_processes
 
 from runtime.core.errors import UsageError
-from runtime.parallel.exchange import Alone, Exchange, shares
+from runtime.parallel.exchange import Alone, Exchange
 
 NAN = struct.unpack("<d", bytes.fromhex("0df0adde0000fc7f"))[0]  # with a payload
 HARD = [0.1, -0.0, 5e-324, -math.inf, NAN, 1.7976931348623157e308]
@@ -73,11 +72,3 @@ def test_one_process_cannot_exchange_over_mpi(monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_number_of_values_is_refused() -> None:
     with pytest.raises(ValueError, match="2 values of worker 0"):
         Alone().gather([1.0, 2.0], [1])
-
-
-def test_shares_are_all_items_in_order_and_nearly_equal(rng: np.random.Generator) -> None:
-    for _ in range(50):
-        items, workers = list(range(int(rng.integers(0, 30)))), int(rng.integers(1, 9))
-        parts = shares(items, workers)
-        assert len(parts) == workers and [item for part in parts for item in part] == items
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
