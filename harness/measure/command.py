@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from harness.measure.process import run
 from runtime.core.errors import (
@@ -22,16 +23,17 @@ _ERRORS: dict[int, type[OnDeviceError]] = {
 }
 
 
-def ondevice(*arguments: str, module: str = "ondevice") -> str:
+def ondevice(*arguments: str, module: str = "ondevice", launcher: Sequence[str] = ()) -> str:
     """Run a command of the command line in a fresh process; returns its stdout.
 
     `module` may be another module that runs with `-m` and reports errors in the same way.
+    `launcher` are words before the command, such as those of `mpirun`.
 
     Raises:
         OnDeviceError: the process reported an error; its text and exit code are kept.
         InterruptedRunError: SIGINT, SIGTERM or SIGHUP arrived; the process has saved and ended.
     """
-    ended = run([sys.executable, "-P", "-m", module, *arguments])
+    ended = run([*launcher, sys.executable, "-P", "-m", module, *arguments])
     name = f"{module} {arguments[0]}"
     message = _message(ended.stderr)
     if ended.interrupted or ended.code == InterruptedRunError.exit_code:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,12 @@ from runtime.data.run_rows import absolute
 PATHS = ("bundle", "data", "eval_data")  # settings that are paths
 
 
-def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any]:
+def measure_training(
+    settings: Mapping[str, object], run: Path, launcher: Sequence[str] = ()
+) -> dict[str, Any]:
     """Train in the folder `run` with `settings` (fields of TrainConfig); returns its summary.
+
+    `launcher` are words before the command, as in `ondevice`.
 
     A run that was interrupted is continued, one of fewer steps goes on to as many, and a finished
     one is not run again; so the summary of a run that has gone further is returned as it is.
@@ -32,13 +36,13 @@ def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any
     if (run / "config.toml").exists():
         more = _check_same(settings, run)
         if more or not _is_finished(run):
-            ondevice("train", "--resume", str(run), *more, "--json")
+            ondevice("train", "--resume", str(run), *more, "--json", launcher=launcher)
     else:
         bundle, *flags = (
             str(value) if name == "bundle" else flag(name, value)
             for name, value in sorted(settings.items(), key=lambda item: item[0] != "bundle")
         )
-        ondevice("train", bundle, *flags, f"--output={run}", "--json")
+        ondevice("train", bundle, *flags, f"--output={run}", "--json", launcher=launcher)
     measured: dict[str, Any] = json.loads(summary.read_text())
     return measured
 
