@@ -82,7 +82,7 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
         samples = Samples.of(config, manifest, rows)
         files = [path for path in (bundle.weights_path, scratch / SLOTS) if path.exists()]
         step_s, losses, cached = [], [], []
-        for number in range(config.steps):
+        for number in range(config.all_steps):
             if cold:
                 release()  # mapped pages are not dropped
                 for path in files:

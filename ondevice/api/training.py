@@ -69,6 +69,7 @@ def resume(
     bundle: str | Path | None = None,
     budget: str | None = None,
     steps: int | None = None,
+    epochs: float | None = None,
     patience: int | None = None,
     device: str | None = None,
     on_step: OnStep | None = None,
@@ -80,8 +81,8 @@ def resume(
     """Go on with a run from its last save, as `ondevice train --resume RUN` does.
 
     It keeps the run's own settings. bundle: its new place. budget, device: others than before.
-    steps, patience: more of them, with which a finished run goes on. Callbacks are those of
-    `train`.
+    steps, epochs, patience: more of them, with which a finished run goes on. Callbacks are those
+    of `train`.
 
     Raises:
         OnDeviceError: as `train`; and UsageError, if `run` holds no run or has done more steps.
@@ -90,6 +91,7 @@ def resume(
         "bundle": None if bundle is None else str(bundle),
         "budget": budget,
         "steps": steps,
+        "epochs": epochs,
         "patience": patience,
         "device": device,
     }

@@ -11,7 +11,7 @@ from runtime.arrays.stored import Matrix
 from runtime.bundle.manifest import Manifest, Quality
 from runtime.bundle.store import Bundle
 from runtime.bundle.trusted import are_trusted
-from runtime.core.units import format_bytes
+from runtime.core.units import counted, format_bytes
 from runtime.operations.program import BlockType
 
 if TYPE_CHECKING:
@@ -39,11 +39,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _error(matrix: Matrix) -> str:
     return f"{matrix.error['relative_rms']:.4f}" if matrix.error else "as given"
-
-
-def counted(number: int, singular: str, plural: str | None = None) -> str:
-    """A number with its noun: "1 row", "2 rows", "2 batches"."""
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def facts_of(bundle: Bundle) -> dict[str, Any]:
@@ -312,6 +307,11 @@ def describe_fusing(quality: Quality, adapted: bool) -> str:
     )
 
 
+def counted_epochs(epochs: float) -> str:
+    """How often all rows were trained on: "1 epoch", "0.68 epochs"."""
+    return f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
+
+
 def describe_summary(summary: TrainResult) -> str:
     """The last lines that `ondevice train` prints."""
     from runtime.run.results import FINAL_STEPS
@@ -320,6 +320,7 @@ def describe_summary(summary: TrainResult) -> str:
     last = min(FINAL_STEPS, summary.steps - summary.skipped_steps)
     mean = f" (mean of {last} steps)" if last > 1 else ""
     loss = "" if final is None else f", final training loss {final:.4f}{mean}"
+    epochs = "" if summary.epochs is None else f" ({counted_epochs(summary.epochs)})"
     speed = "no step was needed"
     if summary.steps:
         speed = (
@@ -327,7 +328,7 @@ def describe_summary(summary: TrainResult) -> str:
             f"({summary.scored_tokens_per_s:.0f} of them scored)"
         )
     lines = [
-        f"{summary.method}: {summary.steps} steps, {speed}{loss}",
+        f"{summary.method}: {counted(summary.steps, 'step')}{epochs}, {speed}{loss}",
         f"peak footprint {format_bytes(summary.peak_footprint_bytes)} (predicted "
         f"{format_bytes(summary.predicted_peak_bytes)}, budget "
         f"{format_bytes(summary.budget_bytes)}; with file pages at most "

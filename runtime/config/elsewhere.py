@@ -23,6 +23,7 @@ _FLAGS = {  # the same for flags: of two meanings, the first that a command has 
     ),
     "--resume": "--resume-from-checkpoint",
     "--steps": "--iters --max-steps --max-iters --num-steps",
+    "--epochs": "--num-train-epochs --num-epochs",
     "--learning-rate": "--lr",
     "--lr-schedule": "--lr-scheduler-type --lr-scheduler --scheduler",
     "--warmup-steps": "--warmup",
@@ -96,10 +97,6 @@ _PENALTY = (
     "tokens are drawn without penalties for repetition; --temperature, --top-k, --top-p and "
     "--min-p say how evenly"
 )
-_STEPS = (
-    "training is counted in steps, and an epoch has rows / (--batch-size x --grad-accumulation) of "
-    "them; give --steps (`ondevice data` counts rows)"
-)
 
 _NO_RELIEF = "it was removed: no heap memory is given back near the predicted peak; leave it out"
 _NO_METHOD = "its method was removed; ondevice train --help lists the methods that there are"
@@ -128,7 +125,6 @@ ADVICE = {  # flags with no counterpart: the way to the same end
     ),
     **dict.fromkeys(("--dora", "--use-dora"), _DORA),
     "--beta": _NO_PAIRS,
-    **dict.fromkeys(("--num-train-epochs", "--num-epochs", "--epochs"), _STEPS),
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",
     **dict.fromkeys(
         ("-m", "--model", "--model-name-or-path", "--base-model", "--model-path", "--hf-path"),

@@ -16,11 +16,16 @@ class Method:
 
     `options` are those that not all methods have; methods without them refuse them. `queries` and
     `noise` are the directions of a step, and their distribution, where the options of these names
-    are not given.
+    are not given. `epochs` and `steps` are the length of a run where none is given: the one or the
+    other. Three epochs of a few hundred rows are too few steps for estimates from forward passes.
+    `learning_rate` is the highest rate where none is given.
     """
 
     module: str
     options: tuple[str, ...] = ()
+    epochs: float | None = None
+    steps: int = 1_000
+    learning_rate: float = 1e-4
     queries: int = 1
     noise: str = "gaussian"
 
@@ -30,7 +35,7 @@ _AVERAGING = ("zo_optimizer", "zo_window")
 _SCALING = ("zo_scaling", "zo_scaled", "zo_scaling_interval")
 
 METHODS: dict[str, Method] = {
-    "mebp": Method("runtime.methods.mebp", ("objective",)),
+    "mebp": Method("runtime.methods.mebp", ("objective",), epochs=3),
     "mezo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, *_AVERAGING, *_SCALING)),
     "fzoo": Method("runtime.methods.zeroth.fzoo", _PERTURBING, queries=8, noise="rademacher"),
     "kzoo": Method("runtime.methods.zeroth.kzoo", (*_PERTURBING, "seed_pool"), queries=4),

@@ -20,7 +20,7 @@ from runtime.config.base import (
     refuse,
     required,
 )
-from runtime.config.methods import METHODS
+from runtime.config.methods import METHODS, Method
 from runtime.config.shared import (
     TRAIN_DATA,
     DataOptions,
@@ -30,7 +30,15 @@ from runtime.config.shared import (
 )
 
 # settings that --resume may change
-CHANGEABLE = ("bundle", "device", "budget", "steps", "patience")
+CHANGEABLE = ("bundle", "device", "budget", "steps", "epochs", "patience")
+RANDOM_STEPS = 100  # of random rows, of which there are as many as are asked for
+_LENGTHS = ", ".join(
+    [
+        *(f"{method.epochs:g} with {name}" for name, method in METHODS.items() if method.epochs),
+        f"else {Method.steps:,} steps",
+        f"{RANDOM_STEPS} of random rows",
+    ]
+)
 _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
 _EPSILON = Check(
     lambda value: 1e-7 <= value < math.inf,
@@ -63,7 +71,13 @@ class TrainConfig(StepConfig, DataOptions):
         Group.MEMORY,
         metavar="FILE",
     )
-    steps: int = option(100, "optimizer steps", COUNT, Group.TRAINING)
+    epochs: float | None = option(
+        None,
+        f"how often all rows are trained on, such as 3 or 0.5 (default: {_LENGTHS})",
+        ABOVE_ZERO,
+        Group.TRAINING,
+    )
+    steps: int | None = option(None, "optimizer steps, in place of --epochs", COUNT, Group.TRAINING)
     learning_rate: float = option(
         1e-4, "highest learning rate of the schedule", ABOVE_ZERO, Group.TRAINING
     )
@@ -161,11 +175,16 @@ class TrainConfig(StepConfig, DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup_steps > self.steps:
-            refuse(type(self), [f"warmup_steps {self.warmup_steps} > steps {self.steps}"])
+        problems = []
+        if self.steps is not None and self.epochs is not None:
+            problems.append(
+                f"epochs {self.epochs:g} and steps {self.steps} both say how long a run is: leave "
+                "one out"
+            )
+        if self.steps is not None and self.warmup_steps > self.steps:
+            problems.append(f"warmup_steps {self.warmup_steps} > steps {self.steps}")
         watching = ("keep_best", "patience", "stop_loss", "stop_rise")
         unseen = [name for name in watching if getattr(self, name)]
-        problems = []
         if unseen and not self.eval_every:
             need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
             problems.append(f"{need}: the held-out loss is measured only then")
@@ -176,6 +195,12 @@ class TrainConfig(StepConfig, DataOptions):
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)
+
+    @property
+    def all_steps(self) -> int:
+        """The steps of a run whose length has been settled, as `runtime.run.length` does."""
+        assert self.steps is not None
+        return self.steps
 
     @property
     def noise_kind(self) -> str:

@@ -38,6 +38,11 @@ def parse_bytes(text: str | int) -> int:
     return size_bytes
 
 
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    """A number with its noun: "1 row", "2 rows", "2 batches"."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
 def format_bytes(size_bytes: int, *, up: bool = False) -> str:
     """`size_bytes` to three digits in powers of 1000: "512 bytes", "1.25 GB", "118 MB".
 

@@ -191,6 +191,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """A finished run.
 
     stopped: why it is over: "steps", "seconds", "loss", "rise" or "patience".
+    epochs: how often those have trained on all rows; None for random ones.
     skipped_steps: those without a finite loss. forward_passes: samples that were run forward.
     seconds: of all steps together.
     peak_footprint_bytes, peak_rss_bytes: of all processes that the run has had.
@@ -209,6 +210,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     method: str
     steps: int
     stopped: str
+    epochs: float | None
     skipped_steps: int
     forward_passes: int
     seconds: float

@@ -16,7 +16,7 @@ from runtime.config.shared import StepConfig
 from runtime.config.train import PlanConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
-from runtime.core.notes import Note, warning
+from runtime.core.notes import Note, silent, warning
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
 from runtime.data.samples import Samples
@@ -28,6 +28,7 @@ from runtime.plan.plan import Plan
 from runtime.run.budget import make_plan, reason_to_replan, training, training_machine
 from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
 from runtime.run.learning_rate import learning_rate
+from runtime.run.length import settled
 from runtime.run.lora import to_resume, to_train
 from runtime.run.results import Events, TrainResult
 from runtime.run.session import Session, open_checked, open_session
@@ -115,6 +116,7 @@ def _begin(
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())
         chosen = _plan(config, bundle, _this_machine(config, bundle))  # the packing takes memory
+    fixed = settled(fixed, samples, events.note)
     if eval_rows is None and fixed.eval_every:
         raise UsageError(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
@@ -160,13 +162,14 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
         for name in (CONFIG, PLAN):
             folder.check(name)
         before = load_run(path / CONFIG, {}, events.note)
+        if "epochs" in wanted:
+            wanted = {"steps": None, **wanted}  # the run's own, which they replace
         if "bundle" in wanted:
             wanted = {**wanted, "bundle": absolute(wanted["bundle"])}
         config = replace(load_run(path / CONFIG, wanted), output=str(path))
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)
         progress = _progress(folder, state)
-        _check_steps(config, folder, progress.done)
         with (
             Meter(budget_bytes=config.budget_bytes) as meter,
             reporting(config, path, progress.done, events) as events,
@@ -192,6 +195,8 @@ def _continue(
         if (folder.path / name).exists():
             folder.check(name)
     samples = Samples.of(config, bundle.manifest, rows)
+    config = settled(config, samples, silent if config.steps == before.steps else events.note)
+    _check_steps(config, folder, progress.done)
     weights = _weights(config, bundle, chosen, folder, progress.done)
     if weights is not None and (behind := weights.behind(1)):
         events.note(
@@ -256,7 +261,7 @@ def _say_ended(trainer: Trainer, before: TrainConfig, events: Events) -> None:
     further = FURTHER.get(trainer.ended)
     ways = f"give --resume {path} {further}, or " if further else ""
     said = f"{finished}; to train further, {ways}{another_run(path)}"
-    if trainer.config.steps > before.steps:
+    if trainer.config.all_steps > before.all_steps:
         raise UsageError(said)
     events.note(said)
 
@@ -268,8 +273,8 @@ def _say_rates(before: TrainConfig, config: TrainConfig, done: int, events: Even
             options.learning_rate,
             options.lr_schedule,
             options.warmup_steps,
-            options.steps,
-            min(done, options.steps),
+            options.all_steps,
+            min(done, options.all_steps),
         )
         for options in (before, config)
     )
@@ -286,7 +291,7 @@ def _check_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:
     Raises:
         UsageError: the save has more.
     """
-    if config.steps < done:
+    if config.all_steps < done:
         raise UsageError(
             f"--steps {config.steps} < {done}, the steps that {folder.path} has done; give more"
         )

@@ -32,6 +32,7 @@ from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
 from runtime.run.learning_rate import learning_rate
+from runtime.run.length import epochs_of
 from runtime.run.results import (
     Best,
     Evaluation,
@@ -56,7 +57,7 @@ ENDS = {  # why a run is over, by the value of `Trainer.ended`
     "patience": "its held-out loss was no better for as many evaluations as --patience says",
 }
 FURTHER = {  # the options by which a run that is over goes on
-    "steps": "--steps MORE",
+    "steps": "--steps MORE (or --epochs MORE)",
     "patience": "--patience MORE (and --steps MORE)",
 }
 FOUND_BY_EVALUATION = ("loss", "rise", "patience")
@@ -141,7 +142,7 @@ class Trainer:
             self.folder.metrics.append(json.dumps(msgspec.to_builtins(step)) + "\n")
             if self.method.keeps_log:
                 self.folder.trajectory.append(json.dumps(record) + "\n")
-            self.events.step(step, self.config.steps)
+            self.events.step(step, self.config.all_steps)
             self._after_step()
 
     def _save(self) -> None:
@@ -174,7 +175,7 @@ class Trainer:
     def ended(self) -> str:
         """Why the run is over, a key of ENDS; empty while it is not."""
         config = self.config
-        if self.done >= config.steps:
+        if self.done >= config.all_steps:
             return "steps"
         if config.stop_seconds and self.seconds >= config.stop_seconds:
             return "seconds"
@@ -228,7 +229,11 @@ class Trainer:
             for part in range(count)
         ]
         rate = learning_rate(
-            config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, self.done
+            config.learning_rate,
+            config.lr_schedule,
+            config.warmup_steps,
+            config.all_steps,
+            self.done,
         )
         result = self.method.step(self.done, rate, parts)
         loss = result.loss.loss_sum / result.loss.scored_tokens
@@ -315,6 +320,7 @@ class Trainer:
             steps=self.done,
             stopped=self.ended,
             skipped_steps=len(steps) - len(losses),
+            epochs=epochs_of(self.config, self.samples, self.done),
             forward_passes=sum(step.forward_passes for step in steps),
             seconds=sum(seconds),
             budget_bytes=self.config.budget_bytes,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import InterruptedRunError, UsageError
+from runtime.core.units import counted
 
 if TYPE_CHECKING:
     from runtime.run.chat import Chat, Turn
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(ChatConfig, arguments)
     set_up()
-    from ondevice.cli.describe import counted, describe_generation
+    from ondevice.cli.describe import describe_generation
     from runtime.run.chat import Chat
 
     terminal = sys.stdin.isatty()

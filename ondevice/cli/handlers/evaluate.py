@@ -10,7 +10,7 @@ from ondevice.cli.handlers.common import configuration, note, print_json, set_up
 from ondevice.cli.progress import task_bar
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import BundleError
-from runtime.core.units import format_bytes
+from runtime.core.units import counted, format_bytes
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     if config.task == "bfcl":
         _eval_calls(config, arguments.json)
         return
-    from ondevice.cli.describe import counted, describe_task
+    from ondevice.cli.describe import describe_task
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events
 

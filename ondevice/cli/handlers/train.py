@@ -70,8 +70,8 @@ def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> N
     odd = [flag(name) for name in sorted(own)]
     if odd or arguments.config:
         raise UsageError(
-            "--resume takes the run's own settings, --budget, --steps, --patience, --device and "
-            "the bundle's new place; leave out "
+            "--resume takes the run's own settings, --budget, --steps or --epochs, --patience, "
+            "--device and the bundle's new place; leave out "
             f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )

@@ -146,7 +146,9 @@ def test_text_in_a_file_is_not_taken_for_a_number(tmp_path: Path) -> None:
 
 def test_fields_are_checked_together_and_on_direct_construction() -> None:
     with pytest.raises(UsageError, match="warmup_steps 101 > steps 100"):
-        load(TrainConfig, None, {**TRAIN, "warmup_steps": 101})
+        load(TrainConfig, None, {**TRAIN, "steps": 100, "warmup_steps": 101})
+    with pytest.raises(UsageError, match="epochs 2 and steps 3 both say how long a run is"):
+        load(TrainConfig, None, {**TRAIN, "steps": "3", "epochs": "2"})
     with pytest.raises(UsageError, match="steps is 0"):
         TrainConfig(bundle="b", data="d", steps=0)
     with pytest.raises(FrozenInstanceError):

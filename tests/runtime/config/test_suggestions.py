@@ -38,7 +38,7 @@ NAMES = {command.name for command in COMMANDS}
         (["train", "b", "--output-dir=x"], "did you mean --output?"),
         (["train", "b", "--iters=3", "--lr=1"], "did you mean --steps or --learning-rate?"),
         (["eval", "b", "--adapter-path=x"], "did you mean --adapter?"),
-        (["train", "b", "--num-train-epochs", "3"], "rows / (--batch-size x --grad-accumulation)"),
+        (["train", "b", "--num-train-epochs", "3"], "did you mean --epochs?"),
         (["train", "b", "--mask-prompt"], "--mask-prompt: prompts have no loss unless --loss-on"),
         (["train", "b", "--load-in-4bit"], "ondevice export MODEL -o BUNDLE --bits 4"),
         (["train", "--model", "x"], "a bundle is given without a flag"),
@@ -94,13 +94,13 @@ def test_a_number_in_a_file_or_a_call_is_asked_about_too() -> None:
 
 
 def test_keys_of_files_and_calls_are_understood_too() -> None:
-    given = {"bundle": "b", "data": "d", "iters": 3, "epochs": 2, "lora_r": 4, "zzz": 1}
+    given = {"bundle": "b", "data": "d", "iters": 3, "num_epochs": 2, "lora_r": 4, "zzz": 1}
     with pytest.raises(UsageError) as problem:
         load(TrainConfig, None, given)
     said = str(problem.value)
     assert "unknown key 'iters'; did you mean steps?" in said
     assert "unknown key 'lora_r'; did you mean lora_rank?" in said
-    assert "unknown key 'epochs': training is counted in steps" in said
+    assert "unknown key 'num_epochs'; did you mean epochs?" in said
     assert said.endswith("unknown key 'zzz'")
 
 

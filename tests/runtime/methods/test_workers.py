@@ -28,7 +28,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.protocol import Objective, Scored
+from runtime.objectives.objective import Objective, Scored
 from runtime.parallel.exchange import Alone, Exchange
 from runtime.parallel.workers import Workers
 from tests.runtime.methods import test_full_zeroth_order as whole

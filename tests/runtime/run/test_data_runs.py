@@ -74,6 +74,21 @@ def test_a_run_is_as_long_as_its_data(bundle: Bundle, tmp_path: Path) -> None:
     succeeds("eval", bundle.path, *flags)
 
 
+def test_epochs_become_steps_and_a_run_goes_on_for_more(bundle: Bundle, tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"text": f"row {number}"} for number in range(5)])
+    run = tmp_path / "run"
+    command = ["train", bundle.path, f"--data={data}", f"--output={run}", "--budget=300MB"]
+    done = succeeds(*command, "--epochs=0.5", "--batch-size=2")
+    said = "0.5 epochs of 5 rows in batches of 2 = 2 steps"
+    assert said in done.stderr and "mebp: 2 steps (0.8 epochs), " in done.stdout
+    assert "steps = 2\n" in (run / "config.toml").read_text()
+    refuses(2, "--steps 1 < 2, the steps", "train", "--resume", run, "--epochs=0.1", by=ondevice)
+    refuses(2, "epochs 2 and steps 3 both", "train", "--resume", run, "--epochs=2", "--steps=3")
+    more = succeeds("train", "--resume", run, "--epochs=2")
+    assert "2 epochs of 5 rows in batches of 2 = 5 steps" in more.stderr
+    assert "resuming after step 2 of 5" in more.stderr and summary_of(run)["epochs"] == 2.0
+
+
 def test_the_rows_of_a_step_need_the_same_length(bundle: Bundle, tmp_path: Path) -> None:
     """A batch is padded to its longest row, so short rows and long ones go apart."""
     rows = [{"text": "x" * (4 if number % 2 else 20)} for number in range(12)]
