@@ -18,11 +18,12 @@ class DataReport(msgspec.Struct, kw_only=True):
     read: rows, or rows of tokens where the file is plain text. kept: those that became rows. cut:
     kept rows that were longer than `seq_length`. dropped: rows that did not, by reason. skipped:
     rows that could not be read, which only `--skip-bad-rows` allows. held_out: rows that
-    `--valid-split` gives to the other part. formats: rows by the format they were recognised as.
-    tokens: that are predicted in the kept rows. scored: those that have a loss. lengths: how many
-    rows are so long (in tokens to predict), before cutting, those too that were dropped as too
-    long. lost: rows by what of them is not learnt, such as a field that is not read. warnings: the
-    first few others, with file and line. warned: how many there were.
+    `--valid-split` gives to the other part. is_valid: whether this part is the one held out.
+    formats: rows by the format they were recognised as. tokens: that are predicted in the kept
+    rows. scored: those that have a loss. lengths: how many rows are so long (in tokens to predict),
+    before cutting, those too that were dropped as too long. lost: rows by what of them is not
+    learnt, such as a field that is not read. warnings: the first few others, with file and line.
+    warned: how many there were.
     """
 
     source: str
@@ -32,6 +33,7 @@ class DataReport(msgspec.Struct, kw_only=True):
     kept: int = 0
     cut: int = 0
     held_out: int = 0
+    is_valid: bool = False
     skipped: int = 0
     dropped: dict[str, int] = {}
     formats: dict[str, int] = {}
@@ -82,14 +84,15 @@ class DataReport(msgspec.Struct, kw_only=True):
 
     def counts(self) -> str:
         """The counts, in a line or two."""
-        parts = [f"{self.source}: {_rows(self.read)} read"]
+        name = f"{self.source}, held out" if self.held_out and self.is_valid else self.source
+        parts = [f"{name}: {_rows(self.read)} read"]
         if self.formats:
             parts[0] += f" ({', '.join(self.formats)})"
         parts.append(f"{self.kept} kept")
         if self.cut:
             parts.append(f"{self.cut} of them cut at {self.seq_length} tokens")
         if self.held_out:
-            parts.append(f"{self.held_out} held out")
+            parts.append(f"{self.held_out} {'to train on' if self.is_valid else 'held out'}")
         parts += [f"{count} dropped ({why})" for why, count in self.dropped.items()]
         if self.skipped:
             parts.append(f"{self.skipped} skipped as unreadable")

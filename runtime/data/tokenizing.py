@@ -107,7 +107,9 @@ class Reader:
         self.reading, self.part = reading, part
         loss_on = "all" if suffix == TEXT else reading.loss_on
         self._how: list[str] = []  # what is unusual about the file
-        self.report = DataReport(source=file.name, loss_on=loss_on, seq_length=max_seq_length)
+        self.report = DataReport(
+            source=file.name, loss_on=loss_on, seq_length=max_seq_length, is_valid=part == VALID
+        )
 
     def rows(self) -> Iterator[Row]:
         """The rows, once; the report is complete after the last.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,9 @@ def test_a_run_says_and_keeps_what_it_read(bundle: Bundle, tmp_path: Path) -> No
     assert train_rows["kept"] + valid_rows["kept"] == 18
     assert train_rows["skipped"] + valid_rows["skipped"] == 1
     assert sum(train_rows["dropped"].values()) + sum(valid_rows["dropped"].values()) == 1
-    assert "rows.jsonl: 20 rows read" in done.stderr and "up to 16 tokens" in done.stderr
+    assert re.search(r"^rows\.jsonl: 20 rows read .*, 5 held out", done.stderr, re.M)
+    assert re.search(r"^rows\.jsonl, held out: 20 rows read .*, 15 to train on", done.stderr, re.M)
+    assert "up to 16 tokens" in done.stderr
     assert json.loads(done.stdout)["eval"]["after"]["scored_tokens"] == valid_rows["scored"]
     assert json_of("train", "--resume", run)["data"] == kept  # the token files are read again
 
