@@ -14,6 +14,7 @@ from support.pages import PAGES
 from support.source_rules import (
     PACKAGES,
     ROOT,
+    calls_of_print,
     calls_of_sleep,
     classes_told_apart,
     draws_without_the_seed,
@@ -147,6 +148,12 @@ def test_every_draw_of_a_test_can_be_repeated() -> None:
 def test_no_test_waits_for_a_clock() -> None:
     """On a busy machine nothing has happened by then; what does happen can be waited for."""
     none(refused(calls_of_sleep, modules("tests"), SLEEPING))
+
+
+def test_commands_write_in_one_place() -> None:
+    """There control characters of rows and names are kept from a terminal."""
+    screen = ("ondevice/cli/screen.py",)
+    none(refused(calls_of_print, modules("ondevice"), {}, screen))
 
 
 def test_names_of_operations_and_methods_are_told_apart_where_they_belong() -> None:

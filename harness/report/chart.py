@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import accumulate
+
+from harness.report.markup import in_markup
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 26, 44  # of the plotted area, to the edges
@@ -147,14 +148,14 @@ class Chart:
 
     def html(self) -> str:
         """The chart with its heading and legend."""
-        name = escape(self.title)
+        name = in_markup(self.title)
         picture = (
             f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">\n'
             f"{self.svg()}\n</svg>"
         )
         swatches = (
             f'<li><svg class="chart" viewBox="0 0 26 10" aria-hidden="true">'
-            f'<path {path} d="M0 5H26"/></svg>{escape(label)}</li>'
+            f'<path {path} d="M0 5H26"/></svg>{in_markup(label)}</li>'
             for path, label in self.legend()
         )
         legend = f'<ul class="legend">\n{"".join(swatches)}\n</ul>'
@@ -185,14 +186,14 @@ class Chart:
             )
         for x in xs:
             place = area.x(x)
-            name = escape(self.places[round(x)]) if self.places else shown(x)
+            name = in_markup(self.places[round(x)]) if self.places else shown(x)
             anchor = "end" if self.places and x == xs[-1] else "middle"  # a name may be long
             parts.append(
                 f'<text x="{place:.1f}" y="{floor + 18}" text-anchor="{anchor}">{name}</text>'
             )
-        across = escape(self.across)
+        across = in_markup(self.across)
         parts.append(f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">{across}</text>')
-        parts.append(f'<text x="0" y="12">{escape(self.unit)}</text>')
+        parts.append(f'<text x="0" y="12">{in_markup(self.unit)}</text>')
         for level in self.levels:
             parts.append(f'<path {level.path} d="M{LEFT} {area.y(level.height):.1f}H{right}"/>')
         for line in sorted(self.lines, key=lambda line: not line.faint):
@@ -231,13 +232,13 @@ def standalone(charts: Sequence[Chart]) -> bytes:
             x, y = 0.0, y + row
         entries.append(
             f'<g transform="translate({x:.1f} {y})"><path {path} d="M0 5H{swatch}"/>'
-            f'<text x="{swatch + 6}" y="9">{escape(label)}</text></g>'
+            f'<text x="{swatch + 6}" y="9">{in_markup(label)}</text></g>'
         )
         x += width + gap
     below = accumulate((heading + HEIGHT + gap for _ in charts[1:]), initial=0)
     drawn = (
         f'<g transform="translate(0 {top})">\n<text class="title" x="0" y="14">'
-        f'{escape(chart.title)}</text>\n<g transform="translate(0 {heading})">\n{chart.svg()}\n'
+        f'{in_markup(chart.title)}</text>\n<g transform="translate(0 {heading})">\n{chart.svg()}\n'
         "</g></g>"
         for chart, top in zip(charts, below, strict=True)
     )
@@ -248,7 +249,7 @@ def standalone(charts: Sequence[Chart]) -> bytes:
         (
             f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="{box}" '
             f'width="{WIDTH + 2 * edge}" height="{height + 2 * edge}" role="img">',
-            f"<title>{escape('; '.join(chart.title for chart in charts))}</title>",
+            f"<title>{in_markup('; '.join(chart.title for chart in charts))}</title>",
             f"<style>{FORMS}{_paints(LIGHT.__getitem__)}\n{dark}</style>",
             f'<rect class="paper" x="{-edge}" y="{-edge}" width="100%" height="100%"/>',
             *drawn,
@@ -289,7 +290,7 @@ def _drawn(line: Line, points: Sequence[Point], area: _Area, across: str) -> lis
     if line.marked or len(points) == 1:
         parts += [
             f'<circle class="{colour}" cx="{area.x(x):.1f}" cy="{area.y(y):.1f}" r="3">'
-            f"<title>{escape(line.name)}, {escape(across)} {x:g}: {y:.4g}</title></circle>"
+            f"<title>{in_markup(line.name)}, {in_markup(across)} {x:g}: {y:.4g}</title></circle>"
             for x, y in points
         ]
     return parts

@@ -6,9 +6,9 @@ Its colours follow the reader's choice of light or dark.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
 from harness.report import chart
+from harness.report.markup import in_markup
 
 
 def _names(colours: Mapping[str, str]) -> str:
@@ -42,7 +42,7 @@ li { margin: 0.3rem 0; }
 
 def page(title: str, parts: Sequence[str]) -> str:
     """A page of `parts`, which are HTML, below its title, which is text."""
-    name = escape(title)
+    name = in_markup(title)
     body = "\n".join(parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -53,10 +53,10 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+    return f"<p>{in_markup(text)}</p>"
 
 
 def bullets(title: str, texts: Sequence[str]) -> str:
     """A list under a heading."""
-    items = "\n".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f"<h2>{escape(title)}</h2>\n<ul>\n{items}\n</ul>"
+    items = "\n".join(f"<li>{in_markup(text)}</li>" for text in texts)
+    return f"<h2>{in_markup(title)}</h2>\n<ul>\n{items}\n</ul>"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from harness.report.markup import in_markup
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Table:
         def line(row: tuple[str, ...], tag: str) -> str:
             words = f'{tag} class="left"'
             cells = [
-                f"<{words if index < self.left else tag}>{escape(cell)}</{tag}>"
+                f"<{words if index < self.left else tag}>{in_markup(cell)}</{tag}>"
                 for index, cell in enumerate(row)
             ]
             return f"<tr>{''.join(cells)}</tr>"
@@ -45,7 +46,7 @@ class Table:
         head, *body = self.rows
         table = '<table class="wrapped">' if self.wrapped else "<table>"
         return (
-            f"<h2>{escape(self.title)}</h2>\n"
+            f"<h2>{in_markup(self.title)}</h2>\n"
             f'<div class="wide">{table}\n<thead>{line(head, "th")}</thead>\n<tbody>\n'
             + "\n".join(line(row, "td") for row in body)
             + "\n</tbody></table></div>"

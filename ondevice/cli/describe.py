@@ -11,6 +11,7 @@ from runtime.arrays.stored import Matrix
 from runtime.bundle.manifest import Manifest, Quality
 from runtime.bundle.store import Bundle
 from runtime.bundle.trusted import are_trusted
+from runtime.core.control_characters import escaped
 from runtime.core.units import counted, format_bytes
 from runtime.operations.program import BlockType
 
@@ -263,8 +264,13 @@ def describe_lengths(recommended: Sequence[int], longest: int, buckets: Sequence
 
 
 def marked(pieces: Sequence[tuple[str, bool]], colours: bool) -> tuple[str, str]:
-    """A row's pieces as one text in which the scored ones stand out, and how they are marked."""
+    """A row's pieces as one text in which the scored ones stand out, and how they are marked.
+
+    Among colours their control characters are escaped, so that no row can look as if it were scored
+    otherwise.
+    """
     before, after = (GREEN, PLAIN) if colours else MARKS
+    pieces = [(escaped(piece), scored) if colours else (piece, scored) for piece, scored in pieces]
     text = "".join(f"{before}{piece}{after}" if scored else piece for piece, scored in pieces)
     return text, f"{GREEN}green{PLAIN}" if colours else f"between {before} and {after}"
 

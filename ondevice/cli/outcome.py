@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import TextIO
 
+from ondevice.cli.screen import note
 from runtime.core import signals
 from runtime.core.errors import (
     BudgetError,
@@ -159,7 +160,7 @@ def _allow_descriptors() -> None:
 def _said(text: str, code: int) -> int:
     shown = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...", text)
     try:
-        print(f"ondevice: {shown}", file=sys.stderr, flush=True)
+        note(f"ondevice: {shown}")
     except OSError:  # stderr's disk is full, or its reader gone: the exit code is left
         _discard(sys.stderr)
     return code

@@ -1,14 +1,13 @@
-"""Progress on stderr: bars in a terminal, and lines of text for training steps elsewhere."""
+"""Progress on stderr: a line in a terminal, and lines of text for training steps elsewhere."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from runtime.core.signals import surviving_hangup
+from ondevice.cli import screen
 from runtime.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -20,64 +19,24 @@ ESTIMATE_STEPS = 3  # after so many steps of a process, the time of all is estim
 BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others count items
 
 
-def _tqdm() -> Any:
-    """tqdm, for a terminal only: elsewhere nothing is drawn, and its import takes more than 1 MB.
-
-    Its lock is of threads alone: its own brings in multiprocessing, and half a megabyte.
-    """
-    from tqdm import tqdm
-
-    tqdm.set_lock(threading.RLock())
-    return tqdm
-
-
 @contextmanager
 def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields show(task, done, total): one bar at a time, a new one for each new task.
+    """Yields show(task, done, total), which shows one task at a time; it is gone at the end.
 
-    Tasks that count bytes are all shown as the bar "weights". Where there is no terminal, nothing
-    is shown.
+    Tasks that count bytes are all shown as "weights".
     """
-    if not sys.stderr.isatty():
-        yield lambda task, done, total: None
-        return
-    tqdm = _tqdm()
-    bars: dict[str, Any] = {}
 
-    @surviving_hangup()
     def show(task: str, done: int, total: int) -> None:
-        in_bytes = total >= BYTES_FROM
-        if in_bytes:
-            task = "weights"
-        if task not in bars:
-            for bar in bars.values():
-                bar.close()
-            bars[task] = tqdm(
-                total=total,
-                desc=task,
-                unit="B" if in_bytes else unit,
-                unit_scale=in_bytes,
-                leave=False,
-                dynamic_ncols=True,
-            )
-        bars[task].update(done - bars[task].n)
+        if total >= BYTES_FROM:
+            said = f"weights: {format_bytes(done)} of {format_bytes(total)}"
+        else:
+            said = f"{task}: {unit} {done} of {total}"
+        screen.progress([said], done / max(1, total))
 
     try:
         yield show
     finally:
-        with surviving_hangup():
-            for bar in bars.values():
-                bar.close()
-
-
-@surviving_hangup()
-def say(text: str) -> None:
-    """Print a line on stderr, above the bars that are shown there."""
-    if sys.stderr.isatty():
-        _tqdm().write(text, file=sys.stderr)
-    else:
-        print(text, file=sys.stderr)
-    sys.stderr.flush()
+        screen.progress()
 
 
 class Steps:
@@ -119,6 +78,19 @@ class Steps:
         known = sorted(self._seconds[1:] or self._seconds)
         return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2  # the median
 
+    def parts(self, step: Step, total: int) -> list[str]:
+        """What a line of progress says of a step, the most important first."""
+        loss = "not finite" if step.loss is None else f"{step.loss:.3f}"
+        right = [] if step.objective is None else [f"{step.objective:.0%} right"]
+        return [
+            f"step {step.number} of {total}",
+            f"loss {loss}",
+            *right,
+            f"footprint {format_bytes(step.footprint_bytes)}",
+            f"{format_seconds((total - step.number) * self.step_s)} left",
+            f"{step.tokens / step.seconds:.0f} tokens/s",
+        ]
+
     def estimate(self, step: Step, total: int) -> str:
         """A sentence with the expected time, once after the first few steps of the process."""
         left = total - step.number
@@ -134,44 +106,19 @@ class Steps:
 
 @contextmanager
 def step_bar() -> Iterator[Callable[[Step, int], None]]:
-    """Yields show(step, steps): a bar of training steps, or lines where there is no terminal."""
-    tqdm = _tqdm() if sys.stderr.isatty() else None  # now, so that a plan counts its memory
-    bars: list[Any] = []
+    """Yields show(step, steps): a line of progress, or lines of text where there is no terminal."""
     steps = Steps()
 
-    @surviving_hangup()
     def show(step: Step, total: int) -> None:
         line = steps.line(step, total)
-        estimate = steps.estimate(step, total)
-        if estimate:
-            say(estimate)
-        if tqdm is None:
-            if line:
-                say(line)
-            return
-        if not bars:
-            bars.append(
-                tqdm(
-                    total=total,
-                    initial=step.number - 1,
-                    desc="training",
-                    unit="step",
-                    dynamic_ncols=True,
-                )
-            )
-        loss = "not finite" if step.loss is None else f"{step.loss:.3f}"
-        right = f", {step.objective:.0%} right" if step.objective is not None else ""
-        processed, scored = step.tokens / step.seconds, step.scored_tokens / step.seconds
-        bars[0].set_postfix_str(
-            f"loss {loss}{right}, {processed:.0f} tokens/s ({scored:.0f} scored), "
-            f"footprint {format_bytes(step.footprint_bytes)}",
-            refresh=False,
-        )
-        bars[0].update(1)
+        if estimate := steps.estimate(step, total):
+            screen.note(estimate)
+        if sys.stderr.isatty():
+            screen.progress(steps.parts(step, total), step.number / total)
+        elif line:
+            screen.note(line)
 
     try:
         yield show
     finally:
-        with surviving_hangup():
-            for bar in bars:
-                bar.close()
+        screen.progress()

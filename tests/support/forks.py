@@ -22,7 +22,7 @@ from typing import IO, NoReturn
 
 ROOT = Path(__file__).parents[2]
 # no handlers: what is put in place of progress bars must be there before them
-IMPORTED = ("mlx.core", "tqdm", "ondevice.cli.main", "ondevice.cli.describe", "runtime.run.start")
+IMPORTED = ("mlx.core", "ondevice.cli.main", "ondevice.cli.describe", "runtime.run.start")
 # variables that are read before anything runs
 READ_AT_START = ("PYTHON", "OPENBLAS", "OMP", "MLX", "MALLOC", "GLIBC", "LD_", "PATH")
 LARGEST_REQUEST = 1 << 18  # bytes

@@ -167,3 +167,14 @@ def lines_with(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, str]]
     for number, line in enumerate(text.splitlines(), 1):
         if pattern.search(line):
             yield number, line.strip()
+
+
+# --- printing ---------------------------------------------------------------------------------
+
+
+def calls_of_print(tree: ast.Module) -> Found:
+    """Where text is written to stdout or stderr."""
+    writing = {"print", "sys.stdout.write", "sys.stderr.write"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in writing:
+            yield node, ast.unparse(node.func)

@@ -6,7 +6,8 @@ import argparse
 from shlex import quote
 
 from export.config.fuse import AdapterConfig
-from ondevice.cli.handlers.common import configuration, note, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.screen import note, out
 
 _LOADED_BY = {
     "peft": "PeftModel.from_pretrained(model, {output!r})",
@@ -25,9 +26,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(result)
     else:
-        print(f"{config.output}: {result.lora.describe()}; {result.tensors} tensors")
+        out(f"{config.output}: {result.lora.describe()}; {result.tensors} tensors")
         shell = result.format != "peft"  # which is loaded in Python
         output = quote(str(config.output)) if shell else config.output
         base = quote(str(result.base_model))
         used = _LOADED_BY[result.format].format(output=output, base=base)
-        print(f"to use it: {used}")
+        out(f"to use it: {used}")

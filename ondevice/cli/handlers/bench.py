@@ -6,7 +6,8 @@ import argparse
 import json
 
 from harness.config.bench import BenchConfig
-from ondevice.cli.handlers.common import configuration, note
+from ondevice.cli.handlers.common import configuration
+from ondevice.cli.screen import note, out
 from runtime.config.base import given
 
 
@@ -18,4 +19,4 @@ def run(arguments: argparse.Namespace) -> None:
         find("")  # raises, with a list of them
     config = configuration(BenchConfig, arguments)
     report = bench(config, note)
-    print(json.dumps(report) if arguments.json else to_text(report))
+    out(json.dumps(report) if arguments.json else to_text(report))

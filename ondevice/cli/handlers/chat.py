@@ -7,7 +7,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from ondevice.cli.handlers.common import configuration, note, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.screen import note, out
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import InterruptedRunError, UsageError
 from runtime.core.units import counted
@@ -75,7 +76,7 @@ def _line(terminal: bool) -> str | None:
 
     shown = sys.stdout.isatty()
     if not shown:
-        print(AWAITED, end="", file=sys.stderr, flush=True)
+        note(AWAITED, end="")
     try:
         return input(AWAITED if shown else "").strip()
     except EOFError:
@@ -95,13 +96,13 @@ def _answered(chat: Chat, text: str, as_json: bool) -> Turn | None:
             return None
         for piece in turn:
             if not as_json:
-                print(piece, end="", flush=True)
+                out(piece, end="")
             if stop.signal is not None:
                 break
     if as_json:
         print_json(turn.result)
     else:
-        print(flush=True)
+        out()
     if stop.signal not in (None, signal.SIGINT):
         raise InterruptedRunError(f"{signal.Signals(stop.signal).name}: the conversation ended")
     if stop.signal is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TypeVar
 
+from ondevice.cli.screen import note, out
 from runtime.config.base import Config, given, load
 from runtime.core.notes import warning
 
@@ -31,9 +31,4 @@ def print_json(result: object) -> None:
     """Print a result, a struct or a value of JSON, as one line of JSON."""
     import msgspec
 
-    print(json.dumps(msgspec.to_builtins(result, str_keys=True)), flush=True)
-
-
-def note(text: str) -> None:
-    """Print a line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    out(json.dumps(msgspec.to_builtins(result, str_keys=True)))

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from harness.config.compare import CompareConfig
-from ondevice.cli.handlers.common import configuration, note
+from ondevice.cli.handlers.common import configuration
+from ondevice.cli.screen import note, out
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -19,6 +20,6 @@ def run(arguments: argparse.Namespace) -> None:
     check_methods(config)
     report = compare(config, note)
     if arguments.json:
-        print(json.dumps(report))
+        out(json.dumps(report))
         return
-    print(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")
+    out(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")

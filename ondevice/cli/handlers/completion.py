@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from ondevice.cli.handlers.common import configuration
+from ondevice.cli.screen import out
 from runtime.config.base import Check, Config, option
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     config = configuration(CompletionConfig, arguments)
     script = script_of(config.shell)
-    print(json.dumps({"shell": config.shell, "script": script}) if arguments.json else script)
+    out(json.dumps({"shell": config.shell, "script": script}) if arguments.json else script)
 
 
 def script_of(shell: str) -> str:

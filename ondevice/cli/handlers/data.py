@@ -9,6 +9,7 @@ import sys
 import msgspec
 
 from ondevice.cli.handlers.common import configuration
+from ondevice.cli.screen import out
 from runtime.config.inspect import DataConfig
 
 
@@ -27,13 +28,14 @@ def run(arguments: argparse.Namespace) -> None:
         reports = msgspec.to_builtins(overview.reports, str_keys=True)
         facts = {"buckets": list(buckets), "recommended": first.recommended()}
         facts["packing"] = msgspec.to_builtins(overview.packing)
-        print(json.dumps({"data": reports, **facts, "row": overview.row}))
+        out(json.dumps({"data": reports, **facts, "row": overview.row}))
         return
     for name, report in overview.reports.items():
-        print(f"{name}: {report.describe(buckets)}\n")
-    print(describe_lengths(first.recommended(), first.longest, buckets))
+        out(f"{name}: {report.describe(buckets)}\n")
+    out(describe_lengths(first.recommended(), first.longest, buckets))
     if overview.packing is not None:
-        print(overview.packing.describe())
+        out(overview.packing.describe())
     if overview.row:
-        text, means = marked(overview.row, sys.stdout.isatty())
-        print(f"\nrow {config.row}, with what is scored {means}:\n\n{text}")
+        colours = sys.stdout.isatty()
+        text, means = marked(overview.row, colours)
+        out(f"\nrow {config.row}, with what is scored {means}:\n\n{text}", coloured=colours)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.bench import BenchConfig
 from harness.config.doctor import DoctorConfig
-from ondevice.cli.handlers.common import configuration, note
+from ondevice.cli.handlers.common import configuration
+from ondevice.cli.screen import note, out
 from runtime.core.errors import OnDeviceError
 
 if TYPE_CHECKING:
@@ -26,15 +27,15 @@ def run(arguments: argparse.Namespace) -> None:
     for finding in findings():
         checked.append(finding)
         if not arguments.json:
-            print(finding.line(), flush=True)
+            out(finding.line())
     facts = [asdict(finding) for finding in checked]
     report: dict[str, Any] = {"verdict": verdict(checked), "findings": facts}
     if not arguments.json:
-        print(f"\n{report['verdict']}")
+        out(f"\n{report['verdict']}")
     if config.bench:
         report |= _bench(config, checked, arguments.json)
     if arguments.json:
-        print(json.dumps(report))
+        out(json.dumps(report))
     broken = [finding.name for finding in checked if finding.status is Status.BROKEN]
     if broken:
         raise OnDeviceError(f"broken: {', '.join(broken)}; the lines above say what to do")
@@ -59,5 +60,5 @@ def _bench(config: DoctorConfig, checked: list[Finding], quiet: bool) -> dict[st
     report = bench(settings, note)
     row = markdown(report)
     if not quiet:
-        print(f"\n{to_text(report)}\n\nthe row to send ({config.output} has all of it):\n\n{row}")
+        out(f"\n{to_text(report)}\n\nthe row to send ({config.output} has all of it):\n\n{row}")
     return {"bench": report, "row": row}

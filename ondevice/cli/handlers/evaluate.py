@@ -6,8 +6,9 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from ondevice.cli.handlers.common import configuration, note, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
 from ondevice.cli.progress import task_bar
+from ondevice.cli.screen import note, out
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import BundleError
 from runtime.core.units import counted, format_bytes
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(result)
     else:
-        print(
+        out(
             f"{describe_task(result)}, over {counted(result.scored_tokens, 'token')} in "
             f"{counted(result.rows, 'row')}\n"
             f"peak footprint {format_bytes(result.peak_footprint_bytes)}, budget "
@@ -59,7 +60,7 @@ def _eval_calls(config: EvalConfig, as_json: bool) -> None:
     if as_json:
         print_json(report)
     else:
-        print(describe(report))
+        out(describe(report))
 
 
 def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:
@@ -71,4 +72,4 @@ def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:
     if as_json:
         print_json(quality)
     else:
-        print(quality.describe())
+        out(quality.describe())

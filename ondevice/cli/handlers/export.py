@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from export.config.export import ExportConfig
-from ondevice.cli.handlers.common import configuration, note, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
 from ondevice.cli.progress import task_bar
+from ondevice.cli.screen import note, out
 from runtime.core.units import format_bytes
 
 
@@ -21,10 +22,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(done)
         return
-    print(
+    out(
         f"{done.bundle}: {format_bytes(done.weights_bytes)} of weights "
         f"({done.bits_per_weight:.2f} bits each), {done.graphs} graphs, "
         f"peak footprint {format_bytes(done.peak_footprint_bytes)}"
     )
     if done.quality is not None:
-        print(done.quality.describe())
+        out(done.quality.describe())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from export.config.fuse import FuseConfig
-from ondevice.cli.handlers.common import configuration, note, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
 from ondevice.cli.progress import task_bar
+from ondevice.cli.screen import note, out
 from runtime.core.units import format_bytes
 
 
@@ -24,9 +25,9 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(result)
         return
     added = f" with {result.adapted_matrices} adapted matrices" if result.adapted_matrices else ""
-    print(
+    out(
         f"{result.output}: {format_bytes(result.weights_bytes)} of weights{added}, peak footprint "
         f"{format_bytes(result.peak_footprint_bytes)}"
     )
     if quality is not None:
-        print(describe_fusing(quality, result.adapted_matrices > 0))
+        out(describe_fusing(quality, result.adapted_matrices > 0))

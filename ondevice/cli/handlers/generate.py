@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections import deque
 
-from ondevice.cli.handlers.common import configuration, note, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.screen import note, out
 from runtime.config.generate import GenerateConfig
 
 ENDED = {
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(generating.result)
         return
     for piece in generating:
-        print(piece, end="", flush=True)
-    print(flush=True)
+        out(piece, end="")
+    out()
     result = generating.result
     note(f"{describe_generation(result)}; {ENDED[result.stopped]}")

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from ondevice.cli.handlers.common import configuration
+from ondevice.cli.screen import out
 from runtime.config.inspect import InspectConfig
 
 
@@ -19,8 +20,8 @@ def run(arguments: argparse.Namespace) -> None:
     if config.verify:
         bundle.verify()
     if arguments.json:
-        print(json.dumps({**facts_of(bundle), "verified": config.verify}, indent=1))
+        out(json.dumps({**facts_of(bundle), "verified": config.verify}, indent=1))
         return
-    print(describe_bundle(bundle))
+    out(describe_bundle(bundle))
     if config.verify:
-        print("every file agrees with its checksum")
+        out("every file agrees with its checksum")

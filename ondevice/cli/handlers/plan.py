@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.handlers.common import configuration, set_up
 from ondevice.cli.progress import step_bar, task_bar
+from ondevice.cli.screen import note, out
 from runtime.config.train import PlanConfig
 
 
@@ -19,4 +20,4 @@ def run(arguments: argparse.Namespace) -> None:
 
     with task_bar("row"), step_bar():  # the plan counts what training loads
         plan = show_plan(config, note).to_json()
-    print(json.dumps(plan, indent=1) if arguments.json else describe_plan(plan, per_block=True))
+    out(json.dumps(plan, indent=1) if arguments.json else describe_plan(plan, per_block=True))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ondevice.cli.handlers.common import configuration, note, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.screen import note, out
 from runtime.config.train import ReplayConfig
 from runtime.core.errors import BundleError, UsageError
 
@@ -25,9 +26,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(result)
     else:
-        print(f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes")
+        out(f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes")
         if result.best_step is not None:
-            print(f"it is what was trained after step {result.best_step}, kept by --keep-best")
+            out(f"it is what was trained after step {result.best_step}, kept by --keep-best")
     if result.identical is False:
         raise BundleError(
             f"{run} holds something else after step {result.saved_steps} than its log leads to"
@@ -35,4 +36,4 @@ def run(arguments: argparse.Namespace) -> None:
     if result.not_compared:
         note(f"it is not compared with what the run holds: {result.not_compared}")
     if result.identical and not arguments.json:
-        print(f"identical to what the run holds after step {result.saved_steps}")
+        out(f"identical to what the run holds after step {result.saved_steps}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.config.report import ReportConfig
 from ondevice.cli.handlers.common import configuration, set_up
+from ondevice.cli.screen import out
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -19,6 +20,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     runs = write_page([Path(run) for run in config.runs], Path(config.output), config.samples)
     if arguments.json:
-        print(json.dumps({"output": config.output, "runs": [run.name for run in runs]}))
+        out(json.dumps({"output": config.output, "runs": [run.name for run in runs]}))
         return
-    print(f"the page of {', '.join(run.name for run in runs)} is {config.output}")
+    out(f"the page of {', '.join(run.name for run in runs)} is {config.output}")

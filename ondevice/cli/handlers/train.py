@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ondevice.cli.handlers.common import configuration, print_json, set_up
-from ondevice.cli.progress import say, step_bar, task_bar
+from ondevice.cli.progress import step_bar, task_bar
+from ondevice.cli.screen import note, out
 from runtime.config.base import flag, given
 from runtime.config.train import CHANGEABLE, TrainConfig
 from runtime.core.errors import UsageError
@@ -38,17 +39,17 @@ def run(arguments: argparse.Namespace) -> None:
     def open_with(plan: Plan) -> None:
         facts = plan.to_json()
         if arguments.verbose:
-            say(describe_plan(facts))
+            note(describe_plan(facts))
         if not quiet:
-            say(describe_fit(facts))
+            note(describe_fit(facts))
 
     with task_bar("row") as evaluation, step_bar() as step:
         events = Events(
             plan=open_with,
-            note=say,
+            note=note,
             step=step,
             evaluation=evaluation,
-            evaluated=lambda when, result: say(describe_validation(when, result)),
+            evaluated=lambda when, result: note(describe_validation(when, result)),
         )
         if config is None:
             summary = resume(arguments.resume, events, overrides)
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     subject = "the run and its adapter are"
     if summary.trained == "full":
         subject = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is"
-    print(f"{describe_summary(summary)}\n{subject} in {run}")
+    out(f"{describe_summary(summary)}\n{subject} in {run}")
 
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ import json
 import sys
 
 from export.config.export import TrustConfig
-from ondevice.cli.handlers.common import configuration, note, set_up
+from ondevice.cli.handlers.common import configuration, set_up
+from ondevice.cli.screen import note, out
 from runtime.core.errors import UsageError
 
 
@@ -40,15 +41,15 @@ def run(arguments: argparse.Namespace) -> None:
         trust_graphs(manifest, f"trusted by ondevice trust {bundle.path}")
     if arguments.json:
         facts = {"graphs": len(manifest.graphs), "trusted_before": known}
-        print(json.dumps({"bundle": str(bundle.path), **facts}))
+        out(json.dumps({"bundle": str(bundle.path), **facts}))
     else:
-        print(f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}")
+        out(f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}")
 
 
 def _ask(question: str) -> None:
     """Go on only if the user says yes, at a terminal."""
     if not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask at; pass --yes to answer yes")
-    print(question, end="", file=sys.stderr, flush=True)
+    note(question, end="")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UsageError("not trusted: nothing was changed")

@@ -1,0 +1,97 @@
+"""All that a command writes: results on stdout, notes on stderr, and a line of progress below.
+
+Text from data can hold control characters. A terminal would obey them, so it is shown them escaped;
+files and pipes get the text as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from runtime.core.control_characters import escaped
+from runtime.core.signals import surviving_hangup
+
+REDRAWN_S = 0.05  # a line of progress is drawn again no sooner
+USUAL_COLUMNS = 80  # of a terminal that does not say
+BAR = 10  # columns of a bar, where it fits
+_CLEAR = "\x1b[2K\r"
+
+
+class _Progress:
+    """The line of progress; `drawn_at` is None while it does not stand on the terminal."""
+
+    text = ""
+    drawn_at: float | None = None
+
+
+def out(text: str = "", end: str = "\n", *, coloured: bool = False) -> None:
+    """Print a result on stdout, without a line of progress before it.
+
+    coloured: the text has colours of ours, and what comes from data is escaped already.
+    """
+    _clear()
+    sys.stdout.write((text if coloured else _shown(text, sys.stdout)) + end)
+    sys.stdout.flush()
+
+
+@surviving_hangup()
+def note(text: str, end: str = "\n") -> None:
+    """Print a line on stderr, above the line of progress."""
+    _clear()
+    sys.stderr.write(_shown(text, sys.stderr) + end)
+    sys.stderr.flush()
+    _draw()
+
+
+@surviving_hangup()
+def progress(parts: Sequence[str] = (), share: float = 0.0) -> None:
+    """Show a line of progress on stderr in place of the last, if that is a terminal.
+
+    parts: what it says, the most important first; those that do not fit are left out. Without any
+    the line goes. share: how much is done.
+    """
+    if not sys.stderr.isatty():
+        return
+    _Progress.text = fitted(parts, share, _columns() - 1) if parts else ""
+    if not parts:
+        _clear()
+    elif _Progress.drawn_at is None or time.monotonic() - _Progress.drawn_at >= REDRAWN_S:
+        _draw()
+
+
+def fitted(parts: Sequence[str], share: float, columns: int) -> str:
+    """The first of the parts in so many columns, after a bar where there is room for one."""
+    line = parts[0][:columns]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) > columns:
+            break
+        line += f", {part}"
+    if len(line) + BAR + 3 > columns:
+        return line
+    return f"[{'#' * round(BAR * share):{BAR}}] {line}"
+
+
+def _draw() -> None:
+    if _Progress.text:
+        sys.stderr.write(_CLEAR + _Progress.text)
+        sys.stderr.flush()
+        _Progress.drawn_at = time.monotonic()
+
+
+def _clear() -> None:
+    if _Progress.drawn_at is not None:
+        sys.stderr.write(_CLEAR)
+        sys.stderr.flush()
+        _Progress.drawn_at = None
+
+
+def _shown(text: str, stream: TextIO) -> str:
+    return escaped(text) if stream.isatty() else text
+
+
+def _columns() -> int:
+    return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS

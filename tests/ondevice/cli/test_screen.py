@@ -1,0 +1,134 @@
+"""What a terminal is shown of text from data, of progress, and of what follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from harness.report.page_shell import page, paragraph
+from harness.report.table import Table
+from ondevice.cli import screen
+from ondevice.cli.describe import GREEN, PLAIN, marked
+from ondevice.cli.outcome import outcome_of
+from ondevice.cli.progress import step_bar, task_bar
+from runtime.core import signals
+from runtime.core.control_characters import escaped
+from runtime.core.errors import DataError
+from runtime.run.results import Step
+
+ROW = "a\tb\nc\x1b[2J\x07\r\x9b31m\u202edoc\u2066x\x7f\u2028 \u00e9\u4f60\U0001f469\u200d\U0001f9b0"
+SHOWN = (
+    "a\tb\nc\\u001b[2J\\u0007\\u000d\\u009b31m\\u202edoc\\u2066x\\u007f\\u2028 "
+    "\u00e9\u4f60\U0001f469\u200d\U0001f9b0"
+)
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal of 80 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def lines(self) -> list[str]:
+        """What stands there at the end, as far as `screen` draws."""
+        return [line.rpartition("\x1b[2K\r")[2] for line in self.getvalue().split("\n")]
+
+
+@contextlib.contextmanager
+def shown_on() -> Iterator[Terminal]:
+    terminal = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(screen, "_columns", lambda: 80)
+        patch.setattr(screen, "REDRAWN_S", 0.0)
+        for stream in ("stdout", "stderr"):
+            patch.setattr(sys, stream, terminal)
+        yield terminal
+
+
+def test_a_terminal_is_shown_control_characters_and_a_pipe_gets_them() -> None:
+    with shown_on() as terminal:
+        assert escaped(ROW) == SHOWN
+        screen.out(ROW)
+        screen.note(ROW)
+        assert terminal.getvalue() == f"{SHOWN}\n{SHOWN}\n"
+        with contextlib.redirect_stdout(io.StringIO()) as pipe:
+            screen.out(ROW)
+        assert pipe.getvalue() == f"{ROW}\n"
+
+
+def test_an_error_that_quotes_a_row_is_shown_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> None:
+        raise DataError(f"{ROW}.jsonl, line 1")
+
+    monkeypatch.setattr(signals, "handle", lambda handler: {})
+    with shown_on() as terminal:
+        assert outcome_of(command) == 4
+        assert terminal.getvalue() == f"ondevice: {SHOWN}.jsonl, line 1\n"
+
+
+def test_a_row_cannot_colour_itself() -> None:
+    with shown_on() as terminal:
+        text, _ = marked([(f"no{GREEN}", False), ("yes", True)], colours=True)
+        screen.out(text, coloured=True)
+        assert terminal.getvalue() == f"no\\u001b[32m{GREEN}yes{PLAIN}\n"
+
+
+def test_a_page_shows_them() -> None:
+    rows = [(ROW, "x"), ("<b>", ROW)]
+    html = page(ROW, [paragraph(ROW), Table(ROW, rows, left=2, wrapped=True).html()])
+    assert html.count(SHOWN) == 6 and "&lt;b&gt;" in html
+    assert escaped(html) == html
+
+
+def step(number: int, loss: float | None = 12.3456, right: float | None = None) -> Step:
+    return Step(
+        number=number, loss=loss, learning_rate=1e-4, scored_tokens=10, tokens=4000,
+        forward_passes=1, seconds=37.0, footprint_bytes=93_400_000,
+        peak_footprint_bytes=93_400_000, peak_rss_bytes=93_400_000, objective=right,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "line"),
+    [
+        (step(9990), "step 9990 of 10000, loss 12.346, footprint 93.4 MB, 6 min 10 s left"),
+        (
+            step(1000, None, 1.0),
+            "[#         ] step 1000 of 10000, loss not finite, 100% right, footprint 93.4 MB",
+        ),
+    ],
+)
+def test_progress_fits_80_columns_whole_and_keeps_the_footprint(one: Step, line: str) -> None:
+    with shown_on() as terminal:
+        with step_bar() as show:
+            show(one, 10_000)
+            assert terminal.lines == [line]
+        assert terminal.lines == [""]
+
+
+def test_a_bar_stands_where_there_is_room() -> None:
+    assert screen.fitted(["rows: row 3 of 10", "x" * 70], 0.3, 79) == (
+        "[###       ] rows: row 3 of 10"
+    )
+    assert screen.fitted(["name" * 50], 0.3, 79) == "name" * 19 + "nam"
+
+
+def test_nothing_shares_the_line_of_progress() -> None:
+    with shown_on() as terminal:
+        with task_bar("row") as evaluating, step_bar() as training:
+            training(step(1), 3)
+            screen.note("a warning")
+            evaluating("evaluating (1)", 1, 2)
+            screen.note("step 1: loss 2")
+            training(step(2), 3)
+            assert terminal.lines[:2] == ["a warning", "step 1: loss 2"]
+            assert terminal.lines[2].startswith("step 2 of 3, loss 12.346, footprint 93.4 MB")
+            evaluating("graphs", 500_000, 2_000_000)
+            assert terminal.lines[2] == "[##        ] weights: 500 kB of 2 MB"
+        screen.out("mebp: 3 steps")
+        assert terminal.lines == ["a warning", "step 1: loss 2", "mebp: 3 steps", ""]
