@@ -18,8 +18,10 @@ from runtime.config.base import (
     FILLED,
     NOT_NEGATIVE,
     Check,
+    Group,
     choice,
     option,
+    output_option,
     refuse,
     required,
     up_to,
@@ -108,11 +110,13 @@ def _searched(option: str) -> str:
 class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     """The options of `ondevice compare`, which trains several methods under one budget."""
 
-    data: str = required(TRAIN_DATA)
-    eval_data: str | None = option(None, "held-out data (else valid of --data)", FILLED)
+    data: str = required(TRAIN_DATA, "DATA")
+    eval_data: str | None = option(
+        None, "held-out data (else valid of --data)", FILLED, Group.EVALUATION, metavar="DATA"
+    )
     valid_split: str | None = valid_split_field()
-    output: str = option("compare", "directory of the comparison", FILLED, aliases=("-o",))
-    methods: str = option(",".join(USUAL), "methods to compare", _NAMES)
+    output: str = output_option("compare", "directory of the comparison", "DIR")
+    methods: str = option(",".join(USUAL), "methods to compare", _NAMES, metavar="NAMES")
     steps: str | None = option(
         None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS
     )
@@ -138,33 +142,47 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
     )
     pack: bool = pack_field()
-    batch_size: int = option(1, "rows per step; with --pack sequences of rows", up_to(MOST_ROWS))
+    batch_size: int = option(
+        1, "rows per step; with --pack sequences of rows", up_to(MOST_ROWS), Group.TRAINING
+    )
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
     rounding: str | None = rounding_field()
-    optimizer: str = choice("adamw", "optimizer, of methods that use one", "adamw", "sgd")
+    optimizer: str = choice(
+        "adamw", "optimizer, of methods that use one", "adamw", "sgd", group=Group.TRAINING
+    )
     queries: int | None = option(
         None,
         "directions per step, of methods that perturb (default: each one's)",
         up_to(MOST_QUERIES),
+        Group.ZEROTH_ORDER,
     )
     eval_every: str | None = option(
         None,
         "steps between evaluations, written as --steps (default: 50, or with --max-forward-passes "
         "so many that each method is evaluated at most 20 times)",
         _COUNTS,
+        Group.EVALUATION,
     )
-    eval_rows: int = option(0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE)
-    seed: int = option(0, "seed of the order of rows and of the noise", NOT_NEGATIVE)
+    eval_rows: int = option(
+        0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE, Group.EVALUATION
+    )
+    seed: int = option(
+        0, "seed of the order of rows and of the noise", NOT_NEGATIVE, Group.TRAINING
+    )
     learning_rates: str = option(
         _searched("learning_rate"),
         "rates that a sweep tries before a method runs, as 1e-4:3e-4 for all or mezo=1e-6:1e-5; "
         "the better half goes on for twice as many steps, until one is left; a single rate needs "
         "no sweep; methods that are not named keep their default",
         _GRIDS,
+        Group.SWEEP,
     )
     epsilons: str = option(
-        _searched("epsilon"), "sizes of a perturbation that a sweep tries with each rate", _GRIDS
+        _searched("epsilon"),
+        "sizes of a perturbation that a sweep tries with each rate",
+        _GRIDS,
+        Group.SWEEP,
     )
     sweep_steps: str | None = option(
         None,
@@ -172,8 +190,11 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         f"{_SWEEP_STEPS}; with --max-forward-passes so many that the last two go on for a quarter "
         "of the run)",
         _COUNTS,
+        Group.SWEEP,
     )
-    sweep_rows: int = option(0, "rows per evaluation of a trial (0: as --eval-rows)", NOT_NEGATIVE)
+    sweep_rows: int = option(
+        0, "rows per evaluation of a trial (0: as --eval-rows)", NOT_NEGATIVE, Group.SWEEP
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

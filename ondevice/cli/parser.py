@@ -35,6 +35,21 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)  # argparse's own says nothing of a full disk
 
 
+class Help(argparse.HelpFormatter):
+    """Breaks lines at spaces, and lists that are longer than a line at commas, never at hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        from textwrap import wrap
+
+        words = [
+            word.replace(",", ", ").strip() if len(word) > width else word for word in text.split()
+        ]
+        return wrap(" ".join(words), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(f"{indent}{line}" for line in self._split_lines(text, width))
+
+
 def whole_parser(*typed: str) -> Parser:
     """All commands, with the options of those that were typed."""
     parser = Parser(
@@ -101,6 +116,7 @@ def _add_command(
         usage=line,
         allow_abbrev=False,
         add_help=False,
+        formatter_class=Help,
     )
     groups = add_arguments(parser, config)
     if command.resumes:
@@ -112,7 +128,7 @@ def _add_command(
             "more --steps or --epochs; only these, --patience, --budget and --device may be given "
             "beside it, and the bundle, where it has moved",
         )
-        groups[Group.OTHER].add_argument(
+        groups[Group.MEMORY].add_argument(
             "--verbose", action="store_true", help="print the memory plan before training starts"
         )
     parser.set_defaults(handler=command.run, parser=parser)

@@ -31,15 +31,16 @@ class Group(StrEnum):
 
     MAIN = "main options"
     DATA = "data"
+    TRAINING = "training"
     QUANTIZATION = "quantization"
     LORA = "LoRA adapters"
     GRAPHS = "graphs"
-    MEMORY = "memory and speed"
-    TRAINING = "training"
-    ZEROTH_ORDER = "zeroth-order methods only (mezo and its variants)"
     EVALUATION = "evaluation"
+    SWEEP = "sweep of options before a method runs"
     SAMPLING = "sampling"
     STOPPING = "saving and stopping"
+    MEMORY = "memory and speed"
+    ZEROTH_ORDER = "zeroth-order methods only (mezo and its variants)"
     OTHER = "other"
 
 
@@ -201,14 +202,15 @@ def add_arguments(
 ) -> dict[Group, argparse._ArgumentGroup]:
     """Give `parser` (made with `add_help=False`) a flag for each field of `cls`, in groups.
 
-    Every command also gets `--config FILE`, `--json` and `--help`. Only what the user gave is set
-    on the namespace (see `given`). Nothing is checked here, so that `load` can report all problems
+    In each group what must be given comes first, then where the command writes. Every command also
+    gets `--config FILE`, `--json` and `--help`. Only what the user gave is set on the namespace
+    (see `given`). Nothing is checked here, so that `load` can report all problems
     together. Returns the groups.
     """
     used = {setting.metadata["group"] for setting in fields(cls) if setting.name != cls.positional}
     headings = [group for group in Group if group in used or group is Group.OTHER]
     places = {group: parser.add_argument_group(group.value) for group in headings}
-    for setting in fields(cls):
+    for setting in sorted(fields(cls), key=_place):
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(setting)}
         place = places.get(setting.metadata["group"], parser)
         flags = sorted((flag(setting.name), *setting.metadata["aliases"]), key=_is_long)
@@ -229,6 +231,13 @@ def add_arguments(
     other.add_argument("--json", action="store_true", help="print the result as JSON")
     other.add_argument("-h", "--help", action="help", help="show this text and exit")
     return places
+
+
+def _place(setting: Field[Any]) -> int:
+    """Where an option stands among those of its group: of lower numbers first."""
+    if setting.default is MISSING:
+        return 0
+    return 1 if setting.name == "output" else 2
 
 
 def usage(cls: type[Config]) -> str:

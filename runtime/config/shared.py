@@ -58,6 +58,7 @@ def device_field() -> Any:
         "device to compute on (auto: the one that the bundle was exported for, or MLX's default "
         "where the bundle comes from another machine)",
         *DEVICES,
+        group=Group.MEMORY,
     )
 
 

@@ -54,7 +54,9 @@ class TrainConfig(StepConfig, DataOptions):
     output: str = output_option("run", "run directory to write", "RUN")
     valid_split: str | None = valid_split_field()
     profile: bool = option(
-        False, "measure where time and memory go, and write it to the run's summary.json"
+        False,
+        "measure where time and memory go, and write it to the run's summary.json",
+        group=Group.MEMORY,
     )
     report_to: str = choice(
         "none",
@@ -62,6 +64,7 @@ class TrainConfig(StepConfig, DataOptions):
         "none",
         "tensorboard",
         "wandb",
+        group=Group.OTHER,
     )
     machine: str | None = option(
         None,

@@ -250,7 +250,7 @@ def test_help_is_in_groups_in_their_order() -> None:
         headings.index(config.Group.ZEROTH_ORDER),
         headings.index(config.Group.EVALUATION),
     )
-    assert at[mezo] < text.rindex("  --epsilon") < at[evaluation] < text.rindex("  --stop-loss")
+    assert at[evaluation] < text.rindex("  --stop-loss") < at[mezo] < text.rindex("  --epsilon")
     short = argparse.ArgumentParser(add_help=False)
     config.add_arguments(short, ExportConfig)
     assert "zeroth-order" not in short.format_help()
