@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, open_folder, remove
 from harness.compare.lengths import (
     UNBOUNDED_STEPS,
@@ -52,6 +54,7 @@ from runtime.core.errors import (
 from runtime.core.files import write_atomic
 from runtime.core.notes import Note
 from runtime.data.hub import hub_dataset
+from runtime.data.report import DataReport
 from runtime.data.source import split_file
 from runtime.run.budget import training
 from runtime.run.lora import to_train
@@ -234,11 +237,27 @@ def compare(
     existed = folder.exists()
     open_folder(folder, fixed)
     try:
-        return Comparison(fixed, folder, note, measure).run()
+        return Comparison(fixed, folder, note, _showing_lengths(fixed, note, measure)).run()
     except OnDeviceError:
         if not has_runs(folder):
             remove(folder, existed)
         raise
+
+
+def _showing_lengths(config: CompareConfig, note: Note, measure: Measure) -> Measure:
+    """As `measure`, and the lengths of the rows are shown once: all trials have the same."""
+    shown: list[str] = []
+
+    def measured(settings: Mapping[str, object], run: Path) -> dict[str, Any]:
+        summary = measure(settings, run)
+        reports = {} if shown else summary.get("data", {})
+        for name, facts in reports.items():
+            report = msgspec.convert(facts, DataReport, strict=False)
+            shown.append(report.histogram(open_bundle(config.bundle).manifest.buckets))
+            note(f"{name}, rows by their tokens to predict:\n{shown[-1]}")
+        return summary
+
+    return measured
 
 
 def check_methods(config: CompareConfig) -> None:

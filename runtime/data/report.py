@@ -124,10 +124,11 @@ class DataReport(msgspec.Struct, kw_only=True):
         lost = [f"{_rows(count)} with {what:.200}" for what, count in self.lost.items()]
         return [*lost, *self.warnings, *([f"and {more} more such rows"] if more else [])]
 
-    def describe(self, buckets: Sequence[int]) -> str:
-        """All of it as text for people."""
+    def describe(self, buckets: Sequence[int], lengths: bool = True) -> str:
+        """All of it as text for people, with or without the histogram of lengths."""
         warned = [f"warning: {line}" for line in self.warning_lines()]
-        return "\n".join([self.counts(), self.histogram(buckets), *warned])
+        histogram = [self.histogram(buckets)] if lengths else []
+        return "\n".join([self.counts(), *histogram, *warned])
 
 
 def _rows(count: int) -> str:

@@ -269,7 +269,7 @@ class Events:
     plan: receives the plan, once it is made. note: receives one line for people. step: receives a
     step and the number of all steps. evaluation: receives a name, the rows done, and the
     number of all rows. evaluated: receives when an evaluation was made ("before", a step's number,
-    "after"), and its result.
+    "after"), and its result. lengths: whether the notes on data count rows by their length.
     """
 
     plan: Callable[[Plan], None] = lambda plan: None
@@ -277,3 +277,4 @@ class Events:
     step: Callable[[Step, int], None] = lambda step, total: None
     evaluation: Callable[[str, int, int], None] = lambda name, done, total: None
     evaluated: Callable[[str, Evaluation], None] = lambda when, evaluation: None
+    lengths: bool = True

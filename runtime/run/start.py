@@ -111,7 +111,7 @@ def _begin(
     fixed = _with_absolute_paths(config, folder)
     rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
     for report in reports_of(rows, eval_rows).values():
-        events.note(report.describe(bundle.manifest.buckets))
+        events.note(report.describe(bundle.manifest.buckets, events.lengths))
     samples = Samples.of(fixed, bundle.manifest, rows)
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())

@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
             step=step,
             evaluation=evaluation,
             evaluated=lambda when, result: note(describe_validation(when, result)),
+            lengths=not quiet,  # which the summary has; a comparison shows them once
         )
         if config is None:
             summary = resume(arguments.resume, events, overrides)

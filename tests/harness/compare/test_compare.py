@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -408,3 +409,18 @@ def test_settings_of_adapters_and_packing_reach_every_run(tmp_path: Path) -> Non
     lora = {"lora_rank": 4, "lora_layers": 2, "rslora": False, "pack": True}
     compare(settings(tmp_path, **lora), lambda text: None, measure)
     assert len(seen) >= 4 and all(one == lora for one in seen)
+
+
+def test_how_long_rows_are_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = SimpleNamespace(manifest=SimpleNamespace(buckets=(16, 32)))
+    monkeypatch.setattr("harness.compare.compare.open_bundle", lambda path: bundle)
+    runs, said = Runs(by_rate), list[str]()
+    report = {"source": "rows.jsonl", "read": 3, "kept": 3, "lengths": {"12": 2, "20": 1}}
+
+    def measure(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
+        return {**runs(settings, run), "data": {"train": report}}
+
+    compare(settings(tmp_path), said.append, measure)
+    shown = [text for text in said if "up to 16 tokens" in text]
+    assert len(runs.made) > 4 and len(shown) == 1
+    assert "up to 32 tokens               1  ############" in shown[0]
