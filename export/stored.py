@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +15,12 @@ FloatType = Literal["float32", "float16", "bfloat16"]
 
 def numpy_type(name: str) -> np.dtype[Any]:
     """NumPy's type of this name, or the bfloat16 that NumPy lacks."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes  # which an interpreter for other programs need not have
+
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
 
 
 @dataclass(frozen=True)

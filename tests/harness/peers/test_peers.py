@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import math
 import os
@@ -194,3 +195,16 @@ def test_pytorch(tmp_path: Path) -> None:
         one = setup(tmp_path, tmp_path).measure(name)
         assert one["losses"][0] == pytest.approx(math.log(320), rel=0.1)
         assert one["trainable_parameters"] == 29_696
+
+
+def test_torch_s_process_needs_nothing_of_ours_but_numpy() -> None:
+    """An interpreter that has torch and peft is enough, as the help says."""
+    code = (
+        "import sys; import harness.peers.torch_trainer; "
+        "print({m.split('.')[0] for m in sys.modules} - sys.stdlib_module_names)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    others = ast.literal_eval(done.stdout)
+    assert {name for name in others if not name.startswith("_")} == {
+        "export", "harness", "runtime", "numpy",
+    }  # fmt: skip
