@@ -28,13 +28,16 @@ $(VENV)/.ready: pyproject.toml
 	$(MAKE) tokenizers
 	touch $@
 
-# The OpenBLAS wheel needs the Fortran runtime, which minimal Linux images lack.
+# On x86-64 the OpenBLAS wheel needs the Fortran runtime, which minimal Linux images lack; elsewhere
+# there is no such wheel, and OpenBLAS is the system's.
 blas:
-	@if [ "$$(uname -s)" = Linux ] && ! ldconfig -p 2>/dev/null | grep -q 'libgfortran\.so\.5'; then \
+	@if [ "$$(uname -m)" = x86_64 ]; then library=libgfortran.so.5; package=libgfortran5; \
+	else library=libopenblas.so.0; package=libopenblas0-pthread; fi; \
+	if [ "$$(uname -s)" = Linux ] && ! ldconfig -p 2>/dev/null | grep -q "$$library"; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    { apt-get install -y -qq libgfortran5 || { apt-get update -qq && apt-get install -y -qq libgfortran5; }; } >/dev/null \
-	      || echo 'libgfortran5 could not be installed: matrix products may be slow'; \
-	  else echo 'libgfortran5 is missing: matrix products will be slow; install it with your package manager'; fi; \
+	    { apt-get install -y -qq $$package || { apt-get update -qq && apt-get install -y -qq $$package; }; } >/dev/null \
+	      || echo "$$package could not be installed: matrix products may be slow"; \
+	  else echo "$$package is missing: matrix products will be slow; install it with your package manager"; fi; \
 	fi
 
 # Tokenizers that people have (Apache-2.0), for tests, which are skipped where they are absent.

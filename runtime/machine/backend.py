@@ -37,10 +37,6 @@ AHEAD, LEAST_AHEAD_BYTES = 0.01, 100_000
 _planned = [0]  # the bytes that `limit_memory` was last told
 
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
-NO_BLAS = (
-    "no optimized BLAS could be loaded, matrix products run about 100 times slower; install "
-    "libgfortran5 (Debian, Ubuntu: apt install libgfortran5) or libopenblas0-pthread"
-)
 TOO_LATE = (
     "MLX was imported before ondevice had set this process up: matrix products may run on MLX's "
     "own slow BLAS, and more memory may be taken than predicted; start Python again, and call "
@@ -57,6 +53,19 @@ class Prepared:
     warning: str = ""
 
 
+def no_blas(processor: str) -> str:
+    """The warning where only the reference BLAS could be loaded.
+
+    On x86-64 an optimized BLAS is among our packages, whose Fortran library may be missing;
+    elsewhere it comes from the system alone.
+    """
+    package = "libgfortran5" if processor == "x86_64" else "libopenblas0-pthread"
+    return (
+        "no optimized BLAS could be loaded, matrix products run about 100 times slower; install "
+        f"{package} (Debian, Ubuntu: apt install {package})"
+    )
+
+
 def prepare(keep_heap: bool = True) -> Prepared:
     """Set up BLAS and allocator. Call before anything imports `mlx.core`.
 
@@ -66,7 +75,8 @@ def prepare(keep_heap: bool = True) -> Prepared:
     """
     tune_heap(keep_heap)
     if _prepared:
-        return Prepared(_prepared[0], "" if _prepared[0] != REFERENCE else NO_BLAS)
+        slow = _prepared[0] == REFERENCE
+        return Prepared(_prepared[0], no_blas(platform.machine()) if slow else "")
     if "mlx.core" in sys.modules:
         return Prepared(_load_blas(), TOO_LATE)
     _prepared.append(_load_blas())

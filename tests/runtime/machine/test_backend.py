@@ -13,6 +13,7 @@ from runtime.machine import backend
 from runtime.machine.backend import (
     ROUNDED_TO_BYTES,
     limit_memory,
+    no_blas,
     round_up,
     this_machine,
     use_device,
@@ -84,3 +85,12 @@ def test_only_a_gpu_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         mx.set_cache_limit(cache)
         mx.set_memory_limit(memory)
+
+
+@pytest.mark.parametrize(
+    ("processor", "package"),
+    [("x86_64", "libgfortran5"), ("aarch64", "libopenblas0-pthread")],
+)
+def test_a_missing_blas_is_advised_by_the_processor(processor: str, package: str) -> None:
+    """Our packages bring OpenBLAS for x86-64 alone, without its Fortran library."""
+    assert no_blas(processor).endswith(f"install {package} (Debian, Ubuntu: apt install {package})")
