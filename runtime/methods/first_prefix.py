@@ -60,7 +60,10 @@ def _watching(adapters: Adapters, block: Block) -> Loras:
                 value = mx.contiguous(part)
                 mx.eval(value)
                 if not mx.isfinite(value).all().item():
-                    raise DivergedError(f"the model's own {full} are not finite")
+                    raise DivergedError(
+                        f"the model's own {full} are not finite before training: the bundle's "
+                        "weights are damaged; export the model again"
+                    )
                 adapters.tensors[full] = value
 
         none = Lora(mx.zeros((0, keys[1])), mx.zeros((0, values[1])), 1.0)

@@ -208,9 +208,11 @@ class Trainer:
         if due or lost or number is not None or over:
             self._save()
         if lost:
+            learned = self.done > self.skipped  # else the first step's loss was not finite either
             raise DivergedError(
                 f"the loss was not finite {self.skipped} steps in a row; the state after step "
-                f"{self.done} is saved in {self.folder.path}; lower --epsilon or --learning-rate"
+                f"{self.done} is saved in {self.folder.path}; "
+                + ("lower --learning-rate" if learned else "lower --epsilon")
             )
         if over:
             check_budget(self.meter, self.session.plan, f"{self._saved} --budget MORE")

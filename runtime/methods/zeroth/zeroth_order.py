@@ -32,7 +32,7 @@ import mlx.core as mx
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Loras
 from runtime.core.documents import from_json
-from runtime.core.errors import BundleError, UsageError
+from runtime.core.errors import BundleError, DivergedError, UsageError
 from runtime.core.files import require_file, storage_errors
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
@@ -48,6 +48,7 @@ from runtime.objectives.objective import Loss, Objective, chunks, grouped, score
 from runtime.parallel.workers import Workers
 from runtime.storage.activations import Activations
 
+LOST = 1.5  # times the loss of guessing: a model whose loss is above it has diverged
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
 
 
@@ -310,21 +311,32 @@ class ZerothOrder:
         return StepResult(mean, passes, 0, update.record, shown=shown)
 
     def _check_moved(self, losses: Losses) -> None:
-        """Refuse an epsilon that changes no loss, step after step: nothing would be learnt.
+        """End a run in which no perturbation changes a loss, step after step.
+
+        Either they are too small, or the model is lost, and its loss the same all around.
 
         Raises:
-            UsageError: this is the last of MOST_UNMOVED such steps.
+            DivergedError, UsageError: this is the last of MOST_UNMOVED such steps.
         """
         pairs = [(losses[a], losses[b]) for a, b in self.estimator.compared]
         unmoved = bool(pairs) and all(a == b != 0 for a, b in pairs)
         self.unmoved = self.unmoved + 1 if unmoved else 0
-        if self.unmoved == MOST_UNMOVED:
-            raise UsageError(
-                f"in {MOST_UNMOVED} steps in a row the losses of differently perturbed adapters "
-                f"were equal, the last {pairs[0][0]:g} and {pairs[0][1]:g}: --epsilon "
-                f"{self.epsilon:g} is too small for float32, and nothing is learnt; give a larger "
-                "one, such as 0.001"
+        if self.unmoved < MOST_UNMOVED:
+            return
+        equal = (
+            f"in {MOST_UNMOVED} steps in a row the losses of differently perturbed adapters were "
+            f"equal, the last {pairs[0][0]:g} and {pairs[0][1]:g}"
+        )
+        guessing = math.log(self.adapters.manifest.vocab_size)
+        if pairs[0][0] > LOST * guessing:
+            raise DivergedError(
+                f"{equal}, where a model that only guesses has {guessing:.3g}: it has diverged; "
+                "lower --learning-rate"
             )
+        raise UsageError(
+            f"{equal}: --epsilon {self.epsilon:g} is too small for float32, and nothing is learnt; "
+            "give a larger one, such as 0.001"
+        )
 
     def _outside_layers(self, lane: Lane) -> Loras:
         """The moves of weights in the embedding and the head, which have no adapters."""

@@ -185,7 +185,11 @@ def _iterate(
         tensor = f"{block.tensor(name)}.lora_a"
         product = np.array(sums.pop(name), np.float64)
         if not np.isfinite(product).all():
-            raise DivergedError(f"the inputs of {block.tensor(name)} are not finite")
+            raise DivergedError(
+                f"the inputs of {block.tensor(name)} are not finite before training: the bundle's "
+                "weights or the adapter to start from are damaged; export the model again, or "
+                "leave out --adapter"
+            )
         adapters.tensors[tensor] = mx.array(np.linalg.qr(product)[0].astype(np.float32))
 
 

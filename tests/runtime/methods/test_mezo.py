@@ -16,7 +16,7 @@ from support.estimators import copy_of, rows_of
 from support.lengths import at_length
 from support.models import adapters_of, mebp, model_of
 
-from runtime.core.errors import UsageError
+from runtime.core.errors import DivergedError, UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
@@ -66,6 +66,18 @@ def test_an_epsilon_that_changes_no_loss_ends_the_run(
         assert method.step(step, 0.1, [rows]).record == [0.1, [0.0]]
     with pytest.raises(UsageError, match=r"10 steps in a row .* were equal.* --epsilon 1e-30"):
         method.step(MOST_UNMOVED, 0.1, [rows])
+
+
+def test_a_model_that_is_lost_is_told_to_learn_slower(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    """A large loss of which no perturbation changes a bit says nothing of epsilon."""
+    bundle = tiny("qwen2")
+    method = mezo(model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, seed, 1)
+    points = method.estimator.points
+    with pytest.raises(DivergedError, match=r"equal.* 88 and 88, where .* lower --learning-rate$"):
+        for _ in range(MOST_UNMOVED):
+            method._check_moved(dict.fromkeys(points, 88.0))
 
 
 def gradient_of(

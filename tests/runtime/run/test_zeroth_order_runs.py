@@ -129,6 +129,7 @@ def test_ten_losses_that_are_not_finite_end_the_run(bundle: Path, tmp_path: Path
     run = tmp_path / "run"
     done = ondevice(*mezo_arguments(bundle, run, 50, epsilon=1e30, save_every=0))
     assert done.returncode == 1 and "10 steps in a row" in done.stderr
+    assert done.stderr.rstrip().endswith("; lower --epsilon")  # it never had a finite loss
     lines = metrics_of(run)
     assert len(lines) == 10 and all(line["skipped"] and line["loss"] is None for line in lines)
     assert (run / "saves" / "step-00000010" / "adapters.safetensors").exists()
