@@ -385,7 +385,9 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
                 wanted = f"{wanted} of at most 64 bits, with its sign"
             problems.append(f"{setting.name} is {_shortened(value)}; it must be {wanted}{meant}")
         elif check and value is not None and not check.allows(value):
-            meant = check.hint(value)
+            from runtime.config.suggestions import value_meant  # training need not hold its tables
+
+            meant = check.hint(value) or value_meant(setting.name, value)
             problems.append(
                 f"{setting.name} is {_shortened(value)}; it must be {check.wanted}{meant}"
             )

@@ -19,7 +19,8 @@ _COMMANDS = {  # ours: those of other tools
 }
 _FLAGS = {  # the same for flags: of two meanings, the first that a command has counts
     "--adapter": (
-        "--adapter-path --adapter-file --adapters --lora --peft-model --resume-adapter-file"
+        "--adapter-path --adapter-file --adapters --lora --peft-model --resume-adapter-file "
+        "--adapter-name-or-path --lora-path --lora-model"
     ),
     "--resume": "--resume-from-checkpoint",
     "--steps": "--iters --max-steps --max-iters --num-steps",
@@ -35,36 +36,72 @@ _FLAGS = {  # the same for flags: of two meanings, the first that a command has 
     "--max-grad-norm": "--max-gradient-norm --gradient-clipping",
     "--lora-rank": "--lora-r --rank",
     "--lora-alpha": "--alpha",
-    "--lora-targets": "--target-modules --lora-target-modules --lora-keys",
-    "--lora-layers": "--num-layers --lora-num-layers",
+    "--lora-targets": "--target-modules --lora-target-modules --lora-target --lora-keys --keys",
+    "--lora-layers": "--num-layers --lora-num-layers --layers-to-transform",
     "--rslora": "--use-rslora",
     "--lora-dropout": "--dropout",
-    "--trainable": "--fine-tune-type --prefix-tuning",
+    "--trainable": "--fine-tune-type --finetuning-type --prefix-tuning --peft-type",
     "--prefix-length": "--num-prefix --num-virtual-tokens",
     "--queries": "--num-perturbations",
     "--epsilon": "--zo-eps",
-    "--max-seq-length": "--max-length --max-seq-len --block-size --cutoff-len --ctx-size",
+    "--max-seq-length": (
+        "--max-length --max-seq-len --block-size --cutoff-len --ctx-size --sequence-len "
+        "--model-max-length"
+    ),
     "--max-tokens": "--max-length --max-new-tokens --n-predict -n",
-    "--pack": "--packing",
-    "--data": "--train-file --train-data --dataset --dataset-name",
-    "--eval-data": "--validation-file --valid-data",
-    "--eval-every": "--eval-steps --steps-per-eval",
+    "--pack": "--packing --sample-packing",
+    "--data": "--train-file --train-data --dataset --datasets --dataset-name --hf-dataset",
+    "--eval-data": "--validation-file --valid-data --valid-file --eval-dataset --test-file",
+    "--valid-split": "--val-set-size --val-size --validation-split --eval-split --test-size",
+    "--eval-every": "--eval-steps --steps-per-eval --evals-per-epoch",
     "--eval-rows": "--val-batches --test-batches --max-eval-samples",
     "--save-every": "--save-steps",
     "--keep": "--save-total-limit",
     "--keep-best": "--load-best-model-at-end",
     "--patience": "--early-stopping-patience",
-    "--output": "--output-dir --mlx-path --save-path --outfile",
+    "--output": "--output-dir --mlx-path --save-path --outfile --gguf-path",
+    "--force": "--overwrite --overwrite-output-dir",
+    "--shard-size": "--max-shard-size --split-max-size",
+    "--calibrate": "--imatrix --calibration-data",
+    "--bundle": "--base",
     "--columns": "--dataset-text-field --prompt-feature --text-feature",
     "--loss-on": "--assistant-only-loss --completion-only-loss --train-on-inputs",
-    "--bits": "--q-bits --outtype",
+    "--dtype": "--outtype --de-quantize --dequantize --torch-dtype",
+    "--bits": "--q-bits --outtype --quantization-bit --quantization",
     "--group-size": "--q-group-size",
+    "--layout": "--q-mode",
     "--temperature": "--temp",
+    "--chat": "--conversation --apply-chat-template -cnv",
     "--prompt": "-p",
-    "--context": "-c",
+    "--context": "-c --max-kv-size",
     "--config": "-c",
-    "--system": "--system-prompt",
+    "--system": "--system-prompt -sys",
+    "--device": "--device-map --accelerator --use-cpu --no-cuda",
+    "--seed": "-s --data-seed --random-seed",
     "--budget": "--memory --max-memory --memory-limit",
+}
+
+_VALUES = {  # values of our flags: those of other tools
+    "--optimizer": {
+        "adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused",
+        "sgd": "momentum",
+    },
+    "--lr-schedule": {
+        "constant": "constant_with_warmup none",
+        "linear": "linear_schedule linear_with_warmup polynomial",
+        "cosine": "cosine_decay cosine_with_warmup cosine_with_restarts cosine_with_min_lr",
+    },
+    "--dtype": {"float16": "f16 fp16 half", "bfloat16": "bf16 auto", "float32": "f32 fp32 float"},
+    "--bits": {
+        "4": "q4_0 q4_1 q4_k_m q4_k_s q4_k 4bit nf4 fp4 int4",
+        "8": "q8_0 8bit int8",
+        "16": "f16 fp16 bf16 float16 bfloat16",
+        "32": "f32 fp32 float32",
+    },
+    "--layout": {"symmetric": "mxfp4 mxfp8 nvfp4"},
+    "--loss-on": {"all": "true"},
+    "--to": {"gguf": "llama.cpp", "mlx": "mlx-lm mlx_lm", "peft": "hf huggingface transformers"},
+    "--format": {"hf": "safetensors huggingface transformers mlx", "gguf": "llama.cpp"},
 }
 
 COMMANDS_ELSEWHERE = {theirs: ours for ours, names in _COMMANDS.items() for theirs in names.split()}
@@ -74,6 +111,12 @@ FLAGS_ELSEWHERE = {
     for theirs in " ".join(_FLAGS.values()).split()
 }
 """Our flags for each of another tool: the first that a command has is meant."""
+
+VALUES_ELSEWHERE = {
+    flag: {their: ours for ours, names in values.items() for their in names.split()}
+    for flag, values in _VALUES.items()
+}
+"""Our value of a flag for each of another tool."""
 
 _BUNDLE = (
     "a bundle is given without a flag, behind the command; a checkpoint becomes one by: "
@@ -96,6 +139,47 @@ _DORA = (
 _PENALTY = (
     "tokens are drawn without penalties for repetition; --temperature, --top-k, --top-p and "
     "--min-p say how evenly"
+)
+_FILTERS = "--temperature, --top-k, --top-p and --min-p say how tokens are drawn; leave it out"
+_CACHE = "keys and values of earlier tokens are kept in float32, within --budget; leave it out"
+_ONE_MODEL = "one model computes each token; leave it out"
+_NAMED = "a run is named by its folder (--output); leave it out"
+_BETAS = "AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8; leave it out"
+_WHEN = "it is counted in steps: --save-every and --eval-every, 0 for never"
+_TEMPLATE = (
+    "conversations are written by the chat template of the bundle's tokenizer, and generate "
+    "--chat and chat use it too; for another, put it into the checkpoint's tokenizer and export "
+    "again"
+)
+_SCALE = "adapters are scaled by alpha / rank: give --lora-alpha, the scale times --lora-rank"
+_ATTENTION = "attention never holds the scores of all tokens, whatever the option; leave it out"
+_COMPILED = "graphs are traced at export, and logits are never held whole; leave it out"
+_ROWS = (
+    "rows are tokenized once, come in an order that --seed decides, and are padded to the "
+    "bundle's lengths; leave it out"
+)
+_ALIKE = "all adapters of a run have one rank and alpha, and begin at no change; leave it out"
+_CAUSAL = "what is trained predicts the next token of its answers (--loss-on); leave it out"
+_PLAIN = "the loss is the plain cross entropy, without noise or smoothing; leave it out"
+_WRITTEN = "the file is written tensor by tensor, within --budget; leave it out"
+_PLACED = "where it computes is --device, and how much memory it takes is --budget; leave it out"
+_THREADS = "the environment sets threads: OPENBLAS_NUM_THREADS=2 ondevice ..."
+_MAPPED = "weights are mapped, and read where they are needed; leave it out"
+_FEWER = "give a file with fewer rows, such as: head -n 1000 data.jsonl > fewer.jsonl"
+_ENDING = (
+    "an answer ends at the end tokens of the tokenizer and its chat template, or after --max-tokens"
+)
+_TRACKED = "there are --report-to tensorboard and wandb, and the run's metrics.jsonl for any other"
+_STATE = (
+    "the state of adamw lies on the disk, so smaller states of other optimizers would save no "
+    "memory"
+)
+_QUANTIZED_FILE = (
+    "a fused file holds floats (--dtype float16), of which llama.cpp's llama-quantize makes this"
+)
+_KINDS = (
+    "there are LoRA, with --rslora, prefixes (--trainable prefix), and all parameters with methods "
+    "that see losses only (--trainable full --method mezo)"
 )
 
 _NO_RELIEF = "it was removed: no heap memory is given back near the predicted peak; leave it out"
@@ -124,17 +208,105 @@ ADVICE = {  # flags with no counterpart: the way to the same end
         _NO_METHOD,
     ),
     **dict.fromkeys(("--dora", "--use-dora"), _DORA),
+    **dict.fromkeys(("--use-adalora", "--use-ia3", "--pissa", "--galore", "--vera"), _KINDS),
+    **dict.fromkeys(("--scale", "--lora-scale", "--lora-scaled"), _SCALE),
+    **dict.fromkeys(
+        (
+            *("--init-lora-weights", "--rank-pattern", "--alpha-pattern", "--layers-pattern"),
+            *("--layer-replication", "--fan-in-fan-out", "--bias", "--loraplus-lr-ratio"),
+        ),
+        _ALIKE,
+    ),
     "--beta": _NO_PAIRS,
+    **dict.fromkeys(("--adam-beta1", "--adam-beta2", "--adam-epsilon", "--betas"), _BETAS),
+    **dict.fromkeys(
+        ("--neftune-noise-alpha", "--label-smoothing-factor", "--label-smoothing", "--loss-type"),
+        _PLAIN,
+    ),
+    **dict.fromkeys(("--save-strategy", "--eval-strategy", "--evaluation-strategy"), _WHEN),
+    **dict.fromkeys(("--stage", "--task-type", "--do-predict"), _CAUSAL),
+    **dict.fromkeys(("--max-samples", "--max-train-samples"), _FEWER),
+    **dict.fromkeys(
+        (
+            *("--group-by-length", "--shuffle", "--shuffle-dataset", "--dataloader-num-workers"),
+            *("--dataset-num-proc", "--preprocessing-num-workers", "--remove-unused-columns"),
+            *("--padding-free", "--packing-strategy", "--dataset-kwargs"),
+        ),
+        _ROWS,
+    ),
+    **dict.fromkeys(
+        (
+            *("--attn-implementation", "--flash-attn", "--flash-attention", "-fa"),
+            "--use-flash-attn",
+        ),
+        _ATTENTION,
+    ),
+    **dict.fromkeys(("--use-liger-kernel", "--liger-kernel", "--torch-compile"), _COMPILED),
+    **dict.fromkeys(("--run-name", "--project-name", "--logging-dir", "--model-name"), _NAMED),
+    **dict.fromkeys(
+        (
+            *("--chat-template", "--chat-template-path", "--chat-template-config", "--template"),
+            *("--ignore-chat-template", "--use-default-chat-template", "--jinja"),
+        ),
+        _TEMPLATE,
+    ),
+    "--metric-for-best-model": "the held-out loss decides, and lower is better; leave it out",
+    "--greater-is-better": "the held-out loss decides, and lower is better; leave it out",
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",
     **dict.fromkeys(
         ("-m", "--model", "--model-name-or-path", "--base-model", "--model-path", "--hf-path"),
         _BUNDLE,
     ),
-    **dict.fromkeys(("--load-in-4bit", "--load-in-8bit", "--quantize", "--qlora"), _QUANTIZED),
-    **dict.fromkeys(("--gradient-checkpointing", "--grad-checkpoint"), _MEMORY),
+    **dict.fromkeys(
+        (
+            *("--load-in-4bit", "--load-in-8bit", "--quantize", "--qlora", "--bits", "--layout"),
+            *("--group-size", "--bnb-4bit-quant-type", "--bnb-4bit-compute-dtype"),
+        ),
+        _QUANTIZED,
+    ),
+    "--outtype": "adapters are written in float32; leave it out",
+    **dict.fromkeys(
+        (
+            *("--gradient-checkpointing", "--grad-checkpoint", "--activation-offloading"),
+            "--clear-cache-threshold",
+        ),
+        _MEMORY,
+    ),
     **dict.fromkeys(("--bf16", "--fp16", "--tf32", "--dtype", "--torch-dtype"), _PRECISION),
     **dict.fromkeys(("--deepspeed", "--fsdp", "--num-processes", "--ddp"), _ONE_DEVICE),
-    **dict.fromkeys(("--logging-steps", "--steps-per-report"), _LINES),
+    **dict.fromkeys(
+        ("--logging-steps", "--steps-per-report", "--logging-strategy", "--disable-tqdm"), _LINES
+    ),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), _PLACED),
+    **dict.fromkeys(("-t", "--threads"), _THREADS),
+    **dict.fromkeys(("--mlock", "--no-mmap"), _MAPPED),
+    **dict.fromkeys(
+        (
+            *("--use-temp-file", "--no-lazy", "--bigendian", "--vocab-only", "--metadata"),
+            *("--split-max-tensors", "--dry-run", "--remote"),
+        ),
+        _WRITTEN,
+    ),
+    **dict.fromkeys(
+        (
+            *("--kv-bits", "--kv-group-size", "--quantized-kv-start", "--prompt-cache-file"),
+            *("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"),
+        ),
+        _CACHE,
+    ),
+    **dict.fromkeys(("--draft-model", "--num-draft-tokens", "--model-draft"), _ONE_MODEL),
+    **dict.fromkeys(
+        (
+            *("--xtc-probability", "--xtc-threshold", "--min-tokens-to-keep", "--typical-p"),
+            *("--mirostat", "--do-sample", "--num-beams"),
+        ),
+        _FILTERS,
+    ),
+    **dict.fromkeys(("--extra-eos-token", "--stop", "--stop-token", "--eos-token"), _ENDING),
+    "--prefill-response": "the answer's beginning cannot be given; `ondevice generate BUNDLE "
+    "--prompt TEXT` without --chat continues any text",
+    **dict.fromkeys(("-i", "--interactive"), "`ondevice chat BUNDLE` reads what you say"),
+    "--quant-predicate": "--bits auto, --eight-bit and --embedding-bits choose bits by layer",
     "--mask-prompt": "prompts have no loss unless --loss-on all asks for it; leave it out",
     "--per-device-eval-batch-size": "held-out rows run together as far as the budget allows; leave "
     "it out",
@@ -153,8 +325,35 @@ ADVICE = {  # flags with no counterpart: the way to the same end
         ("--repeat-penalty", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"),
         _PENALTY,
     ),
-    "--push-to-hub": "nothing is sent anywhere; the run's folder can be uploaded",
+    **dict.fromkeys(
+        ("--push-to-hub", "--upload-repo", "--hub-model-id", "--hub-token"),
+        "nothing is sent anywhere; the folder that is written can be uploaded",
+    ),
     "--trust-remote-code": "code of models never runs; leave it out",
     "--export-gguf": "`ondevice fuse BUNDLE --adapter RUN --format gguf` writes a GGUF file",
     "--wandb": "give --report-to wandb",
 }
+
+VALUE_ADVICE = {  # values of our flags that have no counterpart
+    "--trainable": {
+        "dora": _DORA,
+        "qlora": "adapters are trained beside quantized weights by --trainable lora, the default",
+        **dict.fromkeys(("freeze", "adalora", "ia3", "vera", "loha", "lokr", "oft"), _KINDS),
+    },
+    "--optimizer": dict.fromkeys(
+        (
+            *("adafactor", "muon", "lion", "lion_8bit", "galore_adamw", "rmsprop", "adagrad"),
+            *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+        ),
+        _STATE,
+    ),
+    "--report-to": dict.fromkeys(("mlflow", "swanlab", "comet_ml", "clearml", "all"), _TRACKED),
+    "--dtype": dict.fromkeys(
+        ("q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "tq1_0", "tq2_0"), _QUANTIZED_FILE
+    ),
+    "--bits": dict.fromkeys(
+        ("2", "3", "5", "6", "q5_k_m", "q6_k", "q3_k_m", "q2_k"),
+        "weights are quantized to 4 or 8 bits; --bits auto mixes them by what each layer loses",
+    ),
+}
+"""What to do in place of another tool's value of a flag of ours, or of its name there."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.config.elsewhere import ADVICE, COMMAND_ADVICE, COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
+from runtime.config.elsewhere import (
+    ADVICE,
+    COMMAND_ADVICE,
+    COMMANDS_ELSEWHERE,
+    FLAGS_ELSEWHERE,
+    VALUE_ADVICE,
+    VALUES_ELSEWHERE,
+)
 
 
 def alike(word: str, words: Sequence[str]) -> list[str]:
@@ -28,16 +35,45 @@ def no_command(word: str, names: Sequence[str]) -> str:
 
 def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
     """The message for arguments that a command does not have; `there` are its long flags."""
-    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("-")]
-    for flag in flags:
-        if flag in ADVICE:
-            return f"{flag}: {ADVICE[flag]}"
-    if words and not flags and "--prompt" in there:
+    values = _values(words)
+    near = []
+    for flag, value in values.items():
+        meant = next(iter(_named(flag, there)), "")
+        if advice := VALUE_ADVICE.get(meant, {}).get(value.lower()):
+            return f"{flag} {value}: {advice}"
+        advised = [name for name in (flag, *FLAGS_ELSEWHERE.get(flag, ())) if name in ADVICE]
+        if advised and not meant:
+            return f"{flag}: {ADVICE[advised[0]]}"
+        ours = VALUES_ELSEWHERE.get(meant, {}).get(value.lower())
+        near += [f"{meant} {ours}"] if ours else _meant(flag, there)
+    if words and not values and "--prompt" in there:
         return f"unrecognized arguments: {' '.join(words)}; a prompt is given by --prompt TEXT"
-    near = [name for flag in flags for name in _meant(flag, there)]
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
     hint = meant if near else f"see: {command} --help"
     return f"unrecognized arguments: {' '.join(words)}; {hint}"
+
+
+def value_meant(name: str, value: object) -> str:
+    """What a value that an option does not take may mean, as the end of a message; often empty."""
+    flag, theirs = _flag(name), str(value).lower()
+    if advice := VALUE_ADVICE.get(flag, {}).get(theirs):
+        return f"; {advice}"
+    ours = VALUES_ELSEWHERE.get(flag, {}).get(theirs)
+    return f"; did you mean {ours}?" if ours else ""
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """The flags among arguments, each with its value, which is empty where there is none."""
+    values: dict[str, str] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("-"):
+            flag, _, value = word.partition("=")
+            flag = flag.replace("_", "-")
+            values[flag] = value
+        elif flag and not values[flag]:
+            values[flag] = word
+    return values
 
 
 def unknown_key(key: str, there: Sequence[str]) -> str:
@@ -56,5 +92,10 @@ def _flag(key: str) -> str:
 
 def _meant(flag: str, there: Sequence[str]) -> list[str]:
     """The flag that is meant, if any of those that there are is."""
+    return _named(flag, there) or alike(flag, there)
+
+
+def _named(flag: str, there: Sequence[str]) -> list[str]:
+    """The flag that is there under another name, if one is."""
     named = [flag, *FLAGS_ELSEWHERE.get(flag, ())]
-    return [name for name in named if name in there][:1] or alike(flag, there)
+    return [name for name in named if name in there][:1]

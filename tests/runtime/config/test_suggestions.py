@@ -10,7 +10,13 @@ from support.runs import refuses
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.parser import command_parser, long_flags
 from runtime.config.base import load
-from runtime.config.elsewhere import ADVICE, COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
+from runtime.config.elsewhere import (
+    ADVICE,
+    COMMANDS_ELSEWHERE,
+    FLAGS_ELSEWHERE,
+    VALUE_ADVICE,
+    VALUES_ELSEWHERE,
+)
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 
@@ -44,6 +50,29 @@ NAMES = {command.name for command in COMMANDS}
         (["train", "--model", "x"], "a bundle is given without a flag"),
         (["train", "b", "--use-dora"], "DoRA is not supported"),
         (["train", "b", "--dora"], "DoRA is not supported"),
+        (
+            ["train", "b", "--fine-tune-type", "dora"],
+            "--fine-tune-type dora: DoRA is not supported",
+        ),
+        (["train", "b", "--data=d", "--trainable=dora"], "lora, full or prefix; DoRA is not supp"),
+        (["train", "b", "--optim=adamw_torch"], "did you mean --optimizer adamw?"),
+        (["train", "b", "--data=d", "--optimizer=adamw_8bit"], "adamw lies on the disk"),
+        (["train", "b", "--lr-scheduler-type", "cosine_with_restarts"], "--lr-schedule cosine?"),
+        (["train", "b", "--bits", "4"], "--bits: weights are quantized once: ondevice export"),
+        (["train", "b", "--q-bits", "4"], "--q-bits: weights are quantized once"),
+        (["train", "b", "--neftune-noise-alpha", "5"], "the plain cross entropy"),
+        (["train", "b", "--val-set-size", "0.1"], "did you mean --valid-split?"),
+        (["export", "m", "-o", "b", "--outtype", "q8_0"], "did you mean --bits 8?"),
+        (["export", "m", "-o", "b", "--bits", "q4_k_m"], "or auto; did you mean 4?"),
+        (["fuse", "b", "-o", "x", "--outtype=F16"], "did you mean --dtype float16?"),
+        (
+            ["fuse", "b", "-o", "x", "--outtype", "q8_0"],
+            "--outtype q8_0: a fused file holds floats",
+        ),
+        (["fuse", "b", "-o", "x", "--upload-repo=me"], "nothing is sent anywhere"),
+        (["adapter", "r", "--to=gguf", "-o=x", "--outtype=f16"], "adapters are written in float32"),
+        (["generate", "b", "--prompt=x", "--kv-bits", "8"], "within --budget; leave it out"),
+        (["generate", "b", "--prompt=x", "-ngl", "99"], "-ngl: where it computes is --device"),
         (["train", "b", "--beta", "0.1"], "--beta: training on pairs of a chosen and a rejected"),
         (["dpo", "b"], "no command 'dpo': training on pairs of a chosen and a rejected answer"),
         (["serve"], "no command 'serve': nothing is served over the network; `ondevice chat`"),
@@ -111,4 +140,19 @@ def test_the_tables_name_what_is_not_ours() -> None:
     for flag in flags:  # another command may have it; then the tables help the others
         assert any(flag not in long_flags(command_parser(command)) for command in COMMANDS)
     assert not set(ADVICE) & {f"--{one.name}" for one in fields(TrainConfig)}
-    assert not set(ADVICE) & set(FLAGS_ELSEWHERE)
+    for flag in set(ADVICE) & set(FLAGS_ELSEWHERE):  # for commands without any of ours
+        lacking = [set(long_flags(command_parser(command))) for command in COMMANDS]
+        assert any(not flags & set(FLAGS_ELSEWHERE[flag]) for flags in lacking), flag
+    for flag in (*VALUES_ELSEWHERE, *VALUE_ADVICE):
+        assert flag in OURS, flag
+        configs = [command.config.__dataclass_fields__ for command in COMMANDS]
+        checks = [
+            one[flag[2:].replace("-", "_")].metadata["check"]
+            for one in configs
+            if flag[2:].replace("-", "_") in one
+        ]
+        theirs = VALUES_ELSEWHERE.get(flag, {})
+        read = {value: int(value) if value.isdecimal() else value for value in theirs.values()}
+        assert all(any(check.allows(read[ours]) for check in checks) for ours in theirs.values())
+        others = {*theirs, *VALUE_ADVICE.get(flag, {})}
+        assert not [value for value in others if all(check.allows(value) for check in checks)]
