@@ -192,7 +192,10 @@ class _EndsCutter:
             length = _length(given, values)  # the position is that of layers: the ends see none
             _set_parameters(self.taps.model, given)
             hidden = given.get(source, mx.zeros(shape_at(self.shape, length)))
-            outputs = [*[hidden] * (len(self.calls) - 1), mx.zeros((1, length, 1))]
+            # Gemma scales its embedding in place, which must not scale what the layers return
+            embedded = hidden if consumer == 1 else mx.zeros(shape_at(self.shape, length))
+            layers = [hidden] * (len(self.calls) - 2)
+            outputs = [embedded, *layers, mx.zeros((1, length, 1))]
             return [self._replay(outputs)[0][consumer].inputs[0]]
 
         part = cut_graph(

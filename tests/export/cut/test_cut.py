@@ -90,6 +90,12 @@ def test_only_the_embeddings_own_graph_scales_it(rng: np.random.Generator) -> No
     (x,) = graph.functions["forward"].call(e + 0)
     assert mx.allclose(x, e * 128**0.5, rtol=1e-2)  # Gemma rounds the factor to bfloat16
     assert not mx.allclose(x, e)
+    (graph,) = (
+        one for one in cut_of("gemma3", rms_norm_eps=0.3).graphs if one.operation.graph == "head.0"
+    )
+    weight = mx.array(rng.standard_normal(128).astype(np.float32))
+    (h,) = graph.functions["forward"].call(e + 0, weight)
+    assert mx.allclose(h, mx.fast.rms_norm(e, 1 + weight, 0.3), atol=1e-6)
 
 
 def test_products_of_the_same_input_are_one_operation() -> None:
