@@ -14,17 +14,19 @@ import numpy as np
 from export.stored import F32
 from runtime.core.errors import BundleError
 
-_LENGTH = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 # rope_type -> the settings that it computes with
 SETTINGS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", _LENGTH}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH}),
     "yarn": frozenset(
-        {"factor", _LENGTH, "attention_factor", "beta_fast", "beta_slow"}
+        {"factor", ORIGINAL_LENGTH, "attention_factor", "beta_fast", "beta_slow"}
         | {"mscale", "mscale_all_dim", "truncate"}
     ),
-    "longrope": frozenset({"factor", _LENGTH, "attention_factor", "short_factor", "long_factor"}),
+    "longrope": frozenset(
+        {"factor", ORIGINAL_LENGTH, "attention_factor", "short_factor", "long_factor"}
+    ),
 }
 # settings that must be there; the rest have defaults
 _NEEDED = {
@@ -73,13 +75,16 @@ def checked_scaling(
     if kind == "default":
         return None
     settings = {k: v for k, v in scaling.items() if k in SETTINGS[kind] and v is not None}
-    if _LENGTH in SETTINGS[kind]:
-        length = (
-            config.get(_LENGTH) or settings.get(_LENGTH) or config.get("max_position_embeddings")
-        )
+    if "truncate" in SETTINGS[kind] and "truncate" in scaling:
+        settings["truncate"] = bool(scaling["truncate"])  # null is false, and absence true
+    longest = config.get("max_position_embeddings")
+    if ORIGINAL_LENGTH in SETTINGS[kind]:
+        length = config.get(ORIGINAL_LENGTH) or settings.get(ORIGINAL_LENGTH) or longest
         if length is None:
-            raise BundleError(f"{where}: rope_type {kind!r} needs {_LENGTH}")
-        settings[_LENGTH] = length
+            raise BundleError(f"{where}: rope_type {kind!r} needs {ORIGINAL_LENGTH}")
+        settings[ORIGINAL_LENGTH] = length
+        if "factor" in scaling and longest is not None:  # null is the ratio of the lengths
+            settings.setdefault("factor", longest / length)
     if missing := [name for name in _NEEDED[kind] if name not in settings]:
         raise BundleError(f"{where}: rope_type {kind!r} needs {', '.join(missing)}")
     if kind == "longrope":
@@ -88,13 +93,14 @@ def checked_scaling(
 
 
 def _check_longrope(settings: dict[str, Any], config: dict[str, Any], where: str) -> None:
-    longest = config.get("max_position_embeddings") or settings[_LENGTH]
-    if longest > settings[_LENGTH] and settings["short_factor"] != settings["long_factor"]:
+    length = settings[ORIGINAL_LENGTH]
+    longest = config.get("max_position_embeddings") or length
+    if longest > length and settings["short_factor"] != settings["long_factor"]:
         raise BundleError(
-            f"{where}: longrope turns sequences of at most {settings[_LENGTH]} tokens and longer "
-            "ones differently, and a bundle's graphs hold one of both; set "
-            f'max_position_embeddings (now {longest}) to {settings[_LENGTH]}, and "factor" of the '
-            f"scaling to {longest / settings[_LENGTH]:g}, to train on shorter ones"
+            f"{where}: longrope turns sequences of at most {length} tokens and longer ones "
+            "differently, and a bundle's graphs hold one of both; to train on shorter ones, set "
+            f"max_position_embeddings (now {longest}) to {length} there, and factor of the scaling "
+            f"to {longest / length:g}"
         )
 
 
@@ -105,7 +111,7 @@ def yarn(scaling: dict[str, Any], base: float, dims: int) -> tuple[F32, float]:
     length, the frequencies go over from 1/base^(2i/dims) to that divided by `factor`
     (Peng et al. 2023, section 3.2; the factor is its equation 22).
     """
-    factor, length = float(scaling["factor"]), scaling[_LENGTH]
+    factor, length = float(scaling["factor"]), scaling[ORIGINAL_LENGTH]
 
     def dimension(rotations: float) -> float:
         return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -138,7 +144,7 @@ def longrope(scaling: dict[str, Any], base: float, dims: int, longest: int) -> t
 
     `longest` is the configuration's max_position_embeddings (Ding et al. 2024).
     """
-    length = scaling[_LENGTH]
+    length = scaling[ORIGINAL_LENGTH]
     factor = float(scaling.get("factor") or longest / length)
     grown = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
     given = scaling.get("attention_factor")

@@ -15,12 +15,16 @@ from runtime.core.errors import BundleError
 # families use all of these, and some use more
 _USED = """
 model_type hidden_size num_hidden_layers intermediate_size rms_norm_eps num_attention_heads
-num_key_value_heads head_dim vocab_size max_position_embeddings original_max_position_embeddings
-tie_word_embeddings rope_theta rope_scaling rope_parameters rope_traditional quantization
-quantization_config
+num_key_value_heads head_dim vocab_size max_position_embeddings tie_word_embeddings rope_theta
+rope_scaling rope_parameters quantization quantization_config
+"""
+_QWEN = """
+use_sliding_window sliding_window max_window_layers layer_types original_max_position_embeddings
 """
 _MORE_USED = {
-    "llama": "attention_bias mlp_bias layer_types sliding_window",
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "llama": "attention_bias mlp_bias layer_types sliding_window original_max_position_embeddings",
     "gemma3_text": """
         query_pre_attn_scalar sliding_window layer_types rope_local_base_freq
         sliding_window_pattern _sliding_window_pattern
@@ -42,10 +46,6 @@ _NEUTRAL = {
     "these families are decoders": "is_encoder_decoder",
     "slices with the same result": "chunk_size_feed_forward pretraining_tp",
 }
-_MORE_NEUTRAL = {  # use_sliding_window has to be off
-    "qwen2": "sliding_window max_window_layers",
-    "qwen3": "sliding_window max_window_layers",
-}
 # words in the names of settings that change what a model computes, as in Granite's and Cohere's
 _COMPUTES = re.compile(
     "scal|multipl|softcap|rope|rotary|window|norm|bias|act|expert|clip|alibi|residual|attn|attention"
@@ -57,9 +57,9 @@ def used_settings(family: str) -> set[str]:
     return {*_USED.split(), *_MORE_USED.get(family, "").split(), IN_CONFIG}
 
 
-def neutral_settings(family: str) -> set[str]:
-    """The settings that do not change what a family's model computes."""
-    return {*" ".join([*_NEUTRAL.values(), _MORE_NEUTRAL.get(family, "")]).split()}
+def neutral_settings() -> set[str]:
+    """The settings that do not change what a model computes."""
+    return {*" ".join(_NEUTRAL.values()).split()}
 
 
 def unknown_settings(family: str, config: dict[str, Any], where: str) -> list[str]:
@@ -72,7 +72,7 @@ def unknown_settings(family: str, config: dict[str, Any], where: str) -> list[st
 
     Raises BundleError for one that, by its name, changes what the model computes.
     """
-    known = used_settings(family) | neutral_settings(family) | FIXED[family].keys()
+    known = used_settings(family) | neutral_settings() | FIXED[family].keys()
     unknown = {
         key: value
         for key, value in config.items()

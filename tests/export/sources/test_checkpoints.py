@@ -17,7 +17,7 @@ import transformers
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.mutations import mutate, mutate_bytes
 
-from export.sources.families import FIXED, build_model, normalise_config
+from export.sources.families import FIXED, build_model, completed_config, normalise_config
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from export.sources.safetensors_files import FLOAT_TYPES, SafetensorsFile
@@ -237,6 +237,8 @@ ZEROS = np.zeros((128, 128), np.float32)
         ),
         (put(logits_scaling=8.0), "logits_scaling = 8.0 is not supported for qwen2"),
         (put(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (put(head_dim=64), "head_dim = 64 is not supported for qwen2"),
+        (put(rope_traditional=True), "rope_traditional = True"),
         (put(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (put(quantization={"bits": 4, "group_size": 64}), None),
         (add("model.layers.0.mlp.up_proj.scales", ZEROS), "without a 'quantization'"),
@@ -504,18 +506,35 @@ def test_what_a_checkpoint_says_in_vain_is_a_warning(tmp_path: Path) -> None:
         assert unknown.endswith("1 settings are not known and not used: novelty")
 
 
-@pytest.mark.parametrize(
-    ("family", "theirs"),
-    [
-        ("qwen2", "Qwen2Config"),
-        ("qwen3", "Qwen3Config"),
-        ("llama", "LlamaConfig"),
-        ("gemma3_text", "Gemma3TextConfig"),
-    ],
-)
+CONFIGS = {
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "llama": "LlamaConfig",
+    "gemma3_text": "Gemma3TextConfig",
+}
+
+
+@pytest.mark.parametrize(("family", "theirs"), CONFIGS.items())
 def test_each_setting_of_transformers_is_in_one_list(family: str, theirs: str) -> None:
-    lists = [used_settings(family), neutral_settings(family), {*FIXED[family]}]
+    lists = [used_settings(family), neutral_settings(), {*FIXED[family]}]
     names = {*getattr(transformers, theirs)().to_dict()}
     assert {name: sum(name in known for known in lists) for name in names} == dict.fromkeys(
         names, 1
     )
+
+
+@pytest.mark.parametrize(("family", "theirs"), CONFIGS.items())
+def test_what_is_left_out_is_as_in_transformers(family: str, theirs: str) -> None:
+    """mlx-lm's own defaults are others in places: a base of 1e6 for Qwen 2, a window of 512."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "intermediate_size": 64}
+    raw = {"model_type": family, **sizes, "num_attention_heads": 32}
+    expected = getattr(transformers, theirs)(**raw).to_dict()
+    rope = expected["rope_parameters"]
+    expected["rope_theta"] = rope.get("full_attention", rope)["rope_theta"]
+    expected["rope_local_base_freq"] = rope.get("sliding_attention", {}).get("rope_theta")
+    config = completed_config(family, normalise_config(raw, "x", has_lm_head=False))
+    compared = used_settings(family) & expected.keys() & config.keys()
+    assert compared >= {"rope_theta", "rms_norm_eps", "vocab_size", "max_position_embeddings"}
+    for key in compared - {"layer_types", "tie_word_embeddings"}:  # by the tensors
+        if key != "sliding_window" or expected[key] is not None:  # Qwen's is off
+            assert config[key] == expected[key], key

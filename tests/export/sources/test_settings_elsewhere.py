@@ -1,0 +1,287 @@
+"""Whole models over a configuration's settings: transformers' logits and losses, or a refusal.
+
+Tiny models with random weights, in float32, exported and run. transformers runs in an interpreter
+of its own, and the test is skipped without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.bundles import runnable, settings
+from support.checkpoints import write_folder
+from support.logits import apart, engine_logits
+from support.models import FAMILIES
+from support.peers import run_script
+from support.rotary import Rng, settings_of
+
+from export.bundle import export_bundle
+from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
+from export.sources.random import PRESETS
+from runtime.core.errors import BundleError
+
+CLOSE = 1e-5
+TOKENS, BUCKET = 48, 64
+Settings = dict[str, Any]
+
+
+def rope(kind: str, **scaling: Any) -> Settings:
+    return {"rope_scaling": {"rope_type": kind, **scaling}}
+
+
+LENGTH = {"original_max_position_embeddings": 64}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BOTH = ["sliding_attention", "full_attention"]
+
+# settings of every family; those in the second table are refused
+COMPUTED: dict[str, Settings] = {
+    "nothing": {},
+    "linear": rope("linear", factor=3.0),
+    "llama3": rope("llama3", **LLAMA3, **LENGTH),
+    "llama3 without a length": rope("llama3", **LLAMA3),
+    "yarn": rope("yarn", factor=4.0, **LENGTH),
+    "yarn without a length": rope("yarn", factor=4.0),
+    "yarn, factor null": rope("yarn", factor=None, **LENGTH),
+    "yarn, mscale alone": rope("yarn", factor=4.0, **LENGTH, mscale=0.7),
+    "yarn, both mscales": rope("yarn", factor=4.0, **LENGTH, mscale=0.7, mscale_all_dim=1.3),
+    "yarn, attention_factor": rope("yarn", factor=4.0, **LENGTH, attention_factor=0.8),
+    "yarn, betas": rope("yarn", factor=4.0, **LENGTH, beta_fast=16, beta_slow=2.0),
+    "base": {"rope_theta": 5e5},
+    "epsilon": {"rms_norm_eps": 0.3},
+    "a key-value head for each": {"num_key_value_heads": 4},
+    "one key-value head": {"num_key_value_heads": 1},
+    "untied": {"tie_word_embeddings": False},
+}
+TRUNCATE: dict[str, Settings] = {
+    "yarn, truncate": rope("yarn", factor=4.0, **LENGTH, truncate=False),
+    "yarn, truncate null": rope("yarn", factor=4.0, **LENGTH, truncate=None),
+}
+REFUSED_BY_ALL: dict[str, Settings] = {
+    "dynamic": rope("dynamic", factor=4.0),
+    "proportional": rope("proportional", factor=4.0, partial_rotary_factor=0.5),
+    "partial, in the scaling": rope("yarn", factor=4.0, partial_rotary_factor=0.5),
+    "partial": {"partial_rotary_factor": 0.5},
+    "neighbours turned": {"rope_traditional": True},
+    "attention_multiplier": {"attention_multiplier": 0.5},
+    "logits_scaling": {"logits_scaling": 8.0},
+    "residual_multiplier": {"residual_multiplier": 0.5},
+    "clip_qkv": {"clip_qkv": 3.0},
+    "use_qk_norm": {"use_qk_norm": True},
+}
+MISSING = object()
+
+
+def left_out(*names: str) -> Settings:
+    return dict.fromkeys(names, MISSING)
+
+
+BASES = ("rope_theta", "rms_norm_eps", "max_position_embeddings")
+QWEN: dict[str, Settings] = {
+    "left out": left_out(*BASES),
+    "a window that is off": {"sliding_window": 16, "max_window_layers": 0},
+    "a window in later layers": {"use_sliding_window": True, "sliding_window": 16},
+    "a window as long as any sequence": {
+        **{"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 0}
+    },
+}
+QWEN_REFUSED: dict[str, Settings] = {
+    "a window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "a window by type": {"use_sliding_window": True, "sliding_window": 16, "layer_types": BOTH},
+    "attention_bias": {"attention_bias": True},
+    "hidden_act": {"hidden_act": "gelu"},
+}
+NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+OWN: dict[str, tuple[dict[str, Settings], dict[str, Settings]]] = {
+    "qwen2": (QWEN, {**QWEN_REFUSED, "head_dim": {"head_dim": 64}}),
+    "qwen3": ({**QWEN, "head_dim": {"head_dim": 128}}, QWEN_REFUSED),
+    "llama": (
+        {
+            "left out": left_out(*BASES, "num_key_value_heads"),
+            "attention_bias": {"attention_bias": True},
+            "mlp_bias": {"mlp_bias": True},
+            "head_dim": {"head_dim": 64},
+            "head_dim null": {"head_dim": None},
+            "a window that is off": {"sliding_window": 16, "use_sliding_window": False},
+            "a window of no layer": {"sliding_window": 16, "layer_types": ["full_attention"] * 2},
+            "a window as long as any sequence": {"sliding_window": 1024, "layer_types": BOTH},
+        },
+        {
+            "a window": {"sliding_window": 16},
+            "a window by type": {"sliding_window": 16, "layer_types": BOTH},
+            "hidden_act": {"hidden_act": "gelu"},
+        },
+    ),
+    "gemma3": (
+        {
+            "left out": left_out(
+                *(*BASES, "rope_local_base_freq", "sliding_window", "sliding_window_pattern"),
+                *("num_attention_heads", "num_key_value_heads", "head_dim"),
+                "query_pre_attn_scalar",
+            )
+            | {"num_hidden_layers": 6},
+            "sliding_window": {"sliding_window": 5},
+            "query_pre_attn_scalar": {"query_pre_attn_scalar": 77},
+            "rope_local_base_freq": {"rope_local_base_freq": 500.0},
+            "all global": {"layer_types": ["full_attention"] * 3},
+            "types against a pattern": {
+                "_sliding_window_pattern": 6,
+                "sliding_window_pattern": MISSING,
+                "layer_types": [*BOTH, "sliding_attention"],
+            },
+            "nested": {"rope_parameters": {**NESTED, "sliding_attention": {"rope_theta": 2e4}}},
+            "nested, with a scaling beside": {"rope_parameters": NESTED, "rope_scaling": LINEAR},
+            "nested scaling": {"rope_parameters": {"full_attention": LINEAR}},
+            "an outer length": {**rope("yarn", factor=4.0), **LENGTH},
+        },
+        {
+            "types without a rule": {"layer_types": [*BOTH, "full_attention"]},
+            "no window": {"sliding_window": None},
+            "all sliding": {"layer_types": ["sliding_attention"] * 3},
+            "attention_bias": {"attention_bias": True},
+            "hidden_activation": {"hidden_activation": "silu"},
+            "final_logit_softcapping": {"final_logit_softcapping": 30.0},
+            "attn_logit_softcapping": {"attn_logit_softcapping": 50.0},
+            "use_bidirectional_attention": {"use_bidirectional_attention": True},
+            "flat rope_parameters": {"rope_parameters": LINEAR},
+            "scaled sliding layers": {"rope_parameters": {"sliding_attention": LINEAR}},
+            **TRUNCATE,  # transformers does not read it inside of a type of layers
+        },
+    ),
+}
+FACTORS = {"short_factor": (1.0, 0.1), "long_factor": (2.0, 0.2)}  # the first, and what is added
+
+
+def longropes(dims: int) -> tuple[dict[str, Settings], dict[str, Settings]]:
+    short, long = ([first + step * i for i in range(dims // 2)] for first, step in FACTORS.values())
+    equal = {"short_factor": short, "long_factor": short, **LENGTH}
+    unequal = {"short_factor": short, "long_factor": long}
+    computed = {
+        "longrope, equal factors": rope("longrope", **equal),
+        "longrope, attention_factor": rope("longrope", **equal, attention_factor=1.7),
+        "longrope, factor": rope("longrope", **equal, factor=3.0),
+        "longrope without a length": rope("longrope", **unequal),
+        "longrope below its length": {
+            **rope("longrope", **unequal, **LENGTH, factor=16.0),
+            "max_position_embeddings": 64,
+        },
+    }
+    return computed, {"longrope above its length": rope("longrope", **unequal, **LENGTH)}
+
+
+def drawn(rng: Rng, dims: int) -> Settings:
+    """A random part of what every family knows, with a random scaling of positions."""
+    kind = str(rng.choice(["default", "linear", "llama3", "yarn", "longrope"]))
+    scaling = {} if kind == "default" else settings_of(kind, rng, dims)
+    if not scaling.get("truncate", True):
+        del scaling["truncate"]  # Gemma's is refused
+    choices = {
+        "num_key_value_heads": int(rng.choice([1, 2, 4])),
+        "rms_norm_eps": float(10 ** rng.uniform(-6, 0)),
+        "rope_theta": float(10 ** rng.uniform(3, 7)),
+        "max_position_embeddings": int(rng.choice([64, 500, 131072])),
+        "tie_word_embeddings": bool(rng.random() < 0.5),
+        "intermediate_size": int(rng.choice([64, 160])),
+    }
+    return {
+        **{name: value for name, value in choices.items() if rng.random() < 0.5},
+        **rope(kind, **scaling),
+    }
+
+
+def configured(preset: Settings, changes: Settings) -> Settings:
+    return {key: value for key, value in {**preset, **changes}.items() if value is not MISSING}
+
+
+def write_model(folder: Path, raw: Settings, preset: Settings, rng: Rng) -> None:
+    """A checkpoint with random weights; of the preset's shapes where its own are refused."""
+    tied = bool(raw.get("tie_word_embeddings", "gemma" in raw["model_type"]))
+    try:
+        config = normalise_config(raw, "x", not tied)
+    except BundleError:
+        config = normalise_config(preset, "x", not tied)
+    family = config["model_type"]
+    arrays = {}
+    for name, shape in expected_shapes(family, config).items():
+        noise = rng.standard_normal(shape).astype(np.float32)
+        if len(shape) == 2:
+            arrays[name] = noise / np.float32(shape[1] ** 0.5)
+        else:
+            neutral = NORM_NEUTRAL[family] if name.endswith("norm.weight") else 0.0
+            arrays[name] = np.float32(neutral) + noise / 10
+    write_folder(folder, raw, arrays)
+    np.save(folder / "tokens.npy", rng.integers(0, config["vocab_size"], TOKENS))
+
+
+def loss(logits: np.ndarray, tokens: np.ndarray) -> float:
+    """The mean cross entropy of the tokens after the first, of logits (T, V)."""
+    rows = logits[:-1].astype(np.float64)
+    largest = rows.max(axis=1)
+    total = largest + np.log(np.exp(rows - largest[:, None]).sum(axis=1))
+    return float((total - rows[np.arange(len(rows)), tokens[1:]]).mean())
+
+
+def exported_logits(folder: Path) -> np.ndarray:
+    config = settings(folder, folder / "bundle", bits=32, seq_lens=(BUCKET,))
+    export_bundle(config)
+    return engine_logits(runnable(folder / "bundle"), None, np.load(folder / "tokens.npy"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_setting_is_computed_as_in_transformers_or_refused_by_name(
+    tmp_path: Path, rng: Rng, family: str
+) -> None:
+    preset = PRESETS[f"tiny-{family}"]
+    dims = preset.get("head_dim") or preset["hidden_size"] // preset["num_attention_heads"]
+    computed, refused = (
+        {**shared, **own, **long}
+        for shared, own, long in zip(
+            (COMPUTED, REFUSED_BY_ALL), OWN[family], longropes(dims), strict=True
+        )
+    )
+    if family != "gemma3":
+        computed |= TRUNCATE
+    computed |= {f"drawn {number}": drawn(rng, dims) for number in range(12)}
+    for name, changes in refused.items():
+        raw = configured(preset, changes)
+        write_model(folder := tmp_path / "refused" / name, raw, preset, rng)
+        with pytest.raises(BundleError, match=refusal(changes)) as caught:
+            exported_logits(folder)
+        print(f"{family} | {name} | refused: {str(caught.value).split(': ', 1)[1]:.90}")
+    ours = {}
+    for name, changes in computed.items():
+        folder = tmp_path / "models" / name
+        write_model(folder, configured(preset, changes), preset, rng)
+        ours[name] = exported_logits(folder)
+    run_script(("torch", "transformers"), "transformers_logits.py", tmp_path / "models")
+    wrong = dict(differences(tmp_path / "models", ours, family))
+    assert not wrong
+
+
+def refusal(changes: Settings) -> str:
+    """What a refusal of these settings has to say."""
+    named = {*changes, *(changes.get("rope_scaling") or {})} - {"rope_type", "factor"}
+    return (
+        f"({'|'.join(sorted(named | {str((changes.get('rope_scaling') or {}).get('rope_type'))}))})"
+    )
+
+
+def differences(
+    folder: Path, ours: dict[str, np.ndarray], family: str
+) -> Iterator[tuple[str, Any]]:
+    """The cases that are further apart than they may be, each printed."""
+    for name, found in ours.items():
+        if (problem := folder / name / "refused.txt").exists():
+            yield name, problem.read_text()
+            continue
+        tokens, theirs = (np.load(folder / name / f"{part}.npy") for part in ("tokens", "logits"))
+        apart_by = apart(found, theirs)
+        of_loss = abs(loss(found, tokens) / loss(theirs, tokens) - 1)
+        print(f"{family} | {name} | {apart_by:.1e} | {loss(theirs, tokens):.6f} | {of_loss:.1e}")
+        if max(apart_by, of_loss) > CLOSE:
+            yield name, (apart_by, of_loss)
