@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support import full_weights as whole
 from support.bundles import Rng, Tiny
 from support.estimators import OPTIONS, config_of, rows_of, started
 from support.exchange import NEEDS_MPI, two_processes
 from support.lengths import at_length
 from support.models import adapters_of, model_of
+from support.pair_loss import PairLoss
 
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
@@ -31,8 +33,6 @@ from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Objective, Scored
 from runtime.parallel.exchange import Alone, Exchange
 from runtime.parallel.workers import Workers
-from tests.runtime.methods import test_full_zeroth_order as whole
-from tests.runtime.objectives.test_new_loss import PairLoss
 
 TILES = {"tile_values": 10**6, "chunk_rows": 2000}
 STEPS = 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,49 +9,24 @@ import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
 from support.models import adapters_of, mebp, model_of, rows_of
+from support.pair_loss import PairLoss, pair_loss, pair_slope
 
 from runtime.bundle.store import Bundle
 from runtime.config.objectives import OBJECTIVES, Entry
 from runtime.core.errors import UsageError
-from runtime.engine.sample import Row, Sample
+from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import MeBP
 from runtime.methods.noise import Noise
 from runtime.methods.optimizer import Optimizer
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.objectives.objective import Group, Loss, loss_of, objective_of
+from runtime.objectives.objective import Loss, loss_of, objective_of
 from runtime.storage.activations import Activations
 from tests.oracles import whole_model as reference
 
 EPSILON = 0.02
-BETA = 0.1
 LENGTHS = (31, 20, 27, 9)  # two pairs
-
-
-class PairLoss(Loss):
-    """log(1 + exp(BETA * (chosen - rejected))) of the cross entropies of a pair of answers."""
-
-    together = 2
-
-    def count(self, samples: Sequence[Sample]) -> int:
-        return len(samples) // 2
-
-    def value(self, group: Group) -> float:
-        return pair_loss(*(scored.cross_entropy for scored in group))
-
-    def gradients(self, group: Group) -> list[mx.array]:
-        chosen, rejected = group
-        slope = pair_slope(chosen.cross_entropy, rejected.cross_entropy)
-        return [chosen.gradient * slope, rejected.gradient * -slope]
-
-
-def pair_loss(chosen: float, rejected: float) -> float:
-    return math.log1p(math.exp(BETA * (chosen - rejected)))
-
-
-def pair_slope(chosen: float, rejected: float) -> float:
-    return BETA / (1 + math.exp(BETA * (rejected - chosen)))
 
 
 def summed_loss(bundle: Bundle, adapters: Adapters, row: Row) -> float:
