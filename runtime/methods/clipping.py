@@ -48,6 +48,17 @@ class Clipping:
                 self._gradients[full] = value
                 self._stored.add(full)
 
+    def add_to(self, block: Block, gradients: Gradients) -> None:
+        """Add what is stored of a block to its gradients, tensor by tensor, and forget it."""
+        for name in list(gradients):
+            first, second = self.adapters.manifest.adapter_names(block, name)
+            if first in self._stored:
+                da, db = gradients.pop(name)
+                da, db = da + self._gradients[first], db + self._gradients[second]
+                mx.eval(da, db)
+                gradients[name] = (da, db)
+                self._stored -= {first, second}
+
     def apply(self, optimizer: Optimizer) -> float:
         """Update every block with its clipped gradients; returns their norm before clipping.
 

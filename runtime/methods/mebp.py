@@ -5,6 +5,10 @@ recomputing the values of its backward: `Backprop.gradients` has the algorithm. 
 micro-batch visit a block together, so a block's gradients are complete, applied and freed before
 the next block's backward begins. With clipping they go to a scratch file instead, and are applied
 once their norm is known.
+
+Several workers share out the rows of a step (data parallelism). Each adds up the gradients of its
+rows, block by block; a block's are summed over all workers while the next block's backward runs.
+So all apply the same update, which is a single worker's up to rounding.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.engine.visits import Visit, visit, visits
@@ -29,8 +34,10 @@ from runtime.methods.clipping import Clipping
 from runtime.methods.noise import number_of
 from runtime.methods.optimizer import Optimizer, moments
 from runtime.methods.protocol import ApplyGradients, Models, Start, StepLoss, StepResult
+from runtime.methods.shared_rows import Held, Shared, own_rows
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss, chunks, grouped, loss_of, score
+from runtime.parallel.workers import Workers
 from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations
 
@@ -208,6 +215,7 @@ class MeBP:
     clipping: Clipping | None = None
     seed: int = 0  # of the dropout
     loss: Loss = field(default_factory=NextToken)
+    workers: Workers = field(default_factory=Workers)
     keeps_log: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
@@ -216,35 +224,42 @@ class MeBP:
         With clipping they are held in its scratch file, until their norm is known.
         """
         self.optimizer.begin(number, rate)
-        divisor = self.loss.count([row for part in parts for row in part])
-        held: dict[Block, Gradients] = {}
+        samples = [row for part in parts for row in part]
+        divisor = self.loss.count(samples)
+        held = Held() if self.clipping is None else self.clipping
+        update = self.optimizer.apply if self.clipping is None else self.clipping.store
+        shared = Shared(self.workers.exchange, update)
 
-        def hold(block: Block, gradients: Gradients) -> None:
-            accumulate(held.setdefault(block, {}), gradients)
+        def finish(block: Block, gradients: Gradients) -> None:
+            held.add_to(block, gradients)
+            shared.apply(block, gradients)
 
         loss = StepLoss(0.0, 0, 0)
         dropout = StepDropout(self.seed, self.adapters.dropout, number)
-        for rows in parts:
-            model = self.models(max(len(row.inputs) for row in rows))
+        own = own_rows(self.workers, parts, self.loss.together)
+        for index, (first_row, rows) in enumerate(own, start=1):
             pass_ = Backprop(
-                model,
+                self.models(max(len(row.inputs) for row in rows)),
                 self.adapters,
                 self.activations,
                 self.lanes,
                 self.kept_layers,
-                dropout,
+                replace(dropout, first_row=first_row),
                 self.loss,
             )
-            dropout = replace(dropout, first_row=dropout.first_row + len(rows))
-            apply: ApplyGradients = self.optimizer.apply if len(parts) == 1 else hold
-            if self.clipping is not None:
-                apply = self.clipping.store
-            loss += pass_.gradients(rows, divisor, apply)
-        for block, gradients in held.items():
-            self.optimizer.apply(block, gradients)
+            loss += pass_.gradients(rows, divisor, finish if index == len(own) else held.store)
+        shared.finish()
         norm = None if self.clipping is None else self.clipping.apply(self.optimizer)
+        loss = self._of_all(loss, sum(len(row.targets) for row in samples))
         shown = self.loss.shown(loss.objective_sum / divisor)
-        return StepResult(loss, sum(map(len, parts)), gradient_norm=norm, shown=shown)
+        return StepResult(loss, len(samples), gradient_norm=norm, shown=shown)
+
+    def _of_all(self, loss: StepLoss, scored_tokens: int) -> StepLoss:
+        """The loss of all workers' rows, added in rank order."""
+        exchange = self.workers.exchange
+        sums = [loss.loss_sum, loss.objective_sum]
+        gathered = exchange.gather(sums, [len(sums)] * exchange.size)
+        return StepLoss(sum(gathered[::2]), 0, scored_tokens, sum(gathered[1::2]))
 
     def settle(self) -> None:
         """Does nothing: each update is applied at once, so none is pending."""
@@ -270,21 +285,36 @@ def demand(config: StepConfig) -> Demand:
         moments=len(moments(config.optimizer)),
         stores_gradients=bool(config.max_grad_norm),
         drops_inputs=bool(config.lora_dropout),
+        shares=True,
     )
 
 
 def start(config: TrainConfig, begin: Start) -> MeBP:
-    """The method at its beginning."""
-    shape = begin.activation_shape
+    """The method at its beginning.
+
+    Raises:
+        UsageError: workers are to share anything but rows, or there are more workers than rows.
+    """
+    loss, workers = loss_of(config.objective_name, begin.rows, config.method), begin.workers
+    if workers.perturb > 1:
+        raise UsageError(
+            f"perturb={workers.perturb}: {config.method} runs each row forward once, so its "
+            f"workers can share rows only; give data={workers.exchange.size}"
+        )
+    parts = [range(config.batch_size)] * config.grad_accumulation
+    groups = config.grad_accumulation * len(grouped(parts[0], loss.together))
+    workers.check(groups, 1, loss.together)
+    most_rows = max(len(rows) for _, rows in own_rows(workers, parts, loss.together))
     most = config.max_grad_norm
     return MeBP(
         begin.models,
         begin.adapters,
-        Activations(begin.scratch, begin.block_count, config.batch_size, shape),
+        Activations(begin.scratch, begin.block_count, most_rows, begin.activation_shape),
         Optimizer(begin.adapters, config.optimizer, config.weight_decay, begin.scratch),
         begin.plan.lanes,
         begin.plan.kept_layers,
         Clipping(begin.adapters, most, begin.scratch) if most else None,
         config.seed,
-        loss_of(config.objective_name, begin.rows, config.method),
+        loss,
+        workers,
     )

@@ -10,6 +10,10 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
+
+import mlx.core as mx
+import numpy as np
 
 from runtime.core.errors import UsageError
 
@@ -43,6 +47,18 @@ class Exchange(ABC):
             for value in struct.unpack_from(f"<{count}d", message)
         ]
 
+    def add(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        """The sums of all workers' float32 arrays of these shapes, the same bits on every worker.
+
+        They may be computed until they are evaluated; meanwhile others may compute.
+        """
+        joined = b"".join(np.array(array, copy=False).tobytes() for array in arrays)
+        messages = self.all_bytes(joined)
+        total = np.frombuffer(messages[0], np.float32).copy()
+        for message in messages[1:]:
+            total += np.frombuffer(message, np.float32)
+        return split(mx.array(total), arrays)
+
     def broadcast(self, message: bytes) -> bytes:
         """The message of rank 0, of any length; those of other workers are not read."""
         (length,) = struct.unpack("<Q", self.all_bytes(struct.pack("<Q", len(message)))[0])
@@ -61,6 +77,13 @@ class Exchange(ABC):
                     f"the workers differ in {what}: its SHA-256 is {hashes[0]} on rank 0 and "
                     f"{sha256} on rank {rank}; give all workers the same"
                 )
+
+
+def split(joined: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
+    """The parts of joined values (N,) that have the shapes of these arrays."""
+    ends = [*accumulate(array.size for array in like)]
+    parts = mx.split(joined, ends[:-1])
+    return [part.reshape(array.shape) for part, array in zip(parts, like, strict=True)]
 
 
 class Alone(Exchange):

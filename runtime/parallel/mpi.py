@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes.util
 import os
 import sys
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from runtime.core.errors import UsageError
-from runtime.parallel.exchange import Exchange
+from runtime.parallel.exchange import Exchange, split
 
 
 class MpiExchange(Exchange):
@@ -31,12 +32,23 @@ class MpiExchange(Exchange):
                 "with `mpirun -n 2 COMMAND`, from Open MPI 4 or newer"
             ) from None
         self.rank, self.size = self._group.rank(), self._group.size()
+        self._stream = mx.new_stream(mx.cpu)  # of all messages, so that they stay in order
 
     def all_bytes(self, message: bytes) -> list[bytes]:
         sent = mx.array(np.frombuffer(message, np.uint8))
-        received = mx.distributed.all_gather(sent, group=self._group, stream=mx.cpu)
+        received = mx.distributed.all_gather(sent, group=self._group, stream=self._stream)
         joined, length = np.array(received).tobytes(), len(message)
         return [joined[rank * length : (rank + 1) * length] for rank in range(self.size)]
+
+    def add(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        """See `Exchange.add`; MPI chooses the order, by the number of workers and of values."""
+        joined = mx.concatenate([array.reshape(-1) for array in arrays])
+        mx.eval(joined)
+        summed = mx.distributed.all_sum(joined, group=self._group, stream=self._stream)
+        with mx.stream(self._stream):
+            sums = split(summed, arrays)
+        mx.async_eval(sums)  # type: ignore[no-untyped-call]
+        return sums
 
 
 def _name_library() -> None:

@@ -67,3 +67,38 @@ def two_processes(code: str, *arguments: object) -> list[str]:
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
+
+
+class Rehearsed(Exchange):
+    """One of several workers, which run one after the other: once to speak, and again to hear.
+
+    What a worker says must not depend on what it hears.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.said: list[bytes] = []
+        self.heard: list[list[bytes]] | None = None  # of each call, from all workers
+
+    def all_bytes(self, message: bytes) -> list[bytes]:
+        self.said.append(message)
+        if self.heard is None:
+            return [message] * self.size
+        messages = self.heard[len(self.said) - 1]
+        assert messages[self.rank] == message
+        return messages
+
+
+def in_turn(size: int, work: Callable[[Exchange], T]) -> list[T]:
+    """What `work` returns on each worker, in the calling thread: MLX binds a graph to one."""
+    rehearsed = [Rehearsed(rank, size) for rank in range(size)]
+    for exchange in rehearsed:
+        work(exchange)
+    heard = [list(messages) for messages in zip(*(e.said for e in rehearsed), strict=True)]
+    results = []
+    for rank in range(size):
+        exchange = Rehearsed(rank, size)
+        exchange.heard = heard
+        results.append(work(exchange))
+        assert len(exchange.said) == len(heard)
+    return results

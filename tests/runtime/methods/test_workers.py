@@ -1,7 +1,8 @@
-"""Workers that share out a zeroth-order step make a single worker's, bit for bit.
+"""Workers that share out a step make a single worker's: zeroth-order methods bit for bit.
 
-MLX binds a graph to one thread, so the workers of a process run one after the other: each gets what
-a single worker's run has gathered, after the part that it must have computed itself is compared.
+MLX binds a graph to one thread, so the workers of a process run one after the other. In a
+zeroth-order step each gets what a single worker's run has gathered, after the part that it must
+have computed itself is compared.
 """
 
 from __future__ import annotations
@@ -12,27 +13,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from support import full_weights as whole
 from support.bundles import Rng, Tiny
 from support.estimators import OPTIONS, config_of, rows_of, started
-from support.exchange import NEEDS_MPI, two_processes
+from support.exchange import NEEDS_MPI, in_turn, two_processes
 from support.lengths import at_length
-from support.models import adapters_of, model_of
+from support.models import Kept, adapters_of, agree, model_of, relative, row_of
 from support.pair_loss import PairLoss
 
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
+from runtime.methods import protocol
 from runtime.methods.adapters import Adapters
+from runtime.methods.clipping import Clipping
+from runtime.methods.mebp import MeBP
+from runtime.methods.optimizer import Optimizer
+from runtime.methods.protocol import StepResult
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Objective, Scored
 from runtime.parallel.exchange import Alone, Exchange
 from runtime.parallel.workers import Workers
+from runtime.plan.demand import Demand
+from runtime.storage.activations import Activations
 
 TILES = {"tile_values": 10**6, "chunk_rows": 2000}
 STEPS = 2
@@ -185,15 +196,131 @@ def test_workers_make_the_steps_of_one(
 
 
 @pytest.mark.parametrize(
-    ("grid", "message"),
-    [({"data": 4}, "data=4: .* the 3 rows of a step"), ({"perturb": 4}, "the 2 forward passes")],
+    ("method", "grid", "message"),
+    [
+        ("mezo", {"data": 4}, "data=4: .* the 3 rows of a step"),
+        ("mezo", {"perturb": 4}, "perturb=4: .* the 2 forward passes"),
+        ("mebp", {"data": 4}, "data=4: .* the 3 rows of a step"),
+        ("mebp", {"data": 2, "perturb": 2}, "perturb=2: mebp runs each row .* give data=4"),
+    ],
 )
 def test_more_workers_than_work_are_refused(
-    tiny: Tiny, seed: int, tmp_path: Path, grid: dict[str, int], message: str
+    tiny: Tiny, seed: int, tmp_path: Path, method: str, grid: dict[str, int], message: str
 ) -> None:
-    workers, *_ = workers_of(CASES["mezo"], Recorded(), grid)
+    workers, bundle = workers_of(CASES["mezo"], Recorded(), grid)[0], tiny("qwen3")
+    adapters = Adapters(bundle.manifest, {})
     with pytest.raises(UsageError, match=message):
-        run_on(workers, tiny("qwen3"), "mezo", seed, tmp_path)
+        started(
+            config_of(method, seed), model_of(bundle, 16), adapters, tmp_path, 3, 2, workers=workers
+        )
+
+
+def test_a_method_that_cannot_be_shared_is_refused(
+    tiny: Tiny, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, bundle = workers_of(CASES["mezo"], Recorded(), {"data": 2})[0], tiny("qwen3")
+    adapters, other = Adapters(bundle.manifest, {}), SimpleNamespace(demand=lambda config: Demand())
+    monkeypatch.setattr(protocol, "method", lambda name: other)
+    with pytest.raises(UsageError, match="2 workers are there, and a step of mezo cannot be share"):
+        started(
+            config_of("mezo", seed), model_of(bundle, 16), adapters, tmp_path, 3, 2, workers=workers
+        )
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "uneven": {"data": 3, "rows": [4], "kept": 1},
+    "accumulation": {"rows": [1, 1, 1]},
+    "clipping and dropout": {"rows": [2, 2, 1], "most": 1e-3, "dropout": 0.5},
+    "pairs": {"rows": [4, 2], "loss": PairLoss()},
+}
+
+
+def backpropagated(
+    exchange: Exchange, bundle: Bundle, seed: int, folder: Path, **case: Any
+) -> tuple[dict[str, mx.array], StepResult]:
+    """The gradients that a step's optimizer gets, and the step's result."""
+    rng, data = np.random.default_rng(seed), case.get("data", 2)
+    lora = bundle.manifest.lora
+    bundle = bundle.with_lora(msgspec.structs.replace(lora, dropout=case.get("dropout", 0.0)))
+    model, adapters = model_of(bundle, 16, **TILES), adapters_of(bundle, rng)
+    parts = [rows_of(bundle, rng, count) for count in case.get("rows", [2])]
+    shape = (1, 16, bundle.manifest.hidden_size)
+    kept, most = Kept(), case.get("most", 0.0)
+    method = MeBP(
+        lambda length: model,
+        adapters,
+        Activations(folder, len(model.blocks), max(map(len, parts)), shape),
+        kept,  # type: ignore[arg-type]
+        kept_layers=case.get("kept", 0),
+        clipping=Clipping(adapters, most, folder) if most else None,
+        seed=seed,
+        loss=case.get("loss", NextToken()),
+        workers=Workers(exchange, data=1 if exchange.size == 1 else data),
+    )
+    return kept.found, method.step(0, 1e-3, parts)
+
+
+@pytest.mark.parametrize("case", [*SHARED])
+def test_workers_add_up_the_gradients_of_one(
+    tiny: Tiny, seed: int, case: str, tmp_path: Path
+) -> None:
+    """All have the same bits, those of a single worker but for the order of the sum."""
+    bundle, options = tiny("qwen3"), SHARED[case]
+    alone, expected = backpropagated(Alone(), bundle, seed, tmp_path, **options)
+    of_workers = in_turn(
+        options.get("data", 2),
+        lambda exchange: backpropagated(exchange, bundle, seed, tmp_path, **options),
+    )
+    for found, result in of_workers:
+        agree(found, alone, 1e-6)
+        assert all(mx.array_equal(found[name], of_workers[0][0][name]) for name in found)
+        assert result == of_workers[0][1]
+        assert result.loss.loss_sum == pytest.approx(expected.loss.loss_sum, rel=1e-6)
+        assert result.loss.objective_sum == pytest.approx(expected.loss.objective_sum, rel=1e-6)
+        assert result.loss.scored_tokens == expected.loss.scored_tokens
+        assert result.forward_passes == expected.forward_passes
+        assert (result.gradient_norm is None) == ("most" not in options)
+        if expected.gradient_norm is not None:
+            assert result.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-6)
+
+
+def trained_on(
+    workers: Workers, bundle: Bundle, seed: int, folder: Path, steps: int
+) -> tuple[list[float], np.ndarray]:  # type: ignore[type-arg]
+    """The losses of MeBP's steps, and all values of the adapters after them."""
+    rng = np.random.default_rng(seed)
+    own = folder / f"mebp-{workers.exchange.rank}-{workers.data}"
+    own.mkdir(parents=True)
+    short, long = (model_of(bundle, bucket, **TILES) for bucket in (16, 32))
+    adapters = adapters_of(bundle, rng)
+    method = MeBP(
+        lambda length: short if length <= 16 else long,
+        adapters,
+        Activations(own, len(long.blocks), 3, (1, 32, bundle.manifest.hidden_size)),
+        Optimizer(adapters, "adamw", 0.01, own),
+        clipping=Clipping(adapters, 1.0, own),
+        workers=workers,
+    )
+    losses = []
+    for step in range(steps):
+        rows = [row_of(bundle, rng, length) for length in (5, 9, 27)]  # no worker has both buckets
+        result = method.step(step, 1e-3, [rows])
+        losses.append(result.loss.loss_sum)
+    return losses, np.concatenate([np.array(v).reshape(-1) for v in adapters.tensors.values()])
+
+
+def compared(exchange: Exchange, bundle: Bundle, seed: int, folder: Path, steps: int) -> list[Any]:
+    """What MeBP's steps among workers come to: a digest, and how far it is from a single worker's.
+
+    The distances are relative: of the losses, and of the adapters.
+    """
+    losses, adapters = trained_on(
+        Workers(exchange, data=exchange.size), bundle, seed, folder, steps
+    )
+    of_one, expected = trained_on(Workers(), bundle, seed, folder / "alone", steps)
+    far = [abs(a - b) / b for a, b in zip(losses, of_one, strict=True)]
+    return [sha256(adapters.tobytes()).hexdigest(), max(far), relative(adapters, expected)]
 
 
 @NEEDS_MPI
@@ -205,14 +332,16 @@ def test_processes_over_mpi_make_the_steps_of_one(tiny: Tiny, seed: int, tmp_pat
         "from support.bundles import runnable\n"
         "from runtime.parallel.mpi import MpiExchange\n"
         "from runtime.parallel.workers import Workers\n"
-        "from tests.runtime.methods.test_workers import run_on\n"
+        "from tests.runtime.methods.test_workers import compared, run_on\n"
         "bundle, seed, exchange = runnable(Path(sys.argv[1])), int(sys.argv[2]), MpiExchange()\n"
         "folder = Path(sys.argv[3]) / f'rank-{exchange.rank}'\n"
         "alone = run_on(Workers(), bundle, 'mezo', seed, folder)\n"
         "shared = run_on(Workers(exchange, data=2), bundle, 'mezo', seed, folder)\n"
-        "print(json.dumps([exchange.size, alone, shared]) + '\\n', end='', flush=True)\n"
+        "mebp = compared(exchange, bundle, seed, folder, 2)\n"
+        "print(json.dumps([exchange.size, alone, shared, mebp]) + '\\n', end='', flush=True)\n"
     )
     printed = two_processes(code, tiny("qwen3").path, seed, tmp_path)
     first, second = map(json.loads, printed)
-    size, alone, together = first
+    size, alone, together, (_, *distances) = first
     assert size == 2 and alone == together and first == second
+    assert max(distances) <= 1e-6
