@@ -43,7 +43,7 @@ from harness.config.compare import CompareConfig
 from harness.measure.training import measure_training
 from harness.report.curve import read_curve
 from runtime.bundle.store import open_bundle
-from runtime.config.train import TrainConfig
+from runtime.config.train import NO_DATA, TrainConfig
 from runtime.core.errors import (
     BudgetError,
     DivergedError,
@@ -158,6 +158,7 @@ class Comparison:
         self.note(f"{method}: profile, {PROFILE_STEPS} steps")
         settings = {
             **training_settings(self.config, trial),
+            "also_evaluate": [NO_DATA],
             "steps": PROFILE_STEPS,
             "eval_rows": 1,
             "profile": True,
@@ -187,6 +188,7 @@ class Comparison:
     def _try(self, what: str, trial: Trial, steps: int) -> Tried:
         settings = {
             **training_settings(self.config, trial),
+            "also_evaluate": [NO_DATA],
             "steps": steps,
             "eval_rows": self.config.sweep_rows or self.config.eval_rows,
         }

@@ -13,6 +13,7 @@ from typing import Any
 from harness.compare.plots import draw
 from harness.report.chart import Chart, standalone
 from harness.report.page_shell import bullets, page, paragraph
+from harness.report.runs_page import other_losses
 from harness.report.table import Table
 from runtime.core.files import write_atomic
 
@@ -86,8 +87,13 @@ def _shown(value: object) -> str:
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
-    """The cost of each level first, then the methods, then their sweeps."""
-    return [_levels(report), _methods(report), *_sweeps(report)]
+    """The cost of each level first, then the methods and other data, then their sweeps."""
+    others = [
+        (name, method["summary"].get("also_eval", {}))
+        for name, method in report["methods"].items()
+        if method["summary"]
+    ]
+    return [_levels(report), _methods(report), *other_losses(others), *_sweeps(report)]
 
 
 def _levels(report: Mapping[str, Any]) -> Table:

@@ -48,6 +48,8 @@ def ondevice(*arguments: str, module: str = "ondevice", launcher: Sequence[str] 
 def flag(name: str, value: object) -> str:
     """An option as it is typed, such as --no-profile or --max-seq-length=256."""
     words = name.replace("_", "-")
+    if isinstance(value, list):
+        (value,) = value  # of several, each would be an option
     if isinstance(value, bool):
         return f"--{words}" if value else f"--no-{words}"
     return f"--{words}={value}"

@@ -37,6 +37,7 @@ Entry = Mapping[str, Any]  # a line of metrics.jsonl
 class Run:
     """The content of a run's files; `stopped` says how it ended, empty where it has not.
 
+    others: the evaluations of other data, by the data and by "before" and "after".
     blocks: each block's measurements, and work_s: seconds of a step by kind of work; both are empty
     without `--profile`.
     """
@@ -48,6 +49,7 @@ class Run:
     entries: Sequence[Entry]
     curve: Curve
     stopped: str
+    others: Mapping[str, Mapping[str, Any]]
     blocks: Sequence[Mapping[str, Any]]
     work_s: Mapping[str, float]
 
@@ -101,10 +103,12 @@ def read_run(path: Path, name: str) -> Run:
         stopped = summary.get("stopped", "")
         if not isinstance(stopped, str):
             raise ValueError(f"stopped in {SUMMARY} is {stopped!r}")
+        others = summary.get("also_eval", {})
+        _check_others(others)
         blocks, work_s = summary.get("blocks", []), summary.get("seconds_per_step", {})
         _check_profile(blocks, work_s)
         budget = plan["budget_bytes"]
-        return Run(name, path, settings, budget, entries, curve, stopped, blocks, work_s)
+        return Run(name, path, settings, budget, entries, curve, stopped, others, blocks, work_s)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise BundleError(f"{path} is damaged: {problem!r}") from None
 
@@ -139,6 +143,13 @@ def _check_numbers(file: str, values: Mapping[str, Any], keys: Sequence[str]) ->
             raise ValueError(f"{key} in {file} is {value!r}, not a finite number")
 
 
+def _check_others(others: Mapping[str, Mapping[str, Any]]) -> None:
+    for evaluations in others.values():
+        for evaluation in evaluations.values():
+            if evaluation["loss"] is not None:
+                _check_numbers(SUMMARY, evaluation, ("loss",))
+
+
 def _check_profile(blocks: Sequence[Mapping[str, Any]], work_s: Mapping[str, float]) -> None:
     for block in blocks:
         if not isinstance(block["name"], str):
@@ -162,7 +173,8 @@ def to_html(runs: Sequence[Run], samples: Sequence[str] = ()) -> str:
     title = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     charts = [chart.html() for chart in charts_of(runs) if not chart.is_empty]
     none = [] if charts else [paragraph("No step has been trained yet.")]
-    parts = [_overview(runs).html(), *none, *charts]
+    others = other_losses([(run.name, run.others) for run in runs])
+    parts = [_overview(runs).html(), *(table.html() for table in others), *none, *charts]
     if any(run.work_s for run in runs):
         parts.append(_work(runs).html())
     parts += samples
@@ -268,6 +280,26 @@ def _overview(runs: Sequence[Run]) -> Table:
         "step (median)", "peak footprint", "budget",
     )  # fmt: skip
     return Table("Runs", [head, *map(_row, runs)], left=3)
+
+
+def other_losses(
+    measured: Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]],
+) -> list[Table]:
+    """A table of losses on other data before and after training, for (name, evaluations)."""
+    rows = [
+        (name, Path(data).name, *(_loss(evaluations.get(when)) for when in ("before", "after")))
+        for name, others in measured
+        for data, evaluations in others.items()
+    ]
+    head = ("run", "data", "loss before", "loss after")
+    return [Table("Other data: what was forgotten", [head, *rows], left=2)] if rows else []
+
+
+def _loss(evaluation: Mapping[str, Any] | None) -> str:
+    if evaluation is None:
+        return "-"
+    loss = evaluation["loss"]
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def _row(run: Run) -> tuple[str, ...]:

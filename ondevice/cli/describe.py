@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -342,6 +343,7 @@ def describe_summary(summary: TrainResult) -> str:
     ]
     for when, result in summary.evaluations.items():
         lines.append(describe_validation(when, result))
+    lines += _describe_others(summary.others)
     if summary.stopped == "patience":
         since = counted(summary.evaluations_no_better, "evaluation")
         lines.append(f"stopped early: {since} in a row had no better held-out loss")
@@ -351,6 +353,27 @@ def describe_summary(summary: TrainResult) -> str:
             f"{summary.best.loss:.4f} is the lowest"
         )
     return "\n".join(lines)
+
+
+def _describe_others(others: Mapping[str, Mapping[str, Evaluation]]) -> list[str]:
+    """The losses on other data before and after, and which of them the model is worse at."""
+    from runtime.run.results import is_forgotten, loss_of
+
+    lines, worse = [], []
+    for data, evaluations in others.items():
+        if not {"before", "after"} <= set(evaluations):
+            continue
+        before, after = loss_of(evaluations["before"]), loss_of(evaluations["after"])
+        name = printable(Path(data).name)
+        lines.append(f"{name}: loss {before:.4f} before training, {after:.4f} after it")
+        if is_forgotten(before, after):
+            worse.append(name)
+    if worse:
+        lines.append(
+            f"the model became worse at {', '.join(worse)}: fewer epochs, a lower --learning-rate "
+            "or --mix DATA:10% forget less"
+        )
+    return lines
 
 
 def describe_validation(when: str, result: Evaluation) -> str:

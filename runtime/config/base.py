@@ -217,6 +217,11 @@ def add_arguments(
         if setting.name == cls.positional:
             nargs = "*" if str(setting.type).startswith("tuple") else "?"
             parser.add_argument(setting.name, nargs=nargs, metavar=_metavar(setting), **options)
+        elif setting.type == "tuple[str, ...]":
+            metavar = _metavar(setting)
+            place.add_argument(
+                *flags, dest=setting.name, metavar=metavar, action="append", **options
+            )
         elif setting.type in ("bool", "bool | None"):
             place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         else:

@@ -29,6 +29,7 @@ def load_run(
             f"{file}: the method {name} was removed; go on with the version of ondevice that began "
             "this run, or begin another with one of the methods in ondevice train --help"
         )
+    values.setdefault("also_evaluate", [])  # nothing was measured before such a run
     for key in OPTIONS.keys() & values.keys():
         del values[key]
         if note is not None:

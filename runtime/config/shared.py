@@ -106,6 +106,14 @@ def share_of(text: str) -> float:
     return share
 
 
+def mix_of(text: str) -> tuple[str, float]:
+    """The data and share in "general.jsonl:10%". Raises ValueError if it is not of that form."""
+    data, _, share = text.rpartition(":")
+    if not data.strip():
+        raise ValueError(text)
+    return data, share_of(share)
+
+
 def _can(read: Callable[[str], Any], text: str) -> bool:
     try:
         read(text)
@@ -119,6 +127,24 @@ _COLUMNS = Check(
     f"pairs such as prompt=question,completion=answer, of {', '.join(FIELDS)}, each once",
 )
 _SHARE = Check(lambda text: _can(share_of, text), "a share such as 5%, above 0% and below 100%")
+
+
+_MIX = Check(
+    lambda text: _can(mix_of, text),
+    "data and a share below 100%, such as general.jsonl:10%",
+)
+
+
+def mix_field() -> Any:
+    """The field for other data whose rows are added."""
+    return option(
+        None,
+        "other data of which rows are added, drawn by --seed: general.jsonl:10% adds a tenth as "
+        "many as --data has, so that less of what the model knew is forgotten",
+        _MIX,
+        Group.DATA,
+        metavar="DATA:SHARE",
+    )
 
 
 def trainable_field() -> Any:

@@ -26,6 +26,7 @@ from runtime.config.shared import (
     DataOptions,
     StepConfig,
     adapter_field,
+    mix_field,
     valid_split_field,
 )
 
@@ -39,6 +40,8 @@ _LENGTHS = ", ".join(
         f"{RANDOM_STEPS} of random rows",
     ]
 )
+GENERAL, NO_DATA = "general", "none"  # of --also-evaluate
+_FILLED = Check(lambda names: all(map(str.strip, names)), "names that are not empty")
 _FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
 _EPSILON = Check(
     lambda value: 1e-7 <= value < math.inf,
@@ -53,6 +56,7 @@ class TrainConfig(StepConfig, DataOptions):
     data: str = required(TRAIN_DATA, "DATA")
     output: str = output_option("run", "run directory to write", "RUN")
     valid_split: str | None = valid_split_field()
+    mix: str | None = mix_field()
     profile: bool = option(
         False,
         "measure where time and memory go, and write it to the run's summary.json",
@@ -130,6 +134,15 @@ class TrainConfig(StepConfig, DataOptions):
     eval_rows: int = option(
         0, "rows per evaluation; 0 for all (of random:SEED one)", NOT_NEGATIVE, Group.EVALUATION
     )
+    also_evaluate: tuple[str, ...] = option(
+        (GENERAL,),
+        "data whose loss is measured before and after training, to see what the model forgets; "
+        f"give it again for more. {GENERAL} is a short text of everyday questions and sentences "
+        f"that comes with ondevice (not with random rows); {NO_DATA} measures nothing",
+        _FILLED,
+        Group.EVALUATION,
+        metavar="DATA",
+    )
     keep_best: bool = option(
         False,
         "keep the save with the lowest held-out loss, and make it the run's adapter at the end; "
@@ -198,6 +211,13 @@ class TrainConfig(StepConfig, DataOptions):
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)
+
+    @property
+    def other_data(self) -> tuple[str, ...]:
+        """The data of `also_evaluate` that are measured, each once."""
+        random = self.data.startswith("random:")  # from which no text is learnt
+        unwanted = (NO_DATA, GENERAL) if random else (NO_DATA,)
+        return tuple(dict.fromkeys(name for name in self.also_evaluate if name not in unwanted))
 
     @property
     def all_steps(self) -> int:

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.bundle.store import Bundle
-from runtime.config.train import TrainConfig
+from runtime.config.shared import mix_of
+from runtime.config.train import GENERAL, TrainConfig
 from runtime.core.errors import DataError, UsageError
 from runtime.data.hub import forget, hub_dataset, located
+from runtime.data.mixed import MixedRows
 from runtime.data.report import DataReport
 from runtime.data.rows import Rows
 from runtime.data.source import TokenSource, bucket_to_pack, reading_of, split_file
 
 TOKENS = ("train.tokens", "valid.tokens")
+MIX, ALSO = "mix.tokens", "also-{}.tokens"
+_FURTHER = re.compile(r"mix\.tokens|also-[0-9]+\.tokens")
+GENERAL_TEXT = Path(__file__).with_name("general.txt")
+
+
+def is_tokens(name: str) -> bool:
+    """Whether a file of this name in a run's folder holds its tokens."""
+    return name in TOKENS or _FURTHER.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows that a run trains on, held-out ones if there are any, and others, by their data."""
+
+    train: Rows
+    valid: Rows | None
+    others: dict[str, Rows]
+
+    @property
+    def reports(self) -> dict[str, DataReport]:
+        """The reports of the data; random rows, and the package's own text, have none."""
+        mixed = self.train.mixed if isinstance(self.train, MixedRows) else None
+        reports = {
+            "train": self.train.report,
+            "mix": mixed,
+            "valid": None if self.valid is None else self.valid.report,
+            **{name: rows.report for name, rows in self.others.items() if name != GENERAL},
+        }
+        return {name: report for name, report in reports.items() if report is not None}
 
 
 def absolute(data: str) -> str:
@@ -29,14 +61,15 @@ def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfi
     """
     if config.max_seq_length is not None:
         return config
-    bucket = max(source.bucket(bundle, folder) for source in _sources(config, folder))
+    sources = [*_sources(config, folder), *_mix(config)]
+    bucket = max(source.bucket(bundle, folder) for source in sources)
     if config.pack:
         bucket = bucket_to_pack(bundle.manifest, bucket)
     return replace(config, max_seq_length=bucket)
 
 
-def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Rows, Rows | None]:
-    """The training rows, and the evaluation rows if there are any.
+def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> RunRows:
+    """The rows of a configuration whose `max_seq_length` is known.
 
     Raises:
         DataError: there is nothing to train on.
@@ -44,10 +77,34 @@ def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> tuple[Ro
     most = config.max_seq_length
     assert most is not None
     rows, *held_out = [source.rows(bundle, folder, most) for source in _sources(config, folder)]
-    forget(folder)
     if len(rows) == 0:
         raise DataError(f"{config.data} holds no row to train on")
-    return rows, held_out[0] if held_out else None
+    for source in _mix(config):
+        added = source.rows(bundle, folder, most)
+        rows = MixedRows(rows, added, mix_of(config.mix or "")[1], config.seed)
+    others = {name: source.rows(bundle, folder, most) for name, source in _others(config).items()}
+    forget(folder)
+    return RunRows(rows, held_out[0] if held_out else None, others)
+
+
+def _mix(config: TrainConfig) -> list[TokenSource]:
+    """The data whose rows are added, if there are any."""
+    if config.mix is None:
+        return []
+    return [TokenSource(MIX, mix_of(config.mix)[0], "train", reading_of(config))]
+
+
+def _others(config: TrainConfig) -> dict[str, TokenSource]:
+    """The data that are evaluated beside the held-out ones, by their names."""
+    return {
+        name: TokenSource(
+            ALSO.format(number),
+            str(GENERAL_TEXT) if name == GENERAL else name,
+            "valid",
+            reading_of(config),
+        )
+        for number, name in enumerate(config.other_data, start=1)
+    }
 
 
 def _sources(config: TrainConfig, folder: Path) -> list[TokenSource]:
@@ -77,13 +134,3 @@ def _has_valid(data: str, folder: Path) -> bool:
         return (folder / TOKENS[1]).exists()  # a resumed run does not load it again
     place = Path(located(data, folder))
     return place.is_dir() and split_file(place, "valid") is not None
-
-
-def reports_of(rows: Rows, eval_rows: Rows | None) -> dict[str, DataReport]:
-    """The reports of the training and evaluation data; random rows have none."""
-    both = {"train": rows, "valid": eval_rows}
-    return {
-        name: part_rows.report
-        for name, part_rows in both.items()
-        if part_rows is not None and part_rows.report
-    }

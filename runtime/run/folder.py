@@ -1,12 +1,13 @@
 """A run's directory: its files, and how a save becomes visible in one step.
 
     config.toml   plan.json   metrics.jsonl   evaluations.json   summary.json
+    also-evaluated.json   the data of --also-evaluate, before training and after it
     trajectory.jsonl   if the method logs its steps
     adapters.safetensors, adapter_config.json   an adapter for mlx-lm, that of the last save
     initial/           the adapters before the first step, if they do not follow from the seed
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
     weights.slots   in place of adapters, if all weights are trained
-    checksums.json   of config.toml, plan.json, evaluations.json, the adapter and the tokens
+    checksums.json   of config.toml, plan.json, both evaluations, the adapter and the tokens
 
 A save is written beside its place, flushed, and renamed; older ones are removed after that. With
 `--keep-best` the save with the lowest held-out loss stays, and the adapter is its at the end.
@@ -41,7 +42,7 @@ from runtime.core.files import (
 )
 from runtime.core.paths import text_path
 from runtime.data.hub import FOLDER
-from runtime.data.run_rows import TOKENS
+from runtime.data.run_rows import is_tokens
 from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
@@ -52,13 +53,13 @@ from runtime.storage.logs import Log
 from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run
 
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
-EVALUATIONS = "evaluations.json"
+EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
 LOCK = ".lock"
 INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
-CHECKED = (CONFIG, PLAN, EVALUATIONS)  # beside the adapter and the tokens
+CHECKED = (CONFIG, PLAN, EVALUATIONS, OTHER_EVALUATIONS)  # beside the adapter and the tokens
 
 
 class RunFolder:
@@ -216,7 +217,7 @@ class RunFolder:
         """
         again = f"put it back as it was, or {another_run(self.path, copy=True)}"
         made = "remove it, and it is made anew from the data, if these are what they were"
-        self.checksums.check(name, made if name in TOKENS else again)
+        self.checksums.check(name, made if is_tokens(name) else again)
 
     def start_logs(self, header: str | None) -> None:
         """Begin the logs; that of the method's steps only with a header for it."""
@@ -375,6 +376,31 @@ class RunFolder:
             or (evaluation.step == done if when == "after" else int(when) <= done)
         }
 
+    def other_evaluations(self) -> dict[str, dict[str, Evaluation]]:
+        """The evaluations of other data, by the data and when they were made.
+
+        Raises:
+            BundleError: the file is altered.
+        """
+        path = self.path / OTHER_EVALUATIONS
+        if not path.exists():
+            return {}
+        self.check(OTHER_EVALUATIONS)
+        try:
+            return msgspec.convert(read_json(path), dict[str, dict[str, Evaluation]])
+        except (msgspec.ValidationError, UnicodeError) as problem:
+            raise BundleError(f"{path} is damaged: {problem}") from None
+
+    def check_tokens(self) -> None:
+        """Compare the tokens that are there with their checksums. Raises BundleError."""
+        for name in self.token_files:
+            self.check(name)
+
+    @property
+    def token_files(self) -> list[str]:
+        """The files of tokens that are there."""
+        return sorted(path.name for path in self.path.iterdir() if is_tokens(path.name))
+
     def check_save(self, place: Path) -> State:
         """The state of a save, whose files agree with their checksums.
 
@@ -430,8 +456,8 @@ def _leftover(path: Path) -> bool:
         return path.is_dir() and all(
             file.name in files or _half_written(file) for file in path.iterdir()
         )
-    ours = (*TOKENS, PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS, *OF_TRACKERS)
-    return path.name in ours or _half_written(path)
+    ours = (PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS, *OF_TRACKERS)
+    return path.name in ours or is_tokens(path.name) or _half_written(path)
 
 
 def bundle_of(path: Path) -> str:

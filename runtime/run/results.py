@@ -18,6 +18,7 @@ from runtime.data.packing import PackingReport
 from runtime.data.report import DataReport
 from runtime.plan.plan import Plan
 
+FORGOTTEN = 1.05  # a loss on other data that is so many times as high as before
 FINAL_STEPS = 10  # whose mean is a run's final training loss
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -153,6 +154,11 @@ def final_loss(losses: Sequence[float]) -> float | None:
     return sum(last) / len(last) if last else None
 
 
+def is_forgotten(before: float, after: float) -> bool:
+    """Whether a loss on other data has risen by so much that the model is worse at them."""
+    return after > FORGOTTEN * before
+
+
 def loss_of(evaluation: Evaluation) -> float:
     """The held-out loss; infinity where it is not finite."""
     return math.inf if evaluation.loss is None else evaluation.loss
@@ -200,6 +206,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     final_train_loss: the mean of the last finite training losses, as `final_loss` says.
     trained: "lora", "prefix" or "full".
     evaluations: of held-out data, "before" training, after so many steps ("50"), and "after" it.
+    others: of the data of `also_evaluate`, "before" and "after", by the data.
     best: the evaluation whose state `keep_best` has made the adapter; None without it.
     evaluations_no_better: how many came after the last one that was better.
     data: the report of each file's rows. packing: of the sequences of rows, with `pack`.
@@ -227,6 +234,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     trained: str | None
     lora: Mapping[str, Any]
     evaluations: Mapping[str, Evaluation] = msgspec.field(name="eval")
+    others: Mapping[str, Mapping[str, Evaluation]] = msgspec.field(name="also_eval", default={})
     best: Best | None
     evaluations_no_better: int
     data: Mapping[str, DataReport]

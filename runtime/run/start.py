@@ -12,13 +12,14 @@ import msgspec
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.config.base import to_toml
 from runtime.config.removed import load_run
-from runtime.config.shared import StepConfig
-from runtime.config.train import PlanConfig, TrainConfig
+from runtime.config.shared import StepConfig, mix_of
+from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import Note, silent, warning
+from runtime.data.mixed import MixedRows
 from runtime.data.rows import Rows
-from runtime.data.run_rows import TOKENS, absolute, open_run_rows, reports_of, with_length
+from runtime.data.run_rows import absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
@@ -109,33 +110,32 @@ def _begin(
     config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
     chosen = _plan(config, bundle, _this_machine(config, bundle))
     fixed = _with_absolute_paths(config, folder)
-    rows, eval_rows = open_run_rows(fixed, bundle, folder.path)
-    for report in reports_of(rows, eval_rows).values():
+    rows = open_run_rows(fixed, bundle, folder.path)
+    for report in rows.reports.values():
         events.note(report.describe(bundle.manifest.buckets, events.lengths))
-    samples = Samples.of(fixed, bundle.manifest, rows)
+    if isinstance(rows.train, MixedRows):
+        events.note(rows.train.describe(mix_of(fixed.mix or "")[0]))
+    samples = Samples.of(fixed, bundle.manifest, rows.train)
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())
         chosen = _plan(config, bundle, _this_machine(config, bundle))  # the packing takes memory
     fixed = settled(fixed, samples, events.note)
-    if eval_rows is None and fixed.eval_every:
+    if rows.valid is None and fixed.eval_every:
         raise UsageError(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
             "folder with a valid file as --data"
         )
     weights = _weights(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights)
-    adapters, running = _first_state(fixed, session, folder, rows)
-    for name in TOKENS:
-        if (folder.path / name).exists():
-            folder.checksums.record(name)
+    adapters, running = _first_state(fixed, session, folder, rows.train)
+    for name in folder.token_files:
+        folder.checksums.record(name)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(warning(bundle.manifest.quality.warning()))
     _announce(chosen, events)
-    return Trainer(
-        fixed, folder, session, adapters, running, samples, eval_rows, events, meter
-    ).run()
+    return Trainer(fixed, folder, session, adapters, running, samples, rows, events, meter).run()
 
 
 def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
@@ -190,11 +190,9 @@ def _continue(
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events)
     _announce(chosen, events)
-    rows, eval_rows = open_run_rows(config, bundle, folder.path)
-    for name in TOKENS:
-        if (folder.path / name).exists():
-            folder.check(name)
-    samples = Samples.of(config, bundle.manifest, rows)
+    rows = open_run_rows(config, bundle, folder.path)
+    folder.check_tokens()
+    samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
     _check_steps(config, folder, progress.done)
     weights = _weights(config, bundle, chosen, folder, progress.done)
@@ -207,11 +205,11 @@ def _continue(
     if state is None:
         if _has_lines(folder.metrics.path):
             events.note(f"{folder.path} has no save: it is trained from its beginning")
-        adapters, running = _first_state(config, session, folder, rows)
+        adapters, running = _first_state(config, session, folder, rows.train)
     else:
-        adapters, running = _saved_state(config, session, folder, rows, state)
+        adapters, running = _saved_state(config, session, folder, rows.train, state)
     trainer = Trainer(
-        config, folder, session, adapters, running, samples, eval_rows, events, meter, progress
+        config, folder, session, adapters, running, samples, rows, events, meter, progress
     )
     if trainer.ended:
         _say_ended(trainer, before, events)
@@ -313,9 +311,18 @@ def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:
         data=absolute(config.data),
         output=str(folder.path.resolve()),
         eval_data=None if config.eval_data is None else absolute(config.eval_data),
+        also_evaluate=tuple(
+            name if name in (GENERAL, NO_DATA) else absolute(name) for name in config.also_evaluate
+        ),
+        mix=None if config.mix is None else _absolute_mix(config.mix),
         adapter=None if config.adapter is None else absolute(config.adapter),
         machine=None if config.machine is None else absolute(config.machine),
     )
+
+
+def _absolute_mix(mix: str) -> str:
+    data, share = mix_of(mix)
+    return f"{absolute(data)}:{share}"
 
 
 def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events) -> Plan:
@@ -404,9 +411,10 @@ def _weights(
 def _progress(folder: RunFolder, state: State | None) -> Progress:
     """How far the run has come: seconds, and the evaluations that no lost step came before."""
     if state is None:
-        return Progress(evaluations=folder.evaluations(0))
+        return Progress(evaluations=folder.evaluations(0), others=folder.other_evaluations())
     evaluations = folder.evaluations(state.step, state.evaluated)
-    return Progress(state.step, folder.check_logs(state), evaluations)
+    others = folder.other_evaluations()
+    return Progress(state.step, folder.check_logs(state), evaluations, others)
 
 
 def _has_lines(path: Path) -> bool:

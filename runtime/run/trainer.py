@@ -13,6 +13,7 @@ import math
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ import numpy as np
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError
 from runtime.data.rows import Rows
-from runtime.data.run_rows import reports_of
+from runtime.data.run_rows import RunRows
 from runtime.data.samples import Samples
 from runtime.machine.backend import describe
 from runtime.machine.footprint import Meter
@@ -30,7 +31,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
 from runtime.run.budget import check_budget
 from runtime.run.evaluate import evaluate_rows
-from runtime.run.folder import EVALUATIONS, SUMMARY, RunFolder
+from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SUMMARY, RunFolder
 from runtime.run.learning_rate import learning_rate
 from runtime.run.length import epochs_of
 from runtime.run.results import (
@@ -68,11 +69,13 @@ class Progress:
     """How far earlier processes have brought a run.
 
     done: steps. seconds: of training. evaluations: by when ("before", a step's number, "after").
+    others: of other data, by the data and by when.
     """
 
     done: int = 0
     seconds: float = 0.0
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    others: dict[str, dict[str, Evaluation]] = field(default_factory=dict)
 
 
 class Trainer:
@@ -86,19 +89,20 @@ class Trainer:
         adapters: Adapters,
         method: Method,
         samples: Samples,
-        eval_rows: Rows | None,
+        rows: RunRows,
         events: Events,
         meter: Meter,
         progress: Progress | None = None,
     ) -> None:
         self.config, self.folder, self.session = config, folder, session
         self.adapters, self.method = adapters, method
-        self.samples, self.eval_rows = samples, eval_rows
+        self.samples, self.rows, self.eval_rows = samples, rows, rows.valid
         self.events, self.meter = events, meter
         before = progress or Progress()
         self.done = self.first = before.done
         self.seconds = before.seconds
         self.evaluations = dict(before.evaluations)
+        self.others = {name: dict(known) for name, known in before.others.items()}
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
 
@@ -113,12 +117,15 @@ class Trainer:
                 self._evaluate("before")
             elif self.done == 0 and self._best is not None:
                 self._save()  # a kill may have come between that evaluation and its save
+            if self.done == 0:
+                self._evaluate_others("before")
             self._evaluate_if_due()
             self._train()
             if self.ended in FOUND_BY_EVALUATION:  # which comes after a save
                 self._save()
             if self.eval_rows is not None and "after" not in self.evaluations:
                 self._evaluate("after")
+            self._evaluate_others("after")
         return self._finish()
 
     def _go_beyond_an_end(self) -> None:
@@ -129,6 +136,8 @@ class Trainer:
         if self.ended:
             return
         (self.folder.path / SUMMARY).unlink(missing_ok=True)
+        for known in self.others.values():
+            known.pop("after", None)
         if "after" not in self.evaluations:
             return
         earlier = self.evaluations.pop("after")
@@ -270,23 +279,9 @@ class Trainer:
         self.method.settle()
         same = str(self.done) if self.done else "before"
         known = self.evaluations.get(same) if when == "after" else None
-        self.session.profile.on = False
-        try:
-            result = known or evaluate_rows(
-                self.session,
-                self.adapters,
-                self.eval_rows,
-                self.config.eval_rows,
-                self.events,
-                f"evaluating ({when})",
-                self.meter,
-                self.stop,
-            )
-        except (BudgetError, InterruptedRunError) as problem:
-            self._save()
-            more = " --budget MORE" if isinstance(problem, BudgetError) else ""
-            raise type(problem)(f"{problem}; {self._saved}{more}") from None
-        self.session.profile.on = self.config.profile
+        result = known or self._measured(
+            self.eval_rows, self.config.eval_rows, f"evaluating ({when})"
+        )
         # of which step it is, for a run that goes on from an earlier save
         ended = {"step": self.done} if when == "after" else {}
         self.evaluations[when] = msgspec.structs.replace(result, **ended)
@@ -295,6 +290,30 @@ class Trainer:
             self.events.evaluated(when, result)
         if (best := self._best) is not None and best.step == self.done:
             self._save()
+
+    def _measured(self, rows: Rows, limit: int, name: str) -> Evaluation:
+        """The evaluation of rows as the model is now; the state is saved if it cannot end."""
+        self.session.profile.on = False
+        try:
+            result = evaluate_rows(
+                self.session, self.adapters, rows, limit, self.events, name, self.meter, self.stop
+            )
+        except (BudgetError, InterruptedRunError) as problem:
+            self._save()
+            more = " --budget MORE" if isinstance(problem, BudgetError) else ""
+            raise type(problem)(f"{problem}; {self._saved}{more}") from None
+        self.session.profile.on = self.config.profile
+        return result
+
+    def _evaluate_others(self, when: str) -> None:
+        """Evaluate the data of `also_evaluate`, but for what is known."""
+        self.method.settle()
+        for data, rows in self.rows.others.items():
+            known = self.others.setdefault(data, {})
+            if when not in known:
+                name = f"evaluating {Path(data).name} ({when})"
+                known[when] = self._measured(rows, 0, name)
+                self.folder.write_json(OTHER_EVALUATIONS, self.others)
 
     @property
     def _trainable_parameters(self) -> int:
@@ -346,7 +365,8 @@ class Trainer:
             evaluations_no_better=no_better_since(
                 self.evaluations, self.done, self.config.min_delta
             ),
-            data=reports_of(self.samples.rows, self.eval_rows),
+            others=self.others,
+            data=self.rows.reports,
             packing=self.samples.packing_report,
             machine=describe(),
             **measured,

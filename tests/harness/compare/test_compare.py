@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from html import escape
@@ -17,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
-from support.curves import curve_of
+from support.curves import curve_of, evaluation
 from support.runs import ondevice, refuses
 
 from harness.compare.compare import compare
@@ -424,3 +425,19 @@ def test_how_long_rows_are_is_shown_once(tmp_path: Path, monkeypatch: pytest.Mon
     shown = [text for text in said if "up to 16 tokens" in text]
     assert len(runs.made) > 4 and len(shown) == 1
     assert "up to 32 tokens               1  ############" in shown[0]
+
+
+def test_what_methods_forget_is_shown_and_not_measured_in_a_sweep(tmp_path: Path) -> None:
+    runs, measured = Runs(lambda method, rate: 2.0), list[str]()
+    losses = {"general": {"before": evaluation(3.0), "after": evaluation(3.5)}}
+
+    def measure(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
+        if "also_evaluate" in settings:
+            assert settings["also_evaluate"] == ["none"]
+            return runs(settings, run)
+        measured.append(run.parent.name)
+        return runs(settings, run) | {"also_eval": losses}
+
+    text = to_text(compare(settings(tmp_path), lambda text: None, measure))
+    assert {*measured} == {"runs"}
+    assert re.search(r"mebp +general +3\.0000 +3\.5000", text), text

@@ -25,6 +25,9 @@ TURNS = [
 ]
 
 
+NO_OTHERS = "--also-evaluate=none"  # which takes a process for its tokens
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return text_bundle(tmp_path_factory.mktemp("data"), TEMPLATE)
@@ -36,7 +39,7 @@ def write(file: Path, rows: list[object]) -> Path:
 
 
 def train(bundle: Bundle, data: Path, run: Path, *more: object) -> list[object]:
-    given = ["--max-seq-length=32", "--steps=2", "--budget=300MB", "--json"]
+    given = ["--max-seq-length=32", "--steps=2", "--budget=300MB", "--json", NO_OTHERS]
     return ["train", bundle.path, f"--data={data}", f"--output={run}", *given, *more]
 
 
@@ -67,7 +70,7 @@ def test_a_run_is_as_long_as_its_data(bundle: Bundle, tmp_path: Path) -> None:
     """Without --max-seq-length; a run that is refused then leaves nothing behind either."""
     data = write(tmp_path / "rows.jsonl", [{"text": "abc"}])
     run = tmp_path / "run"
-    command = ["train", bundle.path, f"--data={data}", f"--output={run}", "--steps=1"]
+    command = ["train", bundle.path, f"--data={data}", f"--output={run}", "--steps=1", NO_OTHERS]
     refuses(3, "at 16 tokens", *command, "--budget=10MB", by=ondevice)
     assert not run.exists()
     succeeds(*command, "--budget=300MB")
@@ -81,7 +84,7 @@ def test_epochs_become_steps_and_a_run_goes_on_for_more(bundle: Bundle, tmp_path
     data = write(tmp_path / "rows.jsonl", [{"text": f"row {number}"} for number in range(5)])
     run = tmp_path / "run"
     command = ["train", bundle.path, f"--data={data}", f"--output={run}", "--budget=300MB"]
-    done = succeeds(*command, "--epochs=0.5", "--batch-size=2")
+    done = succeeds(*command, NO_OTHERS, "--epochs=0.5", "--batch-size=2")
     said = "0.5 epochs of 5 rows in batches of 2 = 2 steps"
     assert said in done.stderr and "mebp: 2 steps (0.8 epochs), " in done.stdout
     assert "steps = 2\n" in (run / "config.toml").read_text()
@@ -90,6 +93,40 @@ def test_epochs_become_steps_and_a_run_goes_on_for_more(bundle: Bundle, tmp_path
     more = succeeds("train", "--resume", run, "--epochs=2")
     assert "2 epochs of 5 rows in batches of 2 = 5 steps" in more.stderr
     assert "resuming after step 2 of 5" in more.stderr and summary_of(run)["epochs"] == 2.0
+
+
+def test_what_a_model_forgets_is_measured(bundle: Bundle, tmp_path: Path) -> None:
+    """A tiny model that learns one row by heart becomes worse at other texts."""
+    data = write(tmp_path / "rows.jsonl", [{"text": "abc"}])
+    other = write(tmp_path / "other.jsonl", [{"text": "we bathe"}, {"text": "the rain"}])
+    run = tmp_path / "run"
+    command = ["train", bundle.path, f"--data={data}", f"--output={run}", "--budget=300MB"]
+    hard = ["--steps=4", "--learning-rate=0.1", "--max-seq-length=32"]
+    done = succeeds(*command, *hard, "--also-evaluate=general", f"--also-evaluate={other}")
+    measured = summary_of(run)["also_eval"]
+    assert list(measured) == ["general", str(other)]
+    facts = json_of("eval", bundle.path, f"--data={other}", "--max-seq-length=32")
+    assert measured[str(other)]["before"]["loss"] == pytest.approx(facts["loss"], rel=1e-6)
+    before, after = (measured["general"][when]["loss"] for when in ("before", "after"))
+    said = f"general: loss {before:.4f} before training, {after:.4f} after it"
+    assert after > 1.05 * before and said in done.stdout
+    assert "the model became worse at general" in done.stdout
+    succeeds("report", run, "-o", page := tmp_path / "page.html", by=here)
+    assert f"other.jsonl</td><td>{facts['loss']:.4f}</td>" in page.read_text()
+    more = json_of("train", "--resume", run, "--steps=5")["also_eval"]["general"]
+    assert more["before"]["loss"] == before and more["after"]["loss"] != after
+
+
+def test_rows_of_other_data_are_mixed_in(bundle: Bundle, tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"text": "abc"}] * 4)
+    other = write(tmp_path / "other.jsonl", [{"text": f"row {number}"} for number in range(8)])
+    run = tmp_path / "run"
+    done = succeeds(*train(bundle, data, run, f"--mix={other}:50%"))
+    assert f"2 rows of the 8 in {other} are added to 4 rows" in done.stderr
+    assert "2 steps in batches of 1 = 0.333 epochs of 6 rows" in done.stderr
+    assert summary_of(run)["data"]["mix"]["kept"] == 8
+    wrong = train(bundle, data, run, "--mix=other.jsonl")
+    refuses(2, "mix is 'other.jsonl'; it must be data and a share below", *wrong)
 
 
 def test_the_rows_of_a_step_need_the_same_length(bundle: Bundle, tmp_path: Path) -> None:
