@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bench.benchmark import Bench, Benchmark, Row, Variant, each_case
-from harness.bench.distzo2_tables import SIMULATION, facts, tables, times_of
+from harness.bench.distzo2_tables import EXACT, FORWARD_ONLY, SIMULATION, facts, tables, times_of
 from harness.bench.published import DISTZO2
 from harness.bench.simulation import (
     ASSUMED,
@@ -81,19 +81,19 @@ class Sharing:
     def simulated_s(self, of: Mapping[str, Times], rows: int) -> float:
         """The simulated step, as if messages took no time."""
         assumed, network = Assumptions(), NETWORKS[0]
-        if self.method == "mebp":
-            return backprop_s(of["mebp"], assumed, network, rows, self.data)
+        if self.method == EXACT:
+            return backprop_s(of[EXACT], assumed, network, rows, self.data)
         split = (self.data, self.perturb)
-        return zeroth_order_s(of["mezo"], assumed, network, rows, assumed.points, *split)
+        return zeroth_order_s(of[FORWARD_ONLY], assumed, network, rows, assumed.points, *split)
 
 
 SHARINGS = (
-    Sharing("one worker", "mezo"),
-    Sharing("PertP", "mezo", perturb=2),
-    Sharing("DDP", "mezo", data=2),
-    Sharing("2D", "mezo", data=2, perturb=2),
-    Sharing("MeBP, one worker", "mebp"),
-    Sharing("MeBP, DDP", "mebp", data=2),
+    Sharing("one worker", FORWARD_ONLY),
+    Sharing("PertP", FORWARD_ONLY, perturb=2),
+    Sharing("DDP", FORWARD_ONLY, data=2),
+    Sharing("2D", FORWARD_ONLY, data=2, perturb=2),
+    Sharing("MeBP, one worker", EXACT),
+    Sharing("MeBP, DDP", EXACT, data=2),
 )
 
 
@@ -107,7 +107,7 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     try:
         parts = {
             method: asdict(_times(bench, bundle, length, method, budget))
-            for method in ("mezo", "mebp")
+            for method in (FORWARD_ONLY, EXACT)
         }
     except OnDeviceError as problem:
         notes.append(f"no simulation: {reason(problem)}")
@@ -166,7 +166,7 @@ def _figures(
 
 def _times(bench: Bench, bundle: Path, length: int, method: str, budget: str) -> Times:
     """The times of one process with one thread, from profiles at two numbers of rows."""
-    points = Assumptions().points if method == "mezo" else 1
+    points = Assumptions().points if method == FORWARD_ONLY else 1
     found: list[tuple[int, dict[str, float]]] = []
     for rows in PROFILED:
         bench.note(f"{method}, {rows} rows: profiled")

@@ -23,8 +23,10 @@ from harness.bench.published import SHARED, SHARED_BY_BATCH
 from harness.bench.simulation import NETWORKS, Assumptions, Times, simulate, sliced_bytes
 from harness.measure.repeats import spread
 from harness.report.table import Table
+from runtime.config.methods import USUAL
 
 SIMULATION = "SIMULATION, nothing of it is measured"
+EXACT, FORWARD_ONLY = USUAL  # MeBP and MeZO
 PUBLISHED = {"PertP": 1, "DDP": 2, "2D": 3}  # places in `published.Shared`; 0 is one worker
 PUBLISHED_BATCH = 4  # the only batch with a figure for one GPU
 
@@ -35,7 +37,7 @@ def times_of(parts: Mapping[str, Any] | None) -> dict[str, Times] | None:
 
 def _simulated(row: Row, assumed: Assumptions) -> list[dict[str, Any]]:
     of = times_of(row.get("times"))
-    return [] if of is None else list(simulate(of["mezo"], of["mebp"], assumed))
+    return [] if of is None else list(simulate(of[FORWARD_ONLY], of[EXACT], assumed))
 
 
 def facts(rows: Sequence[Row]) -> dict[str, Any]:
