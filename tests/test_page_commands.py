@@ -30,8 +30,11 @@ BENCHES = "it takes minutes; tests/harness/bench runs every benchmark on tiny sh
 REAL = "it needs the real model; test_the_quick_start_learns runs the README's script"
 BFCL = "it needs the rows of bfcl-eval; tests/harness/tasks scores such rows"
 NO_NAME = "llama.cpp has no name for the tiny tokenizer; tests/export/fused writes such files"
+SEVERAL = "tests/runtime/run/test_several_workers.py starts several processes"
 ELSEWHERE = {  # the beginning of a command: why it does not run here
     "ondevice bench": BENCHES,
+    "ondevice train bundle --data my-data --parallel": SEVERAL,
+    "ondevice eval bundle --data my-data --parallel": SEVERAL,
     "ondevice doctor --bench": "tests/harness/doctor runs it on a tiny shape",
     "ondevice export gemma.gguf": REAL,
     "ondevice generate gemma --max-tokens 20": REAL,

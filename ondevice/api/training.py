@@ -72,6 +72,7 @@ def resume(
     epochs: float | None = None,
     patience: int | None = None,
     device: str | None = None,
+    parallel: str | None = None,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
     on_progress: Progress = no_progress,
@@ -81,8 +82,8 @@ def resume(
     """Go on with a run from its last save, as `ondevice train --resume RUN` does.
 
     It keeps the run's own settings. bundle: its new place. budget, device: others than before.
-    steps, epochs, patience: more of them, with which a finished run goes on. Callbacks are those
-    of `train`.
+    steps, epochs, patience: more of them, with which a finished run goes on. parallel: how
+    processes that `mpirun` has started share the work. Callbacks are those of `train`.
 
     Raises:
         OnDeviceError: as `train`; and UsageError, if `run` holds no run or has done more steps.
@@ -94,6 +95,7 @@ def resume(
         "epochs": epochs,
         "patience": patience,
         "device": device,
+        "parallel": parallel,
     }
     given = {name: value for name, value in wanted.items() if value is not None}
     prepare()

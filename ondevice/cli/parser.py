@@ -125,8 +125,8 @@ def _add_command(
             metavar="RUN",
             type=Path,
             help="go on with an interrupted run, with its own settings, or with a finished one and "
-            "more --steps or --epochs; only these, --patience, --budget and --device may be given "
-            "beside it, and the bundle, where it has moved",
+            "more --steps or --epochs; only these, --patience, --budget, --device and --parallel "
+            "may be given beside it, and the bundle, where it has moved",
         )
         groups[Group.MEMORY].add_argument(
             "--verbose", action="store_true", help="print the memory plan before training starts"

@@ -15,6 +15,7 @@ from runtime.config.base import (
     refuse,
     required,
 )
+from runtime.config.parallel import parallel_field
 from runtime.config.shared import (
     DATA_FILE,
     HUB_DATA,
@@ -26,7 +27,15 @@ from runtime.config.shared import (
 
 TASKS = ("perplexity", "labels", "exact", "bfcl")
 _OF_CALLS = ("max_tokens", "answers")  # options of --task bfcl alone
-_OF_ROWS = ("loss_on", "columns", "skip_bad_rows", "keep_empty", "arithmetic", "adapter_dtype")
+_OF_ROWS = (
+    "parallel",
+    "loss_on",
+    "columns",
+    "skip_bad_rows",
+    "keep_empty",
+    "arithmetic",
+    "adapter_dtype",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,7 @@ class EvalConfig(BundleConfig, DataOptions):
         metavar="FILE",
     )
     adapter_dtype: str = adapter_dtype_field()
+    parallel: str | None = parallel_field("data")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,6 +88,8 @@ class EvalConfig(BundleConfig, DataOptions):
             problems.append(f"--source compares predictions: leave out --task {self.task}")
         if self.source is not None and self.arithmetic != "auto":
             problems.append("--source compares models in one arithmetic: leave out --arithmetic")
+        if self.source is not None and self.parallel is not None:
+            problems.append("--source compares in one process: leave out --parallel")
         if self.adapter is None and self.adapter_dtype != "float32" and self.task != "bfcl":
             problems.append("--adapter-dtype has no effect without --adapter: leave it out")
         unused = _OF_ROWS if self.task == "bfcl" else _OF_CALLS

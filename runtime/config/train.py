@@ -21,6 +21,7 @@ from runtime.config.base import (
     required,
 )
 from runtime.config.methods import METHODS, Method
+from runtime.config.parallel import parallel_field
 from runtime.config.shared import (
     TRAIN_DATA,
     DataOptions,
@@ -31,7 +32,7 @@ from runtime.config.shared import (
 )
 
 # settings that --resume may change
-CHANGEABLE = ("bundle", "device", "budget", "steps", "epochs", "patience")
+CHANGEABLE = ("bundle", "device", "budget", "steps", "epochs", "patience", "parallel")
 RANDOM_STEPS = 100  # of random rows, of which there are as many as are asked for
 _LENGTHS = ", ".join(
     [
@@ -78,6 +79,7 @@ class TrainConfig(StepConfig, DataOptions):
         Group.MEMORY,
         metavar="FILE",
     )
+    parallel: str | None = parallel_field("data", "perturb")
     epochs: float | None = option(
         None,
         f"how often all rows are trained on, such as 3 or 0.5 (default: {_LENGTHS})",

@@ -50,3 +50,14 @@ class InterruptedRunError(OnDeviceError):
     """Ctrl-C, SIGTERM or SIGHUP arrived; the state of a training run was saved."""
 
     exit_code = 130
+
+
+class WorkerError(OnDeviceError):
+    """Another process of the run has failed or is gone; all end with its exit code.
+
+    `differs` says that the processes are all there, and compute differently.
+    """
+
+    def __init__(self, text: str, exit_code: int = 1, differs: bool = False) -> None:
+        super().__init__(text)
+        self.exit_code, self.differs = exit_code, differs

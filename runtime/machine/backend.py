@@ -132,6 +132,18 @@ def blas_threads() -> int:
     return max(1, int(libraries.openblas_get_num_threads()))
 
 
+def arithmetic_of_blas() -> dict[str, str]:
+    """What decides the last bits of matrix products on a CPU, by name."""
+    libraries = ctypes.CDLL(None)
+    blas = f"{_prepared[0] if _prepared else 'unknown'}, {platform.machine()}"
+    if sys.platform == "darwin":
+        blas = f"{blas}, macOS {platform.mac_ver()[0]}"
+    if hasattr(libraries, "openblas_get_config"):  # its version and the kernel that it has chosen
+        libraries.openblas_get_config.restype = ctypes.c_char_p
+        blas = f"{libraries.openblas_get_config().decode()}, {platform.machine()}"
+    return {"the BLAS": blas, "the number of BLAS threads": str(blas_threads())}
+
+
 def this_machine(device: str, arithmetic: str) -> Machine:
     """This machine and the current process. Call it after all imports.
 

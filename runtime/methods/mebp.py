@@ -217,6 +217,7 @@ class MeBP:
     loss: Loss = field(default_factory=NextToken)
     workers: Workers = field(default_factory=Workers)
     keeps_log: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; gradients of several parts are held until the last.

@@ -85,11 +85,16 @@ class Method(Protocol):
     """One way to train; `write` and `read` save and restore its state besides the adapters.
 
     `keeps_log` says whether the run writes a log from which it can be rebuilt. Its first line is
-    `log_header`, read before the first step, and each step's line is `StepResult.record`.
+    `log_header`, read before the first step, and each step's line is `StepResult.record`. `whole`
+    says whether the state is that before the step whenever workers exchange in it, so that it can
+    be saved if one of them is lost.
     """
 
     @property
     def keeps_log(self) -> bool: ...
+
+    @property
+    def whole(self) -> bool: ...
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """Step `number` (0-based) at learning rate `rate` over micro-batches of samples.

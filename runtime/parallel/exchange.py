@@ -64,6 +64,15 @@ class Exchange(ABC):
         (length,) = struct.unpack("<Q", self.all_bytes(struct.pack("<Q", len(message)))[0])
         return self.all_bytes(message if self.rank == 0 else bytes(length))[0]
 
+    def texts(self, text: str) -> list[str]:
+        """The texts of all workers in rank order, of any lengths."""
+        own = text.encode()
+        lengths = [
+            struct.unpack("<Q", length)[0] for length in self.all_bytes(struct.pack("<Q", len(own)))
+        ]
+        padded = self.all_bytes(own.ljust(max(lengths), b"\0"))
+        return [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
+
     def agree(self, what: str, content: bytes) -> None:
         """Return if all workers have the same content.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes.util
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from queue import SimpleQueue
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +18,11 @@ from runtime.parallel.exchange import Exchange, split
 
 
 class MpiExchange(Exchange):
-    """The processes of one `mpirun`; where one ends with an error, `mpirun` ends the others."""
+    """The processes of one `mpirun`.
+
+    MPI waits without an end for a process that is gone. So a thread of its own waits for MPI, and
+    the caller for the thread, until `stop` ends that with an error.
+    """
 
     def __init__(self) -> None:
         """Wait for all processes.
@@ -32,16 +39,31 @@ class MpiExchange(Exchange):
                 "with `mpirun -n 2 COMMAND`, from Open MPI 4 or newer"
             ) from None
         self.rank, self.size = self._group.rank(), self._group.size()
-        self._stream = mx.new_stream(mx.cpu)  # of all messages, so that they stay in order
+        self._asked: SimpleQueue[bytes | None] = SimpleQueue()
+        self._answers: SimpleQueue[bytes | Exception] = SimpleQueue()
+        self._stopped: Exception | None = None
+        mx.default_stream(mx.cpu)  # graphs are bound to the first stream, which is not to be:
+        self._stream = mx.new_thread_unsafe_stream(mx.cpu)  # of all messages, which stay in order
+        self._thread = threading.Thread(target=self._serve, name="mpi", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def all_bytes(self, message: bytes) -> list[bytes]:
-        sent = mx.array(np.frombuffer(message, np.uint8))
-        received = mx.distributed.all_gather(sent, group=self._group, stream=self._stream)
-        joined, length = np.array(received).tobytes(), len(message)
+        if self._stopped is not None:
+            raise self._stopped
+        self._asked.put(message)
+        joined, length = self._answers.get(), len(message)
+        if isinstance(joined, Exception):
+            raise joined
         return [joined[rank * length : (rank + 1) * length] for rank in range(self.size)]
 
     def add(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """See `Exchange.add`; MPI chooses the order, by the number of workers and of values."""
+        """See `Exchange.add`; MPI chooses the order, by the number of workers and of values.
+
+        Nothing ends the waiting for these sums but the end of the process, when a worker is lost.
+        """
+        if self._stopped is not None:
+            raise self._stopped
         joined = mx.concatenate([array.reshape(-1) for array in arrays])
         mx.eval(joined)
         summed = mx.distributed.all_sum(joined, group=self._group, stream=self._stream)
@@ -49,6 +71,28 @@ class MpiExchange(Exchange):
             sums = split(summed, arrays)
         mx.async_eval(sums)  # type: ignore[no-untyped-call]
         return sums
+
+    def stop(self, reason: Exception) -> None:
+        """End the waiting, and refuse to exchange any more, with this error."""
+        self._stopped = reason
+        self._answers.put(reason)
+
+    def close(self) -> None:
+        """End the thread, so that the process can leave MPI; not where an exchange has failed."""
+        if self._thread.is_alive():
+            self._asked.put(None)
+            self._thread.join()
+            del self._group
+
+    def _serve(self) -> None:
+        group = self._group
+        while (message := self._asked.get()) is not None:
+            try:
+                sent = mx.array(np.frombuffer(message, np.uint8))
+                received = mx.distributed.all_gather(sent, group=group, stream=self._stream)
+                self._answers.put(np.array(received).tobytes())
+            except Exception as problem:
+                self._answers.put(problem)
 
 
 def _name_library() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
+
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.shared import StepConfig
@@ -90,10 +92,16 @@ def plan_evaluation(
         BudgetError: nothing fits.
         UsageError: rows are longer than the bundle has graphs for.
     """
-    manifest = bundle.manifest
+    wanted = evaluation(bundle.manifest, budget_bytes, max_seq_length, adapter_dtype)
+    return make_plan(bundle.manifest, machine_for(bundle, arithmetic), wanted)
+
+
+def evaluation(
+    manifest: Manifest, budget_bytes: int, max_seq_length: int, adapter_dtype: str
+) -> Wanted:
+    """The request and demand of forward passes over rows of `max_seq_length` tokens."""
     request = Request(choose_bucket(manifest, max_seq_length), adapter_dtype=adapter_dtype)
-    wanted = Wanted(request, EVALUATION, budget_bytes)
-    return make_plan(manifest, machine_for(bundle, arithmetic), wanted)
+    return Wanted(request, EVALUATION, budget_bytes)
 
 
 def plan_decoding(
@@ -168,11 +176,30 @@ def reason_to_replan(plan: Plan, manifest: Manifest, machine: Machine, wanted: W
     return ""
 
 
+def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
+    """The plan of rank 0, which all workers execute, for this process on its machine.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    if reason := reason_to_replan(chosen, manifest, machine, wanted):
+        raise BudgetError(
+            f"rank 0's plan, which all workers execute, does not fit here: {reason}; give a larger "
+            "--budget, or leave this machine out"
+        )
+    return msgspec.structs.replace(chosen, limit_bytes=machine.limit_bytes)
+
+
 def check_budget(meter: Meter, plan: Plan, state: str) -> None:
     """Raise BudgetError if the footprint has exceeded the budget."""
     if meter.over_budget:
-        raise BudgetError(
-            f"the run passed its budget: footprint {format_bytes(meter.peak_bytes, up=True)} > "
-            f"{format_bytes(plan.budget_bytes)} (predicted "
-            f"{format_bytes(plan.predicted_peak_bytes)}); {state}"
-        )
+        raise passed_budget(meter.peak_bytes, plan, state)
+
+
+def passed_budget(peak_bytes: int, plan: Plan, state: str, where: str = "") -> BudgetError:
+    """The error for a footprint that has exceeded the budget, `where` several processes run."""
+    return BudgetError(
+        f"the run passed its budget{where}: footprint {format_bytes(peak_bytes, up=True)} > "
+        f"{format_bytes(plan.budget_bytes)} (predicted "
+        f"{format_bytes(plan.predicted_peak_bytes)}); {state}"
+    )

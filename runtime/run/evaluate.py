@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,11 +26,21 @@ from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.labels import Ids, LabelAccuracy, labels_of
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Objective, Scored, grouped, score
-from runtime.run.budget import check_budget, plan_evaluation
+from runtime.parallel.exchange import Exchange
+from runtime.parallel.workers import Workers, shares
+from runtime.plan.plan import Plan
+from runtime.run.budget import (
+    check_budget,
+    evaluation,
+    machine_for,
+    plan_evaluation,
+    plan_of_first,
+)
 from runtime.run.lora import to_apply
 from runtime.run.results import Evaluation, EvaluationResult, Events, LabelShare
 from runtime.run.session import Session, open_checked, open_session
-from runtime.run.signals import Stop
+from runtime.run.signals import Stop, cause
+from runtime.run.team import ADAPTER, Team, adapter_files, of_bundle, team_of
 
 
 def summarize(losses: Sequence[StepLoss]) -> Evaluation:
@@ -72,15 +82,15 @@ def evaluate(
 
 
 def _side_by_side(
-    session: Session, rows: Rows, count: int, together: int
+    session: Session, rows: Rows, groups: Iterable[Sequence[int]]
 ) -> Iterator[tuple[Model, list[Row]]]:
-    """The first `count` rows in order, those of one bucket that visit blocks together, by model.
+    """The rows in order, those of one bucket that visit blocks together, by model.
 
-    `together` neighbours are never parted.
+    `groups` hold their numbers; those of a group are never parted.
     """
     waiting: list[Row] = []
     current: Model | None = None
-    for numbers in grouped(range(count), together):
+    for numbers in groups:
         group = [Row(*rows.row(index)) for index in numbers]
         model = session.model(max(len(row.inputs) for row in group))
         full = len(waiting) + len(group) > session.plan.evaluation_lanes
@@ -103,10 +113,12 @@ def evaluate_rows(
     meter: Meter,
     stop: Stop | None = None,
     objectives: Sequence[Objective] = (),
+    workers: Workers | None = None,
 ) -> Evaluation:
     """Evaluate the first `limit` rows (0: all, of random rows one): see `summarize`.
 
-    Means of further `objectives` are added, as `Objective.shown` names them.
+    Means of further `objectives` are added, as `Objective.shown` names them. Workers share the
+    rows; their sums are added in the order of the rows, so that the result is that of one worker.
 
     Raises:
         BudgetError: the footprint has passed the meter's budget.
@@ -116,9 +128,15 @@ def evaluate_rows(
         limit = 1
     count = min(len(rows), limit) if limit else len(rows)
     together = math.lcm(*(objective.together for objective in objectives))
+    exchange = (workers or Workers()).exchange
+    groups = grouped(range(count), together)
+    parts = shares(len(groups), [1.0] * exchange.size)
+    own = [groups[number] for number in parts[exchange.rank]]
+    mine = sum(map(len, own))
     losses: list[StepLoss] = []
-    sums, counts = [0.0] * len(objectives), [0] * len(objectives)
-    for model, chosen in _side_by_side(session, rows, count, together):
+    numbers: list[list[float]] = [[] for _ in objectives]  # the summand of each group
+    counts = [0] * len(objectives)
+    for model, chosen in _side_by_side(session, rows, own):
         measured = (NextToken(), Accuracy(), *objectives)
         entropies, misses, *others = evaluate(model, adapters, chosen, measured)
         losses += [
@@ -126,16 +144,26 @@ def evaluate_rows(
             for entropy, miss, row in zip(entropies, misses, chosen, strict=True)
         ]
         for number, (objective, values) in enumerate(zip(objectives, others, strict=True)):
-            sums[number] += sum(values)
+            numbers[number] += values
             counts[number] += objective.count(chosen)
-        events.evaluation(name, len(losses), count)
+        events.evaluation(name, len(losses), mine)
         check_budget(meter, session.plan, f"{name} ended at row {len(losses)}")
-        if stop is not None and stop.signal is not None and len(losses) < count:
-            reason = signal.Signals(stop.signal).name
-            raise InterruptedRunError(f"{reason}: {name} ended at row {len(losses)} of {count}")
-    result = summarize(losses)
-    for objective, total, divisor in zip(objectives, sums, counts, strict=True):
-        result = msgspec.structs.replace(result, **objective.shown(total / divisor))
+        if stop is not None and stop.signal is not None and len(losses) < mine:
+            reason = cause(stop.signal)
+            raise InterruptedRunError(f"{reason}: {name} ended at row {len(losses)} of {mine}")
+    told = [(loss.loss_sum, loss.correct, loss.scored_tokens) for loss in losses]
+    of_workers = [3 * sum(len(groups[number]) for number in part) for part in parts]
+    everything = exchange.gather([float(number) for row in told for number in row], of_workers)
+    result = summarize(
+        [
+            StepLoss(entropy, round(correct), round(tokens))
+            for entropy, correct, tokens in zip(*[iter(everything)] * 3, strict=True)
+        ]
+    )
+    for objective, values, divisor in zip(objectives, numbers, counts, strict=True):
+        total = sum(exchange.gather(values, [*map(len, parts)]))
+        divisors = exchange.gather([float(divisor)], [1] * exchange.size)
+        result = msgspec.structs.replace(result, **objective.shown(total / sum(divisors)))
     return result
 
 
@@ -158,6 +186,15 @@ class LabelTally(LabelAccuracy):
     def shown(self, mean: float) -> dict[str, float]:
         return {"label_accuracy": -mean}
 
+    def gathered(self, exchange: Exchange) -> LabelTally:
+        """The tally of all workers' rows, in their order."""
+        counts = exchange.gather([float(len(self.expected))], [1] * exchange.size)
+        expected, answered = (
+            [round(token) for token in exchange.gather([*map(float, own)], [*map(round, counts)])]
+            for own in (self.expected, self.answered)
+        )
+        return replace(self, expected=expected, answered=answered)
+
     def summary(self, show: Callable[[Sequence[int]], str]) -> tuple[LabelShare, ...]:
         """Of each label its token, its text, and its shares of the rows.
 
@@ -175,8 +212,28 @@ class LabelTally(LabelAccuracy):
         )
 
 
+TOKENS, PLAN = "eval.tokens", "plan.json"
+
+
 def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationResult:
-    """`ondevice eval`: loss, perplexity, accuracy and, if asked for, labels, under a budget."""
+    """`ondevice eval`: loss, perplexity, accuracy and, if asked for, labels, under a budget.
+
+    Of several processes rank 0 sends the others its plan, the rows and the adapter.
+    """
+    same = {name: value for name, value in vars(config).items() if name != "bundle"}
+    with team_of(config.parallel, "eval", same) as team:
+        if not team.rank:
+            return _evaluate(config, scratch, events, team)
+        with team.receive(scratch / "received") as folder:
+            received = {"data": folder / TOKENS, "adapter": folder / ADAPTER}
+            there: dict[str, Any] = {
+                name: str(path) for name, path in received.items() if path.exists()
+            }
+            return _evaluate(replace(config, **there), folder, Events(), team)
+
+
+def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> EvaluationResult:
+    """See `run_eval`; `scratch` holds what rank 0 has sent."""
     tally = None
     with Meter(budget_bytes=config.budget_bytes) as meter:
         adapter = None if config.adapter is None else Path(config.adapter)
@@ -184,22 +241,33 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationRes
             adapter, open_checked(config.bundle, config.device, events.note), events.note
         )
         manifest = bundle.manifest
-        source = TokenSource("eval.tokens", config.data, "valid", reading_of(config))
-        max_seq_length = config.max_seq_length or source.bucket(bundle, scratch)
-        plan = plan_evaluation(
-            bundle, config.budget_bytes, max_seq_length, config.arithmetic, config.adapter_dtype
-        )
+        source = TokenSource(TOKENS, config.data, "valid", reading_of(config))
+        if team.rank:
+            plan, max_seq_length = msgspec.json.decode(
+                (scratch / PLAN).read_bytes(), type=tuple[Plan, int]
+            )
+            wanted = evaluation(manifest, config.budget_bytes, max_seq_length, config.adapter_dtype)
+            plan = plan_of_first(plan, manifest, machine_for(bundle, config.arithmetic), wanted)
+        else:
+            max_seq_length = config.max_seq_length or source.bucket(bundle, scratch)
+            plan = plan_evaluation(
+                bundle, config.budget_bytes, max_seq_length, config.arithmetic, config.adapter_dtype
+            )
         if plan.warning:
             events.note(warning(plan.warning))
         events.plan(plan)
         rows = source.rows(bundle, scratch, max_seq_length)
+        if not team.rank:
+            sent = {PLAN: msgspec.json.encode((plan, max_seq_length))}
+            team.share({**sent, TOKENS: scratch / TOKENS, **adapter_files(adapter)})
+        team.agree(of_bundle(bundle))
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)
         adapters = Adapters.applied(manifest, adapter).in_dtype(config.adapter_dtype)
         if config.task == "labels":
             tally = LabelTally(labels_of(rows, "--task labels", "rows"))
-        evaluation = evaluate_rows(
+        measured = evaluate_rows(
             session,
             adapters,
             rows,
@@ -208,9 +276,12 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationRes
             "evaluating",
             meter,
             objectives=[] if tally is None else [tally],
+            workers=team.workers,
         )
+        if tally is not None:
+            tally = tally.gathered(team.workers.exchange)
         result = EvaluationResult(
-            **msgspec.structs.asdict(evaluation),
+            **msgspec.structs.asdict(measured),
             task=config.task,
             data=rows.report,
             budget_bytes=config.budget_bytes,
@@ -218,7 +289,9 @@ def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationRes
             peak_footprint_bytes=meter.peak_bytes,
             peak_rss_bytes=meter.peak_rss_bytes,
         )
-    if tally is not None:  # the tokenizer names the labels once the footprint has been measured
+    if (
+        tally is not None and not team.rank
+    ):  # the tokenizer names the labels once the footprint has been measured
         from runtime.data.text_encoder import load_encoder
 
         labels = tally.summary(load_encoder(bundle.path).show)

@@ -47,6 +47,7 @@ from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
 from runtime.run.results import Evaluation, read_steps
+from runtime.run.team import WORKERS
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
@@ -90,6 +91,10 @@ class RunFolder:
             with storage_errors(self.path):
                 self.saves.folder.mkdir()
             yield
+
+    def remove_scratch_of_workers(self) -> None:
+        """Remove what workers on this machine that were killed have left."""
+        shutil.rmtree(self.path / WORKERS, ignore_errors=True)
 
     def write_initial(self, adapters: Adapters) -> None:
         """Write the adapters before the first step, from which the log is replayed."""
@@ -413,6 +418,33 @@ class RunFolder:
         for name in state.files:
             self.saves.check(place, state, name)
         return state
+
+
+class WorkerFolder(RunFolder):
+    """The folder of a worker other than rank 0: scratch files and logs, and no saves of its own."""
+
+    def save(
+        self,
+        step: int,
+        adapters: Adapters | None,
+        method: Method,
+        keep: int = 1,
+        best: int | None = None,
+        evaluated: tuple[str, ...] = (),
+    ) -> None:
+        """Check the adapters as rank 0 does, which saves them."""
+        if adapters is not None:
+            method.settle()
+            adapters.check_finite()
+
+    def publish(self, step: int) -> None:
+        """Nothing: rank 0 does it."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Nothing: rank 0 does it."""
+
+    def write_initial(self, adapters: Adapters) -> None:
+        """Nothing: rank 0 does it."""
 
 
 def _evaluation(facts: Any) -> Evaluation:

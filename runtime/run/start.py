@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,25 +20,43 @@ from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import Note, silent, warning
 from runtime.data.mixed import MixedRows
 from runtime.data.rows import Rows
-from runtime.data.run_rows import absolute, open_run_rows, with_length
+from runtime.data.run_rows import TOKENS, absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
 from runtime.plan.plan import Plan
-from runtime.run.budget import make_plan, reason_to_replan, training, training_machine
-from runtime.run.folder import PLAN, STATE_OF_METHOD, RunFolder, read_json
+from runtime.run.budget import (
+    make_plan,
+    plan_of_first,
+    reason_to_replan,
+    training,
+    training_machine,
+)
+from runtime.run.folder import (
+    EVALUATIONS,
+    OTHER_EVALUATIONS,
+    PLAN,
+    STATE_OF_METHOD,
+    RunFolder,
+    WorkerFolder,
+    read_json,
+)
 from runtime.run.learning_rate import learning_rate
 from runtime.run.length import settled
 from runtime.run.lora import to_resume, to_train
 from runtime.run.results import Events, TrainResult
 from runtime.run.session import Session, open_checked, open_session
+from runtime.run.team import ADAPTER, WORKERS, Team, adapter_files, of_bundle, team_of
 from runtime.run.traced_graphs import with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
-from runtime.storage.saves import CONFIG, State, another_run
+from runtime.storage.checksums import CHECKSUMS
+from runtime.storage.saves import CONFIG, STATE, State, another_run
 from runtime.storage.scratch import MappedTensors
+
+OF_A_WORKER = ("bundle", "output", "machine")  # options that may differ among the workers of a run
 
 if TYPE_CHECKING:
     from runtime.methods.full.weights import FullWeights
@@ -88,23 +107,35 @@ def train(config: TrainConfig, events: Events) -> TrainResult:
     Raises:
         OnDeviceError: the run was refused, or failed; a refused run leaves no files behind.
     """
-    with Meter(budget_bytes=config.budget_bytes) as meter:
-        bundle = open_checked(config.bundle, config.device, events.note)
-        folder = RunFolder(Path(config.output))
-        existed = folder.path.exists()
-        with folder.created():
-            try:
-                with reporting(config, folder.path, 0, events) as events:
-                    return _begin(config, bundle, folder, events, meter)
-            except BaseException:
-                # config.toml is the last file of a beginning
-                if folder.is_there and not (folder.path / CONFIG).exists():
-                    _remove_refused(folder, existed)
-                raise
+    same = {name: value for name, value in vars(config).items() if name not in OF_A_WORKER}
+    with team_of(config.parallel, "train", same) as team:
+        if team.rank:
+            own = {"bundle": absolute(config.bundle), "machine": config.machine}
+            return _join(Path(config.output), own, team)
+        with Meter(budget_bytes=config.budget_bytes) as meter:
+            bundle = open_checked(config.bundle, config.device, events.note)
+            folder = RunFolder(Path(config.output))
+            existed = folder.path.exists()
+            with folder.created():
+                try:
+                    with reporting(config, folder.path, 0, events) as events:
+                        return _begin(config, bundle, folder, events, meter, team)
+                except BaseException as problem:
+                    team.dismiss(problem)  # others may have files in the folder
+                    folder.remove_scratch_of_workers()
+                    # config.toml is the last file of a beginning
+                    if folder.is_there and not (folder.path / CONFIG).exists():
+                        _remove_refused(folder, existed)
+                    raise
 
 
 def _begin(
-    config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, meter: Meter
+    config: TrainConfig,
+    bundle: Bundle,
+    folder: RunFolder,
+    events: Events,
+    meter: Meter,
+    team: Team,
 ) -> TrainResult:
     """Plan and train a run in its empty folder."""
     config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
@@ -127,15 +158,83 @@ def _begin(
         )
     weights = _weights(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights)
-    adapters, running = _first_state(fixed, session, folder, rows.train)
     for name in folder.token_files:
         folder.checksums.record(name)
+    team.share(_files(fixed, folder, chosen, None))
+    team.agree(of_bundle(bundle))
+    adapters, running = _first_state(fixed, session, folder, rows.train, team)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(warning(bundle.manifest.quality.warning()))
     _announce(chosen, events)
-    return Trainer(fixed, folder, session, adapters, running, samples, rows, events, meter).run()
+    return Trainer(
+        fixed, folder, session, adapters, running, samples, rows, events, meter, team=team
+    ).run()
+
+
+def _join(output: Path, own: Mapping[str, Any], team: Team) -> TrainResult:
+    """Train as a worker other than rank 0, with its rows, plan and save; returns the same summary.
+
+    `own` are settings that only this worker's machine knows.
+    """
+    with team.receive(output.absolute() / WORKERS / str(team.rank)) as path:
+        folder = WorkerFolder(path)
+        with folder.locked():
+            folder.saves.folder.mkdir(exist_ok=True)
+            config = load_run(path / CONFIG, {})
+            config = replace(config, **_received(config, path), **own, output=str(path))
+            save = folder.saves.latest()
+            state = None if save is None else folder.check_save(save)
+            progress = _progress(folder, state)
+            with Meter(budget_bytes=config.budget_bytes) as meter:
+                config, bundle = to_resume(config, open_checked(config.bundle, config.device))
+                team.agree(of_bundle(bundle))
+                rows = open_run_rows(config, bundle, path)
+                samples = Samples.of(config, bundle.manifest, rows.train)
+                chosen = plan_of_first(
+                    msgspec.convert(read_json(path / PLAN), Plan),
+                    bundle.manifest,
+                    _this_machine(config, bundle),
+                    training(config, bundle.manifest),
+                )
+                weights = _weights(config, bundle, chosen, folder, progress.done)
+                session = open_session(bundle, chosen, weights)
+                adapters, running = _state(config, session, folder, rows.train, state, team)
+                return Trainer(
+                    *(config, folder, session, adapters, running, samples, rows),
+                    *(Events(), meter, progress, team),
+                ).run()
+
+
+def _files(
+    config: TrainConfig, folder: RunFolder, chosen: Plan, state: State | None
+) -> dict[str, Path | bytes]:
+    """What `_join` needs, by name: of a run's folder, and of the adapter to start from."""
+    files: dict[str, Path | bytes] = {
+        CONFIG: to_toml(config).encode(),
+        PLAN: msgspec.json.encode(chosen),
+    }
+    names = [*folder.token_files, CHECKSUMS, OTHER_EVALUATIONS]
+    if state is not None:
+        save = folder.saves.place(state.step).relative_to(folder.path)
+        names += [EVALUATIONS, *state.logs, *(str(save / name) for name in (*state.files, STATE))]
+    else:
+        files |= adapter_files(config.adapter)
+    return files | {name: folder.path / name for name in names}
+
+
+def _received(config: TrainConfig, path: Path) -> dict[str, Any]:
+    """The settings of a run whose data and first adapter were received into a folder."""
+    train, valid = (path / name for name in TOKENS)
+    settings: dict[str, Any] = {"valid_split": None}
+    if train.exists():
+        settings["data"] = str(train)
+    if valid.exists():
+        settings["eval_data"] = str(valid)
+    if config.adapter is not None:
+        settings["adapter"] = str(path / ADAPTER)
+    return settings
 
 
 def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
@@ -150,6 +249,22 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
     Raises:
         OnDeviceError: the run cannot go on; its saves stay as they are.
     """
+    same = {name: value for name, value in wanted.items() if name not in OF_A_WORKER}
+    with team_of(wanted.get("parallel"), f"train --resume {path}", same) as team:
+        if team.rank:
+            moved = {"bundle": absolute(wanted["bundle"])} if "bundle" in wanted else {}
+            own = {"machine": None, **moved}
+            return _join(path, own, team)
+        try:
+            return _resume(path, events, wanted, team)
+        except BaseException as problem:
+            team.dismiss(problem)
+            RunFolder(path).remove_scratch_of_workers()
+            raise
+
+
+def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> TrainResult:
+    """See `resume`; on rank 0."""
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
         why = instead(path, Kind.RUN) or (
@@ -166,7 +281,7 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
             wanted = {"steps": None, **wanted}  # the run's own, which they replace
         if "bundle" in wanted:
             wanted = {**wanted, "bundle": absolute(wanted["bundle"])}
-        config = replace(load_run(path / CONFIG, wanted), output=str(path))
+        config = replace(load_run(path / CONFIG, wanted), output=str(path), parallel=None)
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)
         progress = _progress(folder, state)
@@ -174,7 +289,7 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
             Meter(budget_bytes=config.budget_bytes) as meter,
             reporting(config, path, progress.done, events) as events,
         ):
-            return _continue(before, config, folder, state, progress, events, meter)
+            return _continue(before, config, folder, state, progress, events, meter, team)
 
 
 def _continue(
@@ -185,6 +300,7 @@ def _continue(
     progress: Progress,
     events: Events,
     meter: Meter,
+    team: Team,
 ) -> TrainResult:
     """Go on after a save, or from the start without one; `before` is its configuration so far."""
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
@@ -202,14 +318,14 @@ def _continue(
             f"the first step rebuilds them from the bundle and the log of {progress.done} steps"
         )
     session = open_session(bundle, chosen, weights)
-    if state is None:
-        if _has_lines(folder.metrics.path):
-            events.note(f"{folder.path} has no save: it is trained from its beginning")
-        adapters, running = _first_state(config, session, folder, rows.train)
-    else:
-        adapters, running = _saved_state(config, session, folder, rows.train, state)
+    if state is None and _has_lines(folder.metrics.path):
+        events.note(f"{folder.path} has no save: it is trained from its beginning")
+    team.share(_files(config, folder, chosen, state))
+    team.agree(of_bundle(bundle))
+    adapters, running = _state(config, session, folder, rows.train, state, team)
     trainer = Trainer(
-        config, folder, session, adapters, running, samples, rows, events, meter, progress
+        *(config, folder, session, adapters, running, samples, rows),
+        *(events, meter, progress, team),
     )
     if trainer.ended:
         _say_ended(trainer, before, events)
@@ -221,18 +337,38 @@ def _continue(
     return trainer.run()
 
 
+def _state(
+    config: TrainConfig,
+    session: Session,
+    folder: RunFolder,
+    rows: Rows,
+    state: State | None,
+    team: Team,
+) -> tuple[Adapters, Method]:
+    """The adapters and the method of a save, or before the first step without one."""
+    if state is None:
+        return _first_state(config, session, folder, rows, team)
+    return _saved_state(config, session, folder, rows, state, team)
+
+
 def _first_state(
-    config: TrainConfig, session: Session, folder: RunFolder, rows: Rows
+    config: TrainConfig, session: Session, folder: RunFolder, rows: Rows, team: Team
 ) -> tuple[Adapters, Method]:
     """The adapters and the method before the first step; begins the logs."""
     adapters = _first_adapters(config, session, folder)
-    running = _method(config, session, adapters, folder, rows)
+    running = _method(config, session, adapters, folder, rows, team)
     folder.start_logs(running.log_header() if running.keeps_log else None)
+    team.compare("the first adapters", adapters.digest())
     return adapters, running
 
 
 def _saved_state(
-    config: TrainConfig, session: Session, folder: RunFolder, rows: Rows, state: State
+    config: TrainConfig,
+    session: Session,
+    folder: RunFolder,
+    rows: Rows,
+    state: State,
+    team: Team,
 ) -> tuple[Adapters, Method]:
     """The adapters and the method of a save; goes on with its logs."""
     save, manifest = folder.saves.place(state.step), session.bundle.manifest
@@ -241,10 +377,11 @@ def _saved_state(
     else:
         adapters = Adapters.load(manifest, save, _scratch_tensors(session, folder))
         adapters = adapters.in_dtype(config.adapter_dtype)
-    running = _method(config, session, adapters, folder, rows, fresh=False)
+    running = _method(config, session, adapters, folder, rows, team, fresh=False)
     running.read(save / STATE_OF_METHOD)
     folder.go_on_with_logs(state, running.keeps_log)
     folder.publish(state.step)  # a kill may have come between the save and this copy of it
+    team.compare("the saved adapters", adapters.digest())
     return adapters, running
 
 
@@ -317,6 +454,7 @@ def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:
         mix=None if config.mix is None else _absolute_mix(config.mix),
         adapter=None if config.adapter is None else absolute(config.adapter),
         machine=None if config.machine is None else absolute(config.machine),
+        parallel=None,  # of the processes at hand, not of the run
     )
 
 
@@ -379,6 +517,7 @@ def _method(
     adapters: Adapters,
     folder: RunFolder,
     rows: Rows,
+    team: Team,
     fresh: bool = True,
 ) -> Method:
     manifest = session.bundle.manifest
@@ -393,6 +532,7 @@ def _method(
         rows,
         fresh,
         folder.write_initial,
+        team.workers,
     )
     return started(config, begin)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 
 from runtime.config.train import TrainConfig
-from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError
+from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError, WorkerError
 from runtime.data.rows import Rows
 from runtime.data.run_rows import RunRows
 from runtime.data.samples import Samples
@@ -29,7 +28,7 @@ from runtime.machine.backend import describe
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
-from runtime.run.budget import check_budget
+from runtime.run.budget import passed_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SUMMARY, RunFolder
 from runtime.run.learning_rate import learning_rate
@@ -47,7 +46,8 @@ from runtime.run.results import (
     read_steps,
 )
 from runtime.run.session import Session
-from runtime.run.signals import Stop, catching_signals
+from runtime.run.signals import Stop, catching_signals, cause
+from runtime.run.team import AGREE_STEPS, Team
 
 SKIPS = 10  # steps in a row without a finite loss that end a run
 ENDS = {  # why a run is over, by the value of `Trainer.ended`
@@ -93,11 +93,13 @@ class Trainer:
         events: Events,
         meter: Meter,
         progress: Progress | None = None,
+        team: Team | None = None,
     ) -> None:
         self.config, self.folder, self.session = config, folder, session
         self.adapters, self.method = adapters, method
         self.samples, self.rows, self.eval_rows = samples, rows, rows.valid
         self.events, self.meter = events, meter
+        self.team = team or Team()
         before = progress or Progress()
         self.done = self.first = before.done
         self.seconds = before.seconds
@@ -105,28 +107,37 @@ class Trainer:
         self.others = {name: dict(known) for name, known in before.others.items()}
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
+        self._in_step = False
 
     def run(self) -> TrainResult:
         """Train to the end; returns the summary."""
-        with catching_signals() as self.stop:
-            self.session.profile.on = self.config.profile
-            if self.config.adapter is not None and self.done == 0:
-                self._save()  # the files at the path may change before the run is resumed
-            self._go_beyond_an_end()
-            if self.eval_rows is not None and "before" not in self.evaluations:
-                self._evaluate("before")
-            elif self.done == 0 and self._best is not None:
-                self._save()  # a kill may have come between that evaluation and its save
-            if self.done == 0:
-                self._evaluate_others("before")
-            self._evaluate_if_due()
-            self._train()
-            if self.ended in FOUND_BY_EVALUATION:  # which comes after a save
-                self._save()
-            if self.eval_rows is not None and "after" not in self.evaluations:
-                self._evaluate("after")
-            self._evaluate_others("after")
+        heartbeat = self.team.heartbeat
+        was_stopped = None if heartbeat is None else heartbeat.was_stopped
+        with catching_signals(was_stopped) as self.stop:
+            try:
+                self._run()
+            except WorkerError as problem:
+                raise self._without(problem) from None
         return self._finish()
+
+    def _run(self) -> None:
+        self.session.profile.on = self.config.profile
+        if self.config.adapter is not None and self.done == 0:
+            self._save()  # the files at the path may change before the run is resumed
+        self._go_beyond_an_end()
+        if self.eval_rows is not None and "before" not in self.evaluations:
+            self._evaluate("before")
+        elif self.done == 0 and self._best is not None:
+            self._save()  # a kill may have come between that evaluation and its save
+        if self.done == 0:
+            self._evaluate_others("before")
+        self._evaluate_if_due()
+        self._train()
+        if self.ended in FOUND_BY_EVALUATION:  # which comes after a save
+            self._save()
+        if self.eval_rows is not None and "after" not in self.evaluations:
+            self._evaluate("after")
+        self._evaluate_others("after")
 
     def _go_beyond_an_end(self) -> None:
         """Take back the files of an earlier end of the run: it ends later.
@@ -154,7 +165,34 @@ class Trainer:
             self.events.step(step, self.config.all_steps)
             self._after_step()
 
+    def _without(self, problem: WorkerError) -> WorkerError:
+        """The error of a run that has lost a worker; saves the state if it is that of a step."""
+        if self.team.heartbeat is not None:
+            self.team.heartbeat.notice()
+        whole = not self._in_step or self.method.whole
+        if whole and not problem.differs:
+            self._write_save()
+        save = self.folder.saves.latest()
+        step = 0 if save is None else self.folder.saves.step_of(save)
+        again = (
+            f"its state after step {step} is saved; go on with: ondevice train --resume "
+            f"{self.folder.path}"
+            if save is not None
+            else "nothing was saved yet; start again"
+        )
+        return WorkerError(f"{problem}; {again}", problem.exit_code)
+
+    def _agree(self) -> None:
+        """Compare the adapters of all workers."""
+        if self.team.size > 1 and not self.config.trains_all:
+            self.method.settle()
+            self.team.compare(f"the adapters after step {self.done}", self.adapters.digest())
+
     def _save(self) -> None:
+        self._agree()
+        self._write_save()
+
+    def _write_save(self) -> None:
         best = self._best
         evaluated = tuple(when for when in self.evaluations if when != "after")
         adapters = None if self.config.trains_all else self.adapters
@@ -210,12 +248,15 @@ class Trainer:
             self._evaluate(str(self.done))
 
     def _after_step(self) -> None:
+        news = self.team.news(self.seconds, self.stop.signal, self.meter)
+        self.seconds = news.seconds  # rank 0's, so that all end after the same step
         every = self.config.save_every
         due = self.ended or self.config.trains_all or (every and self.done % every == 0)
         lost = self.skipped >= SKIPS
-        number, over = self.stop.signal, self.meter.over_budget  # once: both may change meanwhile
-        if due or lost or number is not None or over:
+        if due or lost or news.signals or news.over:
             self._save()
+        elif self.done % AGREE_STEPS == 0:
+            self._agree()
         if lost:
             learned = self.done > self.skipped  # else the first step's loss was not finite either
             raise DivergedError(
@@ -223,10 +264,13 @@ class Trainer:
                 f"{self.done} is saved in {self.folder.path}; "
                 + ("lower --learning-rate" if learned else "lower --epsilon")
             )
-        if over:
-            check_budget(self.meter, self.session.plan, f"{self._saved} --budget MORE")
-        if number is not None and not self.ended:
-            raise InterruptedRunError(f"{signal.Signals(number).name}: {self._saved}")
+        for rank, peak_bytes in news.over.items():
+            what = f"{self._saved} --budget MORE"
+            raise passed_budget(peak_bytes, self.session.plan, what, self.team.where(rank))
+        if news.signals and not self.ended:
+            rank, number = next(iter(news.signals.items()))
+            where = "" if len(news.signals) == self.team.size else self.team.where(rank)
+            raise InterruptedRunError(f"{cause(number)}{where}: {self._saved}")
         self._evaluate_if_due()
 
     def _step(self) -> tuple[Step, list[Any] | None]:
@@ -246,7 +290,9 @@ class Trainer:
             config.all_steps,
             self.done,
         )
+        self._in_step = True
         result = self.method.step(self.done, rate, parts)
+        self._in_step = False
         loss = result.loss.loss_sum / result.loss.scored_tokens
         self.skipped = result.skipped
         if not math.isfinite(loss) and not result.skipped:
@@ -296,10 +342,14 @@ class Trainer:
         self.session.profile.on = False
         try:
             result = evaluate_rows(
-                self.session, self.adapters, rows, limit, self.events, name, self.meter, self.stop
+                *(self.session, self.adapters, rows, limit, self.events, name),
+                *(self.meter, self.stop),
+                workers=self.team.workers,
             )
         except (BudgetError, InterruptedRunError) as problem:
-            self._save()
+            if self.team.rank:
+                raise  # rank 0 saves, and shows the message
+            self._write_save()
             more = " --budget MORE" if isinstance(problem, BudgetError) else ""
             raise type(problem)(f"{problem}; {self._saved}{more}") from None
         self.session.profile.on = self.config.profile

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -58,13 +58,20 @@ def on_workers(size: int, work: Callable[[Exchange], T]) -> list[T]:
     return [result.result() for result in results]
 
 
+def mpirun(*commands: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    """What several processes come to, which MPI connects: `python WORDS` for each."""
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    ranks = [
+        word for words in commands for word in (":", "-n", "1", sys.executable, *map(str, words))
+    ]
+    command = ["mpirun", "-q", *as_root, "--oversubscribe", *ranks[1:]]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
 def two_processes(code: str, *arguments: object) -> list[str]:
     """The lines that two processes of `python -c CODE ARGUMENTS` print, which MPI connects."""
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, "-c", code]
-    ended = subprocess.run(
-        [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    words = ["-c", code, *arguments]
+    ended = mpirun(words, words)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 

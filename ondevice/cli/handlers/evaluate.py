@@ -12,6 +12,7 @@ from ondevice.cli.screen import note, out
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import BundleError
 from runtime.core.units import counted, format_bytes
+from runtime.parallel.launch import speaks
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -30,6 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
         result = run_eval(config, Path(scratch), Events(evaluation=progress, note=note))
+    if not speaks():
+        return
     if arguments.json:
         print_json(result)
     else:

@@ -11,6 +11,7 @@ from ondevice.cli.screen import note, out
 from runtime.config.base import flag, given
 from runtime.config.train import CHANGEABLE, TrainConfig
 from runtime.core.errors import UsageError
+from runtime.parallel.launch import speaks
 
 if TYPE_CHECKING:
     from runtime.plan.plan import Plan
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
             summary = resume(arguments.resume, events, overrides)
         else:
             summary = train(config, events)
+    if not speaks():
+        return
     if quiet:
         print_json(summary)
         return
@@ -73,7 +76,7 @@ def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> N
     if odd or arguments.config:
         raise UsageError(
             "--resume takes the run's own settings, --budget, --steps or --epochs, --patience, "
-            "--device and the bundle's new place; leave out "
+            "--device, --parallel and the bundle's new place; leave out "
             f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )

@@ -84,6 +84,7 @@ class ZerothOrder:
     defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
+    whole: bool = True  # until the descent measures something in the step
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
     _only: Mapping[int, Block] = field(default_factory=dict, repr=False)  # moved by these queries
     keeps_log: ClassVar[bool] = True
@@ -150,7 +151,8 @@ class ZerothOrder:
 
     def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> Measured:
         """The descent's measurements on this step's batch, before its directions are drawn."""
-        if not self.descent.due(number):
+        self.whole = not self.descent.due(number)
+        if self.whole:
             return Measured()
         self.settle()
 

@@ -31,6 +31,7 @@ class Dummy:
     activations: Activations
     steps: int = 0
     keeps_log = False
+    whole = False
 
     def step(self, number, rate, parts):
         rows = [row for part in parts for row in part]

@@ -1,0 +1,54 @@
+"""The option --parallel: how several processes, started together, share the work."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from runtime.config.base import Check, Group, option
+
+MOST_WORKERS = 1024
+
+
+class Grid(NamedTuple):
+    """So many workers share the rows, and so many the perturbations of each row."""
+
+    data: int = 1
+    perturb: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.perturb
+
+
+def grid_of(text: str | None) -> Grid:
+    """The grid in "data=2,perturb=2"; a single worker without one. Raises ValueError."""
+    if text is None:
+        return Grid()
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    counts = {name.strip(): int(count) for name, count in pairs}
+    grid = Grid(**counts) if len(counts) == len(pairs) and {*counts} <= {*Grid._fields} else None
+    if grid is None or min(grid) < 1 or grid.size > MOST_WORKERS:
+        raise ValueError(text)
+    return grid
+
+
+def parallel_field(*names: str) -> Any:
+    """The field for how many processes share what; `names` are those of a `Grid` that may be."""
+    example = ",".join(f"{name}=2" for name in names)
+    return option(
+        None,
+        f"how the processes that mpirun has started share the work, such as {example}: "
+        + " and ".join({"data": "rows (data)", "perturb": "perturbations"}[name] for name in names)
+        + "; see docs/several-machines.md",
+        Check(lambda text: _is_grid(text, names), f"numbers of workers such as {example}"),
+        Group.MEMORY,
+        metavar=",".join(f"{name}=N" for name in names),
+    )
+
+
+def _is_grid(text: str, names: tuple[str, ...]) -> bool:
+    try:
+        grid = grid_of(text)
+    except ValueError:
+        return False
+    return all(count == 1 or name in names for name, count in grid._asdict().items())

@@ -1,0 +1,308 @@
+"""The processes that run a training or an evaluation together: what they agree on and send.
+
+Rank 0 alone has the run's folder and shows anything. The others get from it the rows, the
+configuration, the plan and the save, keep files in a folder of their own, and remove that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import struct
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from runtime.bundle.store import MANIFEST, Bundle
+from runtime.config.parallel import Grid, grid_of
+from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, WorkerError
+from runtime.core.files import sha256_file, storage_errors
+from runtime.machine.footprint import Meter
+from runtime.methods.adapter_reader import AdapterFiles
+from runtime.parallel.launch import launched, way_to_start
+from runtime.parallel.workers import Workers
+
+if TYPE_CHECKING:
+    from runtime.parallel.heartbeat import Heartbeat, Loss
+
+AGREE_STEPS = 20  # between comparisons of the adapters
+PIECE_BYTES = 1 << 18  # of a file that is sent; each process holds one for each worker
+WORKERS = ".workers.partial"  # the folder, in a run's, of the files of other ranks
+ADAPTER = "adapter"  # the folder into which an adapter is received
+_NEWS = struct.Struct("<dqB")  # seconds of training, footprint above the budget, signal
+
+Facts = Mapping[str, str]
+"""What must be the same on all workers, by what it is called in a message."""
+
+WAYS_OUT = {
+    "the BLAS": "install the same version of ondevice-tune on all machines, and set the same "
+    "OPENBLAS_CORETYPE, such as Haswell",
+    "the number of BLAS threads": "set the same OPENBLAS_NUM_THREADS",
+    "the bundle": "copy one bundle to all machines",
+    "the options": "give all workers the same",
+}
+
+
+class News(NamedTuple):
+    """What all workers know after a step: rank 0's seconds, and who must end."""
+
+    seconds: float
+    signals: Mapping[int, int]  # by rank
+    over: Mapping[int, int]  # the peak footprint, by rank
+
+
+@dataclass
+class Team:
+    """The workers of a run, this one among them; alone by default."""
+
+    workers: Workers = field(default_factory=Workers)
+    hosts: tuple[str, ...] = ("",)
+    heartbeat: Heartbeat | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.workers.exchange.rank
+
+    @property
+    def size(self) -> int:
+        return self.workers.exchange.size
+
+    def named(self, rank: int) -> str:
+        """A worker, for messages."""
+        return f"rank {rank} on {self.hosts[rank]}"
+
+    def agree(self, facts: Facts) -> None:
+        """Return if the facts of all workers are equal.
+
+        Raises:
+            UsageError: some are not; it is raised on every worker.
+        """
+        if self.size == 1:
+            return
+        first, *others = map(json.loads, self.workers.exchange.texts(json.dumps(dict(facts))))
+        for rank, theirs in enumerate(others, 1):
+            for what, value in first.items():
+                if theirs.get(what) != value:
+                    way_out = WAYS_OUT.get(what, "install the same on all machines")
+                    raise UsageError(
+                        f"the workers differ in {what}: {value} on {self.named(0)}, "
+                        f"{theirs.get(what)} on {self.named(rank)}; {way_out}"
+                    )
+
+    def compare(self, what: str, digest: str) -> None:
+        """Return if the digests of all workers are equal.
+
+        Raises:
+            WorkerError: they are not; it is raised on every worker.
+        """
+        if self.size == 1:
+            return
+        digests = self.workers.exchange.texts(digest)
+        for rank, theirs in enumerate(digests):
+            if theirs != digests[0]:
+                raise WorkerError(
+                    f"the workers no longer agree: {what} have the SHA-256 {digests[0]} on "
+                    f"{self.named(0)} and {theirs} on {self.named(rank)}, so one of these machines "
+                    "computes otherwise",
+                    differs=True,
+                )
+
+    def news(self, seconds: float, number: int | None, meter: Meter) -> News:
+        """What the workers tell each other after a step."""
+        peak = meter.peak_bytes if meter.over_budget else 0
+        messages = self.workers.exchange.all_bytes(_NEWS.pack(seconds, peak, number or 0))
+        told = [_NEWS.unpack(message) for message in messages]
+        return News(
+            told[0][0],
+            {rank: signal for rank, (_, _, signal) in enumerate(told) if signal},
+            {rank: over for rank, (_, over, _) in enumerate(told) if over},
+        )
+
+    def where(self, rank: int) -> str:
+        """ " on rank 1 on HOST", for the messages of several workers."""
+        return "" if self.size == 1 else f" on {self.named(rank)}"
+
+    def share(self, files: Mapping[str, Path | bytes]) -> None:
+        """Send files of rank 0, as far as they are there, to the others, which call `receive`."""
+        if self.size == 1:
+            return
+        exchange = self.workers.exchange
+        sizes = {
+            name: len(source) if isinstance(source, bytes) else source.stat().st_size
+            for name, source in files.items()
+            if isinstance(source, bytes) or source.exists()
+        }
+        exchange.broadcast(json.dumps(sizes).encode())
+        for name, size in sizes.items():
+            for piece in _pieces(files[name], size):
+                exchange.broadcast(piece)
+
+    @contextmanager
+    def receive(self, folder: Path) -> Iterator[Path]:
+        """Write what rank 0 sends into a folder of this worker's own, which is removed at the end.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        exchange = self.workers.exchange
+        sizes: dict[str, int] = json.loads(exchange.broadcast(b""))
+        before = [parent for parent in folder.parents if not parent.exists()]
+        if self.heartbeat is not None:
+            self.heartbeat.scratch = folder
+        try:
+            with storage_errors(folder):
+                if folder.exists():  # of an earlier process that was killed
+                    shutil.rmtree(folder)
+                folder.mkdir(parents=True)
+            for name, size in sizes.items():
+                path = folder / name
+                with storage_errors(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with path.open("wb") as file:
+                        while file.tell() < size:
+                            file.write(exchange.broadcast(b""))
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in {folder.parent: None, **dict.fromkeys(before)}:
+                if parent.exists() and not any(parent.iterdir()):
+                    parent.rmdir()
+
+    def dismiss(self, problem: BaseException) -> None:
+        """Tell the others that all must end, and on rank 0 wait until they have removed files."""
+        if self.heartbeat is not None:
+            self.heartbeat.fail(_code_of(problem), _text_of(problem))
+
+
+def adapter_files(adapter: str | Path | None) -> dict[str, Path]:
+    """The files of an adapter to send, in the folder ADAPTER."""
+    if adapter is None:
+        return {}
+    files = AdapterFiles.at(Path(adapter))
+    return {f"{ADAPTER}/{path.name}": path for path in (files.weights, files.config)}
+
+
+def of_bundle(bundle: Bundle) -> dict[str, str]:
+    """What workers compare of their bundles."""
+    sha256 = sha256_file(bundle.path / MANIFEST)
+    return {"the bundle": f"{MANIFEST} has the SHA-256 {sha256}"}
+
+
+@contextmanager
+def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> Iterator[Team]:
+    """The processes that `mpirun` has started, which share the work of a command by `parallel`.
+
+    Processes other than rank 0 end with the context if there is an error, without a message: rank 0
+    shows it, and ends last.
+
+    Raises:
+        UsageError: they are not as many as `parallel` says, or differ in versions or options.
+    """
+    grid, started = grid_of(parallel), launched()
+    if started.size == 1:
+        if grid.size > 1:
+            raise UsageError(_wrong_number(grid, 1, command))
+        yield Team()
+        return
+    from runtime.parallel.mpi import MpiExchange  # a single process need not load them
+
+    exchange = MpiExchange()
+    team = _met(exchange)
+    try:
+        if (parallel is None) or grid.size != exchange.size:
+            raise UsageError(_wrong_number(grid, exchange.size, command))
+        team.workers = Workers(exchange, grid.data, grid.perturb)
+        team.agree({**_versions(), "the options": json.dumps(dict(options), sort_keys=True)})
+        yield team
+    except BaseException as problem:
+        atexit.register(_exit, _code_of(problem))  # MPI would wait for those that are gone
+        if exchange.rank == 0:
+            team.dismiss(problem)
+            raise
+        from runtime.core import signals
+
+        signals.ignore()  # mpirun sends them once rank 0 has ended
+        if not isinstance(problem, OnDeviceError | KeyboardInterrupt | OSError):
+            traceback.print_exc()  # a fault of the program
+        team.dismiss(problem)
+        assert team.heartbeat is not None
+        team.heartbeat.wait_for_end()
+    assert team.heartbeat is not None
+    team.heartbeat.leave()
+    exchange.close()
+
+
+def _met(exchange: Any) -> Team:
+    """The workers, connected; none is checked yet."""
+    from runtime.parallel.meeting import host_name, meet
+
+    team = Team(Workers(exchange, exchange.size), tuple(exchange.texts(host_name())))
+
+    def describe(loss: Loss) -> str:
+        return f"{team.named(loss.rank)}: {loss.text}"
+
+    def heard(loss: Loss) -> None:
+        exchange.stop(WorkerError(describe(loss), loss.code))
+
+    team.heartbeat = meet(exchange, team.hosts, heard, describe)
+    return team
+
+
+def _wrong_number(grid: Grid, started: int, command: str) -> str:
+    if grid.size == 1:
+        return (
+            f"mpirun has started {started} processes, and without --parallel each would train a "
+            f"run of its own into one folder; give --parallel data={started} or perturb={started} "
+            "(rows or perturbations are shared), or start a single process without mpirun"
+        )
+    wanted = f"data={grid.data},perturb={grid.perturb}"
+    processes = "1 process is" if started == 1 else f"{started} processes are"
+    return (
+        f"--parallel {wanted} is for {grid.data} x {grid.perturb} = {grid.size} processes, and "
+        f"{processes} there; start them with: {way_to_start(grid.size, wanted, command)}"
+    )
+
+
+def _versions() -> dict[str, str]:
+    """What decides the last bits of results, besides the bundle and the options."""
+    from runtime.core.version import __version__
+    from runtime.machine.backend import arithmetic_of_blas, mlx_version
+
+    return {
+        "ondevice's version": __version__,
+        "MLX's version": mlx_version(),
+        **arithmetic_of_blas(),
+    }
+
+
+def _pieces(source: Path | bytes, size: int) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        yield from (source[at : at + PIECE_BYTES] for at in range(0, size, PIECE_BYTES))
+        return
+    with source.open("rb") as file:
+        for at in range(0, size, PIECE_BYTES):
+            yield file.read(min(PIECE_BYTES, size - at))
+
+
+def _code_of(problem: BaseException) -> int:
+    if isinstance(problem, OnDeviceError):
+        return problem.exit_code
+    return InterruptedRunError.exit_code if isinstance(problem, KeyboardInterrupt) else 1
+
+
+def _text_of(problem: BaseException) -> str:
+    if isinstance(problem, KeyboardInterrupt):
+        return "interrupted"
+    return str(problem) if isinstance(problem, OnDeviceError) else repr(problem)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

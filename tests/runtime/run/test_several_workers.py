@@ -1,0 +1,189 @@
+"""Runs on several processes that `mpirun` starts: the same bits as on one, and how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.exchange import NEEDS_MPI, mpirun
+from support.runs import (
+    adapter,
+    evaluations_of,
+    here,
+    json_of,
+    metrics_of,
+    refuses,
+    succeeds,
+    train_arguments,
+)
+from support.shared import Shared
+
+from runtime.run.folder import WORKERS, RunFolder
+
+STEPS = 6
+OPTIONS: dict[str, Any] = {"method": "mezo", "queries": 2, "lr_schedule": "constant"}
+EVALUATED = {"eval_data": "random:3", "eval_rows": 3, "eval_every": 2, "save_every": 2}
+
+# something happens to the worker of one rank before a step
+HAPPENS = """
+import os, signal, sys
+from ondevice.cli.main import main
+from runtime.machine.backend import prepare
+
+prepare()
+from runtime.run.trainer import Trainer
+
+what, rank, step, *arguments = sys.argv[1:]
+original = Trainer._step
+
+def struck(self):
+    if self.done == int(step) and self.team.rank == int(rank):
+        if what == "budget":
+            self.meter._budget_bytes = 1
+        elif what == "adapters":
+            name = next(iter(self.adapters.tensors))
+            self.adapters.tensors[name] = self.adapters.tensors[name] + 1e-7
+        else:
+            signal.raise_signal(int(what))
+    return original(self)
+
+Trainer._step = struck
+sys.exit(main(arguments))
+"""
+
+pytestmark = NEEDS_MPI
+
+
+def workers(count: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return mpirun(*[["-m", "ondevice", *arguments]] * count)
+
+
+def happens(what: object, rank: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A training by two workers of which one meets with something before step 4."""
+    return mpirun(*[["-c", HAPPENS, what, rank, 3, *arguments]] * 2)
+
+
+def training(bundle: Path, run: Path, steps: int = STEPS, **more: object) -> list[str]:
+    return train_arguments(bundle, run, steps, **{**OPTIONS, **EVALUATED, **more})
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path, shared: Shared) -> Path:
+    """The run of a single worker."""
+    return shared("a run alone", lambda path: succeeds(*training(bundle, path)) and None)
+
+
+def check_same(run: Path, alone: Path) -> None:
+    assert adapter(run) == adapter(alone)
+    assert (run / "trajectory.jsonl").read_bytes() == (alone / "trajectory.jsonl").read_bytes()
+    assert [step["loss"] for step in metrics_of(run)] == [one["loss"] for one in metrics_of(alone)]
+    evaluations = evaluations_of(run)
+    assert {when: evaluations[when] for when in evaluations_of(alone)} == evaluations_of(alone)
+    assert not (run / WORKERS).exists()
+
+
+@pytest.mark.parametrize(
+    "grid",
+    ["perturb=2", "data=2", pytest.param("data=2,perturb=2", marks=pytest.mark.slow)],
+)
+def test_workers_make_the_run_of_one(bundle: Path, alone: Path, tmp_path: Path, grid: str) -> None:
+    """Begun by several, evaluated by them, and resumed by one."""
+    run, count = tmp_path / "run", 4 if "," in grid else 2
+    done = workers(count, *training(bundle, run, 3, parallel=grid))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the run and its adapter") == done.stderr.count("fits the budget") == 1
+    assert "parallel" not in (run / "config.toml").read_text()
+    succeeds("train", "--resume", run, "--steps", STEPS)
+    check_same(run, alone)
+
+
+@pytest.mark.slow
+def test_several_resume_the_run_of_one(bundle: Path, alone: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    succeeds(*training(bundle, run, 3))
+    resumed = ["train", "--resume", run, "--steps", STEPS, "--parallel", "data=2"]
+    done = workers(2, *resumed)
+    assert done.returncode == 0, done.stderr
+    check_same(run, alone)
+
+
+def test_a_killed_worker_ends_all_and_what_is_done_is_saved(
+    bundle: Path, alone: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = happens(signal.SIGKILL, 1, *training(bundle, run, parallel="perturb=2"))
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "rank 1 on " in done.stderr and "its process has ended" in done.stderr
+    assert "its state after step 3 is saved" in done.stderr and "Traceback" not in done.stderr
+    assert [place.name for place in RunFolder(run).saves.all()] == ["step-00000003"]
+    succeeds("train", "--resume", run)
+    check_same(run, alone)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        (signal.SIGTERM, 130, "SIGTERM on rank 1 on .*: its state after step 4 is saved"),
+        pytest.param(
+            "budget", 3, "passed its budget on rank 1 .* step 4 is saved", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "adapters",
+            1,
+            "no longer agree: the adapters after step 4 have the SHA-256",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            signal.SIGSTOP, 1, "rank 1 on .*: nothing was heard of it", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_ends_one_worker_ends_all(
+    bundle: Path, tmp_path: Path, what: object, code: int, said: str
+) -> None:
+    run = tmp_path / "run"
+    done = happens(what, 1, *training(bundle, run, parallel="perturb=2"))
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.split("ondevice: ")) == 2, done.stderr  # rank 0 alone says it
+    assert re.search(said, done.stderr), done.stderr
+    assert not (run / WORKERS).exists() and "Traceback" not in done.stderr
+    last = 2 if what == "adapters" else 3 if what == signal.SIGSTOP else 4
+    assert [place.name for place in RunFolder(run).saves.all()] == [f"step-{last:08d}"]
+
+
+def test_wrong_numbers_are_refused(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    given = training(bundle, run, parallel="data=2,perturb=2")
+    refuses(2, "2 x 2 = 4 processes, and 1 process is there; start them with: mpirun -n 4", *given)
+    refuses(2, "numbers of workers such as data=2", *training(bundle, run, parallel="rows=2"))
+    done = workers(2, *training(bundle, run))
+    assert done.returncode == 2 and not run.exists()
+    assert "mpirun has started 2 processes, and without --parallel" in done.stderr
+
+
+def test_another_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
+    other, run = tmp_path / "bundle", tmp_path / "run"
+    shutil.copytree(bundle, other)
+    with (other / "manifest.json").open("a") as file:
+        file.write("\n")
+    of_ranks = [training(each, run, parallel="data=2") for each in (bundle, other)]
+    done = mpirun(*[["-m", "ondevice", *words] for words in of_ranks])
+    assert done.returncode == 2 and "the workers differ in the bundle: manifest" in done.stderr
+    assert not run.exists()
+
+
+@pytest.mark.slow
+def test_several_evaluate_as_one(bundle: Path, alone: Path) -> None:
+    words = ["eval", bundle, "--data", "random:3", "--eval-rows", 5, "--adapter", alone, "--json"]
+    done = workers(2, *words, "--parallel", "data=2")
+    assert done.returncode == 0, done.stderr
+    expected = json_of(*words, by=here)
+    shared = json.loads(done.stdout)
+    for name in ("loss", "perplexity", "accuracy", "exact", "scored_tokens", "rows"):
+        assert shared[name] == expected[name]
