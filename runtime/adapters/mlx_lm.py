@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import number
+from runtime.adapters.names import A, B, inner_name, number
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 KIND = "fine_tune_type"
+_OLDER = {"A": A, "B": B}  # mlx-vlm's names of tensors
 PREFIX = "prefix"  # ours: mlx-lm has no prefix tuning
 
 
@@ -38,10 +39,24 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
 
     mlx-lm's names no alpha: it is the scale times the rank. Raises KeyError or TypeError.
     """
-    parameters = config["lora_parameters"]
+    parameters = parameters_of(config)
     rank = parameters["rank"]
     return {
         "rank": rank,
         "alpha": number(parameters["scale"], "scale") * rank,
         "dropout": parameters.get("dropout", 0.0),
     }
+
+
+def parameters_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Rank, scale and dropout. Older mlx-vlm has them outside, and calls the scale alpha."""
+    if KIND not in config and "lora_parameters" not in config and "alpha" in config:
+        return {**config, "scale": config["alpha"]}
+    parameters: dict[str, Any] = config["lora_parameters"]
+    return parameters
+
+
+def own_name(stored: str) -> str:
+    """Our name of a tensor: mlx-lm's, of the language model alone, and older mlx-vlm's A and B."""
+    module, _, part = inner_name(stored).rpartition(".")
+    return f"{module}.{_OLDER.get(part, part)}" if module else part

@@ -16,6 +16,18 @@ Shape = tuple[int, ...]
 
 # prefixes of a language model's names inside a model that also sees -> the prefixes here
 _INSIDE = {"model.language_model.": "model.", "language_model.": ""}
+_HEADLESS = "layers."  # of a model that was loaded without its head
+# parts of names that torch adds to those of modules which it wraps
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARALLEL = "module."  # before all names
+# parts of names in towers that see or hear, and in what joins them to the language model
+_TOWERS = frozenset(
+    {
+        *("vision_tower", "vision_model", "visual", "vision_encoder", "vision_embed_tokens"),
+        *("multi_modal_projector", "mm_projector", "aligner", "connector", "embed_vision"),
+        *("audio_tower", "embed_audio"),
+    }
+)
 
 
 class Coverage(NamedTuple):
@@ -44,10 +56,19 @@ def is_prefix(names: Iterable[str]) -> bool:
 
 def inner_name(name: str) -> str:
     """A tensor's or module's name in the language model alone."""
-    for outer, inner in _INSIDE.items():
-        if name.startswith(outer):
-            return inner + name.removeprefix(outer)
-    return name
+    outer = next((outer for outer in _INSIDE if name.startswith(outer)), None)
+    inner = name if outer is None else _INSIDE[outer] + name.removeprefix(outer)
+    return f"model.{inner}" if inner.startswith(_HEADLESS) else inner
+
+
+def unwrapped(name: str) -> str:
+    """A name without what torch adds to it, such as `_orig_mod` of torch.compile."""
+    return ".".join(p for p in name.removeprefix(_PARALLEL).split(".") if p not in _WRAPPERS)
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a name is of a part that sees or hears, which a language model has not."""
+    return not _TOWERS.isdisjoint(name.split("."))
 
 
 def outer_name(name: str, outer: str) -> str:

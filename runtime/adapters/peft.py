@@ -6,17 +6,29 @@ the transposes of ours. `lora_alpha / r` is our scale, or `lora_alpha / sqrt(r)`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import A, B, inner_name, number, outer_name
+from runtime.adapters.names import A, B, inner_name, number, outer_name, unwrapped
 
 WEIGHTS, CONFIG, PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
 KIND = "peft_type"
 
 _OUTER = "base_model.model."
 _PARTS = {A: "lora_A.weight", B: "lora_B.weight"}
+# as PEFT writes them; without the prefix, or with the adapter's name, they are saved by hand
+_STORED = re.compile(
+    rf"(?:{re.escape(_OUTER)})?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight"
+)
+_KIND = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\b")
+_OTHER_TENSORS = {
+    "lora_magnitude_vector": "DoRA, which also trains the lengths of rows",
+    "lora_embedding_": "adapters of the embedding",
+    "lora_B.bias": "adapters with a bias",
+    "modules_to_save": "whole modules that were trained beside the adapters",
+}
 _INSIDE = "model.language_model."  # where transformers has the language model of one that also sees
 
 # further settings of a configuration, beside rank, alpha, dropout and rsLoRA, and their meaning:
@@ -63,19 +75,18 @@ def own_name(stored: str) -> str:
     Raises:
         UnsupportedError: it is of another kind than those of linear layers.
     """
-    for part, theirs in _PARTS.items():
-        if stored.startswith(_OUTER) and stored.endswith(f".{theirs}"):
-            module = stored.removeprefix(_OUTER).removesuffix(f".{theirs}")
-            return f"{inner_name(module)}.{part}"
+    if found := _STORED.fullmatch(unwrapped(stored)):
+        return f"{inner_name(found['module'])}.{A if found['part'] == 'A' else B}"
+    meaning = next((said for part, said in _OTHER_TENSORS.items() if part in stored), "")
     raise UnsupportedError(
-        f"it holds {stored!r:.200}; only {_OUTER}MODULE.lora_A.weight and .lora_B.weight are "
-        "supported"
+        f"it holds {stored!r:.200}{meaning and f', which means {meaning}'}; only "
+        f"{_OUTER}MODULE.lora_A.weight and .lora_B.weight are supported"
     )
 
 
 def is_stored_name(name: str) -> bool:
     """Whether a tensor's name is one that PEFT gives."""
-    return name.startswith(_OUTER)
+    return unwrapped(name).startswith(_OUTER) or _KIND.search(name) is not None
 
 
 def config_of(

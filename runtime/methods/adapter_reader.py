@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.adapters import mlx_lm, peft
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import Coverage, coverage_of, inner_name, is_prefix, number
+from runtime.adapters.names import Coverage, coverage_of, is_of_tower, is_prefix, number
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_small, require_file
@@ -31,6 +31,7 @@ from runtime.storage.saves import SLOTS, check_adapter
 F32 = npt.NDArray[np.float32]
 Shape = tuple[int, ...]
 MOST_CONFIG_BYTES = 1 << 20
+MERGE = "merge it into its model there (PEFT's merge_and_unload, mlx_lm.fuse) and export that"
 TYPES = ("F32", "F16", "BF16")  # of tensors, as safetensors names them
 
 _DAMAGE = (
@@ -127,16 +128,17 @@ class AdapterFiles:
                     return self._prefix(own)
                 if kind != "lora":
                     raise BundleError(
-                        f"{self.config}: its adapter is {kind!r:.80}; only lora is supported"
+                        f"{self.config}: its adapter is {kind!r:.80}; only lora is supported; "
+                        f"{MERGE}"
                     )
                 stated = mlx_lm.stated_in(config)
-                scale = number(config["lora_parameters"]["scale"], "scale")
+                scale = number(mlx_lm.parameters_of(config)["scale"], "scale")
             weights = own.get("weights_sha256")
             # where nothing else decides, the tensors say which modules are adapted
             fields = own.get("lora") or {**stated, "targets": [], "layers": 1}
             lora = msgspec.convert(fields, LoraSettings)
         except peft.UnsupportedError as problem:
-            raise BundleError(f"{self.config}: {problem}") from None
+            raise BundleError(f"{self.config}: {problem}; {MERGE}") from None
         except KeyError as problem:
             raise BundleError(f"{self.config} is damaged: it has no {problem}") from None
         except _DAMAGE as problem:
@@ -196,6 +198,12 @@ class AdapterTensors:
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
         names = sorted(file.keys())
+        if towers := [name for name in names if is_of_tower(name)]:
+            raise BundleError(
+                f"{path}: {len(towers)} of its {len(names)} tensors adapt what sees or hears, such "
+                f"as {towers[0]!r:.200}, and a bundle holds the language model alone; train the "
+                "adapter on that alone, or delete these tensors, which text does not pass through"
+            )
         self._is_peft = any(map(peft.is_stored_name, names))
         for stored in names:
             name, part = self._own_name(stored), file.get_slice(stored)
@@ -211,11 +219,11 @@ class AdapterTensors:
 
     def _own_name(self, stored: str) -> str:
         if not self._is_peft:
-            return inner_name(stored)
+            return mlx_lm.own_name(stored)
         try:
             return peft.own_name(stored)
         except peft.UnsupportedError as problem:
-            raise BundleError(f"{self._path}: {problem}") from None
+            raise BundleError(f"{self._path}: {problem}; {MERGE}") from None
 
     @property
     def coverage(self) -> Coverage:

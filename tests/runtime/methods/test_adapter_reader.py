@@ -135,7 +135,47 @@ def _with(name: str, value: np.ndarray) -> Callable[[Arrays], Arrays]:
     return lambda tensors: {**tensors, name: value}
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("base_model.model.", "_orig_mod.base_model.model."),  # of a compiled model
+        ("base_model.model.", "base_model.model._orig_mod."),
+        ("self_attn", "self_attn._orig_mod"),
+        ("base_model.model.", "module.base_model.model._fsdp_wrapped_module."),
+        ("base_model.model.", ""),
+        ("weight", "default.weight"),
+        ("base_model.model.model.", "base_model.model."),  # of a model without its head
+        ("base_model.model.", "base_model.model.language_model."),
+        ("base_model.model.model.", "base_model.model.model.language_model."),
+    ],
+)
+def test_names_that_say_how_a_model_was_wrapped_are_read(
+    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path, old: str, new: str
+) -> None:
+    folder = rewritten(theirs("peft"), "peft", _renamed(old, new))
+    check_same(read_again(bundle, folder), read_again(bundle, tmp_path / "ours"))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_adapters_of_mlx_vlm_are_read(
+    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path, older: bool
+) -> None:
+    expected = read_again(bundle, tmp_path / "ours") if theirs("mlx") else None
+    assert expected is not None
+    folder = rewritten(
+        tmp_path / "mlx", "mlx", _renamed("model.layers", "language_model.model.layers")
+    )
+    configured(folder, num_layers=-1)
+    if older:
+        rewritten(folder, "mlx", _renamed("lora_a", "A"))
+        rewritten(folder, "mlx", _renamed("lora_b", "B"))
+        config = {"rank": 3, "alpha": expected.manifest.lora.scale, "dropout": 0.0}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    check_same(read_again(bundle, folder), expected)
+
+
 _ONE = np.zeros((3, 128), np.float32)
+_TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(
@@ -143,8 +183,9 @@ _ONE = np.zeros((3, 128), np.float32)
     [
         (_with("base_model.model.lm_head.lora_A.weight", _ONE), "it adapts lm_head"),
         (_with("base_model.model.lm_head.weight", _ONE), "'base_model.model.lm_head.weight'; only"),
-        (_with(f"{Q}.lora_magnitude_vector", _ONE), "lora_magnitude_vector'; only"),
-        (_with(f"{Q}.lora_B.bias", _ONE), "lora_B.bias'; only"),
+        (_with(f"{Q}.lora_magnitude_vector", _ONE), "vector', which means DoRA"),
+        (_with(f"{Q}.lora_B.bias", _ONE), "lora_B.bias', which means adapters with a bias; only"),
+        (_with(_TOWER, _ONE), "1 of its 7 tensors adapt what sees or hears, such as 'base_model."),
         (_with("more", _ONE), "it holds 'more'; only"),
         (_with(f"{Q}.lora_A.weight", np.zeros((4, 128), np.float32)), "do not fit each other"),
         (_with(f"{Q}.lora_A.weight", np.zeros(3, np.float32)), "do not fit each other"),
@@ -159,7 +200,7 @@ _ONE = np.zeros((3, 128), np.float32)
         (_renamed("q_proj", "w_proj"), "does not fit the bundle"),
         (lambda tensors: {}, "holds no tensors"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_tensors_that_do_not_fit_are_refused(
     bundle: Bundle,
