@@ -23,10 +23,11 @@ from export.passes.engine import ExportEngine
 from export.recipe import linear_names, stored_bytes, stored_forms
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
+from export.sources.tokenizer import tokenizer_warnings
 from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
 from runtime.arrays.stored import File, Graph
-from runtime.bundle.manifest import Manifest
+from runtime.bundle.manifest import WARNINGS, Manifest
 from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from runtime.bundle.trusted import trust_graphs
 from runtime.core.errors import StorageError
@@ -59,11 +60,16 @@ def export_bundle(
     if make_engine is None and (config.calibrate is not None or config.bits == "auto"):
         raise ValueError("calibration and --bits auto run the model, which takes an engine")
     checkpoint = open_checkpoint(config.source, seed=config.seed)
-    for text in checkpoint.warnings:
-        note(warning(text))
     try:
+        tokenizer = checkpoint.tokenizer_files()
+        embedded = checkpoint.config["vocab_size"]
+        odd = tokenizer_warnings(tokenizer, embedded)
+        for text in (*checkpoint.warnings, *odd):
+            note(warning(text))
+        if odd:
+            checkpoint.provenance[WARNINGS] = odd
         with BundleWriter(Path(config.output), config.force) as writer:
-            return _export(config, checkpoint, writer, progress, make_engine)
+            return _export(config, checkpoint, tokenizer, writer, progress, make_engine)
     finally:
         checkpoint.close()
 
@@ -71,6 +77,7 @@ def export_bundle(
 def _export(
     config: ExportConfig,
     checkpoint: Checkpoint,
+    tokenizer: dict[str, bytes],
     writer: BundleWriter,
     progress: Progress,
     make_engine: MakeEngine | None,
@@ -90,7 +97,7 @@ def _export(
     graphs = write_graphs(cut, tuple(config.seq_lens), writer.folder, progress)
     files = {
         f"{TOKENIZER}/{name}": writer.file(f"{TOKENIZER}/{name}", data)
-        for name, data in sorted(checkpoint.tokenizer_files().items())
+        for name, data in sorted(tokenizer.items())
     }
     tensors = Tensors(checkpoint, writer, stored, copied, report_and_check)
     manifest = _source_manifest(config, tensors, cut, device, graphs, files)

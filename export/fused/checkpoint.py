@@ -18,7 +18,6 @@ from pathlib import Path
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import transformers_config
-from export.sources.hf import TOKENIZER_FILES
 from export.sources.safetensors_files import INDEX
 from export.stored import FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
@@ -28,6 +27,7 @@ from runtime.core.files import fsync_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
 from runtime.core.units import format_bytes
+from runtime.data.tokenizer_files import SMALL_FILES, TEMPLATES, VOCABULARY
 
 CONFIG = "config.json"  # by which a finished folder is recognised
 CODES: Mapping[FloatType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -80,7 +80,8 @@ def write_checkpoint(
 
 def _belongs(path: Path) -> bool:
     """Whether a checkpoint has such a file."""
-    return path.name in {CONFIG, INDEX, *TOKENIZER_FILES} or path.suffix == ".safetensors"
+    names = {CONFIG, INDEX, VOCABULARY, *SMALL_FILES, TEMPLATES}
+    return path.name in names or path.suffix == ".safetensors"
 
 
 def check_space(writer: FolderWriter, needed: int) -> None:
@@ -130,5 +131,6 @@ def _write_tensors(
 
 def _write(path: Path, data: bytes) -> None:
     with storage_errors(path):
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
         fsync_path(path)

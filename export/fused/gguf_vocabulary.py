@@ -6,6 +6,7 @@ the earlier its merges come. Invariant: a token has the same id in both.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +26,17 @@ from export.sources.gguf_tokenizer import (
     Split,
 )
 from runtime.core.errors import UsageError
+from runtime.data.tokenizer_files import (
+    DEFAULT,
+    MoreToken,
+    added_in,
+    numbered,
+    special_of,
+    templates_of,
+)
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_NAMED = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
+_NAMED = ("bos", "eos", "unk", "pad", "sep", "mask")
 _UNRANKED = -1000.0  # the score of a token that merges never make
 
 
@@ -41,32 +50,14 @@ class _Model(msgspec.Struct):
     ignore_merges: bool = False
 
 
-class _Added(msgspec.Struct):
-    """A token that is found before text is split."""
-
-    id: int
-    content: str
-    special: bool = False
-
-
 class _Tokenizer(msgspec.Struct):
     """The parts of tokenizer.json that are read."""
 
     model: _Model
-    added_tokens: list[_Added] = []
+    added_tokens: list[dict[str, Any]] = []
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
     post_processor: dict[str, Any] | None = None
-
-
-class _Config(msgspec.Struct):
-    """The parts of tokenizer_config.json that are read. A token is a text, or an object with it."""
-
-    chat_template: str | list[dict[str, str]] | None = None
-    bos_token: str | dict[str, Any] | None = None
-    eos_token: str | dict[str, Any] | None = None
-    unk_token: str | dict[str, Any] | None = None
-    pad_token: str | dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +112,7 @@ def add_vocabulary(writer: GGUFWriter, files: dict[str, bytes], size: int) -> No
 
 
 def read_vocabulary(files: dict[str, bytes], size: int) -> Vocabulary:
-    """The vocabulary in tokenizer.json and tokenizer_config.json, by file name. Raises as above."""
+    """The vocabulary in a tokenizer's files by name. Raises as above."""
     try:
         return _read(files, size)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:  # parts of other forms
@@ -133,23 +124,23 @@ def _read(files: dict[str, bytes], size: int) -> Vocabulary:
         raise _refusal(f"there is no tokenizer.json, but {', '.join(sorted(files))}")
     try:
         tokenizer = msgspec.json.decode(files["tokenizer.json"], type=_Tokenizer)
-        config = msgspec.json.decode(files.get("tokenizer_config.json", b"{}"), type=_Config)
     except msgspec.DecodeError as problem:
         raise _refusal(f"its files are of another form: {problem}") from None
     if tokenizer.model.type != "BPE":
         raise _refusal(f"its model is {tokenizer.model.type!r:.40}; BPE is supported")
-    ids = {**tokenizer.model.vocab, **{token.content: token.id for token in tokenizer.added_tokens}}
-    special = {name: index for name in _NAMED if (index := _id_of(config, name, ids)) is not None}
-    template: Any = config.chat_template
-    if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode()
-    tokens, types = _tokens(tokenizer, special.get("unk"), size)
-    shared = {
+    said = special_of(files)
+    added = numbered(said, tokenizer.model.vocab, added_in(tokenizer.added_tokens))
+    ids = {**tokenizer.model.vocab, **{t.content: t.number for t in added if t.number is not None}}
+    named = {name: said.named.get(f"{name}_token") for name in _NAMED}
+    special = {name: ids[text] for name, text in named.items() if text in ids}
+    tokens, types = _tokens(tokenizer, added, special.get("unk"), size)
+    special |= _other_ends(said.ends - {special.get("eos")}, tokens)
+    shared: dict[str, Any] = {
         "tokens": tokens,
         "types": types,
         "adds": _adds(tokenizer.post_processor, special, ids),
         "special": special,
-        "chat_template": template,
+        "chat_template": _templates(files),
     }
     merges = [
         merge if isinstance(merge, tuple) else _pair(merge) for merge in tokenizer.model.merges
@@ -171,13 +162,26 @@ def _pair(line: str) -> tuple[str, str]:
     return left, right
 
 
-def _id_of(config: _Config, name: str, ids: dict[str, int]) -> int | None:
-    given = getattr(config, _NAMED[name])
-    text = given.get("content") if isinstance(given, dict) else given
-    return None if text is None else ids.get(text)
+def _templates(files: dict[str, bytes]) -> str | list[dict[str, str]] | None:
+    """The chat template, or several by name, as GGUFWriter takes them."""
+    templates = templates_of(files)
+    if templates.keys() <= {DEFAULT}:
+        return templates.get(DEFAULT)
+    return [{"name": name, "template": text} for name, text in templates.items()]
 
 
-def _tokens(tokenizer: _Tokenizer, unknown: int | None, size: int) -> tuple[list[str], list[int]]:
+def _other_ends(ends: Set[int], tokens: list[str]) -> dict[str, int]:
+    """The tokens beside EOS that end generation: llama.cpp has two names for such."""
+    inside = sorted(number for number in ends if 0 <= number < len(tokens))
+    message = next((number for number in inside if "eom" in tokens[number]), None)
+    turn = next((number for number in inside if number != message), None)
+    found = {"eot": turn, "eom": message}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def _tokens(
+    tokenizer: _Tokenizer, added: list[MoreToken], unknown: int | None, size: int
+) -> tuple[list[str], list[int]]:
     """Tokens by id and their types; the model's other rows are unused tokens."""
     tokens = [f"[PAD{index}]" for index in range(size)]
     types = [UNUSED] * size
@@ -190,8 +194,9 @@ def _tokens(tokenizer: _Tokenizer, unknown: int | None, size: int) -> tuple[list
     fallback = tokenizer.model.byte_fallback
     for text, index in tokenizer.model.vocab.items():
         put(text, index, BYTE if fallback and text in _BYTES else NORMAL)
-    for added in tokenizer.added_tokens:
-        put(added.content, added.id, CONTROL if added.special else USER_DEFINED)
+    for token in added:
+        assert token.number is not None
+        put(token.content, token.number, CONTROL if token.special else USER_DEFINED)
     if unknown is not None:
         types[unknown] = UNKNOWN
     return tokens, types

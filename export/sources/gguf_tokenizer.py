@@ -23,11 +23,17 @@ from tokenizers import (
 )
 
 from runtime.core.errors import BundleError
+from runtime.data.tokenizer_files import CONFIG, DEFAULT, GENERATION, VOCABULARY
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NO_VOCABULARY = "no_vocab"  # tokenizer.ggml.model of files without one
 SPACE = "▁"
+# special tokens as Hugging Face names them -> as GGUF files do, one of them misspelled
+NAMED = {
+    **{"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"},
+    **{"sep": "seperator", "mask": "mask"},
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,23 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
     "qwen2": Split(_WORDS + r"\p{N}" + _REST, nfc=True),
     "llama-bpe": Split(_WORDS + r"\p{N}{1,3}" + _REST, ignore_merges=True, add_bos=True),
+    "smaug-bpe": Split(_WORDS + r"\p{N}{1,3}" + _REST),
     "smollm": Split(digits=True),
     "gpt-2": Split(),
     "default": Split(),
 }
+# names by which llama.cpp splits as by another
+_ALIASES = {
+    "qwen2": "deepseek-r1-qwen kormo megrez hunyuan stablelm2",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    "smaug-bpe": "dbrx",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b",
+    "gpt-2": """
+        phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum
+        jina-es jina-de jina-v2-es jina-v2-de
+    """,
+}
+_NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
 
 
 def convert_tokenizer(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
@@ -97,28 +116,44 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
             if type_ in special
         ]
     )
-    named = {
-        f"{name}_token": _token(metadata, key, tokens, where)
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
+    named = {f"{name}_token": _token(metadata, key, tokens, where) for name, key in NAMED.items()}
     adds = {
         "bos": bool(metadata.get("tokenizer.ggml.add_bos_token", default_bos)),
         "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
     }
     _add_bos_and_eos(tokenizer, named, adds, tokens)
-    config = _tokenizer_config(named, adds, metadata.get("tokenizer.chat_template"))
-    return {
-        "tokenizer.json": tokenizer.to_str().encode(),
-        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
+    config = _tokenizer_config(named, adds, _templates(metadata))
+    files = {
+        VOCABULARY: tokenizer.to_str().encode(),
+        CONFIG: json.dumps(config, ensure_ascii=False, indent=2).encode(),
     }
+    # there are up to three, of a text, a turn and a message
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    if any(end is not None for end in ends[1:]):
+        ids = sorted({int(end) for end in ends if end is not None})
+        files[GENERATION] = json.dumps({"eos_token_id": ids}).encode()
+    return files
+
+
+def _templates(metadata: dict[str, Any]) -> Any:
+    """The chat template, or several in the form of tokenizer_config.json; None if there is none."""
+    template, names = (metadata.get(f"tokenizer.chat_template{end}") for end in ("", "s"))
+    named = {} if template is None else {DEFAULT: template}
+    named |= {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names or []}
+    if named.keys() <= {DEFAULT}:
+        return template
+    return [{"name": name, "template": text} for name, text in named.items() if text is not None]
 
 
 def _split(metadata: dict[str, Any], where: str) -> Split:
     """The split of a byte-level tokenizer, by its name in the file."""
-    name = metadata.get("tokenizer.ggml.pre") or "default"
+    stated = metadata.get("tokenizer.ggml.pre") or "default"
+    name = _NAMES.get(stated, stated)
     if name not in SPLITS:
         raise BundleError(
-            f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(SPLITS)}"
+            f"{where}: tokenizer.ggml.pre = {stated!r:.40} splits text in a way that is not known "
+            "here; export from the model's Hugging Face folder, whose tokenizer.json says how, or "
+            f"from a file that splits as one of {', '.join((*SPLITS, *sorted(_NAMES)))}"
         )
     return SPLITS[name]
 

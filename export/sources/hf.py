@@ -26,20 +26,12 @@ from export.sources.safetensors_files import (
 )
 from export.sources.settings import unknown_settings
 from export.sources.source import Checkpoint, check_tensors, slices
+from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead, kind_of
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 # prefixes of the language model's names in a multimodal checkpoint, new or old
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _TEXT_MODEL = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -72,6 +64,7 @@ class HFCheckpoint(Checkpoint):
                     f"{where} says tie_word_embeddings, but lm_head.weight is not the embedding: "
                     "it is used, as in transformers"
                 )
+        self._end_ids = raw.get("eos_token_id", text.get("eos_token_id"))
         config = normalise_config(raw, where, own_head)
         if unknown := unknown_settings(family, text, where):
             warnings.append(
@@ -125,8 +118,7 @@ class HFCheckpoint(Checkpoint):
         return QuantizedRows(words, scales.astype(dtype), biases.astype(dtype))
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        paths = [self._folder / name for name in TOKENIZER_FILES]
-        return {path.name: path.read_bytes() for path in paths if path.is_file()}
+        return folder_tokenizer(self._folder, self._end_ids)
 
     def close(self) -> None:
         super().close()

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from export.sources.gguf import GGUFCheckpoint
-from export.sources.hf import TOKENIZER_FILES, HFCheckpoint
+from export.sources.hf import HFCheckpoint
 from export.sources.random import PRESETS, RandomCheckpoint
 from export.sources.safetensors_files import INDEX
 from export.sources.source import Checkpoint
+from export.sources.tokenizer import HUB_FILES
 from runtime.core.errors import UsageError
 from runtime.core.lookalikes import HUB_ID
 from runtime.core.paths import text_path
 
 _RANDOM = "random:"
-_HUB_FILES = ["config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES]
+_HUB_FILES = ["config.json", "model*.safetensors", INDEX, *HUB_FILES]
 
 
 def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:

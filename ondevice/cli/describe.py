@@ -105,6 +105,7 @@ def describe_bundle(bundle: Bundle) -> str:
         f"from: {printable(m.provenance.get('name', '?'))} "
         f"({printable(m.provenance.get('kind', '?'))})",
         f"quality: {_quality(m)}",
+        *(f"warning: {printable(text)}" for text in m.warnings),
         "",
     ]
     for name, block_type in m.block_types.items():

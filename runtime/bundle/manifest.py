@@ -68,6 +68,7 @@ class Quality(Record, frozen=True):
 
 FORMAT = "ondevice-bundle"
 VERSION = 5
+WARNINGS = "warnings"  # in the provenance
 USUAL_TOKENS = 256  # of a row where nothing else decides its length
 MAX_DEPTH = 20  # of lists and objects inside each other
 
@@ -124,6 +125,13 @@ class Manifest(Record, frozen=True):
         """How many values the model has."""
         matrices = sum(matrix.rows * matrix.columns for matrix in self.matrices.values())
         return matrices + sum(math.prod(extent.shape) for extent in self.vectors.values())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the export found odd about the tokenizer; whatever else stands there is none."""
+        found = self.provenance.get(WARNINGS, [])
+        texts = found if isinstance(found, list) else []
+        return [text for text in texts if isinstance(text, str)]
 
     @property
     def usual_bucket(self) -> int:

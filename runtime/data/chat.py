@@ -21,21 +21,26 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer, models
 
-from runtime.core.documents import from_json
 from runtime.core.errors import DataError
 from runtime.data.answers import Span, answers
 from runtime.data.conversation import Messages, checked_messages, checked_tools
 from runtime.data.limits import TooSlowError, bounded_memory, bounded_seconds
+from runtime.data.tokenizer_files import (
+    DEFAULT,
+    STANDARD,
+    WITH_TOOLS,
+    special_of,
+    templates_of,
+    tokenizer_files,
+)
 
 MOST_BYTES = 1 << 30  # memory that rendering one conversation may take
 MOST_SECONDS = 5  # of the CPU that it may take
 MOST_CHARS, MOST_GROWTH = 1 << 20, 10  # of its text: so long, or so much longer than its messages
-DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
 ASSISTANT = "assistant"
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 RESERVED = frozenset(
     {
-        *_SPECIAL,
+        *STANDARD,
         *("messages", "conversation", "conversations", "tools", "chat_template", "tokenize"),
         *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
         *("padding", "truncation", "max_length", "return_tensors", "return_dict", "self"),
@@ -122,7 +127,7 @@ class ChatTemplate:
         """
         if not variables:
             return self
-        if taken := RESERVED.intersection(variables):
+        if taken := (RESERVED | self._tokenizer.special_tokens_map.keys()).intersection(variables):
             raise ValueError(f"chat_template_kwargs may not hold {min(taken)!r}")
         other = copy.copy(self)
         other.__dict__.pop("_around", None)
@@ -229,8 +234,13 @@ def _renderer(templates: dict[str, str], special: dict[str, str]) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
     from transformers import PreTrainedTokenizerFast
 
+    standard = {name: text for name, text in special.items() if name in STANDARD}
+    others = {name: text for name, text in special.items() if name not in STANDARD}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE()), chat_template=templates, **special
+        tokenizer_object=Tokenizer(models.BPE()),
+        chat_template=templates,
+        model_specific_special_tokens=others,
+        **standard,
     )
 
 
@@ -253,33 +263,14 @@ def _check(template: object) -> None:
 
 def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The templates by name, and the special tokens that they may name."""
-    config = _json_object(folder / "tokenizer_config.json")
-    own_file, older_file = folder / "chat_template.jinja", folder / "chat_template.json"
-    template = config.get("chat_template")
-    if own_file.is_file():
-        template = own_file.read_text(encoding="utf-8")
-    elif template is None and older_file.is_file():
-        template = _json_object(older_file).get("chat_template")
-    named: dict[str, Any] = {"default": template}
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-    templates = {name: named[name] for name in (DEFAULT, WITH_TOOLS) if named.get(name) is not None}
+    files = tokenizer_files(folder, vocabulary=False)
+    templates = templates_of(files)
     if DEFAULT not in templates:
+        others = f"; it has only {', '.join(sorted(templates))}, and none named {DEFAULT}"
         raise DataError(
             f"{folder} has no chat template; export from a checkpoint that has one (instruction-"
             'tuned models do), or write rows as {"prompt": "...", "completion": "..."}'
+            f"{others if templates else ''}"
         )
-    special = {}
-    for name in _SPECIAL:
-        token = config.get(name, _json_object(folder / "special_tokens_map.json").get(name))
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            special[name] = content
-    return templates, special
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    value = from_json(file.read_bytes()) if file.is_file() else {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{file.name} is not a JSON object")
-    return value
+    used = {name: templates[name] for name in (DEFAULT, WITH_TOOLS) if name in templates}
+    return used, special_of(files).named

@@ -88,7 +88,12 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
             usual = manifest.usual_bucket if suffix_of(file) == TEXT else manifest.buckets[-1]
             max_seq_length = config.max_seq_length or usual
             reader = Reader(
-                file, encoder, max_seq_length, reading, VALID if name == VALID else TRAIN
+                file,
+                encoder,
+                max_seq_length,
+                reading,
+                VALID if name == VALID else TRAIN,
+                manifest.vocab_size,
             )
             for number, row in enumerate(reader.rows()):
                 if not reports:

@@ -88,12 +88,13 @@ def prepare_tokens(
     out_file: Path,
     reading: Reading = READ_ALL,
     part: str = "train",
+    embedded: int | None = None,
 ) -> Path:
     """Tokenize `split` of `data` in another process into `out_file`, and return `out_file`.
 
-    Rows predict at most `max_seq_length` tokens. `part` matters if rows are held out. Raises
-    DataError for data or a tokenizer that cannot be used, StorageError if the file cannot be
-    written.
+    Rows predict at most `max_seq_length` tokens. `part` matters if rows are held out. Rows with a
+    token beyond the `embedded` ones of the model are left out. Raises DataError for data or a
+    tokenizer that cannot be used, StorageError if the file cannot be written.
     """
     file = split_file(data, split)
     if file is None:
@@ -106,6 +107,7 @@ def prepare_tokens(
         "output": out_file,
         "reading": msgspec.json.encode(reading).decode(),
         "part": part,
+        **({} if embedded is None else {"embedded": embedded}),
     }
     limits = Limits.of_data(file.stat().st_size)
     run_module("runtime.data.tokenizing", f"tokenizing {file}", limits=limits, **options)
@@ -133,7 +135,9 @@ class TokenSource:
         if (seed := random_seed(self.data)) is not None:
             return RandomRows(seed, vocab_size, max_seq_length, RANDOM_ROWS)
         data = located(self.data, folder)
-        prepare_tokens(bundle.path, data, self.split, max_seq_length, file, self.reading, self.part)
+        prepare_tokens(
+            bundle.path, data, self.split, max_seq_length, file, self.reading, self.part, vocab_size
+        )
         return TokenRows(file, vocab_size)
 
     def bucket(self, bundle: Bundle, folder: Path) -> int:

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from runtime.core.documents import from_json
 from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate, has_template
+from runtime.data.tokenizer_files import (
+    FLAGS,
+    VOCABULARY,
+    MoreToken,
+    Special,
+    missing,
+    special_of,
+    tokenizer_files,
+)
 
 
 @dataclass(frozen=True)
@@ -47,41 +55,25 @@ class TextEncoder:
 def load_encoder(bundle_dir: Path) -> TextEncoder:
     """The tokenizer of a bundle. Raises DataError if it has none or it cannot be read."""
     folder = bundle_dir / "tokenizer"
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not (folder / VOCABULARY).is_file():
         raise DataError(
             f"bundle {bundle_dir} has no tokenizer (tokenizer/tokenizer.json); export from a "
             "checkpoint that has one (random:SEED is data that needs none)"
         )
     try:
+        files = tokenizer_files(folder)
         # not from_file: its error for a file that is not UTF-8 is no OSError
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        config_file = folder / "tokenizer_config.json"
-        ends = _ends(folder)
-        config = from_json(config_file.read_bytes()) if config_file.is_file() else {}
-        if not isinstance(config, dict):
-            raise ValueError("tokenizer_config.json is not a JSON object")
+        tokenizer = Tokenizer.from_str(files.pop(VOCABULARY).decode())
+        special = special_of(files)
+        complete(tokenizer, special)
+        ids = {name: tokenizer.token_to_id(text) for name, text in special.named.items()}
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"the tokenizer of bundle {bundle_dir} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-
-    def special(name: str) -> int | None:
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if content is None:
-            return None
-        try:
-            number: int | None = tokenizer.token_to_id(str(content))
-        except UnicodeEncodeError:  # half of a surrogate pair is no text
-            number = None
-        if number is None:
-            raise DataError(f"the tokenizer of bundle {bundle_dir} lacks its {name} {content!r}")
-        return number
-
-    bos = special("bos_token")
-    # without the key, the tokenizer's own encoding of an empty text decides
-    adds_bos = config.get("add_bos_token")
+    bos = ids.get("bos_token")
+    # where no file says so, the tokenizer's own encoding of an empty text decides
+    adds_bos = special.adds_bos
     if adds_bos is None:
         adds_bos = tokenizer.encode("").ids[:1] == [bos]
     added = tokenizer.get_added_tokens_decoder()
@@ -91,14 +83,29 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         decode=lambda tokens: str(tokenizer.decode(tokens)),
         show=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False)),
         bos=bos if adds_bos else None,
-        eos=special("eos_token"),
-        ends=ends,
+        eos=ids.get("eos_token"),
+        ends=special.ends,
         special=frozenset(number for number, token in added.items() if token.special),
         size=tokenizer.get_vocab_size(),
         name_of=lambda token: str(tokenizer.id_to_token(token)),
         chat=cache(partial(ChatTemplate, folder)),
         has_template=has_template(folder),
     )
+
+
+def complete(tokenizer: Tokenizer, special: Special) -> None:
+    """Give a tokenizer the tokens of its small files that tokenizer.json lacks."""
+    there = [
+        MoreToken(
+            token.content, token.special, {name: getattr(token, name) for name in FLAGS}, number
+        )
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+    ]
+    more = missing(special, there)
+    if more:
+        tokenizer.add_tokens(
+            [AddedToken(token.content, special=token.special, **token.flags) for token in more]
+        )
 
 
 def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -113,12 +120,3 @@ def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tup
         before = places[-1][1] if places else 0
         places.append((min(before, start), stop) if start == stop else (start, stop))
     return list(encoding.ids), places
-
-
-def _ends(folder: Path) -> frozenset[int]:
-    """The end tokens of generation_config.json, if there is one: an id, several, or none."""
-    file = folder / "generation_config.json"
-    config = from_json(file.read_bytes()) if file.is_file() else {}
-    ids = config.get("eos_token_id", [])
-    listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(number for number in listed if number is not None)

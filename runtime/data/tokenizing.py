@@ -41,6 +41,8 @@ from runtime.data.text_encoder import TextEncoder, load_encoder
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
 TRAIN, VALID = "train", "valid"
+NOT_EMBEDDED = "the model does not embed all of its tokens"
+RESIZE = "resize its embedding in transformers (resize_token_embeddings) and export that"
 _ENTRY = struct.Struct("<qI")  # runtime.data.rows.INDEX
 
 
@@ -88,8 +90,9 @@ def _all_scored(tokens: list[int]) -> Row:
 class Reader:
     """Reads a file of data as rows of at most `max_seq_length` tokens to predict; counts them.
 
-    `part` is "train" or "valid", which differ only under a `--valid-split`. Raises DataError for a
-    file of another type.
+    `part` is "train" or "valid", which differ only under a `--valid-split`. Rows with a token
+    beyond the `embedded` ones of the model are dropped. Raises DataError for a file of another
+    type.
     """
 
     def __init__(
@@ -99,12 +102,13 @@ class Reader:
         max_seq_length: int,
         reading: Reading,
         part: str = TRAIN,
+        embedded: int | None = None,
     ) -> None:
         suffix = suffix_of(file)
         if suffix != TEXT and suffix not in READERS:
             raise DataError(f"{file} is not {DATA_FILE}; rename or convert it")
         self.file, self.encoder, self.max_seq_length = file, encoder, max_seq_length
-        self.reading, self.part = reading, part
+        self.reading, self.part, self.embedded = reading, part, embedded
         loss_on = "all" if suffix == TEXT else reading.loss_on
         self._how: list[str] = []  # what is unusual about the file
         self.report = DataReport(
@@ -124,6 +128,9 @@ class Reader:
             self.report.read += 1
             if self._belongs(_bytes_of(row), below):
                 self.report.measure(row.predicted_tokens)
+                if not self._embeds(row):
+                    self.report.drop(NOT_EMBEDDED)
+                    continue
                 yield self._counted(row, "plain text")
 
     def _packed(self) -> Iterator[Row]:
@@ -165,13 +172,26 @@ class Reader:
             row = whole.shortened(self.max_seq_length)
             if any(whole.scored) and not whole.dropped:
                 self.report.measure(whole.predicted_tokens)
-            if reason := _unusable(whole, row):
+            reason = _unusable(whole, row) or ("" if self._embeds(row) else NOT_EMBEDDED)
+            if reason:
                 self.report.drop(reason)
                 self._warn(place, f"dropped: {reason}")
                 continue
             if row.cut:
                 self._warn(place, f"{whole.predicted_tokens} tokens, cut at {self.max_seq_length}")
             yield self._counted(row, recognised.format)
+
+    def _embeds(self, row: Row) -> bool:
+        """Whether the model embeds all tokens of a row; those that it does not are counted."""
+        if self.embedded is None:
+            return True
+        beyond = sorted({token for token in row.tokens if token >= self.embedded})
+        for token in beyond:
+            self.report.lose(
+                f"the token {self.encoder.name_of(token)!r:.40} (number {token}), and the model "
+                f"embeds {self.embedded}: {RESIZE}"
+            )
+        return not beyond
 
     def _bound(self, rows: Callable[[], Iterable[object]]) -> int:
         """The digest below which rows are held out; 0 if none are."""
@@ -303,9 +323,12 @@ def _nothing(report: DataReport) -> str:
         return "no tokens to train on: it is empty"
     if report.held_out == report.read:
         return f"no row is left: all {report.read} are in the other part of --valid-split"
+    why = "every row is too long or empty; add data or raise --max-seq-length"
+    if report.dropped.get(NOT_EMBEDDED):
+        why = "rows with a token that the model does not embed are left out"
     return "\n".join(
         [
-            "no row is left: every row is too long or empty; add data or raise --max-seq-length",
+            f"no row is left: {why}",
             report.counts(),
             *report.warning_lines(),
         ]
@@ -321,28 +344,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="token file to write")
     parser.add_argument("--reading", default="{}", help="a Reading, as JSON")
     parser.add_argument("--part", default=TRAIN, help="train or valid, under a --valid-split")
+    parser.add_argument("--embedded", type=int, help="how many tokens the model embeds")
     limits_argument(parser)
     given: Any = parser.parse_args(argv)
 
     def work() -> None:
         reading = msgspec.json.decode(given.reading, type=Reading)
-        _tokenize(given.bundle, given.input, given.seq_length, given.output, reading, given.part)
+        encoder = load_encoder(given.bundle)
+        if not os.access(given.input, os.R_OK):
+            raise DataError(f"cannot read {given.input}; name {DATA_FILE}")
+        parts = (given.seq_length, reading, given.part, given.embedded)
+        _write(Reader(given.input, encoder, *parts), given.output)
 
     return confined(given.limits, work)
 
 
-def _tokenize(
-    bundle: Path, file: Path, max_seq_length: int, output: Path, reading: Reading, part: str
-) -> None:
-    encoder = load_encoder(bundle)
-    if not os.access(file, os.R_OK):
-        raise DataError(f"cannot read {file}; name {DATA_FILE}")
-    reader = Reader(file, encoder, max_seq_length, reading, part)
+def _write(reader: Reader, output: Path) -> None:
     try:
-        write_token_file(reader.rows(), max_seq_length, output, reader.report)
+        write_token_file(reader.rows(), reader.max_seq_length, output, reader.report)
     except DataError as error:
-        named = str(file) in str(error)
-        raise error if named else DataError(f"{file}: {error}") from None
+        named = str(reader.file) in str(error)
+        raise error if named else DataError(f"{reader.file}: {error}") from None
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}") from error
 

@@ -239,7 +239,10 @@ class Prompts:
             raise UsageError("the prompt has no tokens")
         if max(prompt.tokens) >= self.bundle.manifest.vocab_size:
             raise UsageError(
-                f"the prompt has token {max(prompt.tokens)}, which the model does not embed"
+                f"the prompt has token {max(prompt.tokens)}, and the model embeds "
+                f"{self.bundle.manifest.vocab_size}: its tokenizer has more than its embedding; "
+                "write the prompt without it, or resize the embedding in transformers "
+                "(resize_token_embeddings) and export that"
             )
         if table is not None:
             self._encoder = self._read(table)

@@ -167,6 +167,8 @@ def _begin(
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(warning(bundle.manifest.quality.warning()))
+    for text in bundle.manifest.warnings:
+        events.note(warning(text))
     _announce(chosen, events)
     return Trainer(
         fixed, folder, session, adapters, running, samples, rows, events, meter, team=team

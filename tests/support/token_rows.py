@@ -74,8 +74,9 @@ def tokenize(
     out: Path,
     reading: Reading = READ_ALL,
     part: str = "train",
+    embedded: int = VOCAB,
 ) -> TokenRows:
     """As `prepare_tokens`, in this process."""
-    reader = Reader(source, load_encoder(bundle), length, reading, part)
+    reader = Reader(source, load_encoder(bundle), length, reading, part, embedded)
     write_token_file(reader.rows(), length, out, reader.report)
     return TokenRows(out, VOCAB)

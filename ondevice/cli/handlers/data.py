@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     for name, report in overview.reports.items():
         out(f"{name}: {report.describe(buckets)}\n")
+    for text in bundle.manifest.warnings:
+        out(f"warning: {text}\n")
     out(describe_lengths(first.recommended(), first.longest, buckets))
     if overview.packing is not None:
         out(overview.packing.describe())

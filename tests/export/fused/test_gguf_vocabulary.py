@@ -113,6 +113,29 @@ def test_a_template_in_a_file_of_its_own_wins(rng: Rng) -> None:
     assert found.chat_template == "{{ other }}"
 
 
+def test_named_templates_further_tokens_and_ends_come_back(tmp_path: Path) -> None:
+    files = convert_tokenizer(byte_level("qwen2"), "the first")
+    config = json.loads(files["tokenizer_config.json"])
+    size = len(byte_level("qwen2")["tokenizer.ggml.tokens"])
+    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+    files |= {
+        "tokenizer_config.json": json.dumps({**config, "chat_template": named}).encode(),
+        "special_tokens_map.json": b'{"pad_token": "<pad>", "sep_token": "<think>"}',
+        "added_tokens.json": json.dumps({"<|eom|>": size, "<|turn|>": size + 1}).encode(),
+        "generation_config.json": json.dumps({"eos_token_id": [size - 2, size, size + 1]}).encode(),
+    }
+    metadata = written(tmp_path / "a.gguf", files, size + 3)
+    kinds = [int(kind) for kind in metadata["tokenizer.ggml.token_type"][-4:]]
+    assert metadata["tokenizer.ggml.tokens"][-4:] == ["<think>", "<|eom|>", "<|turn|>", "<pad>"]
+    assert kinds == [USER, USER, USER, CONTROL]
+    again = convert_tokenizer(metadata, "again")
+    found = json.loads(again["tokenizer_config.json"])
+    assert found["chat_template"] == named
+    assert (found["pad_token"], found["sep_token"]) == ("<pad>", "<think>")
+    ends = json.loads(again["generation_config.json"])["eos_token_id"]
+    assert ends == [size - 2, size, size + 1]
+
+
 def changed(files: Files, where: str, value: object) -> Files:
     document = json.loads(files["tokenizer.json"])
     *parents, last = where.split(".")

@@ -147,6 +147,21 @@ def test_byte_level_ids_are_the_originals() -> None:
     assert tokenizer.encode("a<|endoftext|>").ids[-1] == 0
 
 
+@pytest.mark.parametrize(
+    ("pre", "like"),
+    [
+        ("deepseek-r1-qwen", "qwen2"), ("megrez", "qwen2"), ("llama3", "llama-bpe"),
+        ("falcon3", "llama-bpe"), ("dbrx", "smaug-bpe"), ("starcoder", "smollm"), ("olmo", "gpt-2"),
+    ],
+)  # fmt: skip
+def test_another_name_of_a_split_is_read_as_that(pre: str, like: str) -> None:
+    oracle = byte_level_oracle()
+    found, expected = (
+        convert_tokenizer(byte_level_metadata(oracle, name), "test") for name in (pre, like)
+    )
+    assert found == expected
+
+
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "smollm", "default"])
 def test_byte_level_texts_come_back(pre: str) -> None:
     files = convert_tokenizer(byte_level_metadata(byte_level_oracle(), pre), "test")
@@ -173,7 +188,10 @@ def test_byte_level_texts_come_back(pre: str) -> None:
         ({"tokenizer.ggml.bos_token_id": "two"}, "cannot be converted"),
         ({"tokenizer.ggml.tokens": [1] * 275}, "cannot be converted"),
         ({"tokenizer.ggml.model": "gpt2"}, "needs tokenizer.ggml.merges"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "odd"}, "'odd' is not supported"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "odd"},
+            "pre = 'odd' splits text in a",
+        ),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["x y"]}, "'x y' has parts"),
     ],
 )

@@ -247,7 +247,14 @@ def test_tools_are_shown_by_the_template_for_them(tmp_path: Path) -> None:
 def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     folder = bundle_with(tmp_path, "{{ bos_token }}{{ pad_token }}") / "tokenizer"
     (folder / "special_tokens_map.json").write_text('{"bos_token": "not", "pad_token": "<pad>"}')
-    assert ChatTemplate(folder).prompt(QUESTION) == "<bos><pad>"
+    assert ChatTemplate(folder).prompt(QUESTION) == "not<pad>"  # as transformers reads them
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {"0": {"content": "<bos>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "image_token": "<img>"}))
+    chat = ChatTemplate(folder)
+    assert chat.prompt(QUESTION) == "<bos>"
+    with pytest.raises(ValueError, match="may not hold 'image_token'"):
+        chat.having({"image_token": "other"})
 
 
 def test_conversations_become_rows_with_every_answer_scored(tmp_path: Path) -> None:

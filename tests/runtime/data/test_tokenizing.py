@@ -151,6 +151,24 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
     assert rows.report.dropped == {"it is empty": 1}
 
 
+def test_rows_with_tokens_that_the_model_does_not_embed_are_left_out(tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path / "bundle", {"extra_special_tokens": ["<new>"]})
+    (tmp_path / "a.txt").write_text("abcdefg<new>hijk")
+    rows = tokenize(folder, tmp_path / "a.txt", 4, tmp_path / "out")
+    assert listed(rows) == [after(ids("abcde")), after(ids("hijk"))]
+    assert rows.report.dropped == {"the model does not embed all of its tokens": 1}
+    assert [line[:28] for line in rows.report.lost] == ["the token '<new>' (number 10"]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "<new>a"}))
+    said = "no row is left: rows with a token that the model does not embed are left out"
+    with pytest.raises(DataError, match=said):
+        tokenize(folder, tmp_path / "a.jsonl", 4, tmp_path / "out")
+    cut = {"text": "abcdefg<new>"}  # what is cut away costs nothing
+    (tmp_path / "a.jsonl").write_text(json.dumps(cut))
+    assert listed(tokenize(folder, tmp_path / "a.jsonl", 4, tmp_path / "out")) == [
+        after(ids("abcde"))
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
@@ -205,8 +223,9 @@ def test_failures_of_the_process_are_errors_here(bundle: Path, tmp_path: Path) -
     [
         ("tokenizer.json", "{}", "cannot be read"),
         ("tokenizer_config.json", "[]", "not a JSON object"),
-        ("tokenizer_config.json", '{"bos_token": "<s>"}', "lacks its bos_token '<s>'"),
-        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', r"lacks its eos_token '\\ud800'"),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "cannot be read: .*surrogates"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "cannot be read"),
+        ("added_tokens.json", '{"<x>": "one"}', "cannot be read: invalid literal"),
     ],
 )
 def test_a_broken_tokenizer_is_refused(
