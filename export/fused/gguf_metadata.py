@@ -35,7 +35,7 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(float(config["rope_theta"]))
-    _add_rope_scaling(writer, config)
+    _add_rope_scaling(writer, family, config)
     if family == "gemma3_text":
         scale = hidden // heads if config["num_hidden_layers"] == GEMMA_27B_LAYERS else head_dim
         if config["query_pre_attn_scalar"] != scale:
@@ -60,13 +60,13 @@ def rope_factors(config: dict[str, Any]) -> F32 | None:
     return llama3_factors(float(config["rope_theta"]), head_dim_of(config), scaling)
 
 
-def _add_rope_scaling(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -> None:
     scaling = config.get("rope_scaling") or {}
     kind = _type_of(scaling)
-    if kind in ("default", "llama3"):
+    if kind == "default" or (kind == "llama3" and family == "llama"):
         return
     if kind not in ("linear", "yarn"):
-        raise _refusal("rope_scaling", kind, "linear, yarn or llama3")
+        raise _refusal("rope_scaling", kind, "linear, yarn, or llama3 for Llama")
     if more := sorted(set(scaling) - _YARN):
         raise _refusal("rope_scaling", f"{kind} with {', '.join(more)}", "without these")
     writer.add_rope_scaling_type(RopeScalingType(kind))

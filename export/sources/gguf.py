@@ -18,8 +18,9 @@ from gguf.quants import dequantize
 
 from export.sources.families import expected_shapes, normalise_config
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
-from export.sources.gguf_config import ROPE_FREQS, read_config
+from export.sources.gguf_config import ROPE_FREQS, has_rope_table, read_config
 from export.sources.gguf_file import GGUFFile
+from export.sources.gguf_keys import unknown_metadata
 from export.sources.gguf_names import stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import Checkpoint, check_tensors
@@ -44,6 +45,7 @@ class GGUFCheckpoint(Checkpoint):
                 f"{path}: one of {meta['split.count']} parts; join them first with "
                 "llama-gguf-split --merge"
             )
+        unknown = unknown_metadata(meta, arch, str(path))
         config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
         family = str(config["model_type"])
         expected = expected_shapes(family, config, str(path))
@@ -63,12 +65,19 @@ class GGUFCheckpoint(Checkpoint):
         if digests := checked(meta.get(IN_GGUF, []), str(path)):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
+        warnings = []
+        if unknown:
+            warnings.append(
+                f"{path}: {len(unknown)} entries of its metadata are not known and not used: "
+                f"{', '.join(unknown)}"
+            )
         if meta.get("tokenizer.ggml.model") == "gpt2" and not meta.get("tokenizer.ggml.pre"):
-            self.warnings = [
+            warnings.append(
                 f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre): it is "
                 "split as GPT-2 does, which may give other tokens than the model learnt; convert "
                 "the model again with a newer llama.cpp"
-            ]
+            )
+        self.warnings = warnings
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         values = self._file.rows(self._stored[name], self._index(name, start, stop))
@@ -113,14 +122,15 @@ class GGUFCheckpoint(Checkpoint):
 def _stored_names(
     file: GGUFFile, arch: str, layers: int, expected: Iterable[str]
 ) -> dict[str, str]:
-    """mlx-lm's name -> the file's, for all tensors of the file, but for the RoPE table.
+    """mlx-lm's name -> the file's, for all tensors of the file, but for a RoPE table that is used.
 
     A tensor that the model does not have is listed by the file's name, to be refused by it.
     """
     name_of = tensor_names(arch, layers)
     stored = {name: name_of(name) for name in expected}
     present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
-    others = file.tensors.keys() - set(present.values()) - {ROPE_FREQS}
+    table = {ROPE_FREQS} if has_rope_table(file, arch) else set()
+    others = file.tensors.keys() - set(present.values()) - table
     return {**present, **{name: name for name in sorted(others)}}
 
 

@@ -15,10 +15,10 @@ from runtime.core.errors import BundleError
 ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files have instead of metadata
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
-_SCALING_ENTRIES = {
-    *("scaling.type", "scaling.factor", "scale_linear", "scaling.original_context_length"),
-    "scaling.finetuned",  # a remark
-}
+_HEAD_DIMS = (
+    *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
+    *("rope.dimension_count", "rope.dimension_count_swa"),
+)
 GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
 
 
@@ -70,8 +70,8 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),  # from float32
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": get("context_length"),
-        "rope_theta": float(get("rope.freq_base", 1e6 if arch == "gemma3" else 1e4)),
-        "rope_scaling": _rope_scaling(file, arch, head_dim, entries.where),
+        "rope_theta": float(get("rope.freq_base", 1e4)),
+        "rope_scaling": _rope_scaling(entries, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     if arch == "llama":
@@ -80,15 +80,28 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     if arch == "gemma3":
         large = config["num_hidden_layers"] == GEMMA_27B_LAYERS
         config |= {
-            "sliding_window": get("attention.sliding_window"),
-            "sliding_window_pattern": get("attention.sliding_window_pattern", 6),
             "query_pre_attn_scalar": hidden // heads if large else head_dim,
             "rope_local_base_freq": float(get("rope.freq_base_swa", 1e4)),
+            **_gemma_windows(entries),
         }
+    elif window := get("attention.sliding_window", 0):
+        config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     for key in ("bos_token_id", "eos_token_id"):
         if f"tokenizer.ggml.{key}" in file.metadata:
             config[key] = file.metadata[f"tokenizer.ggml.{key}"]
     return config
+
+
+def _gemma_windows(entries: _Metadata) -> dict[str, Any]:
+    """Which layers see only so many tokens, as llama.cpp reads it: none without a window."""
+    window = entries.get("attention.sliding_window", 0)
+    if not window:
+        return {"sliding_window_pattern": 1}
+    pattern = entries.get("attention.sliding_window_pattern", 6)
+    if isinstance(pattern, np.ndarray):  # a value for each layer
+        types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        return {"sliding_window": window, "layer_types": types}
+    return {"sliding_window": window, "sliding_window_pattern": pattern}
 
 
 def _widths(entries: _Metadata) -> tuple[int, int, int]:
@@ -109,61 +122,65 @@ def _widths(entries: _Metadata) -> tuple[int, int, int]:
 def _head_dim(entries: _Metadata, default: int) -> int:
     """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
     head_dim: int = entries.get("attention.key_length", default)
-    value_dim = entries.get("attention.value_length", head_dim)
-    if value_dim != head_dim:
-        raise BundleError(
-            f"{entries.where}: attention values of {value_dim} numbers a head and keys of "
-            f"{head_dim} are not supported; they must be equal"
-        )
-    rotated = entries.get("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise BundleError(
-            f"{entries.where}: RoPE over {rotated} of the {head_dim} numbers of a head is not "
-            "supported; it must be over all"
-        )
+    for key in _HEAD_DIMS:
+        if (given := entries.get(key, head_dim)) != head_dim:
+            raise BundleError(
+                f"{entries.where}: {entries.arch}.{key} = {given!r} is not supported; values, keys "
+                f"and positions must have the {head_dim} numbers of a head's keys"
+            )
     return head_dim
 
 
-def _rope_scaling(file: GGUFFile, arch: str, head_dim: int, where: str) -> dict[str, Any] | None:
-    """RoPE scaling from the metadata, or from the table of factors that Llama 3 files have."""
-    meta = file.metadata
-    if ROPE_FREQS in file.tensors:
-        factors = file.rows(ROPE_FREQS, slice(None))
-        base = float(meta.get(f"{arch}.rope.freq_base", 1e4))
-        scaling = {
-            "rope_type": "llama3",
-            "factor": float(factors.max()),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        published = llama3_factors(base, head_dim, scaling)
-        if factors.shape != published.shape or not np.allclose(factors, published, rtol=1e-3):
-            raise BundleError(f"{where}: {ROPE_FREQS} is not one of Llama 3's scalings")
-        return scaling
-    entries = {
-        key.removeprefix(f"{arch}.rope."): value
-        for key, value in meta.items()
-        if key.startswith(f"{arch}.rope.scal")
-    }
-    # the defaults are those of llama.cpp's loader, which has an older name of the factor, too
-    rope_type = entries.get("scaling.type", "linear")
-    factor = float(entries.get("scaling.factor", entries.get("scale_linear", 0)) or 1)
-    if rope_type == "none" or (rope_type == "linear" and factor == 1):
+def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
+    """RoPE scaling from the metadata, or from the table of factors that Llama 3 files have.
+
+    The defaults are those of llama.cpp's loader, which has an older name of the factor, too.
+    """
+    arch, where = entries.arch, entries.where
+    rope_type = entries.get("rope.scaling.type", "linear")
+    factor = float(entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 0)) or 1)
+    is_plain = rope_type == "none" or (rope_type == "linear" and factor == 1)
+    if has_rope_table(entries.file, arch):
+        if not is_plain:
+            raise BundleError(
+                f"{where}: {ROPE_FREQS} beside {arch}.rope.scaling.type {rope_type!r} with factor "
+                f"{factor:g} is not supported; one of both must go"
+            )
+        return _tabled_scaling(entries, head_dim)
+    if is_plain:
         return None
     if rope_type not in _ROPE_SCALINGS:
         raise BundleError(
             f"{where}: RoPE scaling {rope_type!r} is not supported; "
             f"supported are {', '.join(sorted(_ROPE_SCALINGS))} and Llama 3's"
         )
-    if unknown := sorted(entries.keys() - _SCALING_ENTRIES):
-        raise BundleError(
-            f"{where}: {rope_type} with metadata {arch}.rope.{unknown[0]} is not supported"
-        )
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
-        length = entries.get("scaling.original_context_length", meta[f"{arch}.context_length"])
-        scaling["original_max_position_embeddings"] = length
+        key = "rope.scaling.original_context_length"
+        scaling["original_max_position_embeddings"] = entries.get(
+            key, entries.get("context_length")
+        )
+    return scaling
+
+
+def has_rope_table(file: GGUFFile, arch: str) -> bool:
+    """Whether a file has a table of RoPE factors, which llama.cpp reads for llama alone."""
+    return arch == "llama" and ROPE_FREQS in file.tensors
+
+
+def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
+    """The scaling of Llama 3 that a file's table was made by."""
+    factors = entries.file.rows(ROPE_FREQS, slice(None))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    published = llama3_factors(float(entries.get("rope.freq_base", 1e4)), head_dim, scaling)
+    if factors.shape != published.shape or not np.allclose(factors, published, rtol=1e-4):
+        raise BundleError(f"{entries.where}: {ROPE_FREQS} is not one of Llama 3's scalings")
     return scaling
 
 

@@ -106,3 +106,23 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_with(
+    path: Path, config: dict[str, Any], arrays: Arrays, entries: dict[str, Any], **more: Any
+) -> Path:
+    """A file with these entries too, or in place of its own; "arch." stands for its architecture.
+
+    None leaves an entry out.
+    """
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for name, value in entries.items():
+            key = name.replace("arch.", f"{writer.arch}.")
+            writer.kv_data[0].pop(key, None)
+            if value is not None:
+                kind = gguf.GGUFValueType.get_type(value)
+                kinds = {gguf.GGUFValueType.INT32: gguf.GGUFValueType.UINT32}  # llama.cpp's counts
+                writer.add_key_value(key, value, kinds.get(kind, kind))
+
+    return write_gguf(path, config, arrays, change=change, **more)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import gguf
 import numpy as np
 import pytest
 from support.checkpoints import weights_of, whole
-from support.gguf_files import write_gguf
+from support.gguf_files import write_gguf, write_with
 
 from export.sources.families import build_model
 from export.sources.gguf_config import llama3_factors
+from export.sources.gguf_keys import FIXED, NEUTRAL, USED
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from runtime.core.errors import BundleError
@@ -83,7 +86,10 @@ def test_gguf_rope_scalings(tmp_path: Path) -> None:
             {"scaling.type": "yarn", "scaling.factor": 4.0},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
         ),
-        ({"scaling.type": "yarn", "scaling.attn_factor": 2.0}, "rope.scaling.attn_factor is not"),
+        ({"scaling.type": "yarn", "scaling.attn_factor": 2.0}, "attn_factor = 2.0 is not"),
+        ({"scaling.attn_factor": 2.0}, "attn_factor = 2.0 is not"),
+        ({"scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast = 16.0 is not"),
+        ({"scaling.yarn_beta_fast": 32.0, "scaling.yarn_ext_factor": 1.0}, None),
         ({"scaling.type": "longrope"}, "'longrope' is not supported"),
     ],
 )
@@ -172,3 +178,100 @@ def test_damaged_gguf_headers_never_escape(rng: np.random.Generator, tmp_path: P
             open_checkpoint(str(damaged)).close()
         except BundleError:
             continue
+
+
+# --- metadata ---------------------------------------------------------------------------------
+
+LISTS = (USED, NEUTRAL, frozenset(FIXED))
+
+
+def of_preset(path: Path, preset: str, entries: dict[str, Any]) -> Path:
+    return write_with(path, *weights_of(preset), entries)
+
+
+def known_keys(keys: type) -> Iterator[str]:
+    for value in vars(keys).values():
+        if isinstance(value, type):
+            yield from known_keys(value)
+        elif isinstance(value, str) and value.startswith(
+            ("{arch}.", "general.", "tokenizer.", "split.")
+        ):
+            yield re.sub(r"\{\w+\}", "x", value.replace("{arch}", "ARCH"))
+
+
+def test_each_key_of_gguf_is_in_one_list() -> None:
+    patterns = [re.escape(name).replace(r"\*", ".+") for names in LISTS for name in names]
+    found = {
+        key: sum(bool(re.fullmatch(pattern, key)) for pattern in patterns)
+        for key in known_keys(gguf.Keys)
+    }
+    assert len(found) > 150
+    assert found == dict.fromkeys(found, 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "entries", "message"),
+    [
+        ("tiny-llama", {"arch.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
+        ("tiny-llama", {"arch.attention.scale": 0.5}, "attention.scale = 0.5"),
+        ("tiny-llama", {"arch.expert_count": 8}, "expert_count = 8"),
+        ("tiny-llama", {"arch.attention.causal": False}, "attention.causal = False"),
+        ("tiny-llama", {"arch.attention.sliding_window": 16}, "sliding_window = 16"),
+        ("tiny-llama", {"arch.rope.dimension_sections": [8, 8, 0, 0]}, "dimension_sections"),
+        ("tiny-qwen2", {"arch.attention.sliding_window": 16}, "sliding_window = 16"),
+        ("tiny-qwen2", {"arch.rope.dimension_count": 16}, "rope.dimension_count = 16"),
+        ("tiny-gemma3", {"arch.final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("tiny-gemma3", {"arch.attention.key_length_swa": 16}, "key_length_swa = 16"),
+        ("tiny-gemma3", {"arch.dense_2_feat_in": 64}, "dense_2_feat_in = 64"),
+        ("tiny-qwen3", {"tokenizer.ggml.remove_extra_whitespaces": True}, "extra_whitespaces"),
+        ("tiny-qwen3", {"general.type": "mmproj"}, "general.type = 'mmproj'"),
+    ],
+)
+def test_an_entry_that_is_not_computed_is_refused(
+    tmp_path: Path, preset: str, entries: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BundleError, match=message):
+        open_checkpoint(str(of_preset(tmp_path / "m.gguf", preset, entries)))
+
+
+def test_entries_without_effect_and_unknown_ones(tmp_path: Path) -> None:
+    entries = {
+        "arch.logit_scale": 1.0,
+        "arch.attention.sliding_window": 1024,
+        "arch.pooling_type": 3,
+        "general.sampling.top_k": 20,
+        "quantize.imatrix.file": "x",
+    }
+    with open_checkpoint(str(of_preset(tmp_path / "a.gguf", "tiny-qwen3", entries))) as read:
+        assert read.warnings == []
+    new = {"arch.novelty": 1.0, "general.whim": "x"}
+    with open_checkpoint(str(of_preset(tmp_path / "b.gguf", "tiny-qwen3", new))) as read:
+        (warning,) = read.warnings
+        assert warning.endswith(
+            "2 entries of its metadata are not known and not used: general.whim, qwen3.novelty"
+        )
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"sliding_window": 0}, 1),
+        ({"sliding_window": 5, "sliding_window_pattern": [True, False, True]}, 2),
+    ],
+)
+def test_gemmas_windows_are_those_of_llama_cpp(
+    tmp_path: Path, entries: dict[str, Any], expected: int
+) -> None:
+    entries = {f"arch.attention.{key}": value for key, value in entries.items()}
+    with open_checkpoint(str(of_preset(tmp_path / "m.gguf", "tiny-gemma3", entries))) as read:
+        assert read.config["sliding_window_pattern"] == expected
+
+
+def test_a_table_of_factors_is_llamas_alone(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+
+    def table(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.ones(16, np.float32))
+
+    with pytest.raises(BundleError, match="does not use: rope_freqs"):
+        open_checkpoint(str(write_gguf(tmp_path / "m.gguf", config, arrays, change=table)))

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from support.bundles import runnable, settings
-from support.checkpoints import write_folder
-from support.logits import apart, engine_logits
+from support.checkpoints import weights_of, write_folder
+from support.gguf_files import write_with
+from support.logits import apart, engine_logits, exact_factor
 from support.models import FAMILIES
-from support.peers import run_script
+from support.peers import LLAMA, run_script
 from support.rotary import Rng, settings_of
 
 from export.bundle import export_bundle
@@ -225,10 +227,16 @@ def loss(logits: np.ndarray, tokens: np.ndarray) -> float:
     return float((total - rows[np.arange(len(rows)), tokens[1:]]).mean())
 
 
-def exported_logits(folder: Path) -> np.ndarray:
-    config = settings(folder, folder / "bundle", bits=32, seq_lens=(BUCKET,))
+def exported_logits(folder: Path, source: str = "", exact: bool = False) -> np.ndarray:
+    """The logits of the checkpoint in a folder, or of a file there, for the tokens beside it.
+
+    `exact`: with the factor of Gemma's embedding as it is, and not rounded as mlx-lm rounds it.
+    """
+    config = settings(folder / source, folder / "bundle", bits=32, seq_lens=(BUCKET,))
     export_bundle(config)
-    return engine_logits(runnable(folder / "bundle"), None, np.load(folder / "tokens.npy"))
+    bundle = runnable(folder / "bundle")
+    factor = exact_factor(bundle) if exact else 1.0
+    return engine_logits(bundle, None, np.load(folder / "tokens.npy"), factor)
 
 
 @pytest.mark.slow
@@ -259,8 +267,7 @@ def test_each_setting_is_computed_as_in_transformers_or_refused_by_name(
         write_model(folder, configured(preset, changes), preset, rng)
         ours[name] = exported_logits(folder)
     run_script(("torch", "transformers"), "transformers_logits.py", tmp_path / "models")
-    wrong = dict(differences(tmp_path / "models", ours, family))
-    assert not wrong
+    assert not dict(differences(tmp_path / "models", ours, family, CLOSE))
 
 
 def refusal(changes: Settings) -> str:
@@ -272,7 +279,7 @@ def refusal(changes: Settings) -> str:
 
 
 def differences(
-    folder: Path, ours: dict[str, np.ndarray], family: str
+    folder: Path, ours: dict[str, np.ndarray], family: str, close: float
 ) -> Iterator[tuple[str, Any]]:
     """The cases that are further apart than they may be, each printed."""
     for name, found in ours.items():
@@ -283,5 +290,65 @@ def differences(
         apart_by = apart(found, theirs)
         of_loss = abs(loss(found, tokens) / loss(theirs, tokens) - 1)
         print(f"{family} | {name} | {apart_by:.1e} | {loss(theirs, tokens):.6f} | {of_loss:.1e}")
-        if max(apart_by, of_loss) > CLOSE:
+        if max(apart_by, of_loss) > close:
             yield name, (apart_by, of_loss)
+
+
+# --- GGUF files -------------------------------------------------------------------------------
+
+BASE = {"tokenizer.ggml.model": "no_vocab", "arch.vocab_size": 320}
+YARN = {"arch.rope.scaling.type": "yarn", "arch.rope.scaling.factor": 4.0}
+ORIGINAL = {"arch.rope.scaling.original_context_length": 64}
+ENTRIES: dict[str, Settings] = {
+    "nothing": {},
+    "no rope.freq_base": {"arch.rope.freq_base": None},
+    "rope.freq_base": {"arch.rope.freq_base": 5e5},
+    "attention.layer_norm_rms_epsilon": {"arch.attention.layer_norm_rms_epsilon": 0.3},
+    "rope.scaling.factor alone": {"arch.rope.scaling.factor": 3.0},
+    "rope.scaling.factor of none": {
+        **{"arch.rope.scaling.type": "none", "arch.rope.scaling.factor": 3.0}
+    },
+    "rope.scale_linear": {"arch.rope.scale_linear": 3.0},
+    "linear": {"arch.rope.scaling.type": "linear", "arch.rope.scaling.factor": 3.0},
+    "yarn": {**YARN, **ORIGINAL},
+    "yarn without a length": YARN,
+    "neutral entries": {
+        "arch.rope.scaling.attn_factor": 1.0,
+        "arch.rope.scaling.yarn_beta_fast": 32.0,
+        "arch.rope.scaling.finetuned": True,
+        "arch.logit_scale": 1.0,
+        "arch.attention.causal": True,
+        "arch.pooling_type": 0,
+        "arch.expert_count": 0,
+        "arch.attention.layer_norm_epsilon": 0.3,
+        "general.sampling.temp": 0.5,
+    },
+}
+OF_GEMMA: dict[str, Settings] = {
+    "no window": {"arch.attention.sliding_window": None},
+    "sliding_window": {"arch.attention.sliding_window": 5},
+    "sliding_window_pattern": {"arch.attention.sliding_window_pattern": 3},
+    "sliding_window_pattern by layer": {
+        "arch.attention.sliding_window_pattern": [True, False, True]
+    },
+    "rope.freq_base_swa": {"arch.rope.freq_base_swa": 500.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_entry_of_a_gguf_file_is_computed_as_in_llama_cpp(
+    tmp_path: Path, rng: Rng, family: str
+) -> None:
+    config, arrays = weights_of(f"tiny-{family}")
+    ours = {}
+    for name, entries in {**ENTRIES, **(OF_GEMMA if family == "gemma3" else {})}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        float32 = GGMLQuantizationType.F32
+        write_with(folder / "model.gguf", config, arrays, BASE | entries, stored_as=float32)
+        np.save(folder / "tokens.npy", rng.integers(0, config["vocab_size"], TOKENS))
+        ours[name] = exported_logits(folder, "model.gguf", exact=True)
+    run_script(LLAMA, "llama_logits.py", tmp_path)
+    # llama.cpp's GELU is a table of float16
+    assert not dict(differences(tmp_path, ours, family, 1e-3 if family == "gemma3" else CLOSE))
