@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from export.sources.families import FIXED
+from export.sources.families import FIXED, text_config
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -41,10 +41,27 @@ _NEUTRAL = {
         bos_token_id eos_token_id pad_token_id use_cache cache_implementation
     """,
     "of pretraining": "attention_dropout initializer_range",
+    "of generation, in configurations of earlier years": """
+        max_length min_length temperature top_k top_p typical_p num_beams num_beam_groups
+        num_return_sequences length_penalty repetition_penalty no_repeat_ngram_size
+    """,
     "what a call returns": "output_attentions output_hidden_states return_dict use_return_dict",
     "of classifiers": "id2label label2id problem_type task_specific_params",
     "these families are decoders": "is_encoder_decoder",
     "slices with the same result": "chunk_size_feed_forward pretraining_tp",
+}
+# of a model with a vision tower, around its text_config: what is used, and why others are not
+WRAPPER_USED = frozenset(
+    (
+        *("model_type", "text_config", "vocab_size", "tie_word_embeddings"),
+        *("quantization", "quantization_config"),
+    )
+)
+_WRAPPER_NEUTRAL = {
+    "the text model alone is read": """
+        vision_config mm_tokens_per_image projector_hidden_act boi_token_index eoi_token_index
+        image_token_index boi_token_id eoi_token_id image_token_id ignore_index
+    """,
 }
 # words in the names of settings that change what a model computes, as in Granite's and Cohere's
 _COMPUTES = re.compile(
@@ -62,25 +79,37 @@ def neutral_settings() -> set[str]:
     return {*" ".join(_NEUTRAL.values()).split()}
 
 
-def unknown_settings(family: str, config: dict[str, Any], where: str) -> list[str]:
+def neutral_in_wrapper() -> set[str]:
+    """The settings around a text_config that do not change what the text model computes."""
+    return {*" ".join(_WRAPPER_NEUTRAL.values()).split()} | neutral_settings()
+
+
+def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     """The settings in no list, for a warning; those without a value say nothing.
 
     Args:
         family: of the model.
-        config: the text model's config.json.
+        raw: the content of config.json.
         where: the file, for messages.
 
     Raises BundleError for one that, by its name, changes what the model computes.
     """
     known = used_settings(family) | neutral_settings() | FIXED[family].keys()
-    unknown = {
-        key: value
-        for key, value in config.items()
-        if key not in known and value not in (None, False, {}, [])
-    }
+    unknown = _others(text_config(raw, where), known)
+    if "text_config" in raw:
+        unknown |= _others(raw, {*WRAPPER_USED, *neutral_in_wrapper(), IN_CONFIG})
     if computing := [key for key in unknown if _COMPUTES.search(key)]:
         raise BundleError(
             f"{where}: {', '.join(f'{key} = {unknown[key]!r:.60}' for key in computing)} is not "
             f"supported for {family}; if the original model computes without it, delete it there"
         )
     return sorted(unknown)
+
+
+def _others(config: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The settings that are not known and have a value."""
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in known and value not in (None, False, {}, [])
+    }

@@ -21,7 +21,13 @@ from export.sources.families import FIXED, build_model, completed_config, normal
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from export.sources.safetensors_files import FLOAT_TYPES, SafetensorsFile
-from export.sources.settings import neutral_settings, used_settings
+from export.sources.settings import (
+    WRAPPER_USED,
+    neutral_in_wrapper,
+    neutral_settings,
+    unknown_settings,
+    used_settings,
+)
 from export.stored import QuantizedForm
 from runtime.core.errors import BundleError, UsageError
 
@@ -155,12 +161,14 @@ def test_multimodal_gemma_is_its_text_half(tmp_path: Path) -> None:
         "layer_types": layer_types,
         "model_type": "gemma3_text",
     }
-    outer = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"image_size": 896}}
+    outer |= {"mm_tokens_per_image": 256, "boi_token_index": 300}
     for prefix in ("language_model.model.", "model.language_model."):
         renamed: dict[str, Any] = {prefix + n.removeprefix("model."): a for n, a in arrays.items()}
         renamed["vision_tower.patch.weight"] = np.zeros((4, 4), np.float32)
         read = open_checkpoint(str(write_folder(tmp_path / "m", outer, renamed)))
         assert read.family == "gemma3_text"
+        assert read.warnings == []
         assert read.config["rope_theta"] == 5e5
         assert read.config["rope_local_base_freq"] == 2e4
         assert read.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
@@ -521,6 +529,18 @@ def test_each_setting_of_transformers_is_in_one_list(family: str, theirs: str) -
     assert {name: sum(name in known for known in lists) for name in names} == dict.fromkeys(
         names, 1
     )
+
+
+def test_each_setting_around_a_text_config_is_in_one_list() -> None:
+    names = {*transformers.Gemma3Config().to_dict()}
+    lists = [WRAPPER_USED, neutral_in_wrapper()]
+    assert {name: sum(name in known for known in lists) for name in names} == dict.fromkeys(
+        names, 1
+    )
+    around = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    assert unknown_settings("gemma3_text", {**around, "novelty": 3}, "x") == ["novelty"]
+    with pytest.raises(BundleError, match="rope_scaling = "):
+        unknown_settings("gemma3_text", {**around, "rope_scaling": {"factor": 8}}, "x")
 
 
 @pytest.mark.parametrize(("family", "theirs"), CONFIGS.items())

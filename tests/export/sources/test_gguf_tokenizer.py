@@ -110,6 +110,17 @@ def test_sentencepiece_configuration() -> None:
     assert tokenizer.encode("a", "b").ids.count(2) == 2
 
 
+def test_templates_by_name_are_kept() -> None:
+    named = {
+        "tokenizer.chat_template.tool_use": "{{ y }}",
+        "tokenizer.chat_templates": ["tool_use"],
+    }
+    metadata = {**spm_metadata(SCORES), "tokenizer.chat_template": "{{ x }}", **named}
+    config = json.loads(convert_tokenizer(metadata, "x")["tokenizer_config.json"])
+    templates = {entry["name"]: entry["template"] for entry in config["chat_template"]}
+    assert templates == {"default": "{{ x }}", "tool_use": "{{ y }}"}
+
+
 def byte_level_oracle() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

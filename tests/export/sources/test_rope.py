@@ -73,9 +73,9 @@ def test_positions_are_those_of_transformers(
         inverse, factor = modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs)
         model = build_model("llama", normalise_config(raw, "x", True))
         ours = np.array(model.layers[0].self_attn.rope(mx.array(x)))
-        np.testing.assert_allclose(
-            ours, turned(x, np.asarray(inverse), factor), rtol=1e-5, atol=2e-5, err_msg=str(raw)
-        )
+        expected = turned(x, np.asarray(inverse), factor)
+        # theirs are rounded to float32 three times, and turn the last token by up to 47 radians
+        assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max(), raw
 
 
 @pytest.mark.parametrize(
