@@ -42,7 +42,8 @@ USED: frozenset[str] = frozenset(
             "tokenizer.ggml",
             """
             model pre tokens token_type scores merges bos_token_id eos_token_id unknown_token_id
-            padding_token_id add_bos_token add_eos_token add_space_prefix
+            padding_token_id eot_token_id eom_token_id add_bos_token add_eos_token
+            add_space_prefix
             """,
         ),
         *_names("tokenizer", "chat_template chat_template.* chat_templates"),
@@ -68,7 +69,7 @@ _NEUTRAL: dict[str, tuple[str, ...]] = {
         *_names(
             "tokenizer.ggml",
             """
-            eot_token_id eom_token_id fim_pre_token_id fim_suf_token_id fim_mid_token_id
+            fim_pre_token_id fim_suf_token_id fim_mid_token_id
             fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id
             middle_token_id suppress_tokens
             """,

@@ -23,7 +23,7 @@ from tokenizers import (
 )
 
 from runtime.core.errors import BundleError
-from runtime.data.tokenizer_files import CONFIG, DEFAULT, GENERATION, VOCABULARY
+from runtime.data.tokenizer_files import CONFIG, GENERATION, VOCABULARY
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -133,16 +133,6 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         ids = sorted({int(end) for end in ends if end is not None})
         files[GENERATION] = json.dumps({"eos_token_id": ids}).encode()
     return files
-
-
-def _templates(metadata: dict[str, Any]) -> Any:
-    """The chat template, or several in the form of tokenizer_config.json; None if there is none."""
-    template, names = (metadata.get(f"tokenizer.chat_template{end}") for end in ("", "s"))
-    named = {} if template is None else {DEFAULT: template}
-    named |= {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names or []}
-    if named.keys() <= {DEFAULT}:
-        return template
-    return [{"name": name, "template": text} for name, text in named.items() if text is not None]
 
 
 def _split(metadata: dict[str, Any], where: str) -> Split:
