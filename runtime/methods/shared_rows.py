@@ -47,6 +47,7 @@ class Shared:
         names = list(gradients)
         arrays = [array for name in names for array in gradients.pop(name)]
         begun = block, names, self._exchange.add(arrays)
+        arrays.clear()  # before the optimizer takes memory
         self.finish()
         self._begun = begun
 
