@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
-from support.exchange import NEEDS_MPI, on_workers, two_processes
+from support.exchange import NEEDS_MPI, in_turn, on_workers, two_processes
 
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Alone, Exchange
@@ -46,13 +49,36 @@ def test_threads_exchange_every_bit(size: int) -> None:
         assert "and 4bf5122f" in text and "on rank 1;" in text
 
 
+def summed(exchange: Exchange) -> list[Any]:
+    """The sums of arrays of all workers."""
+    own = np.float32(0.1) * np.arange(1, 7, dtype=np.float32) * np.float32(exchange.rank + 1)
+    return [
+        np.array(a).tolist() for a in exchange.add([mx.array(own).reshape(2, 3), mx.array([1.0])])
+    ]
+
+
+def sums_of(size: int) -> list[Any]:
+    own = np.float32(0.1) * np.arange(1, 7, dtype=np.float32)
+    total = own.copy()
+    for rank in range(1, size):
+        total += own * np.float32(rank + 1)
+    return [total.reshape(2, 3).tolist(), [float(size)]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_arrays_are_added_in_rank_order(size: int) -> None:
+    assert summed(Alone()) == sums_of(1)
+    assert in_turn(size, summed) == [sums_of(size)] * size
+
+
 @NEEDS_MPI
 def test_processes_exchange_every_bit_over_mpi() -> None:
     code = (
         "import sys; sys.path[:0] = ['tests', '.']\n"
         "from runtime.parallel.mpi import MpiExchange\n"
-        "from tests.runtime.parallel.test_exchange import exchanged\n"
+        "from tests.runtime.parallel.test_exchange import exchanged, summed, sums_of\n"
         "exchange = MpiExchange()\n"
+        "assert summed(exchange) == sums_of(2)\n"
         "print(f'{exchange.rank} of {exchange.size}: {exchanged(exchange)}', flush=True)\n"
     )
     lines = sorted(two_processes(code))
