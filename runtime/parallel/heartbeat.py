@@ -152,7 +152,7 @@ class Heartbeat:
     def _gone(self, peer: int, why: str) -> None:
         """A worker is no longer connected."""
         self._peers.pop(peer).close()
-        expected = peer in self._left
+        expected = peer in self._left or self._closed
         self._leaves(peer)
         if expected:
             return

@@ -7,16 +7,20 @@ from typing import NamedTuple
 
 
 class Launched(NamedTuple):
-    """Which of how many processes this one is."""
+    """Which of how many processes this one is, and how many of them are on this machine."""
 
     rank: int
     size: int
+    here: int
 
 
 def launched() -> Launched:
     """This process among those that Open MPI's `mpirun` has started; it alone without that."""
-    size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
-    return Launched(int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")), size)
+    rank, size, here = (
+        int(os.environ.get(f"OMPI_COMM_WORLD_{name}", alone))
+        for name, alone in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_SIZE", "1"))
+    )
+    return Launched(rank, size, here)
 
 
 def speaks() -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.heartbeat import Heartbeat, Loss
+from runtime.parallel.launch import launched
 
 MEETING_S = 15.0  # in which all workers must have reached rank 0
 ATTEMPT_S = 3.0  # for one address of rank 0
-LOOPBACK = "127.0.0.1"
+LOOPBACK, OUTSIDE = "127.0.0.1", "192.0.2.1"  # the second is no machine's
 
 
 def host_name() -> str:
@@ -35,10 +36,11 @@ def meet(
         UsageError: one cannot reach rank 0; it is raised on every worker.
     """
     if exchange.rank == 0:
-        together = len(set(hosts)) == 1
+        together = launched().here == exchange.size
         with closing(_listening(together)) as server:
             token = secrets.token_hex(16)
-            place = {"addresses": _addresses(hosts), "port": server.getsockname()[1]}
+            addresses = [LOOPBACK] if together else _addresses(hosts)
+            place = {"addresses": addresses, "port": server.getsockname()[1]}
             exchange.broadcast(json.dumps({**place, "token": token}).encode())
             peers = _accepted(server, exchange.size, token)
         problem = ""
@@ -58,7 +60,7 @@ def meet(
 
 
 def _listening(together: bool) -> socket.socket:
-    """A server that all workers can reach, if they are together on this machine no other one."""
+    """A server that all workers can reach; if they are together on this machine, nobody else."""
     if together:
         return socket.create_server((LOOPBACK, 0))
     if socket.has_dualstack_ipv6():
@@ -67,11 +69,12 @@ def _listening(together: bool) -> socket.socket:
 
 
 def _addresses(hosts: Sequence[str]) -> list[str]:
-    """By which the other machines may reach this one: its name, and its end of the way to each."""
-    if len(set(hosts)) == 1:
-        return [LOOPBACK]
+    """By which the other machines may reach this one: its name, and its end of the way to each.
+
+    The last is its end of the way out, since machines may share a name.
+    """
     addresses = [hosts[0]]
-    for host in sorted({*hosts} - {hosts[0]}):
+    for host in (*sorted({*hosts} - {hosts[0]}), OUTSIDE):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((host, 9))  # sends nothing
             addresses.append(way.getsockname()[0])
