@@ -100,12 +100,14 @@ class PeakModel:
         """Bytes of gradients: of all layers if micro-batches accumulate, else of the largest layer.
 
         A further row adds a layer's gradients while they are summed; without further rows, a tile
-        of tokens adds those of one matrix.
+        of tokens adds those of one matrix. What a worker has sent of a layer, and the sum over all
+        workers, are there while the next layer runs.
         """
         if not self.demand.backward:
             return 0
         fresh = self._most_adapters if self.demand.rows > 1 else self._largest_tiled_adapter
-        return self._held_gradients + self._most_adapters + fresh
+        summed = 2 * self._most_adapters if self.demand.sums_gradients else 0
+        return self._held_gradients + self._most_adapters + fresh + summed
 
     @property
     def perturbing_bytes(self) -> int:

@@ -29,6 +29,7 @@ class Demand:
     trains_weights: whether all weights are trained, in place of adapters.
     noise_bytes: memory in which noise for the weights is drawn.
     shares: whether several workers can share out a step.
+    sums_gradients: whether the gradients of blocks that run backward are summed over workers.
     packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
     """
 
@@ -49,6 +50,7 @@ class Demand:
     trains_weights: bool = False
     noise_bytes: int = 0
     shares: bool = False
+    sums_gradients: bool = False
     packs: bool = False
 
 

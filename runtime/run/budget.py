@@ -44,14 +44,16 @@ class Wanted(NamedTuple):
     budget_bytes: int
 
 
-def training(config: StepConfig, manifest: Manifest) -> Wanted:
-    """The request and demand of this configuration of training.
+def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Wanted:
+    """The request and demand of this configuration of training, as one of so many workers.
 
     Raises:
         UsageError: rows are longer than the bundle has graphs for, or the method does not clip
             gradients, or drop inputs of adapters, and is asked to.
     """
-    demand = replace(method(config.method).demand(config), packs=config.pack)
+    demand = replace(
+        method(config.method).demand(config), packs=config.pack, sums_gradients=workers > 1
+    )
     if config.max_grad_norm and not demand.stores_gradients:
         raise UsageError(
             f"--max-grad-norm {config.max_grad_norm:g}: {config.method} does not clip gradients; "

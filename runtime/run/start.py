@@ -77,12 +77,12 @@ def plan_training(
     return _plan(*to_train(config, bundle, note), machine)
 
 
-def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None) -> Plan:
+def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None, workers: int = 1) -> Plan:
     """The plan for a configuration and a bundle with the same LoRA settings."""
     machine = machine or training_machine(config, bundle)
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
         machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
-    return make_plan(bundle.manifest, machine, training(config, bundle.manifest))
+    return make_plan(bundle.manifest, machine, training(config, bundle.manifest, workers))
 
 
 def show_plan(config: PlanConfig, note: Note) -> Plan:
@@ -139,7 +139,7 @@ def _begin(
 ) -> TrainResult:
     """Plan and train a run in its empty folder."""
     config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
-    chosen = _plan(config, bundle, _this_machine(config, bundle))
+    chosen = _plan(config, bundle, _this_machine(config, bundle), team.size)
     fixed = _with_absolute_paths(config, folder)
     rows = open_run_rows(fixed, bundle, folder.path)
     for report in rows.reports.values():
@@ -149,7 +149,8 @@ def _begin(
     samples = Samples.of(fixed, bundle.manifest, rows.train)
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())
-        chosen = _plan(config, bundle, _this_machine(config, bundle))  # the packing takes memory
+        # the packing takes memory
+        chosen = _plan(config, bundle, _this_machine(config, bundle), team.size)
     fixed = settled(fixed, samples, events.note)
     if rows.valid is None and fixed.eval_every:
         raise UsageError(
@@ -198,7 +199,7 @@ def _join(output: Path, own: Mapping[str, Any], team: Team) -> TrainResult:
                     msgspec.convert(read_json(path / PLAN), Plan),
                     bundle.manifest,
                     _this_machine(config, bundle),
-                    training(config, bundle.manifest),
+                    training(config, bundle.manifest, team.size),
                 )
                 weights = _weights(config, bundle, chosen, folder, progress.done)
                 session = open_session(bundle, chosen, weights)
@@ -306,7 +307,7 @@ def _continue(
 ) -> TrainResult:
     """Go on after a save, or from the start without one; `before` is its configuration so far."""
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
-    chosen = _plan_again(config, bundle, folder, events)
+    chosen = _plan_again(config, bundle, folder, events, team.size)
     _announce(chosen, events)
     rows = open_run_rows(config, bundle, folder.path)
     folder.check_tokens()
@@ -465,7 +466,9 @@ def _absolute_mix(mix: str) -> str:
     return f"{absolute(data)}:{share}"
 
 
-def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events) -> Plan:
+def _plan_again(
+    config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, workers: int
+) -> Plan:
     """The plan that the run was started with, or a new one where it cannot be executed again."""
     path = folder.path / PLAN
     try:
@@ -477,7 +480,7 @@ def _plan_again(config: TrainConfig, bundle: Bundle, folder: RunFolder, events: 
         ) from None
     manifest = bundle.manifest
     machine = _this_machine(config, bundle)
-    wanted = training(config, manifest)
+    wanted = training(config, manifest, workers)
     reason = reason_to_replan(stored, manifest, machine, wanted)
     if not reason:
         return msgspec.structs.replace(stored, limit_bytes=machine.limit_bytes)

@@ -27,6 +27,7 @@ from support.exchange import NEEDS_MPI, in_turn, two_processes
 from support.lengths import at_length
 from support.models import Kept, adapters_of, agree, model_of, relative, row_of
 from support.pair_loss import PairLoss
+from support.plans import LINUX
 
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
@@ -43,6 +44,8 @@ from runtime.objectives.objective import Objective, Scored
 from runtime.parallel.exchange import Alone, Exchange
 from runtime.parallel.workers import Workers
 from runtime.plan.demand import Demand
+from runtime.plan.plan import Planner
+from runtime.run.budget import training
 from runtime.storage.activations import Activations
 
 TILES = {"tile_values": 10**6, "chunk_rows": 2000}
@@ -283,6 +286,21 @@ def test_workers_add_up_the_gradients_of_one(
         assert (result.gradient_norm is None) == ("most" not in options)
         if expected.gradient_norm is not None:
             assert result.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-6)
+
+
+def test_the_plan_counts_gradients_that_are_being_summed(tiny: Tiny) -> None:
+    """What a worker has sent of a layer, and the sum."""
+    manifest = tiny("qwen3").manifest
+    largest = max(
+        sum(4 * a * b for a, b in manifest.adapter_shapes(block).values())
+        for block in manifest.layers
+    )
+    for method, more in (("mebp", 2 * largest), ("mezo", 0)):
+        one, several = (
+            Planner(manifest, LINUX).plan(wanted.request, wanted.demand, 10**9)
+            for wanted in (training(config_of(method, 0), manifest, workers) for workers in (1, 2))
+        )
+        assert several.gradient_bytes - one.gradient_bytes == more
 
 
 def trained_on(
