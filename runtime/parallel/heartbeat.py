@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import socket
 import struct
 import sys
@@ -20,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 BEAT_S, SILENT_BEATS = 1.0, 10
@@ -42,8 +40,8 @@ class Loss(NamedTuple):
 class Heartbeat:
     """The connections of this worker: on rank 0 to all others, else to rank 0.
 
-    heard: receives the first loss, on a thread of its own. describe: the message for it. scratch: a
-    folder of this worker's files alone, which goes when it ends.
+    heard: receives the first loss, on a thread of its own. describe: the message for it. clear:
+    removes this worker's own files, when it ends with an error.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class Heartbeat:
         describe: Callable[[Loss], str],
     ) -> None:
         self.loss: Loss | None = None
-        self.scratch: Path | None = None
+        self.clear: Callable[[], None] = lambda: None
         self._rank, self._heard, self._describe = rank, heard, describe
         self._peers = dict(peers)
         self._buffers = dict.fromkeys(peers, b"")
@@ -180,17 +178,16 @@ class Heartbeat:
 
     def _clear(self) -> None:
         """Remove this worker's files, and say so."""
-        if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        self.clear()
         self._send(LEFT)
 
     def _end(self, shown: bool) -> None:
         """End this process, whose main thread may wait or compute for long."""
         assert self.loss is not None
-        if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        self.clear()
         if shown:
-            print(f"ondevice: {self._describe(self.loss)}", file=sys.stderr, flush=True)
+            text = f"ondevice: {self._describe(self.loss)}; what was saved is whole"
+            print(text, file=sys.stderr, flush=True)
         os._exit(self.loss.code)
 
     def _send(self, kind: bytes, loss: Loss | None = None) -> None:

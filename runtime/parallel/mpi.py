@@ -8,13 +8,16 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 import mlx.core as mx
 import numpy as np
 
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Exchange, split
+
+GRACE_S = 0.2  # for an exchange that is under way when a worker is lost
 
 
 class MpiExchange(Exchange):
@@ -53,8 +56,11 @@ class MpiExchange(Exchange):
             raise self._stopped
         self._asked.put(message)
         joined, length = self._answers.get(), len(message)
-        if isinstance(joined, Exception):
-            raise joined
+        if isinstance(joined, Exception):  # of a worker that may have had this exchange before
+            with suppress(Empty):
+                joined = self._answers.get(timeout=GRACE_S)
+            if isinstance(joined, Exception):
+                raise joined
         return [joined[rank * length : (rank + 1) * length] for rank in range(self.size)]
 
     def add(self, arrays: Sequence[mx.array]) -> list[mx.array]:

@@ -13,9 +13,10 @@ import shutil
 import struct
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,7 +46,6 @@ WAYS_OUT = {
     "OPENBLAS_CORETYPE, such as Haswell",
     "the number of BLAS threads": "set the same OPENBLAS_NUM_THREADS",
     "the bundle": "copy one bundle to all machines",
-    "the options": "give all workers the same",
 }
 
 
@@ -89,7 +89,7 @@ class Team:
         for rank, theirs in enumerate(others, 1):
             for what, value in first.items():
                 if theirs.get(what) != value:
-                    way_out = WAYS_OUT.get(what, "install the same on all machines")
+                    way_out = WAYS_OUT.get(what, "let all have the same")
                     raise UsageError(
                         f"the workers differ in {what}: {value} on {self.named(0)}, "
                         f"{theirs.get(what)} on {self.named(rank)}; {way_out}"
@@ -154,7 +154,7 @@ class Team:
         sizes: dict[str, int] = json.loads(exchange.broadcast(b""))
         before = [parent for parent in folder.parents if not parent.exists()]
         if self.heartbeat is not None:
-            self.heartbeat.scratch = folder
+            self.heartbeat.clear = partial(_remove, folder, before)
         try:
             with storage_errors(folder):
                 if folder.exists():  # of an earlier process that was killed
@@ -169,10 +169,7 @@ class Team:
                             file.write(exchange.broadcast(b""))
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in {folder.parent: None, **dict.fromkeys(before)}:
-                if parent.exists() and not any(parent.iterdir()):
-                    parent.rmdir()
+            _remove(folder, before)
 
     def dismiss(self, problem: BaseException) -> None:
         """Tell the others that all must end, and on rank 0 wait until they have removed files."""
@@ -218,7 +215,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
         if (parallel is None) or grid.size != exchange.size:
             raise UsageError(_wrong_number(grid, exchange.size, command))
         team.workers = Workers(exchange, grid.data, grid.perturb)
-        team.agree({**_versions(), "the options": json.dumps(dict(options), sort_keys=True)})
+        team.agree(_versions() | {f"option {name}": repr(options[name]) for name in options})
         yield team
     except BaseException as problem:
         atexit.register(_exit, _code_of(problem))  # MPI would wait for those that are gone
@@ -279,6 +276,14 @@ def _versions() -> dict[str, str]:
         "MLX's version": mlx_version(),
         **arithmetic_of_blas(),
     }
+
+
+def _remove(folder: Path, made: Sequence[Path]) -> None:
+    """Remove a worker's own folder, and those above it that were made for it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for parent in dict.fromkeys((folder.parent, *made)):
+        with suppress(OSError):  # another worker has files there, or has removed it
+            parent.rmdir()
 
 
 def _pieces(source: Path | bytes, size: int) -> Iterator[bytes]:

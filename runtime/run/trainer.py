@@ -214,6 +214,8 @@ class Trainer:
     def _saved(self) -> str:
         """The end of a message about a run that has just been saved."""
         path = self.folder.path
+        if self.team.rank:
+            return f"after step {self.done}"  # rank 0 saves, and says so
         return (
             f"its state after step {self.done} is saved; go on with: ondevice train --resume {path}"
         )
