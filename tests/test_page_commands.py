@@ -34,7 +34,6 @@ SEVERAL = "tests/runtime/run/test_several_workers.py starts several processes"
 ELSEWHERE = {  # the beginning of a command: why it does not run here
     "ondevice bench": BENCHES,
     "ondevice train bundle --data my-data --parallel": SEVERAL,
-    "ondevice eval bundle --data my-data --parallel": SEVERAL,
     "ondevice doctor --bench": "tests/harness/doctor runs it on a tiny shape",
     "ondevice export gemma.gguf": REAL,
     "ondevice generate gemma --max-tokens 20": REAL,
