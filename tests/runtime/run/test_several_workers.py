@@ -37,10 +37,18 @@ from ondevice.cli.main import main
 from runtime.machine.backend import prepare
 
 prepare()
+import msgspec
+from runtime.run import start
 from runtime.run.trainer import Trainer
 
 what, rank, step, *arguments = sys.argv[1:]
-original = Trainer._step
+original, machine = Trainer._step, start._this_machine
+
+def larger(*given):
+    return msgspec.structs.replace(machine(*given), process_bytes=500_000_000)
+
+if what == "process" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
+    start._this_machine = larger
 
 def struck(self):
     if self.done == int(step) and self.team.rank == int(rank):
@@ -155,6 +163,15 @@ def test_what_ends_one_worker_ends_all(
     assert not (run / WORKERS).exists() and "Traceback" not in done.stderr
     last = 2 if what == "adapters" else 3 if what == signal.SIGSTOP else 4
     assert [place.name for place in RunFolder(run).saves.all()] == [f"step-{last:08d}"]
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_a_worker_is_refused(bundle: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = happens("process", 1, *training(bundle, run, parallel="data=2"))
+    assert done.returncode == 3 and not run.exists(), done.stderr
+    said = "rank 1 on .*: rank 0's plan, .* does not fit here: it would take 5.. MB of a budget of"
+    assert re.search(said, done.stderr), done.stderr
 
 
 def test_wrong_numbers_are_refused(bundle: Path, tmp_path: Path) -> None:
