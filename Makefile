@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 SEEDS ?= 50
 
-TOKENIZERS := qwen3 llama3_1 gemma3
+TOKENIZERS := qwen3 llama3_1 gemma3 gptoss
 
 .PHONY: setup blas tokenizers demo test test-all test-night check clean
 

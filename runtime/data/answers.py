@@ -9,6 +9,7 @@ messages follow: they drop earlier reasoning (Qwen3), or move the system prompt 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import count, pairwise
 from typing import Any
@@ -17,6 +18,8 @@ Span = tuple[int, int]
 """A range of characters: the first, and the one after the last."""
 Render = Callable[[list[dict[str, Any]], bool], str]
 """Messages as text, and whether it ends with the prompt for an answer. Raises ValueError."""
+
+_TOKEN = re.compile(r"<[^<>\s]{1,40}>")  # as nearly all templates write tokens
 
 
 def answers(
@@ -91,6 +94,8 @@ def _by_replacement(
     begin, end = around[0], around[1].rstrip()
     if not after.startswith(end):  # after the last answer some write the end of all, too (Phi-3)
         end = end.lstrip().partition("\n")[0]
+    if end and not after.startswith(end) and (token := _TOKEN.match(after)):
+        end = token[0]  # an answer that others follow has another end than the last (gpt-oss)
     if not word or probe in before + after or not after.startswith(end):
         return None
     if not (whole.startswith(before) and whole.endswith(after)):

@@ -173,3 +173,38 @@ def test_the_prompt_of_an_answer_is_tokenized_as_a_model_is_given_it(
     row = row_of(Conversation(TWO), encoder, "assistant")
     prompt = encoder.encode(encoder.chat().prompt(TWO[:3]))
     assert row.tokens[: len(prompt)] == prompt
+
+
+HARMONY = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
+FINAL = "<|channel|>final<|message|>"
+THOUGHT = {"role": "assistant", "content": "yes", "thinking": "it shines"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (TWO, [f"{FINAL}yes<|end|>", f"{FINAL}no<|return|>"]),
+        (TWO[:3], [f"{FINAL}yes<|return|>"]),  # the row ends there
+        (
+            [SYSTEM, TWO[0], THOUGHT],
+            [
+                "<|channel|>analysis<|message|>it shines<|end|>"
+                f"<|start|>assistant{FINAL}yes<|return|>"
+            ],
+        ),
+        (
+            [*CALLED, *said("thanks", "ok")],
+            [
+                f" to=functions.clock<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
+                f"{FINAL}noon<|end|>", f"{FINAL}ok<|return|>",
+            ],
+        ),
+    ],
+    ids=["two turns", "ends with the user", "thought", "call"],
+)  # fmt: skip
+def test_channels_of_harmony(
+    tmp_path: Path, messages: list[dict[str, Any]], expected: list[str]
+) -> None:
+    """Its last answer ends with another token than the earlier ones."""
+    template = (TEMPLATES / "harmony.jinja").read_text()
+    assert read(chat_encoder(tmp_path, template, HARMONY), messages) == expected

@@ -124,3 +124,26 @@ def with_template(real: Real, template: str, folder: Path) -> TextEncoder:
     shutil.copy(fetched(real.name) / "tokenizer_config.json", folder)
     (folder / "chat_template.jinja").write_text(template)
     return replace(real.encoder, chat=lambda: ChatTemplate(folder))
+
+
+@pytest.mark.slow
+def test_harmony_with_the_tokenizer_of_gpt_oss(tmp_path: Path) -> None:
+    """Under a template of ours, since the package has none."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(fetched("gptoss"), tmp_path / "tokenizer")
+    template = (TEMPLATES.parent / "chat_templates" / "harmony.jinja").read_text()
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    ours = Real("gptoss", load_encoder(tmp_path), theirs)
+    assert ours.encoder.eos == theirs.eos_token_id
+    special = {number for number, token in theirs.added_tokens_decoder.items() if token.special}
+    assert ours.encoder.special == special
+    for messages, tools in CONVERSATIONS.values():
+        answered = messages[:-1] if messages[-1]["role"] == "user" else messages
+        ids = theirs.apply_chat_template(answered, tools=tools, return_dict=True)["input_ids"]
+        assert ours.row(messages, tools).tokens == ids
+    final = "<|channel|>final<|message|>"
+    scored = ours.scored_texts(ours.row(SPACES, None))
+    answers = [message["content"] for message in SPACES[1::2]]
+    assert scored == [f"{final}{answers[0]}<|end|>", f"{final}{answers[1]}<|return|>"]
