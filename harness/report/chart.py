@@ -20,6 +20,7 @@ MOST_PLACES = 12  # whose names fit side by side
 COLOURS = 6  # further lines take them again
 DASHES = ("", "7 3", "2 3")  # of the lines that take a colour first, second and third
 CHARACTER = 6.6  # units that a character is wide, at most on average
+LETTERS = 24  # units of text on a phone, which shows a unit half as large
 
 Point = tuple[float, float]
 
@@ -60,6 +61,15 @@ svg.chart .range { stroke-width: 1.1; }
 PAGE_STYLE = (
     f"""{FORMS}{_paints(lambda name: f"var(--{name})")}
 svg.chart {{ width: 100%; height: auto; display: block; }}
+"""
+    + f"""
+@media (max-width: 40rem) {{
+  figure > svg.chart {{ font-size: {LETTERS}px; overflow: visible; margin: 1.4rem 0 1.2rem; }}
+  figure > svg.chart .unit {{ transform: translateY(-14px); }}
+  figure > svg.chart .count {{ transform: translateY(11px); }}
+  figure > svg.chart .across {{ transform: translateY(32px); }}
+  figure > svg.chart .between {{ display: none; }}
+}}
 """
     + """
 .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem; margin: 0.2rem 0 0; padding: 0;
@@ -184,16 +194,22 @@ class Chart:
             parts.append(
                 f'<text x="{LEFT - 8}" y="{place + 4:.1f}" text-anchor="end">{shown(y)}</text>'
             )
-        for x in xs:
+        names = {x: self.places[round(x)] if self.places else shown(x) for x in xs}
+        apart = _apart([(area.x(x), name) for x, name in names.items()])
+        for x, text in names.items():
             place = area.x(x)
-            name = in_markup(self.places[round(x)]) if self.places else shown(x)
+            kind = "count" if place in apart else "count between"
+            name = in_markup(text)
             anchor = "end" if self.places and x == xs[-1] else "middle"  # a name may be long
             parts.append(
-                f'<text x="{place:.1f}" y="{floor + 18}" text-anchor="{anchor}">{name}</text>'
+                f'<text class="{kind}" x="{place:.1f}" y="{floor + 18}" text-anchor="{anchor}">'
+                f"{name}</text>"
             )
         across = in_markup(self.across)
-        parts.append(f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">{across}</text>')
-        parts.append(f'<text x="0" y="12">{in_markup(self.unit)}</text>')
+        parts.append(
+            f'<text class="across" x="{right}" y="{HEIGHT - 6}" text-anchor="end">{across}</text>'
+        )
+        parts.append(f'<text class="unit" x="0" y="12">{in_markup(self.unit)}</text>')
         for level in self.levels:
             parts.append(f'<path {level.path} d="M{LEFT} {area.y(level.height):.1f}H{right}"/>')
         for line in sorted(self.lines, key=lambda line: not line.faint):
@@ -257,6 +273,18 @@ def standalone(charts: Sequence[Chart]) -> bytes:
             "</svg>\n",
         )
     ).encode()
+
+
+def _apart(labels: Sequence[tuple[float, str]]) -> set[float]:
+    """The places of labels that do not run into each other on a phone, from the last one on."""
+    kept: set[float] = set()
+    free = math.inf
+    for place, text in reversed(labels):
+        half = CHARACTER * LETTERS / 12 * (len(text) + 1) / 2  # a gap of a character between two
+        if place + half <= free:
+            kept.add(place)
+            free = place - half
+    return kept
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from harness.report.chart import (
     LIGHT,
     MOST_PLACES,
     MOST_POINTS,
+    PAGE_STYLE,
     RIGHT,
     TOP,
     WIDTH,
@@ -186,3 +187,22 @@ def test_a_chart_without_points_is_empty() -> None:
 )  # fmt: skip
 def test_labels_of_ticks(value: float, text: str) -> None:
     assert shown(value) == text
+
+
+@pytest.mark.parametrize("last", [3, 99, 1_200, 12_345, 99_999, 400_000])
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_labels_can_be_read_on_a_phone(last: int, logarithmic: bool) -> None:
+    """A page of 390 points leaves a chart 358, in which they neither shrink nor run together."""
+    rule = re.search(r"@media \(max-width: 40rem\).*?font-size: (\d+)px", PAGE_STYLE, re.DOTALL)
+    assert rule is not None
+    letters = float(rule[1])
+    assert letters * (390 - 2 * 16) / WIDTH >= 11
+    chart = Chart("Loss", "nats", [Line("a", 0, [(1, 1), (last, 2)])], logarithmic=logarithmic)
+    labels = [
+        (float(one.get("x", "")), one.text or "")
+        for one in drawn(chart)
+        if one.get("class") == "count"
+    ]
+    assert len(labels) >= 2
+    for (left, text), (right, other) in pairwise(labels):
+        assert right - left > 0.55 * letters * (len(text) + len(other)) / 2  # wide as digits are
