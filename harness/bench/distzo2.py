@@ -2,11 +2,12 @@
 
 Measured are processes of this machine that `mpirun` connects, with one BLAS thread each, against
 one process with one thread in the same turn. The simulation (`harness.bench.simulation`) takes the
-time of each part of a step from profiled processes. Sliced weights (Table 3) do not exist here.
+time of each part of a step of one process. Sliced weights (Table 3) do not exist here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from harness.bench.simulation import (
     line_through,
     zeroth_order_s,
 )
+from harness.measure.command import flag, ondevice
 from harness.measure.other_load import other_load
 from harness.measure.repeats import (
     Outcome,
@@ -44,8 +46,9 @@ from runtime.core.errors import OnDeviceError, UsageError
 from runtime.machine.backend import describe
 
 BATCHES = (2, 4, 8)  # rows of a step; DistZO2's are 2, 4, 6 and 8, of 2,048 tokens
-PROFILED = (1, 4)  # rows of the profiled steps
+PARTS_OF = (1, 4)  # rows of the steps whose parts are measured
 UPDATE = ("noise", "update", "optimizer")  # owners of a profile that do not depend on the rows
+PARTS_PROCESS = "harness.bench.parts_process"
 ONE_THREAD = ("env", "OPENBLAS_NUM_THREADS=1")
 
 
@@ -165,32 +168,29 @@ def _figures(
 
 
 def _times(bench: Bench, bundle: Path, length: int, method: str, budget: str) -> Times:
-    """The times of one process with one thread, from profiles at two numbers of rows."""
+    """The times of one process with one thread, from steps of two numbers of rows."""
     points = Assumptions().points if method == FORWARD_ONLY else 1
-    found: list[tuple[int, dict[str, float]]] = []
-    for rows in PROFILED:
-        bench.note(f"{method}, {rows} rows: profiled")
-        _, summary = bench.train(
-            bundle,
-            length,
-            Variant(method, "budget", budget),
-            profile=True,
-            more={"batch_size": rows},
-            launcher=ONE_THREAD,
-        )
-        found.append((rows * points, _parts(summary["blocks"])))
-    layers = len(summary["blocks"]) - 2
-    (few, few_s), (many, many_s) = found
+    given = {"method": method, "max_seq_length": length, "steps": bench.config.steps}
+    given |= {"budget": bench.budget(bundle, length, Variant(method, "budget", budget))}
+    measured: list[dict[str, Any]] = []
+    for rows in PARTS_OF:
+        bench.note(f"{method}, {rows} rows: the parts of a step")
+        flags = [flag(name, value) for name, value in {**given, "batch_size": rows}.items()]
+        words = ondevice(str(bundle), *flags, module=PARTS_PROCESS, launcher=ONE_THREAD)
+        measured.append(json.loads(words))
+    few, many = (_parts(each["blocks"]) for each in measured)
 
     def line(part: str) -> Line:
-        return line_through((few, few_s[part]), (many, many_s[part]))
+        a, b = (rows * points for rows in PARTS_OF)
+        return line_through((a, few[part]), (b, many[part]))
 
+    layers = measured[0]["layers"]
     return Times(
         layers,
         line("forward"),
         line("head"),
-        statistics.mean([few_s["update"], many_s["update"]]),
-        summary["trainable_parameters"] // layers,
+        statistics.mean([few["update"], many["update"]]),
+        measured[0]["adapter_parameters"] // layers,
         line("backward"),
     )
 
@@ -226,7 +226,9 @@ DISTZO2_TABLES = Benchmark(
         "worker is ZO2",
         "other cores: the cores that other programs kept busy meanwhile; oversubscribed: more "
         "processes than cores, which says nothing about as many machines",
-        "simulated s: the same step from the times of its parts, as if messages took no time",
+        "simulated s: the same step from the times of its parts, as if messages took no time; on a "
+        "CPU the times are those in which the process computes, so other programs do not lengthen "
+        "them as they do the measured ones",
         f"{SIMULATION}: equal machines like this one with one thread. PertP, DDP and 2D share 64 "
         "rows at 2 points, PertP, many points 2 rows at 64 points, MeBP 64 rows. A machine sends 8 "
         "bytes for each of its losses and points, with MeBP each layer's LoRA gradients in "

@@ -7,7 +7,7 @@ prevents some overlap; a profile therefore explains a step, but does not time it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ class Profile:
     """Collects measurements while `on`; `seconds` of a span exclude the spans inside it."""
 
     on: bool = False
+    clock: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=dict)
     blocks: dict[tuple[str, str], BlockUse] = field(default_factory=dict)
     _inner: list[float] = field(default_factory=list)
@@ -55,11 +56,11 @@ class Profile:
     @contextmanager
     def _span(self, owner: str) -> Iterator[None]:
         self._inner.append(0.0)
-        start = time.perf_counter()
+        start = self.clock()
         try:
             yield
         finally:
-            whole = time.perf_counter() - start
+            whole = self.clock() - start
             inner = self._inner.pop()
             self.seconds[owner] = self.seconds.get(owner, 0.0) + whole - inner
             if self._visited is not None:
@@ -72,13 +73,13 @@ class Profile:
     def _block(self, name: str, direction: str) -> Iterator[None]:
         use = self._visited = self.blocks.setdefault((name, direction), BlockUse())
         mx.reset_peak_memory()
-        start = time.perf_counter()
+        start = self.clock()
         try:
             yield
         finally:
             self._visited = None
             use.visits += 1
-            use.seconds += time.perf_counter() - start
+            use.seconds += self.clock() - start
             use.peak_bytes = max(use.peak_bytes, mx.get_peak_memory())
 
     def to_json(self, steps: int) -> dict[str, Any]:
