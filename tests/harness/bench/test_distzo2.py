@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.exchange import NEEDS_MPI
 
 from harness.bench import distzo2
 from harness.bench.bench import bench, to_text
@@ -237,17 +238,19 @@ def test_published_figures_agree_with_what_the_paper_says_of_them() -> None:
         assert SHARED[model].tokens_per_s[1:] == speeds
 
 
-def test_a_process_is_measured_and_its_parts_simulate_a_step(
+@NEEDS_MPI
+def test_processes_are_measured_and_the_parts_of_one_simulate_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distzo2, "BATCHES", (2,))
-    monkeypatch.setattr(distzo2, "SHARINGS", SHARINGS[:1])
+    monkeypatch.setattr(distzo2, "SHARINGS", SHARINGS[:2])
     given = {"models": "tiny-qwen2", "seq_lens": "16", "steps": 2, "repeats": 1}
     output = tmp_path / "found.json"
     config = BenchConfig(name="distzo2", bundles=str(tmp_path / "b"), output=str(output), **given)
     report = bench(config, lambda text: None)
     (row,) = report["rows"]
-    (one,) = row["variants"]
-    assert row["notes"] == [] and one["failed"] is None and one["simulated_s"] > 0
+    one, pertp = row["variants"]
+    assert row["notes"] == [] and one["failed"] is pertp["failed"] is None
+    assert pertp["speedup"]["median"] > 0 and pertp["simulated_s"] > 0
     assert row["times"]["mezo"]["layers"] == row["times"]["mebp"]["layers"] == 2
     assert "SIMULATION" in to_text(report) and report == json.loads(output.read_text())
