@@ -146,7 +146,12 @@ def with_adapters(
     lanes = 2 + workers.exchange.rank  # the hidden states beside it change no loss
     config = config_of(case, seed, **CASES[case].options)
     method = started(config, model, adapters, folder, rows, lanes, workers=workers)
-    method = replace(method, objective=CASES[case].objective)
+    objective = CASES[case].objective
+    method = replace(method, objective=objective)
+    if objective.together > 1:  # it started with slots for the rows that others would give it
+        slots = len(method.estimator.lanes(rows))
+        shape = (1, model.bucket, bundle.manifest.hidden_size)
+        method = replace(method, activations=Activations(folder, 1, slots, shape))
     tensors = adapters.tensors
     return method, lambda: {name: np.array(tensors[name]).tobytes() for name in tensors}
 
