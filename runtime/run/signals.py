@@ -18,11 +18,11 @@ class Stop:
     signal: int | None = None
 
 
-def cause(number: int) -> str:
-    """The signal's name, for messages, or what it means under `mpirun`."""
+def cause(number: int, where: str = "") -> str:
+    """The signal's name and `where` it arrived, for messages, or what it means under `mpirun`."""
     if number == signal.SIGCONT:
-        return "mpirun was told to end"
-    return signal.Signals(number).name
+        return "mpirun was told to end"  # all of its processes, the others a moment later
+    return f"{signal.Signals(number).name}{where}"
 
 
 @contextmanager

@@ -272,7 +272,7 @@ class Trainer:
         if news.signals and not self.ended:
             rank, number = next(iter(news.signals.items()))
             where = "" if len(news.signals) == self.team.size else self.team.where(rank)
-            raise InterruptedRunError(f"{cause(number)}{where}: {self._saved}")
+            raise InterruptedRunError(f"{cause(number, where)}: {self._saved}")
         self._evaluate_if_due()
 
     def _step(self) -> tuple[Step, list[Any] | None]:
