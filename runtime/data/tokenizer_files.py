@@ -96,7 +96,7 @@ def special_of(files: Mapping[str, bytes]) -> Special:
     if decoder is None:
         known = {*named.values(), *(token.content for token in extras)}
         listed = [
-            _token(text, text in known, int(number))
+            _token(text, text in known, _number(number))
             for text, number in _object(files, MORE_TOKENS).items()
         ]
     else:
@@ -154,7 +154,7 @@ def numbered(
 
 def added_in(entries: Iterable[Mapping[str, Any]]) -> list[MoreToken]:
     """The list "added_tokens" of tokenizer.json."""
-    return [_token(entry, False, int(entry["id"])) for entry in entries]
+    return [_token(entry, False, _number(entry["id"])) for entry in entries]
 
 
 def missing(special: Special, added: Iterable[MoreToken]) -> list[MoreToken]:
@@ -187,6 +187,12 @@ def _token(value: Any, special: bool, number: int | None = None) -> MoreToken:
     flags = {name: bool(fields.get(name, False)) for name in FLAGS}
     flags["normalized"] = bool(fields.get("normalized", not special))
     return MoreToken(content, special, flags, number)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.80} is no number of a token")
+    return value
 
 
 def _text(value: Any) -> str | None:

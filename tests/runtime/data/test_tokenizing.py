@@ -225,7 +225,8 @@ def test_failures_of_the_process_are_errors_here(bundle: Path, tmp_path: Path) -
         ("tokenizer_config.json", "[]", "not a JSON object"),
         ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "cannot be read: .*surrogates"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "cannot be read"),
-        ("added_tokens.json", '{"<x>": "one"}', "cannot be read: invalid literal"),
+        ("added_tokens.json", '{"<x>": "one"}', "cannot be read: 'one' is no number of a token"),
+        ("added_tokens.json", '{"<x>": Infinity}', "cannot be read"),
     ],
 )
 def test_a_broken_tokenizer_is_refused(
