@@ -159,6 +159,20 @@ OWN: dict[str, tuple[dict[str, Settings], dict[str, Settings]]] = {
 FACTORS = {"short_factor": (1.0, 0.1), "long_factor": (2.0, 0.2)}  # the first, and what is added
 
 
+def with_vision_tower(text: Settings) -> Settings:
+    """In place of all other settings: transformers gives the tower random weights."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    images = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    return {
+        **left_out(*text),
+        "model_type": "gemma3",
+        "text_config": {**text, "rope_scaling": LINEAR},
+        "vision_config": {"model_type": "siglip_vision_model", **sizes, **images},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 1000,
+    }
+
+
 def longropes(dims: int) -> tuple[dict[str, Settings], dict[str, Settings]]:
     short, long = ([first + step * i for i in range(dims // 2)] for first, step in FACTORS.values())
     equal = {"short_factor": short, "long_factor": short, **LENGTH}
@@ -205,7 +219,7 @@ def dims_of(raw: Settings) -> int:
 
 
 def write_model(folder: Path, raw: Settings, rng: Rng) -> None:
-    """A checkpoint with random weights."""
+    """A checkpoint with random weights, of the text model alone."""
     tied = bool(raw.get("tie_word_embeddings", "gemma" in raw["model_type"]))
     config = normalise_config(raw, "x", not tied)
     family = config["model_type"]
@@ -217,7 +231,8 @@ def write_model(folder: Path, raw: Settings, rng: Rng) -> None:
         else:
             neutral = NORM_NEUTRAL[family] if name.endswith("norm.weight") else 0.0
             arrays[name] = np.float32(neutral) + noise / 10
-    write_folder(folder, raw, arrays)
+    prefix = "language_model." if "text_config" in raw else ""
+    write_folder(folder, raw, {prefix + name: array for name, array in arrays.items()})
     np.save(folder / "tokens.npy", rng.integers(0, config["vocab_size"], TOKENS))
 
 
@@ -278,6 +293,8 @@ def test_each_setting_that_is_read_is_computed_as_in_transformers(
 ) -> None:
     preset = PRESETS[f"tiny-{family}"]
     computed, _ = cases(family)
+    if family == "gemma3":
+        computed["around it a vision tower"] = with_vision_tower(preset)
     computed |= {f"drawn {number}": drawn(rng, dims_of(preset)) for number in range(12)}
     ours = {}
     for name, changes in computed.items():
