@@ -133,7 +133,7 @@ def _method(
             models = open_session(bundle, planned, memory).model
             noise = RowNoise(config.seed, config.noise_kind)
             published = InMemoryMeZO(memory, models, adapters, noise, config.epsilon)
-            rate = config.learning_rate
+            rate = config.highest_rate
             return lambda number, sample: published.step(number, rate, [sample]), lambda: None
         weights = open_weights(config, bundle, scratch, 0, prefetch)
     elif without == "disk":
@@ -159,7 +159,7 @@ def _method(
             session.weights.release(block)
 
     return (
-        lambda number, sample: running.step(number, config.learning_rate, [[sample]]).loss,
+        lambda number, sample: running.step(number, config.highest_rate, [[sample]]).loss,
         release,
     )
 

@@ -61,7 +61,7 @@ def parts(config: TrainConfig, scratch: Path) -> dict[str, Any]:
             profile.clear()
         first = number * config.batch_size
         batch = [samples.at(first + row) for row in range(config.batch_size)]
-        running.step(number, config.learning_rate, [batch])
+        running.step(number, config.highest_rate, [batch])
     return {
         **profile.to_json(config.all_steps - 1),
         "adapter_parameters": adapters.size,

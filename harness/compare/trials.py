@@ -110,6 +110,7 @@ def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
         *("optimizer", "loss_on", "skip_bad_rows", "keep_empty", "pack"),
     )
     settings: dict[str, Any] = {name: getattr(config, name) for name in shared}
+    settings["lr_schedule"] = "constant"  # a trial that goes on for more steps stays what it was
     given = (
         "max_seq_length",
         "queries",

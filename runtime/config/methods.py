@@ -25,7 +25,7 @@ class Method:
     options: tuple[str, ...] = ()
     epochs: float | None = None
     steps: int = 1_000
-    learning_rate: float = 1e-4
+    learning_rate: float = 3e-5
     queries: int = 1
     noise: str = "gaussian"
 
@@ -35,13 +35,21 @@ _AVERAGING = ("zo_optimizer", "zo_window")
 _SCALING = ("zo_scaling", "zo_scaled", "zo_scaling_interval")
 
 METHODS: dict[str, Method] = {
-    "mebp": Method("runtime.methods.mebp", ("objective",), epochs=3),
+    "mebp": Method("runtime.methods.mebp", ("objective",), epochs=3, learning_rate=2e-4),
     "mezo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, *_AVERAGING, *_SCALING)),
-    "fzoo": Method("runtime.methods.zeroth.fzoo", _PERTURBING, queries=8, noise="rademacher"),
+    "fzoo": Method(
+        "runtime.methods.zeroth.fzoo",
+        _PERTURBING,
+        queries=8,
+        noise="rademacher",
+        learning_rate=1e-5,
+    ),
     "kzoo": Method("runtime.methods.zeroth.kzoo", (*_PERTURBING, "seed_pool"), queries=4),
-    "one-point": Method("runtime.methods.zeroth.one_point", _PERTURBING),
+    "one-point": Method("runtime.methods.zeroth.one_point", _PERTURBING, learning_rate=1e-6),
     "hizoo": Method("runtime.methods.zeroth.hizoo", (*_PERTURBING, "hessian_smoothing")),
-    "zo-act": Method("runtime.methods.zeroth.zo_act", (*_PERTURBING, *_AVERAGING)),
+    "zo-act": Method(
+        "runtime.methods.zeroth.zo_act", (*_PERTURBING, *_AVERAGING), learning_rate=1e-6
+    ),
 }
 
 REMOVED_METHODS = ("lozo", "meazo", "conmezo", "grzo", "zo-muon")

@@ -34,6 +34,11 @@ from runtime.config.shared import (
 # settings that --resume may change
 CHANGEABLE = ("bundle", "device", "budget", "steps", "epochs", "patience", "parallel")
 RANDOM_STEPS = 100  # of random rows, of which there are as many as are asked for
+_USUAL_RATES = dict.fromkeys(method.learning_rate for method in METHODS.values())
+_RATES = "; ".join(
+    f"{rate:g} with {', '.join(name for name in METHODS if METHODS[name].learning_rate == rate)}"
+    for rate in _USUAL_RATES
+)
 _LENGTHS = ", ".join(
     [
         *(f"{method.epochs:g} with {name}" for name, method in METHODS.items() if method.epochs),
@@ -87,11 +92,14 @@ class TrainConfig(StepConfig, DataOptions):
         Group.TRAINING,
     )
     steps: int | None = option(None, "optimizer steps, in place of --epochs", COUNT, Group.TRAINING)
-    learning_rate: float = option(
-        1e-4, "highest learning rate of the schedule", ABOVE_ZERO, Group.TRAINING
+    learning_rate: float | None = option(
+        None,
+        f"highest learning rate of the schedule (default: {_RATES})",
+        ABOVE_ZERO,
+        Group.TRAINING,
     )
     lr_schedule: str = choice(
-        "constant",
+        "linear",
         "learning rate after the warmup: constant, or falling to 0",
         "constant",
         "linear",
@@ -213,6 +221,12 @@ class TrainConfig(StepConfig, DataOptions):
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)
+
+    @property
+    def highest_rate(self) -> float:
+        """The highest learning rate of the schedule: the method's usual one if none is given."""
+        usual = METHODS[self.method].learning_rate
+        return usual if self.learning_rate is None else self.learning_rate
 
     @property
     def other_data(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from runtime.data.samples import Samples
 
 
 def settled(config: TrainConfig, samples: Samples, note: Note) -> TrainConfig:
-    """The configuration with `steps` in place of `epochs`; `note` is told what both are.
+    """The configuration with `steps` in place of `epochs`, and the rate; `note` is told the length.
 
     An epoch is each sample once: a row, or a sequence of packed rows. The last step of a run may
     take some rows of a further epoch.
@@ -22,6 +22,7 @@ def settled(config: TrainConfig, samples: Samples, note: Note) -> TrainConfig:
     Raises:
         UsageError: epochs of random rows are asked for, which have no end.
     """
+    config = replace(config, learning_rate=config.highest_rate)
     if config.data.startswith("random:"):
         if config.epochs is not None:
             raise UsageError(

@@ -408,7 +408,7 @@ def _say_rates(before: TrainConfig, config: TrainConfig, done: int, events: Even
     """Note that the next step's learning rate is no longer that of the configuration before."""
     rate_before, rate = (
         learning_rate(
-            options.learning_rate,
+            options.highest_rate,
             options.lr_schedule,
             options.warmup_steps,
             options.all_steps,

@@ -286,7 +286,7 @@ class Trainer:
             for part in range(count)
         ]
         rate = learning_rate(
-            config.learning_rate,
+            config.highest_rate,
             config.lr_schedule,
             config.warmup_steps,
             config.all_steps,

@@ -103,7 +103,7 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
         batch = [row for i in range(size) for row in samples.at(step * size + i).rows]
         loss, found = gradients(model, [(row.tokens, row.scored) for row in batch])
         rule.learning_rate = learning_rate(
-            config.learning_rate, config.lr_schedule, config.warmup_steps, config.steps, step
+            config.highest_rate, config.lr_schedule, config.warmup_steps, config.steps, step
         )
         if config.max_grad_norm:
             found, _ = optim.clip_grad_norm(found, config.max_grad_norm)

@@ -114,6 +114,7 @@ def test_an_interrupted_sweep_ends_as_a_whole_one(
 def test_a_run_that_goes_on_is_the_longer_run(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen2", seq_lens=(16,), device="auto").path
     common = {
+        "lr_schedule": "constant",
         "bundle": str(bundle), "data": "random:3", "method": "mezo", "max_seq_length": 16,
         "budget": "200MB", "eval_data": "random:4", "eval_rows": 1,
     }  # fmt: skip

@@ -6,8 +6,11 @@ from typing import Any, cast
 
 import pytest
 
+from harness.config.searches import search_of
+from runtime.config.methods import METHODS
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
+from runtime.core.notes import silent
 from runtime.data.samples import Samples
 from runtime.run.length import epochs_of, settled
 
@@ -44,6 +47,20 @@ def test_epochs_are_steps_and_steps_are_epochs(
     assert (config.steps, config.epochs, "".join(notes)) == (steps, None, said)
     size = config.batch_size * config.grad_accumulation
     assert epochs_of(config, of(count), steps) == (steps * size / count if said else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [({}, 2e-4), ({"method": "one-point"}, 1e-6), ({"method": "mezo", "learning_rate": 0.5}, 0.5)],
+)
+def test_each_method_has_its_own_rate(options: dict[str, Any], rate: float) -> None:
+    config = TrainConfig(bundle="b", data="d", **options)
+    assert config.highest_rate == rate == settled(config, of(3), silent).learning_rate
+
+
+def test_usual_rates_are_the_middle_of_what_comparisons_try() -> None:
+    for name in METHODS.keys() - {"mebp"}:
+        assert METHODS[name].learning_rate == search_of(name).values["learning_rate"][1]
 
 
 def test_what_cannot_be_is_refused() -> None:
