@@ -138,8 +138,15 @@ def _process(
     variant = Variant(sharing.method, "budget", budget)
     more = {"batch_size": batch, **sharing.settings}
     with other_load() as load:
-        process, _ = bench.train(bundle, length, variant, more=more, launcher=sharing.launcher)
-    return process | {"other_cores": load.cores}
+        process, summary = bench.train(
+            bundle, length, variant, more=more, launcher=sharing.launcher
+        )
+    peaks = [process["peak_footprint_bytes"], *summary.get("worker_peak_bytes", ())]
+    return process | {
+        "peak_footprint_bytes": max(peaks),
+        "worker_peak_bytes": peaks[1:],
+        "other_cores": load.cores,
+    }
 
 
 def _figures(
@@ -232,7 +239,7 @@ DISTZO2_TABLES = Benchmark(
         f"{SIMULATION}: equal machines like this one with one thread. PertP, DDP and 2D share 64 "
         "rows at 2 points, PertP, many points 2 rows at 64 points, MeBP 64 rows. A machine sends 8 "
         "bytes for each of its losses and points, with MeBP each layer's LoRA gradients in "
-        "float32, summed while the next layer runs backward; after a step 17 bytes. Assumed: "
+        "float32, summed while the next layer runs backward; after a step 18 bytes. Assumed: "
         f"{ASSUMED}",
     ),
     facts=facts,

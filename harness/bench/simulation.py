@@ -94,7 +94,7 @@ class Assumptions:
     many_points: int = 64
     loss_bytes: int = 8  # of every loss, and of every point
     gradient_bytes: int = 4  # of every LoRA parameter
-    news_bytes: int = 17  # that every machine tells all others after a step
+    news_bytes: int = 18  # that every machine tells all others after a step
     pays: float = 0.5
 
 

@@ -201,6 +201,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     skipped_steps: those without a finite loss. forward_passes: samples that were run forward.
     seconds: of all steps together.
     peak_footprint_bytes, peak_rss_bytes: of all processes that the run has had.
+    worker_peak_bytes: the peak footprints of the last processes by rank; empty if one trained.
     mlx_peak_bytes: the most that MLX had allocated in the last process.
     tokens_per_s: processed tokens for each second of training.
     final_train_loss: the mean of the last finite training losses, as `final_loss` says.
@@ -242,6 +243,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     machine: Mapping[str, Any]
     seconds_per_step: Mapping[str, float] | None = None
     blocks: Sequence[Mapping[str, Any]] | None = None
+    worker_peak_bytes: tuple[int, ...] = ()
 
     @property
     def validation(self) -> Evaluation | None:

@@ -36,7 +36,7 @@ AGREE_STEPS = 20  # between comparisons of the adapters
 PIECE_BYTES = 1 << 18  # of a file that is sent; each process holds one for each worker
 WORKERS = ".workers.partial"  # the folder, in a run's, of the files of other ranks
 ADAPTER = "adapter"  # the folder into which an adapter is received
-_NEWS = struct.Struct("<dqB")  # seconds of training, footprint above the budget, signal
+_NEWS = struct.Struct("<dq?B")  # seconds of training, peak footprint, if above budget, signal
 
 Facts = Mapping[str, str]
 """What must be the same on all workers, by what it is called in a message."""
@@ -50,11 +50,12 @@ WAYS_OUT = {
 
 
 class News(NamedTuple):
-    """What all workers know after a step: rank 0's seconds, and who must end."""
+    """What all workers know after a step: rank 0's seconds, all peaks, and who must end."""
 
     seconds: float
     signals: Mapping[int, int]  # by rank
     over: Mapping[int, int]  # the peak footprint, by rank
+    peaks: tuple[int, ...]  # the peak footprints, in rank order
 
 
 @dataclass
@@ -115,13 +116,14 @@ class Team:
 
     def news(self, seconds: float, number: int | None, meter: Meter) -> News:
         """What the workers tell each other after a step."""
-        peak = meter.peak_bytes if meter.over_budget else 0
-        messages = self.workers.exchange.all_bytes(_NEWS.pack(seconds, peak, number or 0))
-        told = [_NEWS.unpack(message) for message in messages]
+        over = meter.over_budget
+        message = _NEWS.pack(seconds, meter.peak_bytes, over, number or 0)
+        told = [_NEWS.unpack(each) for each in self.workers.exchange.all_bytes(message)]
         return News(
             told[0][0],
-            {rank: signal for rank, (_, _, signal) in enumerate(told) if signal},
-            {rank: over for rank, (_, over, _) in enumerate(told) if over},
+            {rank: signal for rank, (*_, signal) in enumerate(told) if signal},
+            {rank: peak for rank, (_, peak, over, _) in enumerate(told) if over},
+            tuple(peak for _, peak, *_ in told),
         )
 
     def where(self, rank: int) -> str:

@@ -107,6 +107,7 @@ class Trainer:
         self.others = {name: dict(known) for name, known in before.others.items()}
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
+        self.peaks: tuple[int, ...] = ()  # footprints of the workers' processes
         self._in_step = False
 
     def run(self) -> TrainResult:
@@ -252,6 +253,7 @@ class Trainer:
     def _after_step(self) -> None:
         news = self.team.news(self.seconds, self.stop.signal, self.meter)
         self.seconds = news.seconds  # rank 0's, so that all end after the same step
+        self.peaks = news.peaks
         every = self.config.save_every
         due = self.ended or self.config.trains_all or (every and self.done % every == 0)
         lost = self.skipped >= SKIPS
@@ -404,6 +406,7 @@ class Trainer:
             peak_rss_bytes=max(
                 [self.meter.peak_rss_bytes, *(step.peak_rss_bytes for step in steps)]
             ),
+            worker_peak_bytes=self.peaks if self.team.size > 1 else (),
             mlx_peak_bytes=mx.get_peak_memory(),
             step_s_median=float(np.median(seconds)) if seconds else None,
             tokens_per_s=_per_second(sum(step.tokens for step in steps), seconds),

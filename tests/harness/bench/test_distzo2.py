@@ -67,13 +67,13 @@ def test_three_machines_send_what_the_third_lacks() -> None:
     ("data", "perturb", "states", "messages"),
     [
         (1, 1, 8, 0.0),
-        (1, 2, 4, 0.1 + 0.08 * 5 + 0.1 + 0.17),
-        (2, 1, 4, 0.1 + 0.08 * 6 + 0.1 + 0.17),
-        (4, 2, 1, 3 * 0.1 + 7 * 0.08 * 2 + 3 * 0.1 + 7 * 0.17),
+        (1, 2, 4, 0.1 + 0.08 * 5 + 0.1 + 0.18),
+        (2, 1, 4, 0.1 + 0.08 * 6 + 0.1 + 0.18),
+        (4, 2, 1, 3 * 0.1 + 7 * 0.08 * 2 + 3 * 0.1 + 7 * 0.18),
     ],
 )
 def test_a_zeroth_order_step_by_hand(data: int, perturb: int, states: int, messages: float) -> None:
-    """4 rows at 2 points; of a machine 8 bytes for each state and each of its points, then 17."""
+    """4 rows at 2 points; of a machine 8 bytes for each state and each of its points, then 18."""
     expected = 3 * (0.5 + 0.25 * states + 0.1) + 0.125 * states + messages
     assert zeroth_order_s(MEZO, ASSUMED, SWITCH, 4, 2, data, perturb) == pytest.approx(expected)
 
@@ -89,11 +89,11 @@ def test_sums_of_gradients_are_hidden_behind_the_backward_pass() -> None:
     forward, backward = 3 * (0.5 + 0.5) + 0.25, 0.5 + 1.0  # two rows on each of two machines
     fast = Network("", 0.0, 400.0, 0.0, "switch")  # 40 bytes: 0.1 s, and a layer takes 1.5 s
     assert backprop_s(MEBP, ASSUMED, fast, 4, 2) == pytest.approx(
-        forward + 3 * backward + max(0.3, 0.1 + 0.1) + 17 / 400
+        forward + 3 * backward + max(0.3, 0.1 + 0.1) + 18 / 400
     )
     slow = Network("", 0.0, 10.0, 0.0, "switch")  # 4 s: each sum waits for that before
     assert backprop_s(MEBP, ASSUMED, slow, 4, 2) == pytest.approx(
-        forward + backward + 3 * 4.0 + 0.1 + 1.7
+        forward + backward + 3 * 4.0 + 0.1 + 1.8
     )
     alone = backprop_s(MEBP, ASSUMED, slow, 4)
     assert alone == pytest.approx(3 * (0.5 + 1) + 0.5 + 3 * (0.5 + 2) + 0.3)
@@ -252,5 +252,8 @@ def test_processes_are_measured_and_the_parts_of_one_simulate_a_step(
     one, pertp = row["variants"]
     assert row["notes"] == [] and one["failed"] is pertp["failed"] is None
     assert pertp["speedup"]["median"] > 0 and pertp["simulated_s"] > 0
+    (peaks,) = (process["worker_peak_bytes"] for process in pertp["processes"])
+    assert len(peaks) == 2 and min(peaks) > 1e7 and pertp["peak_footprint_bytes"] >= max(peaks)
+    assert one["processes"][0]["worker_peak_bytes"] == []
     assert row["times"]["mezo"]["layers"] == row["times"]["mebp"]["layers"] == 2
     assert "SIMULATION" in to_text(report) and report == json.loads(output.read_text())
