@@ -146,6 +146,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return document
 
 
+FACTS = ("limit_bytes", "minimum_bytes")
+"""Fields of a plan that say how the machine and the process are, and decide nothing."""
+
+
+def deciding_differences(plan: Plan, other: Plan) -> list[str]:
+    """In which fields that decide what runs two plans differ, and how."""
+    names = zip(Plan.__struct_fields__, Plan.__struct_encode_fields__, strict=True)
+    values = {shown: (getattr(plan, name), getattr(other, name)) for name, shown in names}
+    return [
+        name if name == "blocks" else f"{name} {own}, where {others} follows from the rest"
+        for name, (own, others) in values.items()
+        if own != others and name not in FACTS
+    ]
+
+
 def choose_bucket(manifest: Manifest, tokens: int) -> int:
     """The smallest sequence bucket that holds so many tokens.
 
@@ -264,6 +279,44 @@ class Planner:
         others = plan.predicted_peak_bytes - plan.process_bytes
         return others + self._process_bytes(request, model)
 
+    def again(self, plan: Plan, request: Request, demand: Demand) -> Plan:
+        """What a planner makes of an earlier plan's choices: an equal plan, if it made that one.
+
+        The choices are the sizes, the batch lanes, and what is kept and stays dequantized. The
+        process is that of the plan; the machine's limit is that of now.
+        """
+        own = (plan.tile_values, plan.attention_block, plan.materialize_blocks)
+        first, *others = self._levels(request)
+        levels = [
+            level
+            for level in (replace(first, most_tokens=WHOLE), first, *others)
+            if (level.tile_values, level.attention_block, level.materialize_blocks) == own
+        ]
+        made = plan
+        for level in levels or [first]:
+            model = self.model(request, demand, level)
+            besides = self._process_bytes(request, model) - self.machine.process_bytes
+            process = max(0, plan.process_bytes - besides)
+            machine = msgspec.structs.replace(self.machine, process_bytes=process)
+            before = Planner(self.manifest, machine)
+            for lanes in demand.lanes:
+                made = before.predict(request, demand, level, plan.budget_bytes, 0, lanes)
+                made = before._with_choices_of(plan, request, demand, level, made)
+                if not deciding_differences(plan, made):
+                    smallest = math.ceil(before._least(request, demand) / MARGIN)
+                    return msgspec.structs.replace(made, minimum_bytes=smallest)
+        return made
+
+    def _with_choices_of(
+        self, plan: Plan, request: Request, demand: Demand, level: Sizes, made: Plan
+    ) -> Plan:
+        """A new plan that keeps activations and dequantized weights of as many layers as `plan`."""
+        layers = len(self.manifest.layers)
+        kept = min(plan.kept_layers, layers) if demand.backward else 0
+        materialized = 0 if self.machine.packed else min(plan.materialized_layers, layers)
+        head = plan.materialized_head and request.context > 0 and materialized == layers
+        return self._with(request, demand, level, made, kept, materialized, head)
+
     def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
         """The model of bytes in use under given sizes."""
         key = (request.bucket, sizes, request.context)
@@ -324,8 +377,7 @@ class Planner:
         kept = kept_bytes = materialized = materialized_bytes = 0
         if demand.backward:
             for count in layers:
-                more = model.live_bytes_keeping(plan.blocks, count) - plan.live_bytes
-                added = with_kept(self.machine, more)
+                added = self._kept_bytes(model, plan, count)
                 if added > spare:
                     break
                 kept, kept_bytes = count, added
@@ -340,7 +392,29 @@ class Planner:
             if request.context and materialized == len(layers):  # each token passes over the head
                 more = materialized_bytes + model.materialized_bytes(len(layers) + 1)
                 head = more <= spare
-                materialized_bytes = more if head else materialized_bytes
+        return self._with(request, demand, sizes, plan, kept, materialized, head)
+
+    def _kept_bytes(self, model: PeakModel, plan: Plan, layers: int) -> int:
+        """Bytes that so many layers add to the peak of a plan by keeping activations."""
+        more = model.live_bytes_keeping(plan.blocks, layers) - plan.live_bytes
+        return with_kept(self.machine, more) if layers else 0
+
+    def _with(
+        self,
+        request: Request,
+        demand: Demand,
+        sizes: Sizes,
+        plan: Plan,
+        kept: int,
+        materialized: int,
+        head: bool,
+    ) -> Plan:
+        """A plan with so many layers that keep activations, and that stay dequantized."""
+        model = self.model(request, demand, sizes)
+        kept_bytes = self._kept_bytes(model, plan, kept)
+        last = len(self.manifest.blocks) - 1
+        stay = [*range(1, materialized + 1), *([last] if head else [])]
+        materialized_bytes = sum(map(model.materialized_bytes, stay))
         return msgspec.structs.replace(
             plan,
             predicted_peak_bytes=plan.predicted_peak_bytes + kept_bytes + materialized_bytes,
@@ -353,11 +427,11 @@ class Planner:
 
     def _refusal(self, request: Request, demand: Demand, budget_bytes: int, smallest: int) -> str:
         name = self.manifest.provenance.get("name", self.manifest.family)
-        rounded = math.ceil(smallest / 1e6) * 1_000_000
+        needed = format_bytes(math.ceil(smallest / 1e6) * 1_000_000, up=True)
         tokens = request.context or request.bucket
         text = (
-            f"budget {format_bytes(budget_bytes)} < {format_bytes(rounded)} needed by {name} at "
-            f"{tokens} tokens; the smallest that fits is {format_bytes(rounded)}"
+            f"budget {format_bytes(budget_bytes)} < {needed} needed by {name} at {tokens} tokens; "
+            f"the smallest that fits is {needed}"
         )
         room = MARGIN * budget_bytes
         if request.context:

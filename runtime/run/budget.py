@@ -28,6 +28,7 @@ from runtime.plan.plan import (
     Planner,
     Request,
     choose_bucket,
+    deciding_differences,
 )
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
@@ -152,11 +153,14 @@ def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
     return machine_for(bundle, config.arithmetic)
 
 
-def reason_to_replan(plan: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> str:
+def reason_to_replan(
+    plan: Plan, made: Plan, manifest: Manifest, machine: Machine, wanted: Wanted
+) -> str:
     """The reason why a stored plan cannot be executed again; empty if it can.
 
     It is executed unchanged unless another budget is given, the bundle or the arithmetic has
-    changed, or the process has grown so much that the plan no longer fits.
+    changed, it is not what its own choices come to (`made`, of `Planner.again`), or the process has
+    grown so much that the plan no longer fits.
 
     Raises:
         BudgetError: the system would not let the process take the budget.
@@ -169,6 +173,8 @@ def reason_to_replan(plan: Plan, manifest: Manifest, machine: Machine, wanted: W
         )
     if plan.bucket not in manifest.buckets or plan.arithmetic != machine.arithmetic:
         return "the bundle or the arithmetic has changed"
+    if different := deciding_differences(plan, made):
+        return f"its plan has {different[0]}"
     now = Planner(manifest, machine).peak_of(plan, *wanted[:2])
     if now > plan.budget_bytes:
         return (
@@ -184,7 +190,7 @@ def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wa
     Raises:
         BudgetError: it does not fit.
     """
-    if reason := reason_to_replan(chosen, manifest, machine, wanted):
+    if reason := reason_to_replan(chosen, chosen, manifest, machine, wanted):
         raise BudgetError(
             f"rank 0's plan, which all workers execute, does not fit here: {reason}; give a larger "
             "--budget, or leave this machine out"

@@ -18,6 +18,7 @@ from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import Note, silent, warning
+from runtime.core.units import format_bytes
 from runtime.data.mixed import MixedRows
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, with_length
@@ -26,7 +27,7 @@ from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
-from runtime.plan.plan import Plan
+from runtime.plan.plan import Plan, Planner
 from runtime.run.budget import (
     make_plan,
     plan_of_first,
@@ -87,6 +88,8 @@ def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None, workers: 
 
 def show_plan(config: PlanConfig, note: Note) -> Plan:
     """The plan that `ondevice plan` shows: as `plan_training`, for a bundle yet to be opened."""
+    import subprocess  # noqa: F401 - in another process `train` reads its rows
+
     machine = machine_of(config.machine)
     with Meter():  # as in `train`: the plan counts the memory of loaded libraries
         bundle = with_graphs(open_bundle(config.bundle), config.device, note)
@@ -139,7 +142,9 @@ def _begin(
 ) -> TrainResult:
     """Plan and train a run in its empty folder."""
     config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
-    chosen = _plan(config, bundle, _this_machine(config, bundle), team.size)
+    chosen = (
+        None if config.pack else _plan(config, bundle, _this_machine(config, bundle), team.size)
+    )
     fixed = _with_absolute_paths(config, folder)
     rows = open_run_rows(fixed, bundle, folder.path)
     for report in rows.reports.values():
@@ -149,7 +154,7 @@ def _begin(
     samples = Samples.of(fixed, bundle.manifest, rows.train)
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())
-        # the packing takes memory
+    if chosen is None:  # packing takes memory, so a refusal before it would name too little
         chosen = _plan(config, bundle, _this_machine(config, bundle), team.size)
     fixed = settled(fixed, samples, events.note)
     if rows.valid is None and fixed.eval_every:
@@ -481,14 +486,31 @@ def _plan_again(
     manifest = bundle.manifest
     machine = _this_machine(config, bundle)
     wanted = training(config, manifest, workers)
-    reason = reason_to_replan(stored, manifest, machine, wanted)
+    made = Planner(manifest, machine).again(stored, wanted.request, wanted.demand)
+    reason = reason_to_replan(stored, made, manifest, machine, wanted)
     if not reason:
-        return msgspec.structs.replace(stored, limit_bytes=machine.limit_bytes)
+        _say_facts(stored, made, events)
+        return made
     chosen = make_plan(manifest, machine, wanted)
     differs = chosen.sizes != stored.sizes or chosen.bucket != stored.bucket
     last_bits = "; other tile sizes may change its last bits" if differs else ""
     events.note(f"the run is planned anew: {reason}{last_bits}")
     return chosen
+
+
+def _say_facts(before: Plan, now: Plan, events: Events) -> None:
+    """Note what is no longer as it was when a plan was made, though the plan stays."""
+    if before.limit_bytes != now.limit_bytes:
+        limits = [
+            "none" if limit is None else format_bytes(limit)
+            for limit in (now.limit_bytes, before.limit_bytes)
+        ]
+        events.note(f"the memory limit of this process is {limits[0]}, no longer {limits[1]}")
+    if before.minimum_bytes != now.minimum_bytes:
+        events.note(
+            f"the smallest budget that fits is {format_bytes(now.minimum_bytes, up=True)} here, "
+            f"not {format_bytes(before.minimum_bytes, up=True)}"
+        )
 
 
 def _announce(chosen: Plan, events: Events) -> None:

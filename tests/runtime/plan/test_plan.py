@@ -14,18 +14,27 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.layouts import STORED
-from support.plans import EVAL, LINUX, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
+from support.plans import EVAL, LINUX, MAC, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
 from support.runs import ondevice, succeeds, train_arguments
 
 from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
+from runtime.core.units import parse_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, prepare
 from runtime.machine.machine import Machine
 from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
 from runtime.plan.lower import Sizes, lower
-from runtime.plan.plan import LEVELS, LONG_TOKENS, MARGIN, choose_bucket
+from runtime.plan.plan import (
+    LEVELS,
+    LONG_TOKENS,
+    MARGIN,
+    READING_BYTES,
+    Planner,
+    choose_bucket,
+    deciding_differences,
+)
 from runtime.run.session import open_session
 
 
@@ -254,3 +263,33 @@ def test_nothing_to_train_is_planned_all_the_same(tiny: Tiny, targets: tuple[str
         plan = plan_of(manifest, task_of(128, adapter_dtype=dtype))
         assert plan.adapter_bytes == plan.gradient_bytes == 0
         assert plan_of(manifest, task_of(128), plan.minimum_bytes).tile_tokens == 64
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen2", "mebp"), ("gemma3", "mezo")])
+def test_the_budget_that_a_refusal_names_is_accepted(
+    tiny: Tiny, rng: np.random.Generator, family: str, method: str
+) -> None:
+    """However its figure is rounded, and though the next process reads a little more."""
+    manifest, task = tiny(family).manifest, task_of(64, method)
+    for process in (1_174_567_890, int(rng.integers(2e7, 5e9))):
+        machine = msgspec.structs.replace(LINUX, process_bytes=process)
+        with pytest.raises(BudgetError, match="the smallest that fits is ") as refused:
+            plan_of(manifest, task, 1_000_000, machine)
+        named = str(refused.value).split("the smallest that fits is ")[1].split(",")[0]
+        grown = msgspec.structs.replace(machine, process_bytes=process + READING_BYTES)
+        assert plan_of(manifest, task, parse_bytes(named), grown).minimum_bytes
+
+
+@pytest.mark.parametrize(
+    ("machine", "method"), [(LINUX, "mebp"), (LINUX, "mezo"), (LINUX, EVAL), (MAC, "mebp")]
+)
+def test_a_plan_follows_from_its_own_choices(tiny: Tiny, machine: Machine, method: str) -> None:
+    """In a process of any size, with any number of threads: but for the smallest budget."""
+    manifest, task = tiny("gemma3").manifest, task_of(64, method, rows=2)
+    smallest = plan_of(manifest, task, PLENTY, machine).minimum_bytes
+    blas = msgspec.structs.replace(machine.blas, threads=3)
+    other = msgspec.structs.replace(machine, process_bytes=1_000_000, blas=blas)
+    for budget in (smallest, PLENTY):
+        plan = plan_of(manifest, task, budget, machine)
+        assert Planner(manifest, machine).again(plan, *task) == plan
+        assert not deciding_differences(plan, Planner(manifest, other).again(plan, *task))

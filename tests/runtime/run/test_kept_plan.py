@@ -13,13 +13,17 @@ from support.bundles import Tiny
 from support.plans import LINUX, plan_of, task_of
 from support.runs import adapter, replaced
 
+from runtime.config.removed import load_run
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Heap, Machine
-from runtime.plan.plan import Plan
+from runtime.plan.plan import FACTS, LEVELS, Plan, Planner
 from runtime.run import budget, start
+from runtime.run.folder import RunFolder
+from runtime.run.lora import to_resume
 from runtime.run.results import Events, Step
+from runtime.run.session import open_checked
 
 BUDGET = 40_000_000
 STEPS, STOPPED_AFTER = 6, 3
@@ -132,10 +136,13 @@ def test_a_run_is_not_resumed_beyond_the_systems_limit(
 
 
 def test_the_plan_of_the_run_decides_and_not_the_machine(
-    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What another machine would choose by itself has other sizes."""
-    stored = msgspec.structs.replace(plan_in(stopped), tile_values=1 << 15, kept_layers=0)
+    before = plan_in(stopped)
+    planner, task = Planner(tiny("gemma3").manifest, LINUX), task_of(64, rows=2)
+    stored = planner.predict(*task, LEVELS[-1], BUDGET, before.minimum_bytes)
+    assert stored.tile_values != before.tile_values and not stored.kept_layers
     replaced(stopped, "plan.json", json.dumps(stored.to_json()))
     on(monkeypatch)
     plan, said = resumed(stopped)
@@ -180,6 +187,67 @@ def test_a_process_that_no_plan_fits_is_refused_and_the_run_stays(
     with pytest.raises(BudgetError, match="the smallest that fits is"):
         start.resume(stopped, Events(), {})
     assert {path: path.read_bytes() for path in files} == files
+
+
+CHANGED: dict[str, object] = {
+    "limit_bytes": 50_000_000,
+    "arithmetic": "packed",
+    "adapter_dtype": "bfloat16",
+    "blocks": lambda blocks: (*blocks[1:], blocks[0]),
+    "minimum_bytes": 1,
+}  # other numbers grow by one, and switches are turned
+
+
+def changed(plan: Plan, name: str) -> Plan:
+    """The plan with another value of one field."""
+    value, other = getattr(plan, name), CHANGED.get(name)
+    if callable(other):
+        other = other(value)
+    elif other is None:
+        other = not value if isinstance(value, bool) else value + 1
+    return msgspec.structs.replace(plan, **{name: other})
+
+
+def test_no_field_of_a_plan_changes_in_silence(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is changed, and the checksum with it: the plan is what follows from its choices."""
+    on(monkeypatch)
+    before = plan_in(stopped)
+    config = load_run(stopped / "config.toml", {})
+    config, bundle = to_resume(config, open_checked(config.bundle))
+    monkeypatch.setattr(start, "make_plan", lambda manifest, machine, wanted: before)
+    for name in Plan.__struct_fields__:
+        replaced(stopped, "plan.json", json.dumps(changed(before, name).to_json()))
+        said: list[str] = []
+        events = Events(note=said.append)
+        plan = start._plan_again(config, bundle, RunFolder(stopped), events, workers=1)
+        assert plan == before, (name, said)
+        assert len(said) == 1 and ("planned anew" in said[0]) != (name in FACTS), (name, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("context", 64, "planned anew: its plan has context 64, where 0 follows from the rest"),
+        ("chunk_rows", 100, "planned anew: its plan has chunk_rows 100, where "),
+        ("tile_values", 12345, "planned anew: its plan has "),
+    ],
+)
+def test_a_run_whose_plan_was_changed_goes_on_to_the_same_bits(
+    runs: tuple[Path, Path],
+    stopped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: int,
+    told: str,
+) -> None:
+    on(monkeypatch)
+    other = msgspec.structs.replace(plan_in(stopped), **{name: value})
+    replaced(stopped, "plan.json", json.dumps(other.to_json()))
+    _, said = resumed(stopped)
+    assert told in said
+    assert adapter(stopped) == adapter(runs[0])
 
 
 def test_another_arithmetic_is_planned_anew_and_said(

@@ -14,6 +14,8 @@ from support.runs import (
     json_of,
     killed_and_resumed,
     metrics_of,
+    ondevice,
+    refuses,
     succeeds,
     summary_of,
 )
@@ -22,6 +24,7 @@ from support.text_bundle import text_bundle
 from runtime.bundle.store import Bundle
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
+from runtime.core.units import parse_bytes
 from runtime.data.rows import TokenRows
 from runtime.data.samples import Samples
 from tests.oracles.dense import run_dense
@@ -78,6 +81,11 @@ def test_the_plan_counts_what_packing_keeps_in_memory(bundle: Bundle, tmp_path: 
         succeeds(*train(bundle, Path("random:1"), run, *options, steps=1))
         process_bytes.append(json.loads((run / "plan.json").read_text())["process_bytes"])
     assert process_bytes[1] - process_bytes[0] > 1_000_000
+    small = train(bundle, Path("random:1"), tmp_path / "small", "--pack", "--budget=3MB")
+    refused = refuses(3, "the smallest that fits is ", *small, by=ondevice)
+    named = refused.stderr.split("the smallest that fits is ")[1].split(",")[0].strip()
+    plan = json.loads((tmp_path / "packed" / "plan.json").read_text())
+    assert parse_bytes(named) >= plan["minimum_bytes"]  # a refusal counts the packing too
 
 
 def test_what_is_held_out_is_not_packed(bundle: Bundle, rng: Rng, tmp_path: Path) -> None:
