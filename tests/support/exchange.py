@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -59,17 +61,31 @@ def on_workers(size: int, work: Callable[[Exchange], T]) -> list[T]:
 
 
 def mpirun(*commands: Sequence[object]) -> subprocess.CompletedProcess[str]:
-    """What several processes come to, which MPI connects: `python WORDS` for each."""
+    """What several processes come to, which MPI connects: `python WORDS` for each.
+
+    Their output is read from a file of each, rank by rank: on the terminal `mpirun` cuts it where
+    the pipes end, within lines as well.
+    """
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     ranks = [
         word for words in commands for word in (":", "-n", "1", sys.executable, *map(str, words))
     ]
-    command = ["mpirun", "-q", *as_root, "--oversubscribe", *ranks[1:]]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["-q", *as_root, "--oversubscribe", "--output-filename", folder]
+        ended = subprocess.run(
+            ["mpirun", *options, *ranks[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+
+        def printed(stream: str) -> str:
+            files = [Path(folder, "1", f"rank.{rank}", stream) for rank in range(len(commands))]
+            return "".join(file.read_text() for file in files if file.exists())
+
+        errors = printed("stderr") or ended.stderr  # mpirun's own, where it has started nothing
+        return subprocess.CompletedProcess(ended.args, ended.returncode, printed("stdout"), errors)
 
 
 def two_processes(code: str, *arguments: object) -> list[str]:
-    """The lines that two processes of `python -c CODE ARGUMENTS` print, which MPI connects."""
+    """The lines that two processes of `python -c CODE ARGUMENTS` print, rank 0's first."""
     words = ["-c", code, *arguments]
     ended = mpirun(words, words)
     assert ended.returncode == 0, ended.stderr
