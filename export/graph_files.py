@@ -18,7 +18,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import GRAPHS
 from runtime.bundle.traced import RECORD, TracedGraphs, check_programs, traced_bytes
 from runtime.core.errors import BundleError, UsageError
-from runtime.core.files import fsync_path, sha256_file, storage_errors, write_atomic
+from runtime.core.files import flush_path, sha256_file, storage_errors, write_atomic
 from runtime.core.notes import Progress, no_progress
 from runtime.operations.values import DECODED_TOKENS, graph_key
 
@@ -92,7 +92,7 @@ def _write_graph(function: TracedFunction, length: int, folder: Path, stem: str)
             mx.import_function(str(path))
         except RuntimeError as problem:
             raise OSError(errno.ENOSPC, str(problem)) from None
-        fsync_path(path)
+        flush_path(path)
     return Graph(
         name,
         path.stat().st_size,

@@ -17,7 +17,7 @@ from export.sources.gguf_file import is_adapter
 from export.sources.gguf_names import ARCHITECTURES, architecture_of, model_rows, tensor_names
 from runtime.adapters.names import A, B
 from runtime.core.errors import UsageError
-from runtime.core.files import fsync_path, storage_errors
+from runtime.core.files import flush_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 
 SUFFIX = ".gguf"
@@ -47,7 +47,7 @@ def write_gguf(adapter: Adapter, output: Path, force: bool, base: str | None) ->
         path = writer.folder / f"adapter{SUFFIX}"
         with storage_errors(output):
             _write(adapter, path, base_model(manifest.provenance)[0] if base is None else base)
-            fsync_path(path)
+            flush_path(path)
         writer.finish(path)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from export.stored import FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
 from runtime.core.errors import StorageError
-from runtime.core.files import fsync_path, storage_errors
+from runtime.core.files import flush, flush_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
 from runtime.core.units import format_bytes
@@ -126,11 +125,11 @@ def _write_tensors(
             for part in parts:
                 file.write(part)
         file.flush()
-        os.fsync(file.fileno())
+        flush(file.fileno())
 
 
 def _write(path: Path, data: bytes) -> None:
     with storage_errors(path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-        fsync_path(path)
+        flush_path(path)

@@ -26,7 +26,7 @@ from export.sources.gguf_names import architecture_of, model_rows, tensor_names
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import UsageError
-from runtime.core.files import fsync_path, storage_errors
+from runtime.core.files import flush_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
 
@@ -71,7 +71,7 @@ def write_gguf(
         path = writer.folder / FILE
         with storage_errors(path):
             _write(model, path, dtype, writer, progress)
-            fsync_path(path)
+            flush_path(path)
         writer.finish(path if single else None)
     return output if single else output / FILE
 

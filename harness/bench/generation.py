@@ -22,9 +22,10 @@ from harness.measure.repeats import Outcome, Process, in_turn, most, spread, tur
 from harness.report.table import Table
 from runtime.core.errors import OnDeviceError, UsageError
 from runtime.data.prompts import confined_prompt
+from runtime.machine.backend import cores
 
 with repository_only():
-    from harness.peers.launch import cores, environment, run_peer
+    from harness.peers.launch import environment, run_peer
 
 PROMPT = (
     "The lighthouse stood at the end of the harbour, and for a hundred years its lamp had been "

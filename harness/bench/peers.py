@@ -27,9 +27,10 @@ from harness.measure.provenance import repository_only
 from harness.measure.repeats import Outcome, figures, in_turn, most, time_ratio, turn_ratio
 from harness.report.table import Table
 from runtime.core.errors import UsageError
+from runtime.machine.backend import cores
 
 with repository_only():
-    from harness.peers.launch import DEFAULT, METHOD, OURS, PROGRAMS, Setup, cores, inherited
+    from harness.peers.launch import DEFAULT, METHOD, OURS, PROGRAMS, Setup, inherited
     from harness.peers.trainer import ALPHA, RANK
 
 OPTION = "--python"

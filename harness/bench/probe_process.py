@@ -6,12 +6,13 @@ It is a process of its own because a library that does not fit the processor end
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 
-from runtime.machine.backend import blas_threads, mlx_version, prepare
+from runtime.machine.backend import blas_threads, gpu_name, mlx_version, prepare
 
 PREPARED = prepare()
 
@@ -58,6 +59,8 @@ if __name__ == "__main__":
     facts = {
         "mlx": mlx_version(),
         "device": "gpu" if mx.is_available(mx.gpu) else "cpu",
+        "gpu": gpu_name(),
+        "tf32": os.environ["MLX_ENABLE_TF32"],
         "blas": PREPARED.blas,
         "warning": PREPARED.warning,
         "threads": blas_threads(),

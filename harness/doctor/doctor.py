@@ -57,6 +57,13 @@ def _mlx(probed: dict[str, Any]) -> Finding:
     if sys.platform == "darwin" and probed["device"] == "cpu":
         way = "a virtual machine has none: --device cpu is what is used"
         return Finding("MLX", Status.WARNING, f"{text}: there is no GPU", way, facts)
+    if probed["device"] == "gpu":
+        text += f" ({probed['gpu']})"
+        if probed["tf32"] != "0":
+            way = "TF32 products have errors of 8e-4, in which MeZO's differences drown: unset "
+            way += "MLX_ENABLE_TF32"
+            return Finding("MLX", Status.WARNING, f"{text}, with TF32", way, facts)
+        text += ", without TF32"
     return Finding("MLX", Status.OK, text, facts=facts)
 
 

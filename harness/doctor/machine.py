@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.doctor.finding import Finding, Status
-from harness.measure.provenance import memory_bytes, provenance
+from harness.measure.provenance import memory_bytes, processor_name, provenance
 from runtime.core.errors import StorageError
 from runtime.core.paths import cache_folder, is_mine
 from runtime.core.units import format_bytes
+from runtime.machine.backend import cores
 from runtime.machine.cgroup import memory_limit_bytes
 
 USUAL_BUDGET_BYTES = 1_000_000_000
 LITTLE_DISK_BYTES = 2_000_000_000
 LITTLE_CACHE_BYTES = 100_000_000
+OLDEST_MACOS = 14  # MLX has no wheel for an older one
 BUSY = 0.5  # the share of the cores that others may use before it is said
 MEMINFO = Path("/proc/meminfo")
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -33,6 +35,11 @@ def computer() -> Iterator[Finding]:
     yield _memory()
     yield from _disks()
     yield _cache()
+    if sys.platform == "darwin":
+        text = "a Mac that nobody uses falls asleep, and training with it"
+        yield Finding(
+            "sleep", Status.OK, f"{text}; start it with: caffeinate -i ondevice train ..."
+        )
 
 
 def _platform() -> Finding:
@@ -53,6 +60,12 @@ def _platform() -> Finding:
         return Finding("platform", Status.BROKEN, text, way, facts)
     if system not in ("linux", "darwin"):
         return Finding("platform", Status.BROKEN, text, "use Linux or macOS", facts)
+    if sys.platform == "darwin":
+        version = platform.mac_ver()[0]
+        text = f"{processor_name()}, macOS {version}; {text}"
+        if int(version.partition(".")[0] or 0) < OLDEST_MACOS:
+            way = f"MLX needs macOS {OLDEST_MACOS} or later: update macOS"
+            return Finding("platform", Status.BROKEN, text, way, facts)
     return Finding("platform", Status.OK, text, facts=facts)
 
 
@@ -68,7 +81,7 @@ def _heap() -> Finding:
 
 
 def _cores() -> Finding:
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    mine = cores()
     load = os.getloadavg()[0]
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     text = f"{mine} of {os.cpu_count()} for this process, load {load:.1f}"

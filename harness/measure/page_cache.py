@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from runtime.core.errors import OnDeviceError
+from runtime.core.files import flush
 
 
 def drop(path: Path) -> None:
@@ -22,11 +24,11 @@ def drop(path: Path) -> None:
     Raises:
         OnDeviceError: the system cannot.
     """
-    if not hasattr(os, "posix_fadvise"):
-        raise OnDeviceError("this system cannot drop a file from its cache (no posix_fadvise)")
+    if sys.platform == "darwin":
+        raise OnDeviceError("macOS cannot drop a file from its cache (it has no posix_fadvise)")
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)  # pages that are not on the disk yet are kept
+        flush(fd)  # pages that are not on the disk yet are kept
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

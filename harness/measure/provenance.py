@@ -41,7 +41,7 @@ def machine() -> dict[str, Any]:
     """The machine, the versions, and the load average at the start."""
     return {
         **describe(),
-        "cpu": _cpu(),
+        "cpu": processor_name(),
         "memory_bytes": memory_bytes(),
         "load": os.getloadavg()[0],
         "numpy": metadata.version("numpy"),
@@ -49,7 +49,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def processor_name() -> str:
+    """The name of the processor, as its maker gives it."""
     if sys.platform == "darwin":
         words = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(words, capture_output=True, encoding="utf-8").stdout.strip()

@@ -187,13 +187,6 @@ def inherited() -> dict[str, str]:
     return {name: os.environ[name] for name in PREPARED if name in os.environ}
 
 
-def cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _set(values: Mapping[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:

@@ -9,7 +9,6 @@ tokenizer/      the tokenizer's files, named as Hugging Face names them
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,14 @@ from runtime.arrays.stored import ALIGNMENT, PAGE, Extent, File
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest, manifest_bytes, read_manifest
 from runtime.core.errors import BundleError
-from runtime.core.files import fsync_path, read_small, reading_errors, sha256_file, storage_errors
+from runtime.core.files import (
+    flush,
+    flush_path,
+    read_small,
+    reading_errors,
+    sha256_file,
+    storage_errors,
+)
 from runtime.core.folder_writer import OLD, FolderWriter
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import partial_folder, text_path
@@ -186,7 +192,7 @@ class BundleWriter(FolderWriter):
         """Flush weights.bin. Returns its size in bytes and its SHA-256."""
         with storage_errors(self.folder / WEIGHTS):
             self._weights.flush()
-            os.fsync(self._weights.fileno())
+            flush(self._weights.fileno())
         return self.offset, self._digest.hexdigest()
 
     def file(self, name: str, data: bytes) -> File:
@@ -195,7 +201,7 @@ class BundleWriter(FolderWriter):
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-            fsync_path(path)
+            flush_path(path)
         return File(len(data), hashlib.sha256(data).hexdigest())
 
     def commit(self, manifest: Manifest) -> Bundle:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 import stat
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +23,15 @@ TOO_LARGE = (
     "unlimited), or write elsewhere"
 )
 """The cause of EFBIG, and the way out."""
+
+# Commands of macOS's fcntl and their arguments, from Apple's sys/fcntl.h
+F_PREALLOCATE = 42
+F_FULLFSYNC = 51
+F_BARRIERFSYNC = 85
+F_ALLOCATEALL = 4
+F_PEOFPOSMODE = 3
+UNKNOWN_COMMAND = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
+"""The errors of a file system that does not know such a command."""
 
 
 def sha256_file(path: Path) -> str:
@@ -60,11 +71,56 @@ def read_small(path: Path, most_bytes: int, what: str) -> bytes:
     return read_file(path)
 
 
-def fsync_path(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
+def flush(fd: int, *, order_only: bool = False) -> None:
+    """Flush a file, or a folder's entries, to the disk.
+
+    On macOS `fsync` may leave the bytes in the drive's own cache, which F_FULLFSYNC writes out.
+    With `order_only`, F_BARRIERFSYNC takes less time, and keeps only the order: after a power cut
+    nothing that was flushed later is there without these bytes. File systems that know neither,
+    such as those of a network, get `fsync`. Elsewhere `fsync` does all of it.
+    """
+    if sys.platform == "darwin":
+        try:
+            fcntl.fcntl(fd, F_BARRIERFSYNC if order_only else F_FULLFSYNC)
+            return
+        except OSError as problem:
+            if problem.errno not in UNKNOWN_COMMAND:
+                raise
+    os.fsync(fd)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Give a file at least `nbytes` of disk, or fail now (OSError) instead of at a page fault."""
+    if sys.platform != "darwin":
+        os.posix_fallocate(fd, 0, max(1, nbytes))
+        return
+    facts = os.fstat(fd)
+    missing = nbytes - 512 * facts.st_blocks
+    if missing > 0:
+        # struct fstore: flags, where to begin, offset, length, bytes that were reserved
+        request = struct.pack("Iiqqq", F_ALLOCATEALL, F_PEOFPOSMODE, 0, missing, 0)
+        try:
+            fcntl.fcntl(fd, F_PREALLOCATE, request)
+        except OSError as problem:
+            if problem.errno not in UNKNOWN_COMMAND:
+                raise
+            _append_zeros(fd, nbytes - facts.st_size)
+    if facts.st_size < nbytes:
+        os.ftruncate(fd, nbytes)
+
+
+def _append_zeros(fd: int, count: int) -> None:
+    os.lseek(fd, 0, os.SEEK_END)
+    block = bytes(CHUNK_BYTES)
+    while count > 0:
+        count -= os.write(fd, block[: min(count, len(block))])
+
+
+def flush_path(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        flush(fd)
     finally:
         os.close(fd)
 
@@ -77,12 +133,12 @@ def write_atomic(path: Path, data: bytes) -> None:
             with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                flush(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        fsync_path(path.parent)
+        flush_path(path.parent)
 
 
 @contextmanager

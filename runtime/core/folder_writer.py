@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runtime.core.errors import UsageError
-from runtime.core.files import fsync_path, storage_errors
+from runtime.core.files import flush_path, storage_errors
 from runtime.core.paths import partial_folder, text_path
 
 NEW, OLD = "new", "old"  # unfinished output, and the output that it replaces
@@ -144,7 +144,7 @@ class FolderWriter:
         if os.path.lexists(self.destination) or not self._is_ours(old):
             return False
         old.rename(self.destination)
-        fsync_path(self.destination.parent)
+        flush_path(self.destination.parent)
         return True
 
     def _clear(self) -> None:
@@ -172,8 +172,8 @@ class FolderWriter:
         """
         with storage_errors(self.destination):
             for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
-                fsync_path(folder)
+                flush_path(folder)
             if os.path.lexists(self.destination):
                 self.destination.rename(self.place / OLD)
             (self.folder if result is None else result).rename(self.destination)
-            fsync_path(self.destination.parent)
+            flush_path(self.destination.parent)

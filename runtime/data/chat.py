@@ -209,8 +209,7 @@ class ChatTemplate:
             ) from None
         except TooSlowError:
             raise DataError(
-                f"{self.name} takes more than {MOST_SECONDS} s of the CPU (RLIMIT_CPU) for one "
-                "conversation"
+                f"{self.name} takes more than {MOST_SECONDS} s of the CPU for one conversation"
             ) from None
         except Exception as error:  # a template is a program, and may fail as any does
             raise ValueError(f"the chat template refuses messages: {error}") from error

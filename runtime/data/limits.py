@@ -9,20 +9,20 @@ passing these raises an exception.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
+from runtime.machine.footprint import mapped_bytes
+
 GRACE_SECONDS = 2  # after which code that no exception reaches is ended with its process
-_TICKS_CLOCK = -8  # Linux's clock of this process that RLIMIT_CPU and ITIMER_PROF go by
+_TICKS_CLOCK = -8  # Linux's clock of this process that RLIMIT_CPU goes by
 RESTORING = frozenset(
     (__file__, contextlib.__file__, signal.__file__)
 )  # the code that ends a `with` block
@@ -61,37 +61,45 @@ class Limits:
 def confine(limits: Limits) -> None:
     """Limit this process for the rest of its life.
 
-    Where the system does not tell how much a process has mapped (macOS), memory is not limited.
+    macOS may refuse a limit of memory; then there is none.
     """
     spent = spent_s()
     _lower(resource.RLIMIT_CPU, spent + limits.cpu_s, spent + limits.cpu_s + GRACE_SECONDS)
-    if (mapped := _mapped_bytes()) is not None:
-        most = mapped + limits.memory_bytes
-        _lower(resource.RLIMIT_AS, most, most)
+    most_bytes = mapped_bytes() + limits.memory_bytes
+    with suppress(*((OSError, ValueError) if sys.platform == "darwin" else ())):
+        _lower(resource.RLIMIT_AS, most_bytes, most_bytes)
 
 
 @contextmanager
 def bounded_memory(most_bytes: int) -> Iterator[None]:
-    """Let this process map at most so many more bytes (RLIMIT_AS), where the system tells how many.
+    """Let this process map at most so many more bytes (RLIMIT_AS), on Linux.
 
-    Beyond that, allocating raises MemoryError.
+    Beyond that, allocating raises MemoryError. macOS's heap maps gigabytes ahead of need, which a
+    limit so close would refuse.
     """
-    mapped = _mapped_bytes()
-    if mapped is None:
+    if sys.platform == "darwin":
         yield
         return
-    with _lowered(resource.RLIMIT_AS, mapped + most_bytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bounds = [mapped_bytes() + most_bytes, soft, hard]
+    lowest = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (lowest, hard))
+    try:
         yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager
 def bounded_seconds(most_s: int) -> Iterator[None]:
-    """Let this process compute for at most so many seconds more (RLIMIT_CPU), to the second.
+    """Let this process compute for at most so many seconds more (ITIMER_PROF).
 
     Beyond that, TooSlowError is raised at the next line of Python, and again in each further second
-    until the code ends, since a callback may have swallowed it. The code that restores the limit is
-    not interrupted. Where no line of Python comes for GRACE_SECONDS, SIGPROF ends a process that
+    until the code ends, since a callback may have swallowed it. The code that ends the block is not
+    interrupted. Where no line of Python comes for GRACE_SECONDS, ITIMER_VIRTUAL ends a process that
     `confine` has limited. Only a main thread can be interrupted; others are not bounded.
+
+    RLIMIT_CPU does not serve: macOS tells a process only once that it has passed it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -101,17 +109,17 @@ def bounded_seconds(most_s: int) -> Iterator[None]:
         if frame is None or frame.f_code.co_filename not in RESTORING:
             raise TooSlowError
 
-    spent = spent_s()
-    before = signal.signal(signal.SIGXCPU, interrupt)
+    before = signal.signal(signal.SIGPROF, interrupt)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    if hard != resource.RLIM_INFINITY:  # others may have threads that take Python's signals
-        signal.setitimer(signal.ITIMER_PROF, most_s + 1 + GRACE_SECONDS)
     try:
-        with _lowered(resource.RLIMIT_CPU, spent + most_s):
-            yield
+        signal.setitimer(signal.ITIMER_PROF, most_s, 1)
+        if hard != resource.RLIM_INFINITY:  # others may have threads that take Python's signals
+            signal.setitimer(signal.ITIMER_VIRTUAL, most_s + GRACE_SECONDS)
+        yield
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGXCPU, before)
+        signal.signal(signal.SIGPROF, before)
 
 
 def spent_s() -> int:
@@ -125,14 +133,6 @@ def spent_s() -> int:
     return int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 1
 
 
-def _mapped_bytes() -> int | None:
-    """The address space of this process; None where the system does not tell."""
-    sizes = Path("/proc/self/statm")
-    if not sizes.exists():
-        return None
-    return int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _lower(kind: int, soft: int, hard: int) -> None:
     """Lower a limit of this process, and the hard limit, to which it may be raised again."""
     now = resource.getrlimit(kind)
@@ -141,15 +141,3 @@ def _lower(kind: int, soft: int, hard: int) -> None:
         for limit, there in zip((soft, hard), now, strict=True)
     ]
     resource.setrlimit(kind, (min(wanted), wanted[1]))
-
-
-@contextmanager
-def _lowered(kind: int, wanted: int) -> Iterator[None]:
-    """A limit of this process that is at most `wanted` meanwhile."""
-    soft, hard = resource.getrlimit(kind)
-    bounds = [bound for bound in (wanted, soft, hard) if bound != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min(bounds), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, (soft, hard))

@@ -29,6 +29,7 @@ import msgspec
 
 from runtime.config.shared import DATA_FILE
 from runtime.core.errors import DataError, StorageError
+from runtime.core.files import flush, flush_path
 from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.process import confined, limits_argument
@@ -307,15 +308,11 @@ def write_token_file(
                     shutil.copyfileobj(spool, out)
                 out.write(told)
                 out.flush()
-                os.fsync(out.fileno())
+                flush(out.fileno())
             part.replace(out_file)
         finally:
             part.unlink(missing_ok=True)
-    handle = os.open(folder, os.O_RDONLY)  # the rename itself, too
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush_path(folder)  # the rename itself, too
 
 
 def _nothing(report: DataReport) -> str:

@@ -84,8 +84,13 @@ def prepare(keep_heap: bool = True) -> Prepared:
 
 
 def _load_blas() -> str:
-    """Load an optimized BLAS, and have MLX evaluate depth first; returns the BLAS's name."""
+    """Load an optimized BLAS, and have MLX evaluate depth first; returns the BLAS's name.
+
+    MLX reads its variables once. With TF32, its default on GPUs that have it, float32 products have
+    errors of 8e-4, which are larger than the differences that zeroth-order methods measure.
+    """
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1")
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
     if sys.platform == "darwin":
         return "Accelerate"
     if platform.machine() == "x86_64" and _cpu_flags() >= AVX512:
@@ -132,8 +137,8 @@ def blas_threads() -> int:
     return max(1, int(libraries.openblas_get_num_threads()))
 
 
-def arithmetic_of_blas() -> dict[str, str]:
-    """What decides the last bits of matrix products on a CPU, by name."""
+def arithmetic() -> dict[str, str]:
+    """What decides the last bits of results besides bundle and options, by name."""
     libraries = ctypes.CDLL(None)
     blas = f"{_prepared[0] if _prepared else 'unknown'}, {platform.machine()}"
     if sys.platform == "darwin":
@@ -141,7 +146,16 @@ def arithmetic_of_blas() -> dict[str, str]:
     if hasattr(libraries, "openblas_get_config"):  # its version and the kernel that it has chosen
         libraries.openblas_get_config.restype = ctypes.c_char_p
         blas = f"{libraries.openblas_get_config().decode()}, {platform.machine()}"
-    return {"the BLAS": blas, "the number of BLAS threads": str(blas_threads())}
+    facts = {"MLX's version": mlx_version(), "the BLAS": blas}
+    facts["the number of BLAS threads"] = str(blas_threads())
+    return facts | ({"the GPU": gpu} if (gpu := gpu_name()) else {})
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def this_machine(device: str, arithmetic: str) -> Machine:
@@ -167,6 +181,13 @@ def this_machine(device: str, arithmetic: str) -> Machine:
 def round_up(process_bytes: int) -> int:
     """A footprint rounded up, because the footprints of equal processes differ a little."""
     return -(-(process_bytes + READING_NOISE_BYTES) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
+
+
+def gpu_name() -> str:
+    """The name of MLX's GPU; empty where it has none."""
+    import mlx.core as mx
+
+    return str(mx.device_info(mx.gpu)["device_name"]) if mx.is_available(mx.gpu) else ""
 
 
 def mlx_version() -> str:

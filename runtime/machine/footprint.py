@@ -6,8 +6,8 @@ can be dropped (the weights of a bundle, a token file) are not in it. A sampled 
 spike shorter than the interval, so the kernel's own peak is carried beside it.
 
 The Darwin half is written from Apple's public headers (`mach/task_info.h`,
-`sys/resource.h`, `libproc.h`); its structure layouts are tested, but it has not been run on a
-Mac.
+`sys/resource.h`, `libproc.h`); it is tested against a library with their structures, but has not
+been run on a Mac.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 
 from runtime.core.errors import OnDeviceError
@@ -47,10 +48,21 @@ def read_footprint() -> Footprint:
     return _reader()()
 
 
+def mapped_bytes() -> int:
+    """The address space of this process, which RLIMIT_AS bounds.
+
+    Raises OnDeviceError or OSError if the system offers no such figure.
+    """
+    if sys.platform == "darwin":
+        return int(_task_vm_info(_system_library()).virtual_size)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @cache
 def _reader() -> Callable[[], Footprint]:
     if sys.platform == "darwin":
-        return _darwin_reader("/usr/lib/libSystem.B.dylib")
+        return _read_darwin
     try:
         _read_linux()
     except (OSError, ValueError) as error:
@@ -91,6 +103,7 @@ def _kib(text: bytes, start: int) -> int:
 
 # Darwin.
 
+LIBSYSTEM = "/usr/lib/libSystem.B.dylib"
 _TASK_VM_INFO = 22
 _RUSAGE_INFO_V4 = 4
 
@@ -125,27 +138,32 @@ class RusageInfoV4(ctypes.Structure):
     )
 
 
-def _darwin_reader(library: str) -> Callable[[], Footprint]:
-    system = ctypes.CDLL(library)
-    task_info, proc_pid_rusage = system.task_info, system.proc_pid_rusage
+@cache
+def _system_library() -> ctypes.CDLL:
+    system = ctypes.CDLL(LIBSYSTEM)
     pointer = ctypes.c_void_p
-    task_info.argtypes = (ctypes.c_uint32, ctypes.c_uint32, pointer, pointer)
-    proc_pid_rusage.argtypes = (ctypes.c_int, ctypes.c_int, pointer)
-    task_info.restype = proc_pid_rusage.restype = ctypes.c_int
+    system.task_info.argtypes = (ctypes.c_uint32, ctypes.c_uint32, pointer, pointer)
+    system.proc_pid_rusage.argtypes = (ctypes.c_int, ctypes.c_int, pointer)
+    return system
 
-    def read() -> Footprint:
-        # the macro mach_task_self() reads this; a forked child gets a new port
-        task = ctypes.c_uint32.in_dll(system, "mach_task_self_")
-        vm, usage = TaskVmInfo(), RusageInfoV4()
-        words = ctypes.c_uint32(ctypes.sizeof(vm) // 4)  # natural_t units, in and out
-        status = task_info(task, _TASK_VM_INFO, ctypes.byref(vm), ctypes.byref(words))
-        if status:
-            raise OnDeviceError(f"task_info(TASK_VM_INFO) failed with kern_return_t {status}")
-        if proc_pid_rusage(os.getpid(), _RUSAGE_INFO_V4, ctypes.byref(usage)):
-            raise OnDeviceError("proc_pid_rusage(RUSAGE_INFO_V4) failed for this process")
-        return Footprint(vm.phys_footprint, vm.resident_size, usage.lifetime_max_phys_footprint)
 
-    return read
+def _task_vm_info(system: ctypes.CDLL) -> TaskVmInfo:
+    # the macro mach_task_self() reads this; a forked child gets a new port
+    task = ctypes.c_uint32.in_dll(system, "mach_task_self_")
+    found = TaskVmInfo()
+    words = ctypes.c_uint32(ctypes.sizeof(found) // 4)  # natural_t units, in and out
+    status = system.task_info(task, _TASK_VM_INFO, ctypes.byref(found), ctypes.byref(words))
+    if status:
+        raise OnDeviceError(f"task_info(TASK_VM_INFO) failed with kern_return_t {status}")
+    return found
+
+
+def _read_darwin() -> Footprint:
+    system = _system_library()
+    vm, usage = _task_vm_info(system), RusageInfoV4()
+    if system.proc_pid_rusage(os.getpid(), _RUSAGE_INFO_V4, ctypes.byref(usage)):
+        raise OnDeviceError("proc_pid_rusage(RUSAGE_INFO_V4) failed for this process")
+    return Footprint(vm.phys_footprint, vm.resident_size, usage.lifetime_max_phys_footprint)
 
 
 class Meter:

@@ -27,7 +27,7 @@ from runtime.arrays.values import Lora
 from runtime.bundle.manifest import Manifest
 from runtime.core.documents import safetensors_header
 from runtime.core.errors import BundleError, DivergedError
-from runtime.core.files import fsync_path, storage_errors, write_atomic
+from runtime.core.files import flush_path, storage_errors, write_atomic
 from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.noise import key_of
 
@@ -77,7 +77,7 @@ class Adapters:
             if name.endswith("lora_a"):
                 bound = 1 / math.sqrt(shape[0])
                 key = key_of(seed, "lora", name)
-                value = mx.random.uniform(-bound, bound, shape, key=key)
+                value = mx.random.uniform(-bound, bound, shape, key=key, stream=mx.cpu)
             else:
                 value = mx.zeros(shape)
             mx.eval(value)
@@ -134,7 +134,7 @@ class Adapters:
             try:
                 with temporary.open("wb") as file:
                     self._write(file)
-                fsync_path(temporary)
+                flush_path(temporary)
                 temporary.replace(folder / WEIGHTS)
             except BaseException:
                 temporary.unlink(missing_ok=True)

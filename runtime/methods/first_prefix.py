@@ -37,7 +37,7 @@ def fill_prefix(models: Models, adapters: Adapters, seed: int, most: int) -> Non
             f"--prefix-length {rows} is too long for sequences of {most} tokens, as which its "
             "first keys and values are computed; give less, or a larger --max-seq-length"
         )
-    drawn = mx.random.uniform(shape=(rows,), key=key_of(seed, "prefix"))
+    drawn = mx.random.uniform(shape=(rows,), key=key_of(seed, "prefix"), stream=mx.cpu)
     tokens = np.array(drawn * manifest.vocab_size).astype(np.int64)
     tokens = np.minimum(tokens, manifest.vocab_size - 1)
     model = models(rows)

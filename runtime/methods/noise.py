@@ -60,14 +60,18 @@ class Noise:
         return {"pool": self.pool} if self.pool else {}
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:
-        """z of `tensor`, float32, with mean 0 and variance 1 in every element."""
+        """z of `tensor`, float32, with mean 0 and variance 1 in every element.
+
+        It is drawn on the CPU: a GPU's normal deviates have other last bits.
+        """
         if self.pool:
             key = key_of(self.seed, "pool", self.member(step, query), tensor)
         else:
             key = key_of(self.seed, "noise", step, query, tensor)
         if self.kind == "rademacher":
-            return mx.where(mx.random.bernoulli(0.5, shape, key=key), 1.0, -1.0)
-        return mx.random.normal(shape, key=key)
+            positive = mx.random.bernoulli(0.5, shape, key=key, stream=mx.cpu)
+            return mx.where(positive, 1.0, -1.0)
+        return mx.random.normal(shape, key=key, stream=mx.cpu)
 
     def member(self, step: int, query: int) -> int:
         """Which of the pool's directions a query takes, each with the same probability."""

@@ -8,7 +8,6 @@ few. Only the tensors that are being updated have their moments in memory.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +19,7 @@ import mlx.optimizers as optim
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients
 from runtime.core.errors import BundleError
-from runtime.core.files import storage_errors
+from runtime.core.files import flush, storage_errors
 from runtime.methods.adapters import Adapters
 from runtime.storage.scratch import MappedTensors
 
@@ -131,7 +130,7 @@ class Optimizer:
         with storage_errors(path), path.open("wb") as file:
             self._state.write(file)
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())
 
     def read(self, path: Path) -> None:
         """Read the moments that `write` wrote.

@@ -33,7 +33,7 @@ from runtime.config.base import read_values
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import (
-    fsync_path,
+    flush_path,
     read_file,
     reading_errors,
     require_file,
@@ -43,6 +43,7 @@ from runtime.core.files import (
 from runtime.core.paths import text_path
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import is_tokens
+from runtime.machine.backend import arithmetic
 from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
@@ -101,7 +102,7 @@ class RunFolder:
         with storage_errors(self.path):
             (self.path / INITIAL).mkdir(exist_ok=True)
         adapters.save(self.path / INITIAL)
-        fsync_path(self.path)
+        flush_path(self.path)
 
     def _check_free(self) -> None:
         if (self.path / CONFIG).exists():
@@ -307,10 +308,10 @@ class RunFolder:
             temporary = self.path / f".{name}.partial"
             with storage_errors(self.path / name):
                 shutil.copyfile(place / name, temporary)
-                fsync_path(temporary)
+                flush_path(temporary)
                 with self.checksums.replacing(name, state.files[name]):
                     temporary.replace(self.path / name)
-        fsync_path(self.path)
+        flush_path(self.path)
 
     def remove_old(self, keep: int, best: int | None) -> None:
         """Remove all saves but the latest and the best; none is ever seen half removed."""
@@ -343,13 +344,13 @@ class RunFolder:
                     adapters.save(partial)
                 method.write(partial / STATE_OF_METHOD)
                 names = SAVED_WEIGHTS if adapters is None else SAVED
-                self.saves.write_state(partial, step, names, logs, evaluated)
-                fsync_path(partial)
+                self.saves.write_state(partial, step, names, logs, evaluated, arithmetic())
+                flush_path(partial)
                 partial.rename(place)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            fsync_path(self.saves.folder)
+            flush_path(self.saves.folder)
 
     def evaluations(self, done: int, evaluated: tuple[str, ...] = ()) -> dict[str, Evaluation]:
         """The evaluations up to step `done`, by step; `evaluated` must be among them.

@@ -17,7 +17,7 @@ from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import text_path
-from runtime.machine.backend import use_device
+from runtime.machine.backend import arithmetic, use_device
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.run_weights import open_weights, write_trained
 from runtime.methods.full.weights import FullWeights
@@ -37,6 +37,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     saved_steps: those of the run's last save. best_step: the step that `--keep-best` has kept.
     identical: None where nothing was compared. not_compared: why it was not.
+    other_arithmetic: what decides the last bits here, and was another when the run was saved.
     """
 
     steps: int
@@ -47,6 +48,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     best_step: int | None
     identical: bool | None
     not_compared: str | None = None
+    other_arithmetic: str = ""
 
 
 def replay(
@@ -123,7 +125,10 @@ def _replayed(
     identical: bool | None,
     not_compared: str | None = None,
 ) -> Replayed:
+    saved = folder.saves.latest()
+    others = "" if saved is None else folder.saves.read(saved).other_arithmetic(arithmetic())
     return Replayed(
+        other_arithmetic=others,
         steps=len(updates),
         skipped_steps=updates.count(None),
         log_bytes=(folder.path / TRAJECTORY).stat().st_size,

@@ -23,6 +23,7 @@ from runtime.data.mixed import MixedRows
 from runtime.data.rows import Rows
 from runtime.data.run_rows import TOKENS, absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
+from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
@@ -314,6 +315,8 @@ def _continue(
     config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
     chosen = _plan_again(config, bundle, folder, events, team.size)
     _announce(chosen, events)
+    if state is not None and (others := state.other_arithmetic(arithmetic())):
+        events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
     rows = open_run_rows(config, bundle, folder.path)
     folder.check_tokens()
     samples = Samples.of(config, bundle.manifest, rows.train)

@@ -271,13 +271,9 @@ def _wrong_number(grid: Grid, started: int, command: str) -> str:
 def _versions() -> dict[str, str]:
     """What decides the last bits of results, besides the bundle and the options."""
     from runtime.core.version import __version__
-    from runtime.machine.backend import arithmetic_of_blas, mlx_version
+    from runtime.machine.backend import arithmetic
 
-    return {
-        "ondevice's version": __version__,
-        "MLX's version": mlx_version(),
-        **arithmetic_of_blas(),
-    }
+    return {"ondevice's version": __version__, **arithmetic()}
 
 
 def _remove(folder: Path, made: Sequence[Path]) -> None:

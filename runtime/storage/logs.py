@@ -13,6 +13,7 @@ import msgspec
 from runtime.core.errors import BundleError, StorageError
 from runtime.core.files import (
     CHUNK_BYTES,
+    flush,
     reading_errors,
     require_file,
     storage_errors,
@@ -92,7 +93,7 @@ class Log:
         """
         assert self._file is not None, "the log was neither started nor gone on with"
         with storage_errors(self.path):
-            os.fsync(self._file.fileno())
+            flush(self._file.fileno(), order_only=True)
             mine, there = os.fstat(self._file.fileno()), self.path.stat()
         if not os.path.samestat(mine, there) or there.st_size != self._nbytes:
             raise StorageError(

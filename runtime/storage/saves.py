@@ -20,7 +20,7 @@ from runtime.storage.logs import Prefix
 
 CONFIG, SAVES, STATE = "config.toml", "saves", "state.json"
 SLOTS = "weights.slots"  # of a run that trains all parameters
-VERSION = 3  # since 3 a save holds checksums of itself and of the logs
+VERSION = 4  # since 3 a save holds checksums of itself and of the logs, since 4 `arithmetic`
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +28,8 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     files: the SHA-256 of each other file of the save. logs: the beginning of each log that belongs
     to the steps done. evaluated: the evaluations made before it, as evaluations.json names them.
-    sha256: of all this.
+    arithmetic: what decided the last bits, as `runtime.machine.backend` names it. sha256: of all
+    this.
     """
 
     version: int
@@ -36,6 +37,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, str]
     logs: dict[str, Prefix] = {}
     evaluated: tuple[str, ...] = ()
+    arithmetic: dict[str, str] = {}
     sha256: str = ""
 
     def encode(self) -> bytes:
@@ -43,6 +45,14 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         plain = msgspec.json.encode(msgspec.structs.replace(self, sha256=""))
         sha256 = hashlib.sha256(plain).hexdigest()
         return msgspec.json.encode(msgspec.structs.replace(self, sha256=sha256)) + b"\n"
+
+    def other_arithmetic(self, here: Mapping[str, str]) -> str:
+        """What decides the last bits `here` and was another in this save; empty if none was."""
+        return ", ".join(
+            f"{name} is {here.get(name, 'none')}, not {before}"
+            for name, before in self.arithmetic.items()
+            if here.get(name) != before
+        )
 
 
 class _Version(msgspec.Struct):
@@ -110,10 +120,11 @@ class Saves:
         names: tuple[str, ...],
         logs: Mapping[str, Prefix],
         evaluated: tuple[str, ...],
+        arithmetic: Mapping[str, str],
     ) -> None:
         """Write the state.json of a save whose other files lie in `folder`."""
         files = {name: sha256_file(folder / name) for name in names}
-        state = State(VERSION, step, files, dict(logs), evaluated)
+        state = State(VERSION, step, files, dict(logs), evaluated, dict(arithmetic))
         write_atomic(folder / STATE, state.encode())
 
     def read(self, place: Path) -> State:

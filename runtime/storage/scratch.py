@@ -19,7 +19,7 @@ from typing import IO
 import mlx.core as mx
 import numpy as np
 
-from runtime.core.files import storage_errors
+from runtime.core.files import reserve, storage_errors
 
 COPY_BYTES = 1 << 20
 
@@ -34,7 +34,7 @@ def map_scratch(folder: Path, name: str, size: int) -> mmap.mmap:
         fd, path = tempfile.mkstemp(".partial", f".{name}-", folder)
         try:
             Path(path).unlink()
-            _allocate(fd, size)
+            reserve(fd, size)
             return mmap.mmap(fd, size)
         finally:
             os.close(fd)
@@ -105,14 +105,3 @@ class MappedTensors(MutableMapping[str, mx.array]):
             self._map[start : start + len(chunk)] = chunk
             start += len(chunk)
         drop_pages(self._map, 0, self.nbytes)
-
-
-def _allocate(fd: int, size: int) -> None:
-    """Give a file `size` bytes of disk, or fail now (OSError) instead of at a page fault."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)
-        return
-    block = bytes(COPY_BYTES)
-    left = size
-    while left:
-        left -= os.write(fd, block[: min(left, len(block))])

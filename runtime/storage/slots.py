@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from runtime.core.files import reading_errors, require_file, storage_errors
+from runtime.core.files import flush, reading_errors, require_file, reserve, storage_errors
 from runtime.storage.write_back import Writer
 
 MAGIC = b"ondevice slot 1\n"
@@ -93,10 +93,7 @@ class Slots:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link could lead anywhere
             self._fd = os.open(path, flags, 0o666)
             weakref.finalize(self, os.close, self._fd)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, max(1, self.nbytes))
-            else:
-                os.ftruncate(self._fd, self.nbytes)
+            reserve(self._fd, self.nbytes)
         self._writer = Writer(path)
 
     @property
@@ -168,7 +165,7 @@ class Slots:
         """Flush the file to the disk."""
         self.drain()
         with storage_errors(self.path):
-            os.fsync(self._fd)
+            flush(self._fd)
 
     def newest(self, block: int, most: int) -> Whole | None:
         """The newest whole slot of a block that has seen at most `most` steps; None without one.

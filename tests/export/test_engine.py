@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import pytest
+from oracles.whole_model import batch_loss, build_model
 from support.models import FAMILIES, Tiny, scored_of
 
 from export.passes import engine as export_engine
@@ -23,7 +24,6 @@ from runtime.core.errors import BudgetError
 from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
 from runtime.storage.row_weights import float_manifest
-from tests.oracles.whole_model import batch_loss, build_model
 
 F32 = npt.NDArray[np.float32]
 LENGTHS = (31, 9, 20, 32, 12)

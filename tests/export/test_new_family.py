@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import runnable, settings
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, mlx_lm_logits
@@ -27,7 +28,6 @@ from export.sources import families, random
 from export.sources.open import open_checkpoint
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
-from tests.oracles import whole_model as reference
 
 Rng = np.random.Generator
 FAMILY, PRESET = "olmo2", "tiny-olmo2"
@@ -96,5 +96,6 @@ def test_mlx_lm_reads_what_is_fused(bundle: Bundle, rng: Rng, tmp_path: Path) ->
 def test_no_family_is_named_outside_of_export() -> None:
     for path in modules("runtime", "harness", "ondevice"):
         for node in ast.walk(parsed(path.read_text())):
-            named = isinstance(node, ast.Constant) and node.value in families.MODEL_TYPES
-            assert not named, f"{relative(path)}:{node.lineno}: {ast.unparse(node)}"
+            if isinstance(node, ast.Constant):
+                where = f"{relative(path)}:{node.lineno}: {ast.unparse(node)}"
+                assert node.value not in families.MODEL_TYPES, where

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from support.waiting import HANGS_S
 
 from runtime.core.errors import OnDeviceError
+from runtime.machine.footprint import mapped_bytes
 
 SECONDS = 10  # of the CPU that a case may take
 WAITING_S = HANGS_S  # on the clock, for a case that waits for what never comes
@@ -71,7 +72,7 @@ def in_child(
     text, in_time = _read_to_end(reading, WAITING_S if kill_after_s is None else kill_after_s)
     os.close(reading)
     if in_time:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        _await_end(pid)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
@@ -152,11 +153,15 @@ def _limit(seconds: float) -> None:
     _lower(resource.RLIMIT_CPU, enough, enough + 5)
     _lower(resource.RLIMIT_CORE, 0, 0)
     _lower(resource.RLIMIT_FSIZE, FILE_BYTES, FILE_BYTES)
-    mapped = Path("/proc/self/statm")
-    if mapped.exists():
-        used_bytes = int(mapped.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        most_bytes = used_bytes + MEMORY_BYTES
-        _lower(resource.RLIMIT_AS, most_bytes, most_bytes)
+    most_bytes = mapped_bytes() + MEMORY_BYTES
+    _lower(resource.RLIMIT_AS, most_bytes, most_bytes)
+
+
+def _await_end(pid: int) -> None:
+    """Wait until a child has ended, which stays to be waited for."""
+    if sys.platform == "darwin":
+        raise OSError("CPython 3.11 for macOS has no waitid, and a forked child cannot use Metal")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def _lower(kind: int, soft: int, hard: int) -> None:

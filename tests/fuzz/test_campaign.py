@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tarfile
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,8 @@ from support.mutations import Rng
 from fuzz.campaign import Campaign, Case, Counts, cases_of
 from fuzz.kind import Change, Kind, Read
 from runtime.core.errors import BundleError, DivergedError
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="a forked child cannot use Metal")
 
 FILE = "file"
 

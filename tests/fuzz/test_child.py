@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 from support.forks import ROOT, import_path
 from support.runs import python
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="a forked child cannot use Metal")
 
 # forked where nothing has computed with MLX yet
 SCRIPT = """

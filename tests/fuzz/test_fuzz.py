@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.source_rules import ROOT
 
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="a forked child cannot use Metal")
+
 GROUPS = {  # about as long as each other
     "adapters,saves,tokens": 3,
     "bundle,graphs,manifest": 2,

@@ -26,6 +26,7 @@ import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from oracles.whole_model import dense_model, gradients  # noqa: E402
 from runtime.bundle.store import open_bundle  # noqa: E402
 from runtime.config.removed import load_run  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
@@ -38,7 +39,6 @@ from runtime.methods.protocol import StepLoss  # noqa: E402
 from runtime.run.evaluate import summarize  # noqa: E402
 from runtime.run.results import Evaluation, loss_of  # noqa: E402
 from runtime.run.trainer import learning_rate  # noqa: E402
-from tests.oracles.whole_model import dense_model, gradients  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from oracles.whole_model import plain_loss
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters, Tensors
 from runtime.methods.noise import Noise, key_of, number_of
-from tests.oracles.whole_model import plain_loss
 
 
 class Monolithic(ABC):

@@ -17,10 +17,10 @@ prepare()
 import msgspec  # noqa: E402
 
 from export.sources.open import open_checkpoint  # noqa: E402
+from oracles.dense import evaluate_dense  # noqa: E402
+from oracles.whole_model import checkpoint_model  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
 from runtime.run.results import Evaluation  # noqa: E402
-from tests.oracles.dense import evaluate_dense  # noqa: E402
-from tests.oracles.whole_model import checkpoint_model  # noqa: E402
 
 
 def perplexity(source: str, tokens: Path, rows: int) -> Evaluation:

@@ -16,10 +16,10 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from oracles.whole_model import Row, dense_model, gradients, packed_gradients
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import PackedRows
 from runtime.methods.adapters import Adapters
-from tests.oracles.whole_model import Row, dense_model, gradients, packed_gradients
 
 Attend = Callable[..., mx.array]
 

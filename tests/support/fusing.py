@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from export.fused.model import FusedCheckpoint, LowRank
+from runtime.arrays.stored import Extent
 from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
 
@@ -43,7 +44,7 @@ def dense(bundle: Bundle, adapters: Adapters, name: str) -> np.ndarray:
     matrix = bundle.manifest.matrices[name]
     data = bundle.weights_path.read_bytes()
 
-    def whole(extent: object) -> mx.array:
+    def whole(extent: Extent) -> mx.array:
         raw = data[extent.offset : extent.offset + extent.nbytes]
         items = np.frombuffer(raw, {"bfloat16": np.uint16}.get(extent.dtype, extent.dtype))
         array = mx.array(items.reshape(extent.shape))

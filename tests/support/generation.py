@@ -8,12 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from oracles import whole_model as reference
 
 from runtime.bundle.store import Bundle
 from runtime.config.generate import GenerateConfig
 from runtime.methods.adapters import Adapters
 from runtime.run.generate import Generating, generate
-from tests.oracles import whole_model as reference
 
 
 def generating(bundle: Bundle | Path | str, prompt: str, **options: Any) -> Generating:

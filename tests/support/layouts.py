@@ -10,6 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import msgspec
 import numpy as np
+from oracles import whole_model as reference
 
 from export.quantize.search import quantize_rows
 from export.stored import QuantizedForm
@@ -19,7 +20,6 @@ from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle
 from runtime.storage.weights import Weights
 from support.bundles import links, runnable
 from support.models import FAMILIES
-from tests.oracles import whole_model as reference
 
 
 class Layout(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from oracles import whole_model as reference
 
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients
@@ -27,7 +28,6 @@ from runtime.plan.lower import Sizes, lower
 from runtime.plan.schedule import backward_schedule
 from runtime.storage.activations import Activations
 from runtime.storage.weights import Weights
-from tests.oracles import whole_model as reference
 
 Rng = np.random.Generator
 Tiny = Callable[..., Bundle]

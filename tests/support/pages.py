@@ -28,20 +28,20 @@ def section(page: Path, heading: str) -> str:
 
 
 def scripts(text: str) -> list[str]:
-    """The fenced blocks of shell commands, comments and continued lines as they stand."""
+    """The fenced blocks of shell commands, continued lines as they stand."""
     return [body for language, body in FENCE.findall(text) if language == "sh"]
 
 
 def lines_of(script: str) -> list[str]:
-    """The lines of a script without comments, continued ones joined."""
-    lines = [line.partition(" #")[0].strip() for line in script.replace("\\\n", " ").splitlines()]
+    """The lines of a script, continued ones joined."""
+    lines = [line.strip() for line in script.replace("\\\n", " ").splitlines()]
     return [re.sub(r" +", " ", line) for line in lines if line]
 
 
 def commands_of(page: Path) -> list[str]:
     """The lines of a page's scripts that run `ondevice`, from its name on."""
     found = [re.search(r"(?:^|[\s(])(ondevice [a-z].*)", line) for line in _lines(page)]
-    return [re.sub(r'\)"$| \| source$', "", one[1]) for one in found if one]
+    return [re.sub(r'\)"$', "", one[1]) for one in found if one]
 
 
 def words_of(command: str) -> list[str]:

@@ -91,7 +91,7 @@ def classes_told_apart(tree: ast.Module, classes: Set[str]) -> Found:
 
     def named(node: ast.AST) -> bool:
         ids = (n.id if isinstance(n, ast.Name) else getattr(n, "attr", "") for n in ast.walk(node))
-        return bool(classes.intersection(ids))
+        return not classes.isdisjoint(ids)
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -30,8 +30,9 @@ def run(arguments: argparse.Namespace) -> None:
         if result.best_step is not None:
             out(f"it is what was trained after step {result.best_step}, kept by --keep-best")
     if result.identical is False:
+        why = f"; bits may differ here: {others}" if (others := result.other_arithmetic) else ""
         raise BundleError(
-            f"{run} holds something else after step {result.saved_steps} than its log leads to"
+            f"{run} holds something else after step {result.saved_steps} than its log leads to{why}"
         )
     if result.not_compared:
         note(f"it is not compared with what the run holds: {result.not_compared}")

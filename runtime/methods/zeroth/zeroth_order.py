@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,7 +32,7 @@ from runtime.arrays.stored import Block
 from runtime.arrays.values import Loras
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, DivergedError, UsageError
-from runtime.core.files import require_file, storage_errors
+from runtime.core.files import flush, require_file, storage_errors
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.engine.visits import visit, visits
@@ -377,7 +376,7 @@ class ZerothOrder:
             file.write(json.dumps(facts).encode())
             self.descent.write(file)
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())
 
     def read(self, path: Path) -> None:
         """Read the state that `write` wrote.

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
+from oracles.whole_model import dense_model
 from safetensors.numpy import load_file
 from support.adapters import SOME, check_same, read_again, saved_adapter, written
 from support.bundles import Tiny
@@ -21,7 +22,6 @@ from support.runs import here, ondevice, train_arguments
 
 from export.config.fuse import FORMATS
 from runtime.bundle.store import Bundle
-from tests.oracles.whole_model import dense_model
 
 Rng = np.random.Generator
 SETTINGS = ({}, {**SOME, "rslora": True, "dropout": 0.1})

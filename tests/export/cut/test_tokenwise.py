@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from oracles import whole_model as reference
 from support.models import (
     CLOSE,
     FAMILIES,
@@ -32,7 +33,6 @@ from runtime.operations.program import BlockType
 from runtime.operations.values import Shape, T, graph_key, shape_at
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower
-from tests.oracles import whole_model as reference
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator

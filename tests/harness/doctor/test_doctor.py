@@ -209,3 +209,27 @@ def test_the_time_is_estimated_from_the_rate() -> None:
     assert slow != fast
     assert slow.startswith(f"measuring {', '.join(MODELS)} with random weights: about ")
     assert " h " in slow or " min " in slow
+
+
+def test_a_gpu_that_rounds_to_tf32_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"device": "gpu", "gpu": "Apple M5"}
+    answers = iter([probed(900.0, tf32="0", **gpu), probed(900.0, tf32="1", **gpu)])
+    monkeypatch.setattr(doctor, "ondevice", lambda *words, module: next(answers))
+    exact, rounding = (computing()[0] for _ in range(2))
+    assert (exact.status, rounding.status) == (Status.OK, Status.WARNING)
+    assert "Apple M5" in exact.text and "without TF32" in exact.text
+    assert "unset MLX_ENABLE_TF32" in rounding.way
+
+
+@pytest.mark.parametrize(("version", "status"), [("13.6", Status.BROKEN), ("14.1", Status.OK)])
+def test_macos_before_14_is_refused_and_the_chip_named(
+    monkeypatch: pytest.MonkeyPatch, version: str, status: Status
+) -> None:
+    monkeypatch.setattr(machine, "processor_name", lambda: "Apple M2")
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(machine.platform, "mac_ver", lambda: (version, ("", "", ""), "arm64"))
+    found = {one.name: one for one in machine.computer()}
+    assert found["platform"].status is status
+    assert found["platform"].text.startswith(f"Apple M2, macOS {version}; ")
+    assert "caffeinate -i ondevice train" in found["sleep"].text

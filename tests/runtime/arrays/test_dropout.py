@@ -7,11 +7,11 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng
 
 from runtime.arrays.dropout import STEPS, Dropout
 from runtime.methods.mebp import StepDropout
-from tests.oracles import whole_model as reference
 
 
 def kept(dropout: Dropout, tokens: int, columns: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Tiny, manifest_of, settings
 from support.checkpoints import weights_of
 from support.files import listing
@@ -19,7 +20,6 @@ from runtime.arrays.stored import Extent
 from runtime.bundle.manifest import manifest_bytes
 from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
 from runtime.storage.weights import Weights
-from tests.oracles import whole_model as reference
 
 
 def test_manifest_to_the_byte(origin: Bundle) -> None:

@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from oracles.whole_model import dequantized
 from support.models import Tiny, model_of
 
 from runtime.engine.divergence import compare_heads
 from runtime.engine.model import Model
-from tests.oracles.whole_model import dequantized
 
 F64 = npt.NDArray[np.float64]
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.layouts import MIXED, STORED, Layout
 from support.lora import with_lora
@@ -35,7 +36,6 @@ from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
 from runtime.operations.attention import Attention
 from runtime.run.evaluate import evaluate
-from tests.oracles import whole_model as reference
 
 ARITHMETICS = ("unpacked", "packed")
 

@@ -43,9 +43,9 @@ def test_a_reading_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found % ROUNDED_TO_BYTES == 0
         assert reading < found <= reading + 2 * ROUNDED_TO_BYTES
     assert round_up(31_415_926) == round_up(31_450_000) == 31_600_000
-    reading = read_footprint()
-    monkeypatch.setattr(backend, "read_footprint", lambda: reading)
-    assert this_machine("cpu", "auto").process_bytes == round_up(reading.footprint_bytes)
+    footprint = read_footprint()
+    monkeypatch.setattr(backend, "read_footprint", lambda: footprint)
+    assert this_machine("cpu", "auto").process_bytes == round_up(footprint.footprint_bytes)
 
 
 @pytest.mark.parametrize(

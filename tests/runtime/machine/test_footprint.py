@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import darwin
 from support.memory import touched
 from support.waiting import wait_until
 
@@ -151,9 +153,21 @@ def test_a_failed_sample_is_raised_not_dropped(monkeypatch: pytest.MonkeyPatch) 
         assert meter.peak_bytes >= 0
 
 
-def test_darwin_structures_have_the_offsets_of_the_headers() -> None:
-    assert (TaskVmInfo.resident_size.offset, TaskVmInfo.phys_footprint.offset) == (16, 144)
-    assert ctypes.sizeof(TaskVmInfo) == 152
-    assert (RusageInfoV4.resident_size.offset, RusageInfoV4.phys_footprint.offset) == (64, 72)
-    assert RusageInfoV4.lifetime_max_phys_footprint.offset == 240
-    assert ctypes.sizeof(RusageInfoV4) == 296
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has the real library")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_darwin_s_figures_are_read_from_the_structures_of_the_headers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = darwin.build_library(tmp_path)
+    sizes = (ctypes.c_ulong * 2).in_dll(ctypes.CDLL(str(library)), "sizes")
+    assert [*sizes] == [ctypes.sizeof(TaskVmInfo), ctypes.sizeof(RusageInfoV4)]
+    before, mapped_bytes = read_footprint(), memory.mapped_bytes()
+    monkeypatch.setattr(memory, "LIBSYSTEM", str(library))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for cached in (memory._reader, memory._system_library):
+        monkeypatch.setattr(memory, cached.__name__, cached.__wrapped__)
+    found = read_footprint()
+    assert abs(found.footprint_bytes - before.footprint_bytes) < SLACK_BYTES
+    assert abs(found.rss_bytes - before.rss_bytes) < SLACK_BYTES
+    assert abs(found.peak_rss_bytes - before.peak_rss_bytes) < SLACK_BYTES
+    assert abs(memory.mapped_bytes() - mapped_bytes) < SLACK_BYTES

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from oracles.whole_model import dense_model
 from support.bundles import Rng, Tiny
 from support.models import adapters_of, model_of, row_of
 
@@ -21,7 +22,6 @@ from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.zeroth.zo_act import ITERATIONS, PASSES, set_bases
 from runtime.storage.activations import Activations
-from tests.oracles.whole_model import dense_model
 
 
 class Recorder(nn.Module):  # type: ignore[misc]

@@ -279,8 +279,8 @@ def test_coverage_is_one_rank_on_the_same_modules(rng: Rng) -> None:
             shapes[f"model.layers.{layer}.{path}.lora_a"] = (16, rank)
             shapes[f"model.layers.{layer}.{path}.lora_b"] = (rank, 8)
     found = coverage_of(shapes)
-    assert found == (rank, ("q_proj", "up_proj"), first, last)
     assert found.layers == last - first + 1
+    assert found == (rank, ("q_proj", "up_proj"), first, last)
     name = f"model.layers.{last}.mlp.up_proj"
     shapes |= {f"{name}.lora_a": (16, rank + 1), f"{name}.lora_b": (rank + 1, 8)}
     with pytest.raises(ValueError, match=f"different ranks .*{rank}.*{rank + 1}"):

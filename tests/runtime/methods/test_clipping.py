@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.lengths import at_length
 from support.models import FAMILIES, Kept, adapters_of, agree, model_of, rows_of
@@ -25,7 +26,6 @@ from runtime.plan.demand import Demand
 from runtime.plan.plan import Planner, Request
 from runtime.run import budget
 from runtime.storage.activations import Activations
-from tests.oracles import whole_model as reference
 
 CLOSE = 1e-5
 

@@ -8,6 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import estimators
+from oracles.estimators import Monolithic
+from oracles.whole_model import plain_loss
 from support.bundles import Rng, Tiny
 from support.estimators import config_of, copy_of, rows_of, same, started
 from support.models import adapters_of, model_of
@@ -17,9 +20,6 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.log import read_log, rebuild
 from runtime.methods.protocol import method as implementation
-from tests.oracles import estimators
-from tests.oracles.estimators import Monolithic
-from tests.oracles.whole_model import plain_loss
 
 ORACLES: dict[str, type[Monolithic]] = {
     "fzoo": estimators.MonolithicFZOO,

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import msgspec
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.layouts import STORED
 from support.lengths import at_length
@@ -28,7 +29,6 @@ from runtime.plan.plan import LEVELS, PAPER, Plan
 from runtime.run.session import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
-from tests.oracles import whole_model as reference
 
 CLOSE = 1e-5
 BUCKETS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles.whole_model_full import MonolithicFullMeZO
 from support.bundles import Rng, Tiny
 from support.full_weights import EPSILON, all_of, full, method_of, weights_of
 from support.lengths import at_length
@@ -18,7 +19,6 @@ from runtime.methods.full.weights import FullWeights, slot_layouts
 from runtime.methods.zeroth.descent import Update
 from runtime.storage.slots import Slots
 from runtime.storage.weights import Weights
-from tests.oracles.whole_model_full import MonolithicFullMeZO
 
 
 @at_length("steps", 3, 20)

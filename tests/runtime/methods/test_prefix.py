@@ -8,6 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
+from oracles.prefix import keys_and_values, prefix_gradients
 from support.bundles import Rng, Tiny
 from support.models import FAMILIES, agree, mebp, model_of, packed_of, rows_of
 from support.prefixes import prefix_of, with_prefix
@@ -19,8 +21,6 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.storage.activations import Activations
-from tests.oracles import whole_model as reference
-from tests.oracles.prefix import keys_and_values, prefix_gradients
 
 
 @pytest.mark.parametrize("family", FAMILIES)

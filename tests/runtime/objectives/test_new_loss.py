@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.models import adapters_of, mebp, model_of, rows_of
 from support.pair_loss import PairLoss, pair_loss, pair_slope
@@ -23,7 +24,6 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.objective import Loss, loss_of, objective_of
 from runtime.storage.activations import Activations
-from tests.oracles import whole_model as reference
 
 EPSILON = 0.02
 LENGTHS = (31, 20, 27, 9)  # two pairs

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.models import adapters_of, model_of, scored_logits
 from support.runs import adapter, here, metrics_of, succeeds, train_arguments
@@ -25,7 +26,6 @@ from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.labels import MOST_LABELS, labels_of
 from runtime.objectives.objective import objective_of
 from runtime.storage.activations import Activations
-from tests.oracles import whole_model as reference
 
 EPSILON = 0.02
 SHARES = tuple(OBJECTIVES)[1:]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng
 
 from runtime.arrays.arrays import Arrays, CpuArrays, GpuArrays
 from runtime.operations.cached_attention import slots_of
 from runtime.operations.cached_attention_kernel import Ring
-from tests.oracles import whole_model as reference
 
 
 @pytest.mark.parametrize("arrays", [CpuArrays(), GpuArrays()], ids=["cpu", "gpu"])

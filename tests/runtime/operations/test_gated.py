@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from oracles.whole_model import relative_error
 from support.bundles import Rng, Tiny
 from support.models import FAMILIES, model_of
 
@@ -26,7 +27,6 @@ from runtime.operations.values import F32, graph_key
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredModel, Sizes, lower
-from tests.oracles.whole_model import relative_error
 
 CLOSE = 1e-6
 ROUNDED = 32 * 2.0**-24  # a slope takes about thirty float32 operations of half a unit each

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng
 
 from runtime.arrays.arrays import Arrays, CpuArrays, arrays_for
@@ -26,7 +27,6 @@ from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.plan.lower import rows_at_once
 from runtime.storage.weights import Tile, Weights
-from tests.oracles import whole_model as reference
 
 CLOSE = 1e-5
 LAYOUTS = [

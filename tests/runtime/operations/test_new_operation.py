@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny, copied, manifest_of, rewrite
 from support.models import CLOSE, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import demand_of
@@ -17,7 +18,6 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
 from runtime.operations.base import WHOLE
 from runtime.plan.block_peaks import PeakModel
-from tests.oracles import whole_model as reference
 
 OPERATION = '''
 """Scale: a value times a number."""

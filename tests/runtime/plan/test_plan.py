@@ -21,7 +21,7 @@ from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import parse_bytes
-from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, prepare
+from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, cores, prepare
 from runtime.machine.machine import Machine
 from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
@@ -196,7 +196,7 @@ print(json.dumps(msgspec.to_builtins(this_machine("cpu", "auto"))))
         )
         assert done.returncode == 0, done.stderr
         found = msgspec.convert(json.loads(done.stdout), Machine)
-        several = len(os.sched_getaffinity(0)) > 1
+        several = cores() > 1
         assert found.blas == with_threads(threads if several else 1).blas
         assert (found.device, found.arithmetic) == ("cpu", "unpacked")
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.models import FAMILIES, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import demand_of
@@ -25,7 +26,6 @@ from runtime.operations.tiled import Tiled
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower, rows_at_once
 from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
-from tests.oracles import whole_model as reference
 
 
 @pytest.mark.parametrize(("device", "between"), [("cpu", Gated), ("gpu", Elementwise)])

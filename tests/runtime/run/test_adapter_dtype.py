@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles.dense import run_dense
 from safetensors.numpy import load_file
 from support.bundles import Rng, Tiny
 from support.models import adapters_of
@@ -20,7 +21,6 @@ from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.plan.plan import LEVELS
-from tests.oracles.dense import run_dense
 
 HALF = "bfloat16"
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from oracles.prefix import prefix_logits
 from support.bundles import Rng, Tiny
 from support.generation import dense_logits
 from support.layouts import LAYOUTS
@@ -17,13 +18,13 @@ from runtime.adapters.lora import LoraSettings
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
 from runtime.methods.adapters import Adapters
+from runtime.operations.cached_attention import CachedAttention
 from runtime.plan.lower import lower
 from runtime.plan.plan import LEVELS, Plan
 from runtime.run.budget import plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.session import open_session
-from tests.oracles.prefix import prefix_logits
 
 CLOSE = 1e-5  # of the largest logit; products of one token round otherwise than those of many
 CONTEXT = 160
@@ -142,7 +143,7 @@ def test_the_plan_counts_the_cache_and_refuses_what_does_not_fit(tiny: Tiny) -> 
     plan = plan_decoding(bundle, 10**9, 1000)
     lowered = lower(bundle.manifest, 16, plan.sizes, packed=False, context=1000)
     windows = [
-        next(one for one in layer.program.operations if one.cached(layer.program.values)).window
+        next(one for one in layer.program.operations if isinstance(one, CachedAttention)).window
         for layer in lowered.layers
     ]
     assert windows.count(None) < len(layers) == len(windows)

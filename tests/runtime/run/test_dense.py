@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracles import dense
+from oracles.whole_model import relative_error
 from support.text_bundle import text_bundle
 
 from harness.measure.command import ondevice
 from harness.tasks.examples import Example, write_jsonl
 from runtime.methods.adapters import Adapters
-from tests.oracles import dense
-from tests.oracles.whole_model import relative_error
 
 
 def test_the_dense_run_ends_like_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from support.runs import adapter, replaced
 from runtime.config.removed import load_run
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError
+from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Heap, Machine
 from runtime.plan.plan import FACTS, LEVELS, Plan, Planner
@@ -120,6 +121,16 @@ def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
     assert plan == before
     assert "planned anew" not in said and f"resuming after step {STOPPED_AFTER}" in said
     assert adapter(stopped) == adapter(runs[0])
+
+
+def test_another_arithmetic_than_that_of_the_save_is_said(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch)
+    here = arithmetic()
+    monkeypatch.setattr(start, "arithmetic", lambda: {**here, "the BLAS": "another"})
+    _, said = resumed(stopped)
+    assert f"unbroken run: the BLAS is another, not {here['the BLAS']}" in said
 
 
 def test_a_run_is_not_resumed_beyond_the_systems_limit(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from oracles.dense import run_dense
 from support.bundles import Rng
 from support.runs import (
     adapter,
@@ -27,7 +28,6 @@ from runtime.config.train import TrainConfig
 from runtime.core.units import parse_bytes
 from runtime.data.rows import TokenRows
 from runtime.data.samples import Samples
-from tests.oracles.dense import run_dense
 
 LONGEST = "--max-seq-length=32"
 WORDS = ("sun", "the rain", "we", "no", "bathe in", "ice")

@@ -8,6 +8,7 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import runnable
 from support.lengths import at_length
 from support.models import adapters_of, mebp
@@ -21,7 +22,6 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.session import open_session
 from runtime.storage.activations import Activations
-from tests.oracles import whole_model as reference
 
 pytestmark = pytest.mark.real
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.runs import here, json_of, refuses, succeeds
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids
 
 from harness.tasks.examples import Example, write_jsonl
 from runtime.bundle.store import Bundle
-from tests.oracles import whole_model as reference
 
 ANSWERS = {"cat": "yes", "sea": "no", "bee": "maybe"}
 

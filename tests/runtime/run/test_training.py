@@ -338,11 +338,11 @@ def test_adapters_load_in_mlx_lm(bundle: Path, tmp_path: Path, lora: dict[str, o
     """mlx-lm's own loader takes the adapter, and its logits are the bundle's."""
     import mlx.core as mx
     from mlx_lm.tuner.utils import load_adapters
+    from oracles.whole_model import dense_model, relative_error
 
     from runtime.bundle.store import open_bundle
     from runtime.methods.adapters import Adapters
     from runtime.run.lora import to_apply
-    from tests.oracles.whole_model import dense_model, relative_error
 
     run = tmp_path / "run"
     flags = ["--rslora"] if lora else []

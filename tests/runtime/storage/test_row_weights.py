@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import plan_of, task_of
@@ -17,7 +18,6 @@ from runtime.bundle.checks import check_manifest
 from runtime.bundle.store import Bundle
 from runtime.storage import row_weights
 from runtime.storage.row_weights import RowWeights, float_manifest
-from tests.oracles import whole_model as reference
 
 
 def opened(tiny: Tiny, family: str) -> tuple[Checkpoint, Bundle, RowWeights]:
