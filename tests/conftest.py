@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from support import darwin
+
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # two workers on two cores; processes inherit it
 # hundreds of processes are started, and none should compile the program again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -26,6 +28,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if darwin.PRETENDS in os.environ:
+    darwin.pretend()
 
 from runtime.machine.backend import prepare  # noqa: E402
 

@@ -21,6 +21,7 @@ import signal
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -62,13 +63,16 @@ def build_library(folder: Path) -> Path:
 
 def pretend() -> None:
     """Make this process, and all that it starts, look like one on macOS."""
+    if sys.platform == "darwin":
+        return
     if PRETENDS not in os.environ or not Path(os.environ[PRETENDS], "libSystem.B.dylib").exists():
         folder = Path(tempfile.mkdtemp(prefix="ondevice-darwin-"))
         build_library(folder)
         os.environ[PRETENDS] = str(folder)
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, paths)])
-    multiprocessing.get_start_method()  # chosen by the platform
+    multiprocessing.get_start_method()  # chosen by the platform, as
+    sysconfig.get_config_vars()  # what is read by its name
     _load_blas()
     allocate = getattr(os, "posix_fallocate")  # noqa: B009 - mypy knows that macOS lacks it
     sync, control, load = os.fsync, fcntl.fcntl, ctypes.CDLL
@@ -99,6 +103,7 @@ def pretend() -> None:
     proxies = ModuleType("_scproxy")  # of urllib
     vars(proxies).update(_get_proxies=dict, _get_proxy_settings=dict)
     sys.modules["_scproxy"] = proxies
+    vars(shutil)["_copyxattr"] = lambda *_, **__: None  # as it is where os has no such calls
     platform.machine = lambda: "arm64"
     platform.mac_ver = lambda *_: ("15.0", ("", "", ""), "arm64")
     sys.addaudithook(_no_proc)

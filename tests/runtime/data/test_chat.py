@@ -160,7 +160,7 @@ def test_a_template_that_computes_for_long_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.data.chat.MOST_SECONDS", 1)
-    with pytest.raises(DataError, match=r"takes more than 1 s of the CPU \(RLIMIT_CPU\) for one"):
+    with pytest.raises(DataError, match=r"takes more than 1 s of the CPU for one"):
         opened(tmp_path, "{{ range(99999) | slice(1000000000) | list }}").prompt(QUESTION)
 
 

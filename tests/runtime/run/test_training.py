@@ -37,6 +37,7 @@ from support.shared import Shared
 from support.waiting import HANGS_S, wait_until
 
 from runtime.core.units import format_bytes
+from runtime.storage.saves import VERSION
 
 
 def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
@@ -295,9 +296,9 @@ def test_damaged_bundles_and_saves_of_earlier_versions_are_refused(
     succeeds(*train_arguments(bundle, run, 2))
     (save,) = (run / "saves").iterdir()
     about = json.loads((save / "state.json").read_bytes())
-    assert about.pop("version") == 3
+    assert about.pop("version") == VERSION
     (save / "state.json").write_text(json.dumps(about))  # as it was before versions were counted
-    refuses(4, "version 1, not 3", "train", "--resume", run)
+    refuses(4, f"version 1, not {VERSION}", "train", "--resume", run)
 
 
 def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
