@@ -1,6 +1,7 @@
 # make demo and make test set up everything from nothing, in a virtual environment of their own.
 # make test is the gate; make test-all adds the tests that only repeat its tests at more length;
-# make test-night runs what draws with SEEDS fresh seeds each.
+# make test-night runs what draws with SEEDS fresh seeds each; make test-darwin runs what DARWIN_TESTS
+# names as on macOS.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ ON_DARWIN := --platform darwin --cache-dir .mypy_cache/darwin --explicit-package
   --implicit-reexport --no-warn-unused-ignores \
   $(patsubst %,--disable-error-code=%,$(UNCHECKED))
 
-.PHONY: setup blas tokenizers demo test test-all test-night check clean
+.PHONY: setup blas tokenizers demo test test-all test-night test-darwin check clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +73,11 @@ test-all: setup check
 # Folders of tests that passed are removed, since there are tens of thousands of them.
 test-night: setup
 	$(PYTEST) -m 'draws and not slow' --fresh-seeds=$(SEEDS) -o tmp_path_retention_policy=failed
+
+# The tests on Linux that looks like macOS. Memory and forks remain those of Linux.
+DARWIN_TESTS ?= tests
+test-darwin: setup
+	ONDEVICE_TEST_DARWIN=1 $(PYTEST) $(DARWIN_TESTS)
 
 check: setup
 	$(BIN)/ruff format --check .

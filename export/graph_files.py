@@ -20,11 +20,12 @@ from runtime.bundle.traced import RECORD, TracedGraphs, check_programs, traced_b
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import flush_path, sha256_file, storage_errors, write_atomic
 from runtime.core.notes import Progress, no_progress
+from runtime.machine.backend import automatic_device
 from runtime.operations.values import DECODED_TOKENS, graph_key
 
 
 def set_device(name: str) -> str:
-    """Choose the device to trace graphs for: "cpu", "gpu", or "auto" for MLX's default.
+    """Choose the device to trace graphs for: "cpu", "gpu", or "auto".
 
     Returns which of "cpu" and "gpu" it is.
     """
@@ -33,9 +34,9 @@ def set_device(name: str) -> str:
             "--device gpu: MLX finds no GPU here, and graphs are traced on the device that runs "
             "them; use --device cpu, or export where there is a GPU"
         )
-    if name != "auto":
-        mx.set_default_device(mx.gpu if name == "gpu" else mx.cpu)
-    return "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    device = automatic_device() if name == "auto" else name
+    mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+    return device
 
 
 def trace_graphs(manifest: Manifest, device: str, folder: Path) -> None:

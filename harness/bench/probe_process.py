@@ -12,7 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from runtime.machine.backend import blas_threads, gpu_name, mlx_version, prepare
+from runtime.machine.backend import (
+    automatic_device,
+    blas_threads,
+    gpu_name,
+    mlx_version,
+    prepare,
+    use_device,
+)
 
 PREPARED = prepare()
 
@@ -23,6 +30,7 @@ from runtime.arrays.dequantize import dequantize  # noqa: E402
 from runtime.arrays.weight_source import QuantizedTile  # noqa: E402
 
 ROUNDS = 7
+DEVICE = automatic_device()
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -37,8 +45,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def speeds() -> dict[str, float]:
     """Products in float32, dequantizing of 4-bit weights, and exponentials, on MLX's device."""
-    gpu = mx.default_device() == mx.Device(mx.gpu)
-    arrays = arrays_for("gpu" if gpu else "cpu")
+    arrays = arrays_for(DEVICE)
     size, rows, columns = 1024, 2048, 1024
     a, b = mx.random.normal((size, size)), mx.random.normal((size, size))
     words = mx.zeros((rows, columns // 8), mx.uint32)
@@ -56,9 +63,10 @@ def speeds() -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    use_device(DEVICE)
     facts = {
         "mlx": mlx_version(),
-        "device": "gpu" if mx.is_available(mx.gpu) else "cpu",
+        "device": DEVICE,
         "gpu": gpu_name(),
         "tf32": os.environ["MLX_ENABLE_TF32"],
         "blas": PREPARED.blas,

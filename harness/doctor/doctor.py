@@ -55,8 +55,9 @@ def _mlx(probed: dict[str, Any]) -> Finding:
     text = f"{probed['mlx']}, computes on the {probed['device'].upper()}"
     facts = {"version": probed["mlx"], "device": probed["device"]}
     if sys.platform == "darwin" and probed["device"] == "cpu":
-        way = "a virtual machine has none: --device cpu is what is used"
-        return Finding("MLX", Status.WARNING, f"{text}: there is no GPU", way, facts)
+        none = f"its GPU, {probed['gpu']}, is not used" if probed["gpu"] else "there is no GPU"
+        way = "a virtual machine has none of its own: a real Mac is faster"
+        return Finding("MLX", Status.WARNING, f"{text}: {none}", way, facts)
     if probed["device"] == "gpu":
         text += f" ({probed['gpu']})"
         if probed["tf32"] != "0":

@@ -190,6 +190,15 @@ def gpu_name() -> str:
     return str(mx.device_info(mx.gpu)["device_name"]) if mx.is_available(mx.gpu) else ""
 
 
+def automatic_device() -> str:
+    """The device that "auto" means: "gpu" where MLX has one, else "cpu".
+
+    A virtual Mac's GPU is not taken, since its driver lacks much of what MLX's kernels need.
+    """
+    name = gpu_name()
+    return "gpu" if name and "paravirtual" not in name.lower() else "cpu"
+
+
 def mlx_version() -> str:
     """The version of the MLX that is loaded; `importlib.metadata` would take 1.5 MB to say it."""
     import mlx.core as mx

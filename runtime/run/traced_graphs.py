@@ -30,7 +30,7 @@ from runtime.core.paths import cache_folder, is_mine
 from runtime.core.version import __version__
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
-from runtime.machine.backend import mlx_version
+from runtime.machine.backend import automatic_device, mlx_version
 
 # by its name, because this process must not load model classes
 TRACING_PROCESS = "ondevice.cli.tracing_process"
@@ -69,14 +69,13 @@ def choose_device(wanted: str, manifest: Manifest) -> str:
     Raises:
         UsageError: it is not here.
     """
-    has_gpu = mx.is_available(mx.gpu)
-    if wanted == "gpu" and not has_gpu:
+    if wanted == "gpu" and not mx.is_available(mx.gpu):
         raise UsageError("--device gpu: MLX finds no GPU here; use --device cpu")
     if wanted != "auto":
         return wanted
     if manifest.device == "cpu" and are_trusted(manifest):
         return "cpu"
-    return "gpu" if has_gpu else "cpu"
+    return automatic_device()
 
 
 def _traced(bundle: Bundle, device: str, note: Note) -> Bundle:

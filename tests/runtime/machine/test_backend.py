@@ -94,3 +94,14 @@ def test_only_a_gpu_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_blas_is_advised_by_the_processor(processor: str, package: str) -> None:
     """Our packages bring OpenBLAS for x86-64 alone, without its Fortran library."""
     assert no_blas(processor).endswith(f"install {package} (Debian, Ubuntu: apt install {package})")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("", "cpu"), ("Apple M2", "gpu"), ("Apple Paravirtual device", "cpu")],
+)
+def test_a_gpu_is_taken_unless_it_is_a_virtual_mac_s(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str
+) -> None:
+    monkeypatch.setattr(backend, "gpu_name", lambda: name)
+    assert backend.automatic_device() == device
