@@ -239,6 +239,7 @@ class MeBP:
         dropout = StepDropout(self.seed, self.adapters.dropout, number)
         own = own_rows(self.workers, parts, self.loss.together)
         for index, (first_row, rows) in enumerate(own, start=1):
+            self.workers.passes += len(rows)
             pass_ = Backprop(
                 self.models(max(len(row.inputs) for row in rows)),
                 self.adapters,
@@ -305,7 +306,7 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
     parts = [range(config.batch_size)] * config.grad_accumulation
     groups = config.grad_accumulation * len(grouped(parts[0], loss.together))
     workers.check(groups, 1, loss.together)
-    most_rows = max(len(rows) for _, rows in own_rows(workers, parts, loss.together))
+    most_rows = config.batch_size  # of a worker that has become the fastest
     most = config.max_grad_norm
     return MeBP(
         begin.models,

@@ -18,7 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
 
 from runtime.bundle.store import MANIFEST, Bundle
 from runtime.config.parallel import Grid, grid_of
@@ -58,13 +60,26 @@ class News(NamedTuple):
     peaks: tuple[int, ...]  # the peak footprints, in rank order
 
 
+class Speeds(msgspec.Struct, frozen=True):
+    """Forward passes per second of each worker, on these machines in this grid, by rank."""
+
+    hosts: tuple[str, ...]
+    data: int
+    perturb: int
+    passes_per_s: tuple[Annotated[float, msgspec.Meta(gt=0, lt=1e12)], ...]
+
+
 @dataclass
 class Team:
-    """The workers of a run, this one among them; alone by default."""
+    """The workers of a run, this one among them; alone by default.
+
+    speeds: by which they share the work; None until they are measured.
+    """
 
     workers: Workers = field(default_factory=Workers)
     hosts: tuple[str, ...] = ("",)
     heartbeat: Heartbeat | None = None
+    speeds: Speeds | None = None
 
     @property
     def rank(self) -> int:
@@ -125,6 +140,28 @@ class Team:
             {rank: peak for rank, (_, peak, over, _) in enumerate(told) if over},
             tuple(peak for _, peak, *_ in told),
         )
+
+    @property
+    def news_bytes(self) -> int:
+        """What a worker sends as news."""
+        return 0 if self.size == 1 else _NEWS.size
+
+    def recall(self, known: Speeds | None) -> None:
+        """Share the work by earlier speeds, if they are of these machines in this grid."""
+        if known is not None and known == self._of_speeds(known.passes_per_s):
+            self.speeds = known
+            self.workers.balance(known.passes_per_s)
+
+    def measure(self, passes_per_s: float) -> Speeds:
+        """Share the work by all workers' speeds; returns them."""
+        exchange = self.workers.exchange
+        self.speeds = self._of_speeds(exchange.gather([passes_per_s], [1] * exchange.size))
+        self.workers.balance(self.speeds.passes_per_s)
+        return self.speeds
+
+    def _of_speeds(self, passes_per_s: Sequence[float]) -> Speeds:
+        workers = self.workers
+        return Speeds(self.hosts, workers.data, workers.perturb, tuple(passes_per_s))
 
     def where(self, rank: int) -> str:
         """ " on rank 1 on HOST", for the messages of several workers."""

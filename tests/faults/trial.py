@@ -26,7 +26,7 @@ from faults.network import Network
 from runtime.core.errors import OnDeviceError
 from runtime.run.folder import RunFolder
 
-STEPS, SAVED_EVERY = 40, 5
+SAVED_EVERY = 3
 LONGEST_END_S = 30.0  # from the event to the end of every process that was not stopped
 LONGEST_S = 180.0  # of what nothing disturbs
 PAUSE_S = 3.0  # of an event that passes
@@ -67,9 +67,12 @@ EVENTS = (
     Event(f"stopped for {PAUSE_S:.0f} s", False, _signal(signal.SIGSTOP), _signal(signal.SIGCONT)),
     Event(f"cut off for {PAUSE_S:.0f} s", False, _cut, _heal),
 )
-METHODS = {  # grids by their machines, and the options
-    "mezo": ({2: "perturb=2", 3: "data=3"}, ["--method=mezo", "--learning-rate=1e-4"]),
-    "mebp": ({2: "data=2", 3: "data=3"}, ["--method=mebp", "--learning-rate=1e-3"]),
+METHODS = {  # grids by their machines, and the options; MeBP adds up gradients in every block
+    "mezo": (
+        {2: "perturb=2", 3: "data=3"},
+        ["--method=mezo", "--learning-rate=1e-4", "--steps=40"],
+    ),
+    "mebp": ({2: "data=2", 3: "data=3"}, ["--method=mebp", "--learning-rate=1e-3", "--steps=12"]),
 }
 
 
@@ -104,7 +107,7 @@ class Case:
             words += ["--resume", str(self.run)]
         else:
             words += [str(self.bundle), "--data=random:5", "--batch-size=3", "--max-seq-length=24"]
-            words += [f"--steps={STEPS}", f"--save-every={SAVED_EVERY}", f"--output={self.run}"]
+            words += [f"--save-every={SAVED_EVERY}", f"--output={self.run}"]
             words += ["--lr-schedule=constant", "--seed=3", "--also-evaluate=none", *options]
         return words if machines == 1 else [*words, f"--parallel={grids[machines]}"]
 

@@ -112,6 +112,7 @@ class ZerothOrder:
         own = [lane for lane in lanes if self._place(lane) in mine]
         # none only where a descent measures at few points: it has applied all updates before
         numbers = self._visit(model, number, rows, own) if own else {}
+        self.workers.passes += len(own)
         numbers = self._gathered(numbers, of_workers, [len(group) + 1 for group in groups])
         count = sum(map(self.objective.count, groups))
         means: dict[Point, float] = {}
