@@ -266,6 +266,9 @@ class MeBP:
     def settle(self) -> None:
         """Does nothing: each update is applied at once, so none is pending."""
 
+    def digest(self) -> str:
+        return self.adapters.digest()
+
     def write(self, path: Path) -> None:
         self.optimizer.write(path)
 

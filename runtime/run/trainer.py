@@ -49,6 +49,7 @@ from runtime.run.results import (
 from runtime.run.session import Session
 from runtime.run.signals import Stop, catching_signals, cause
 from runtime.run.team import AGREE_STEPS, Team
+from runtime.storage.saves import SLOTS
 
 PACED = 4  # steps by which the workers' speeds are measured; the first does not count
 SKIPS = 10  # steps in a row without a finite loss that end a run
@@ -186,13 +187,17 @@ class Trainer:
             if save is not None
             else "nothing was saved yet; start again"
         )
+        if problem.differs and self.config.trains_all:
+            again += f", after removing {SLOTS} there: then the weights are rebuilt from the log"
         return WorkerError(f"{problem}; {again}", problem.exit_code)
 
     def _agree(self) -> None:
-        """Compare the adapters of all workers."""
-        if self.team.size > 1 and not self.config.trains_all:
-            self.method.settle()
-            self.team.compare(f"the adapters after step {self.done}", self.adapters.digest())
+        """Compare what all workers have trained; weights seldom, since each step saves them."""
+        whole = self.config.trains_all
+        if self.team.size == 1 or (whole and self.done % AGREE_STEPS and not self.ended):
+            return
+        what = "weights" if whole else "adapters"
+        self.team.compare(f"the {what} after step {self.done}", self.method.digest())
 
     def _save(self) -> None:
         self._agree()

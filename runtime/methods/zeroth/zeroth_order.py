@@ -368,6 +368,10 @@ class ZerothOrder:
             self._apply(list(self.adapters.tensors))
             self._pending = False
 
+    def digest(self) -> str:
+        self.settle()
+        return self.adapters.digest()
+
     def write(self, path: Path) -> None:
         """Write the state besides the adapters: how many losses in a row were not finite.
 
