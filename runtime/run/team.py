@@ -28,7 +28,7 @@ from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, 
 from runtime.core.files import sha256_file, storage_errors
 from runtime.machine.footprint import Meter
 from runtime.methods.adapter_reader import AdapterFiles
-from runtime.parallel.launch import launched, way_to_start
+from runtime.parallel.launch import launched, leave_launcher, way_to_start
 from runtime.parallel.workers import Workers
 
 if TYPE_CHECKING:
@@ -246,10 +246,12 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
             raise UsageError(_wrong_number(grid, 1, command))
         yield Team()
         return
-    from runtime.parallel.mpi import MpiExchange  # a single process need not load them
+    from runtime.parallel.meeting import in_time  # a single process need not load them
+    from runtime.parallel.mpi import MpiExchange
 
-    exchange = MpiExchange()
-    team = _met(exchange)
+    with in_time():
+        exchange = MpiExchange()
+        team = _met(exchange)
     try:
         if (parallel is None) or grid.size != exchange.size:
             raise UsageError(_wrong_number(grid, exchange.size, command))
@@ -259,6 +261,8 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
     except BaseException as problem:
         atexit.register(_exit, _code_of(problem))  # MPI would wait for those that are gone
         if exchange.rank == 0:
+            if isinstance(problem, WorkerError):
+                atexit.register(leave_launcher)
             team.dismiss(problem)
             raise
         from runtime.core import signals

@@ -22,12 +22,11 @@ prepare()  # before MLX is imported
 import numpy as np  # noqa: E402
 
 from faults.network import Network  # noqa: E402
-from faults.trial import EVENTS, METHODS, Case, disturbed, undisturbed  # noqa: E402
+from faults.trial import EVENTS, MACHINES, METHODS, Case, disturbed, undisturbed  # noqa: E402
 from ondevice.cli.main import main as ondevice  # noqa: E402
 
 IN_START = 0.2  # the share of events that come before the first step
 LOSS = 0.01
-MACHINES = 3
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from faults.network import Network
 from runtime.core.errors import OnDeviceError
 from runtime.run.folder import RunFolder
 
-SAVED_EVERY = 3
+MACHINES, SAVED_EVERY = 3, 3
 LONGEST_END_S = 30.0  # from the event to the end of every process that was not stopped
 LONGEST_S = 180.0  # of what nothing disturbs
 PAUSE_S = 3.0  # of an event that passes
@@ -194,13 +194,13 @@ def disturbed(
         if not event.ends:
             time.sleep(PAUSE_S)
             event.finish(network, rank, process)
-        _await_end(case, event, rank, outcome)
+        _await_end(case, started, event, rank, outcome)
     started.wait()
     outcome.code, outcome.said = started.returncode, case.said
     network.cut.clear()
     if process is None or outcome.code == 0:
         outcome.moment += ", ended by itself"
-    elif f"rank {rank} on node{rank}" not in outcome.said:
+    elif not _names(outcome.said, event, rank, done):
         outcome.wrong.append("the rank is not named")
     if "Traceback" in outcome.said:
         outcome.wrong.append("a traceback")
@@ -210,8 +210,19 @@ def disturbed(
     return outcome
 
 
-def _await_end(case: Case, event: Event, rank: int, outcome: Outcome) -> None:
-    """Wait for the end of all processes; those that still are after the longest time are killed."""
+def _names(said: str, event: Event, rank: int, done: int) -> bool:
+    """Whether a message names who is lost: to whom is cut off, or waits at the start, any other."""
+    ranks = range(MACHINES) if event.name == "cut off" or not done else [rank]
+    return any(f"rank {number} on node{number}" in said for number in ranks)
+
+
+def _await_end(
+    case: Case, started: subprocess.Popen[str], event: Event, rank: int, outcome: Outcome
+) -> None:
+    """Wait for the end of `mpirun` and all ranks; what is left after the longest time is killed.
+
+    The helpers of `mpirun` on a machine that is cut off learn of its end later.
+    """
     begun = time.monotonic()
     longest = LONGEST_END_S if event.ends else LONGEST_S
     while (passed := time.monotonic() - begun) < longest:
@@ -221,8 +232,9 @@ def _await_end(case: Case, event: Event, rank: int, outcome: Outcome) -> None:
             others -= {rank}  # it cannot end by itself where nobody can reach it
         if outcome.ranks_s is None and not others:
             outcome.ranks_s = passed
-        if not left:
+        if not others and started.poll() is not None:
             outcome.all_s = passed
+            kill_all(case)
             return
         time.sleep(0.02)
     ranks = sorted(others)
