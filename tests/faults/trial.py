@@ -70,9 +70,9 @@ EVENTS = (
 METHODS = {  # grids by their machines, and the options; MeBP adds up gradients in every block
     "mezo": (
         {2: "perturb=2", 3: "data=3"},
-        ["--method=mezo", "--learning-rate=1e-4", "--steps=40"],
+        ["--method=mezo", "--learning-rate=1e-4", "--steps=30"],
     ),
-    "mebp": ({2: "data=2", 3: "data=3"}, ["--method=mebp", "--learning-rate=1e-3", "--steps=12"]),
+    "mebp": ({2: "data=2", 3: "data=3"}, ["--method=mebp", "--learning-rate=1e-3", "--steps=8"]),
 }
 
 
