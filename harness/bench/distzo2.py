@@ -236,9 +236,9 @@ DISTZO2_TABLES = Benchmark(
         "them as they do the measured ones",
         f"{SIMULATION}: equal machines like this one with one thread. PertP, DDP and 2D share 64 "
         "rows at 2 points, PertP, many points 2 rows at 64 points, MeBP 64 rows. A machine sends "
-        "16 bytes for each of its rows at each of its points, with MeBP each layer's LoRA gradients in "
-        "float32, summed while the next layer runs backward; after a step 18 bytes. Assumed: "
-        f"{ASSUMED}",
+        "16 bytes for each of its rows at each of its points, with MeBP each layer's LoRA "
+        "gradients in float32, summed while the next layer runs backward; after a step 18 bytes. "
+        f"Assumed: {ASSUMED}",
     ),
     facts=facts,
 )
