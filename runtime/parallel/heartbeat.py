@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from runtime.parallel.launch import leave_launcher
+from runtime.parallel.watch import leave_launcher
 
 BEAT_S, SILENT_BEATS = 1.0, 10
 SILENCE_S = BEAT_S * SILENT_BEATS

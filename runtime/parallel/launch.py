@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
-from contextlib import suppress
-from pathlib import Path
+import socket
 from typing import NamedTuple
-
-LAUNCHER_S = 5.0  # in which `mpirun` ends its processes, where it can reach them
-LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 
 
 class Launched(NamedTuple):
@@ -35,34 +29,9 @@ def speaks() -> bool:
     return launched().rank == 0
 
 
-def launcher() -> int | None:
-    """A descriptor of the `mpirun` that has started this process; None without one, or on a Mac."""
-    with suppress(OSError):
-        parent = os.getppid()
-        if Path(f"/proc/{parent}/comm").read_text().strip() in LAUNCHERS:
-            return os.pidfd_open(parent)
-    return None
-
-
-def end_launcher(descriptor: int | None, after_s: float = LAUNCHER_S) -> None:
-    """Kill `mpirun` if it has not ended after so long; this process, which waits for it, ends too.
-
-    It waits without an end for the processes of a machine that cannot be reached.
-    """
-    if descriptor is not None and not select.select([descriptor], [], [], after_s)[0]:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    os._exit(0)
-
-
-def leave_launcher(after_s: float = LAUNCHER_S) -> None:
-    """Have a process of its own do as `end_launcher`, while this one ends."""
-    descriptor = launcher()
-    if descriptor is None or os.fork():
-        return
-    os.setsid()  # mpirun's signals are not for it
-    os.closerange(0, descriptor)  # others wait for the end of this process's connections
-    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-    end_launcher(descriptor, after_s)
+def host_name() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
 
 
 def way_to_start(count: int, parallel: str, command: str) -> str:

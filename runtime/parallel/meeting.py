@@ -3,62 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import select
-import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.heartbeat import Heartbeat, Loss
-from runtime.parallel.launch import end_launcher, launched, launcher
+from runtime.parallel.launch import host_name, launched
 
-START_S = 20.0  # in which all processes must have begun, and met
 MEETING_S = 15.0  # in which all workers must have reached rank 0
 ATTEMPT_S = 3.0  # for one address of rank 0
 LOOPBACK, OUTSIDE = "127.0.0.1", "192.0.2.1"  # the second is no machine's
-
-
-def host_name() -> str:
-    """The name of this machine."""
-    return socket.gethostname()
-
-
-@contextmanager
-def in_time() -> Iterator[None]:
-    """Kill this process, with a message, if it waits for the others for START_S.
-
-    MPI's start waits without an end for a process that is stopped or cut off, and holds the
-    interpreter's lock meanwhile. So a child process keeps the time.
-    """
-    reader, writer = os.pipe()
-    waiting, started_by = os.getpid(), launcher()
-    child = os.fork()
-    if not child:
-        os.setsid()  # mpirun's signals are not for it
-        os.close(writer)
-        if not select.select([reader], [], [], START_S)[0]:  # closed where the process goes on
-            os.write(2, _too_late().encode())
-            os.kill(waiting, signal.SIGKILL)
-            end_launcher(started_by)
-        os._exit(0)
-    os.close(reader)
-    try:
-        yield
-    finally:
-        os.close(writer)
-        os.waitpid(child, 0)
-
-
-def _too_late() -> str:
-    return (
-        f"ondevice: rank {launched().rank} on {host_name()} has waited {START_S:.0f} s for the "
-        "other processes to begin: one is stopped, or its machine cannot be reached; start again\n"
-    )
 
 
 def meet(

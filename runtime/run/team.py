@@ -28,7 +28,8 @@ from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, 
 from runtime.core.files import sha256_file, storage_errors
 from runtime.machine.footprint import Meter
 from runtime.methods.adapter_reader import AdapterFiles
-from runtime.parallel.launch import launched, leave_launcher, way_to_start
+from runtime.parallel.launch import host_name, launched, way_to_start
+from runtime.parallel.watch import in_time, leave_launcher
 from runtime.parallel.workers import Workers
 
 if TYPE_CHECKING:
@@ -246,8 +247,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
             raise UsageError(_wrong_number(grid, 1, command))
         yield Team()
         return
-    from runtime.parallel.meeting import in_time  # a single process need not load them
-    from runtime.parallel.mpi import MpiExchange
+    from runtime.parallel.mpi import MpiExchange  # a single process need not load them
 
     with in_time():
         exchange = MpiExchange()
@@ -258,6 +258,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
         team.workers = Workers(exchange, grid.data, grid.perturb)
         team.agree(_versions() | {f"option {name}": repr(options[name]) for name in options})
         yield team
+        exchange.all_bytes(b"")  # nobody leaves MPI, which waits, while another still works
     except BaseException as problem:
         atexit.register(_exit, _code_of(problem))  # MPI would wait for those that are gone
         if exchange.rank == 0:
@@ -280,7 +281,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
 
 def _met(exchange: Any) -> Team:
     """The workers, connected; none is checked yet."""
-    from runtime.parallel.meeting import host_name, meet
+    from runtime.parallel.meeting import meet
 
     team = Team(Workers(exchange, exchange.size), tuple(exchange.texts(host_name())))
 

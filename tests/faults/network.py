@@ -28,7 +28,7 @@ AGENT = """#!/bin/sh
 # in place of ssh: run a command in the namespace of a machine, under its name
 host=$1
 shift
-exec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"
+exec ip netns exec "PREFIX$host" unshare --uts sh -c "hostname $host; $*"
 """
 
 
@@ -41,6 +41,7 @@ class Network:
     def __init__(self, machines: int, delay_s: float, loss: float, folder: Path, seed: int) -> None:
         self.hosts = [f"node{number}" for number in range(machines)]
         self.delay_s, self.loss = delay_s, loss
+        self.prefix = f"faults-{os.getpid()}-"  # of the namespaces
         self.agent = folder / "agent"
         self.cut: set[int] = set()  # machines whose packets are dropped
         self.carried = self.lost = 0  # packets
@@ -50,7 +51,7 @@ class Network:
         self._relay = threading.Thread(target=self._carry, name="relay", daemon=True)
 
     def __enter__(self) -> Network:
-        self.agent.write_text(AGENT)
+        self.agent.write_text(AGENT.replace("PREFIX", self.prefix))
         self.agent.chmod(0o755)
         try:
             for number, host in enumerate(self.hosts):
@@ -74,31 +75,46 @@ class Network:
     def at(self, host: str, *words: str) -> list[str]:
         """A command as a machine's own."""
         named = f'hostname {host} && exec "$@"'
-        return ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", named, host, *words]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.prefix + host,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            named,
+            host,
+            *words,
+        ]
 
     def _add(self, number: int, host: str) -> None:
-        _run("ip", "netns", "add", host)
-        (_HOSTS / host).mkdir(parents=True)
+        space = self.prefix + host
+        _run("ip", "netns", "add", space)
+        (_HOSTS / space).mkdir(parents=True)
         lines = [f"{_SUBNET}.{n + 1} {name}" for n, name in enumerate(self.hosts)]
-        (_HOSTS / host / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        (_HOSTS / space / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         self._tuns.append(tun)
-        name = f"faults{number}"
+        name = f"f{os.getpid()}-{number}"
         fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH", name.encode(), _TUN_WITHOUT_HEADER))
-        _run("ip", "link", "set", name, "netns", host, "name", "eth0")
+        _run("ip", "link", "set", name, "netns", space, "name", "eth0")
         for words in (
             ("addr", "add", f"{_SUBNET}.{number + 1}/24", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
             ("link", "set", "lo", "up"),
         ):
-            _run("ip", "-n", host, *words)
+            _run("ip", "-n", space, *words)
 
     def _remove(self) -> None:
         for tun in self._tuns:
             os.close(tun)
         for host in self.hosts:
-            subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
-            shutil.rmtree(_HOSTS / host, ignore_errors=True)
+            subprocess.run(
+                ["ip", "netns", "del", self.prefix + host], check=False, capture_output=True
+            )
+            shutil.rmtree(_HOSTS / (self.prefix + host), ignore_errors=True)
 
     def _carry(self) -> None:
         due: list[tuple[float, int, int, bytes]] = []  # when, in which order, to which machine

@@ -69,21 +69,24 @@ def test_a_pause_is_known_after_the_next_beat() -> None:
 
 WAITS = """
 import sys, time
-from runtime.parallel import meeting
+from runtime.parallel import watch
 
-meeting.START_S = float(sys.argv[1])
-with meeting.in_time():
+watch.START_S = watch.END_S = float(sys.argv[1])
+with watch.in_time():
     time.sleep(float(sys.argv[2]))
-print("all are there")
+print("all are there", flush=True)
+watch.watch_end()
+time.sleep(float(sys.argv[3]))
 """
 
 
-def test_nobody_waits_without_an_end_for_the_others_to_begin() -> None:
-    fine = python(WAITS, 60, 0)
+def test_nobody_waits_without_an_end_for_the_others() -> None:
+    fine = python(WAITS, 60, 0, 0)
     assert (fine.returncode, fine.stdout) == (0, "all are there\n"), fine.stderr
-    late = python(WAITS, 0.1, 60)
-    assert late.returncode == -9 and not late.stdout
-    assert "rank 0 on " in late.stderr and "for the other processes to begin" in late.stderr
+    for begin_s, end_s, said in ((60, 0, "begin: one"), (0, 60, "end: one")):
+        late = python(WAITS, 0.5, begin_s, end_s)
+        assert late.returncode == -signal.SIGKILL
+        assert "rank 0 on " in late.stderr and f"the other processes to {said}" in late.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
@@ -91,10 +94,10 @@ def test_an_mpirun_that_waits_for_a_lost_machine_is_ended(tmp_path: Path) -> Non
     mpirun = tmp_path / "mpirun"
     mpirun.write_text('#!/bin/sh\n"$@"\necho "it has ended"\nexec sleep "$SLEEP"\n')
     mpirun.chmod(0o755)
-    code = "from runtime.parallel.launch import leave_launcher as leave; leave(0.5)"
-    for seconds, returned in (("60", -signal.SIGKILL), ("0", 0)):
+    code = "from runtime.parallel.watch import leave_launcher as leave; leave({})"
+    for patience_s, seconds, returned in ((0.1, "60", -signal.SIGKILL), (60, "0", 0)):
         ended = subprocess.run(
-            [mpirun, sys.executable, "-c", code],
+            [mpirun, sys.executable, "-c", code.format(patience_s)],
             cwd=ROOT,
             env={**os.environ, "SLEEP": seconds},
             stdout=subprocess.PIPE,
