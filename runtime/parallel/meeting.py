@@ -12,7 +12,7 @@ from typing import Any
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.heartbeat import Heartbeat, Loss
-from runtime.parallel.launch import host_name, launched
+from runtime.parallel.launch import launched
 
 MEETING_S = 15.0  # in which all workers must have reached rank 0
 ATTEMPT_S = 3.0  # for one address of rank 0
