@@ -26,6 +26,7 @@ from faults.trial import EVENTS, MACHINES, METHODS, Case, disturbed, undisturbed
 from ondevice.cli.main import main as ondevice  # noqa: E402
 
 IN_START = 0.2  # the share of events that come before the first step
+IN_START_S, IN_STEP_S = 6.0, 0.5  # after a process begins, or a step ends, in which they come
 LOSS = 0.01
 
 
@@ -63,7 +64,6 @@ class Trial:
         if ondevice(["export", *source, "--seq-lens", "32", "--device", "cpu"]):
             raise RuntimeError("the bundle cannot be exported")
         self.alone: dict[str, Case] = {}
-        self.seconds: dict[tuple[str, float, int], tuple[float, float]] = {}
 
     def case(self, number: int) -> None:
         """Draw a case, run it, and show it in a line."""
@@ -73,14 +73,13 @@ class Trial:
         name = rng.choice(given.events.split(","))
         event = next(event for event in EVENTS if event.name == name)
         machines, resumed_by = int(rng.integers(2, MACHINES + 1)), int(rng.integers(1, 4))
-        rank, share = int(rng.integers(machines)), rng.random()
-        early = rng.random() < IN_START
+        rank, early = int(rng.integers(machines)), rng.random() < IN_START
+        step = 0 if early else int(rng.integers(1, METHODS[method].steps + 1))
+        seconds = rng.uniform(0, IN_START_S if early else IN_STEP_S)
+        expected = self._alone(method)
         with Network(MACHINES, delay_s, LOSS, self.folder, number) as network:
-            expected = self._alone(method)
-            first, whole = self._seconds(network, method, machines)
-            moment = ("start", share * first) if early else ("step", share * (whole - first))
             case = Case(self.bundle, self.folder / f"case-{number}", method, machines)
-            outcome = disturbed(case, network, event, rank, moment, resumed_by, expected)
+            outcome = disturbed(case, network, event, rank, (step, seconds), resumed_by, expected)
         what = {"number": number, "method": method, "delay_s": delay_s, "machines": machines}
         record = {**what, "event": event.name, "rank": rank, **asdict(outcome)}
         self.records.append(record)
@@ -95,17 +94,8 @@ class Trial:
     def _alone(self, method: str) -> Case:
         if method not in self.alone:
             self.alone[method] = case = Case(self.bundle, self.folder / method, method, 1)
-            undisturbed(case, None)
+            undisturbed(case)
         return self.alone[method]
-
-    def _seconds(self, network: Network, method: str, machines: int) -> tuple[float, float]:
-        """The seconds until the first step, and until the end, of an undisturbed run."""
-        key = (method, network.delay_s, machines)
-        if key not in self.seconds:
-            case = Case(self.bundle, self.folder / "undisturbed", method, machines)
-            self.seconds[key] = undisturbed(case, network)
-            print("undisturbed", *key, *self.seconds[key], flush=True)
-        return self.seconds[key]
 
     def summary(self) -> int:
         """Show how often each event ended how, and the longest time."""

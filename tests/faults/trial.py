@@ -153,6 +153,11 @@ class Case:
         return {rank: process for process, rank in self.processes().items() if rank >= 0}
 
 
+def _pause(seconds: float) -> None:
+    """Let the processes go on, between two looks, or until a moment that was drawn."""
+    time.sleep(seconds)
+
+
 def undisturbed(case: Case, network: Network | None) -> tuple[float, float]:
     """Run a case to its end; the seconds until its first step, and until its end."""
     begun, first = time.monotonic(), 0.0
@@ -163,7 +168,7 @@ def undisturbed(case: Case, network: Network | None) -> tuple[float, float]:
         if time.monotonic() - begun > LONGEST_S:
             kill_all(case)
             raise RuntimeError(f"nothing has disturbed it, and it did not end: {case.said}")
-        time.sleep(0.02)
+        _pause(0.02)
     if started.returncode:
         raise RuntimeError(f"nothing has disturbed it, and it failed: {case.said}")
     return first, time.monotonic() - begun
@@ -185,14 +190,14 @@ def disturbed(
     while (since == "start" and rank not in case.ranks()) or (since == "step" and not case.steps):
         if started.poll() is not None:
             raise RuntimeError(f"it ended before its event: {case.said}")
-        time.sleep(0.005)
-    time.sleep(seconds)
+        _pause(0.005)
+    _pause(seconds)
     process, done = case.ranks().get(rank), case.steps
     outcome.moment = f"after step {done}" if done else f"{since} + {seconds:.1f} s"
     if process is not None:
         event.begin(network, rank, process)
         if not event.ends:
-            time.sleep(PAUSE_S)
+            _pause(PAUSE_S)
             event.finish(network, rank, process)
         _await_end(case, started, event, rank, outcome)
     started.wait()
@@ -236,7 +241,7 @@ def _await_end(
             outcome.all_s = passed
             kill_all(case)
             return
-        time.sleep(0.02)
+        _pause(0.02)
     ranks = sorted(others)
     outcome.wrong.append(f"a hang of ranks {ranks}" if ranks else "a hang of mpirun")
     kill_all(case)
@@ -285,7 +290,7 @@ def kill_all(case: Case) -> None:
                 os.kill(process, signal.SIGKILL)
             except ProcessLookupError:
                 continue  # it has just ended
-        time.sleep(0.05)
+        _pause(0.05)
 
 
 def _tensors(run: Path) -> dict[str, Any]:
