@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,20 @@ EVENTS = (
     Event(f"stopped for {PAUSE_S:.0f} s", False, _signal(signal.SIGSTOP), _signal(signal.SIGCONT)),
     Event(f"cut off for {PAUSE_S:.0f} s", False, _cut, _heal),
 )
-METHODS = {  # grids by their machines, and the options; MeBP adds up gradients in every block
-    "mezo": (
-        {2: "perturb=2", 3: "data=3"},
-        ["--method=mezo", "--learning-rate=1e-4", "--steps=30"],
-    ),
-    "mebp": ({2: "data=2", 3: "data=3"}, ["--method=mebp", "--learning-rate=1e-3", "--steps=8"]),
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a method trains: its steps, its rate, and the grid of so many machines."""
+
+    steps: int
+    rate: float
+    grids: Mapping[int, str]
+
+
+METHODS = {  # MeBP adds up gradients in every block
+    "mezo": Training(30, 1e-4, {2: "perturb=2", 3: "data=3"}),
+    "mebp": Training(8, 1e-3, {2: "data=2", 3: "data=3"}),
 }
 
 
@@ -101,15 +109,17 @@ class Case:
 
     def words(self, machines: int) -> list[str]:
         """The command that trains, or goes on."""
-        grids, options = METHODS[self.method]
+        training = METHODS[self.method]
         words = [sys.executable, "-m", "ondevice", "train"]
         if (self.run / "config.toml").exists():
             words += ["--resume", str(self.run)]
         else:
             words += [str(self.bundle), "--data=random:5", "--batch-size=3", "--max-seq-length=24"]
             words += [f"--save-every={SAVED_EVERY}", f"--output={self.run}"]
-            words += ["--lr-schedule=constant", "--seed=3", "--also-evaluate=none", *options]
-        return words if machines == 1 else [*words, f"--parallel={grids[machines]}"]
+            words += ["--lr-schedule=constant", "--seed=3", "--also-evaluate=none"]
+            words += [f"--method={self.method}", f"--learning-rate={training.rate}"]
+            words += [f"--steps={training.steps}"]
+        return words if machines == 1 else [*words, f"--parallel={training.grids[machines]}"]
 
     def start(self, network: Network | None, machines: int) -> subprocess.Popen[str]:
         """Start it over a network, or on this machine alone without one."""
@@ -158,20 +168,10 @@ def _pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def undisturbed(case: Case, network: Network | None) -> tuple[float, float]:
-    """Run a case to its end; the seconds until its first step, and until its end."""
-    begun, first = time.monotonic(), 0.0
-    started = case.start(network, case.machines)
-    while started.poll() is None:
-        if not first and case.steps:
-            first = time.monotonic() - begun
-        if time.monotonic() - begun > LONGEST_S:
-            kill_all(case)
-            raise RuntimeError(f"nothing has disturbed it, and it did not end: {case.said}")
-        _pause(0.02)
-    if started.returncode:
+def undisturbed(case: Case) -> None:
+    """Run a case to its end, alone."""
+    if case.start(None, 1).wait(LONGEST_S):
         raise RuntimeError(f"nothing has disturbed it, and it failed: {case.said}")
-    return first, time.monotonic() - begun
 
 
 def disturbed(
@@ -179,21 +179,19 @@ def disturbed(
     network: Network,
     event: Event,
     rank: int,
-    moment: tuple[str, float],
+    moment: tuple[int, float],
     resumed_by: int,
     expected: Case,
 ) -> Outcome:
-    """Disturb a run `moment` seconds after its start or its first step; see how it ends."""
-    since, seconds = moment
+    """Disturb a run so many seconds after a step has ended, or its process begun; see its end."""
+    step, seconds = moment
     outcome = Outcome()
     started = case.start(network, case.machines)
-    while (since == "start" and rank not in case.ranks()) or (since == "step" and not case.steps):
-        if started.poll() is not None:
-            raise RuntimeError(f"it ended before its event: {case.said}")
+    while started.poll() is None and not (case.steps >= step if step else rank in case.ranks()):
         _pause(0.005)
     _pause(seconds)
     process, done = case.ranks().get(rank), case.steps
-    outcome.moment = f"after step {done}" if done else f"{since} + {seconds:.1f} s"
+    outcome.moment = f"after step {done}" if done else f"{seconds:.1f} s after its start"
     if process is not None:
         event.begin(network, rank, process)
         if not event.ends:
