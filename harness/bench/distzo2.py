@@ -8,7 +8,6 @@ time of each part of a step of one process. Sliced weights (Table 3) do not exis
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from harness.bench.simulation import (
     line_through,
     zeroth_order_s,
 )
-from harness.measure.command import flag, ondevice
+from harness.measure.command import flag, mpirun, ondevice
 from harness.measure.other_load import other_load
 from harness.measure.repeats import (
     Outcome,
@@ -77,9 +76,7 @@ class Sharing:
         """The words that start the processes, with one BLAS thread each."""
         if self.ranks == 1:
             return [*ONE_THREAD]
-        as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        free = ["--oversubscribe", "--bind-to", "none"]
-        return [*ONE_THREAD, "mpirun", *as_root, *free, "-n", str(self.ranks)]
+        return [*ONE_THREAD, *mpirun(self.ranks)]
 
     def simulated_s(self, of: Mapping[str, Times], rows: int) -> float:
         """The simulated step, as if messages took no time."""
@@ -145,6 +142,7 @@ def _process(
     return process | {
         "peak_footprint_bytes": max(peaks),
         "worker_peak_bytes": peaks[1:],
+        "sent_bytes_per_step": summary.get("sent_bytes_per_step"),
         "other_cores": load.cores,
     }
 
@@ -237,10 +235,10 @@ DISTZO2_TABLES = Benchmark(
         "CPU the times are those in which the process computes, so other programs do not lengthen "
         "them as they do the measured ones",
         f"{SIMULATION}: equal machines like this one with one thread. PertP, DDP and 2D share 64 "
-        "rows at 2 points, PertP, many points 2 rows at 64 points, MeBP 64 rows. A machine sends 8 "
-        "bytes for each of its losses and points, with MeBP each layer's LoRA gradients in "
-        "float32, summed while the next layer runs backward; after a step 18 bytes. Assumed: "
-        f"{ASSUMED}",
+        "rows at 2 points, PertP, many points 2 rows at 64 points, MeBP 64 rows. A machine sends "
+        "16 bytes for each of its rows at each of its points, with MeBP each layer's LoRA "
+        "gradients in float32, summed while the next layer runs backward; after a step 18 bytes. "
+        f"Assumed: {ASSUMED}",
     ),
     facts=facts,
 )

@@ -92,7 +92,7 @@ class Assumptions:
     points: int = 2
     few_rows: int = 2
     many_points: int = 64
-    loss_bytes: int = 8  # of every loss, and of every point
+    loss_bytes: int = 16  # of every row at a point: its loss, and what it adds to the objective
     gradient_bytes: int = 4  # of every LoRA parameter
     news_bytes: int = 18  # that every machine tells all others after a step
     pays: float = 0.5
@@ -148,15 +148,18 @@ def zeroth_order_s(
 ) -> float:
     """Seconds of a step whose rows are divided by `data`, and whose points by `perturb`.
 
-    At its end every machine has the loss of each row and point, and each point's mean.
+    At its end every machine has the loss of each row at each point.
     """
-    own_rows, own_points = math.ceil(rows / data), math.ceil(points / perturb)
-    states = own_rows * own_points
+    states = math.ceil(rows / data) * math.ceil(points / perturb)
     compute = times.layers * (times.forward(states) + times.update_s) + times.head(states)
-    losses_bytes = assumed.loss_bytes * (states + own_points)
     machines = data * perturb
-    messages = (losses_bytes, assumed.news_bytes)
+    messages = messages_bytes(assumed, states)
     return compute + sum(network.gather_s(machines, message) for message in messages)
+
+
+def messages_bytes(assumed: Assumptions, states: int) -> tuple[int, int]:
+    """What a machine with so many hidden states sends in a zeroth-order step, and after it."""
+    return assumed.loss_bytes * states, assumed.news_bytes
 
 
 def backprop_s(

@@ -120,6 +120,7 @@ def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
         "trainable",
         "prefix_length",
         "rounding",
+        "parallel",
     )
     for name in (*given, *(option.name for option in fields(LoraOptions))):
         only_of = OPTIONS_OF.get(name, METHODS)

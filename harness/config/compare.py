@@ -28,6 +28,7 @@ from runtime.config.base import (
 )
 from runtime.config.lora import LoraOptions
 from runtime.config.methods import METHODS, USUAL
+from runtime.config.parallel import parallel_field
 from runtime.config.shared import (
     MOST_ROWS,
     TRAIN_DATA,
@@ -166,6 +167,9 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     )
     eval_rows: int = option(
         0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE, Group.EVALUATION
+    )
+    parallel: str | None = parallel_field(
+        "data", processes="of each training, which are started by mpirun,"
     )
     seed: int = option(
         0, "seed of the order of rows and of the noise", NOT_NEGATIVE, Group.TRAINING

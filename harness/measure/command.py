@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +45,24 @@ def ondevice(*arguments: str, module: str = "ondevice", launcher: Sequence[str] 
     if ended.code < 0 or not message:
         raise OnDeviceError(ended.failure(f"the process of `{name}`"))
     raise _ERRORS.get(ended.code, OnDeviceError)(message)
+
+
+def mpirun(count: int) -> list[str]:
+    """The words that start so many processes of a command, here or on the hosts of Open MPI's file.
+
+    They have a minute to save when a signal comes.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if shutil.which("mpirun") is None:
+        raise UsageError(
+            "mpirun is not there, which starts several processes; install Open MPI (apt install "
+            "openmpi-bin, brew install open-mpi)"
+        )
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    free = ["--oversubscribe", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "60"]
+    return ["mpirun", "-q", *as_root, *free, "-n", str(count)]
 
 
 def flag(name: str, value: object) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.measure.command import flag, ondevice
+from harness.measure.command import flag, mpirun, ondevice
+from runtime.config.parallel import grid_of
 from runtime.core.errors import UsageError
 from runtime.data.run_rows import absolute
 
@@ -23,7 +24,8 @@ def measure_training(
 ) -> dict[str, Any]:
     """Train in the folder `run` with `settings` (fields of TrainConfig); returns its summary.
 
-    `launcher` are words before the command, as in `ondevice`.
+    `launcher` are words before the command, as in `ondevice`; without them, `mpirun` starts the
+    processes of a setting `parallel`.
 
     A run that was interrupted is continued, one of fewer steps goes on to as many, and a finished
     one is not run again; so the summary of a run that has gone further is returned as it is.
@@ -32,17 +34,21 @@ def measure_training(
         UsageError: `run` holds a run of other settings.
         OnDeviceError: as `ondevice`.
     """
+    settings = dict(settings)
+    if parallel := settings.pop("parallel", None):  # which the run does not keep
+        launcher = launcher or mpirun(grid_of(str(parallel)).size)
+    shared = [flag("parallel", parallel)] if parallel else []
     summary = run / "summary.json"
     if (run / "config.toml").exists():
         more = _check_same(settings, run)
         if more or not _is_finished(run):
-            ondevice("train", "--resume", str(run), *more, "--json", launcher=launcher)
+            ondevice("train", "--resume", str(run), *more, *shared, "--json", launcher=launcher)
     else:
         bundle, *flags = (
             str(value) if name == "bundle" else flag(name, value)
             for name, value in sorted(settings.items(), key=lambda item: item[0] != "bundle")
         )
-        ondevice("train", bundle, *flags, f"--output={run}", "--json", launcher=launcher)
+        ondevice("train", bundle, *flags, *shared, f"--output={run}", "--json", launcher=launcher)
     measured: dict[str, Any] = json.loads(summary.read_text())
     return measured
 

@@ -342,6 +342,8 @@ def describe_summary(summary: TrainResult) -> str:
         f"{format_bytes(summary.budget_bytes)}; with file pages at most "
         f"{format_bytes(summary.peak_rss_bytes)})",
     ]
+    if summary.sent_bytes_per_step is not None:
+        lines.append(f"each process sent {format_bytes(summary.sent_bytes_per_step)} a step")
     for when, result in summary.evaluations.items():
         lines.append(describe_validation(when, result))
     lines += _describe_others(summary.others)

@@ -9,6 +9,8 @@ from ondevice.cli.commands import COMMANDS
 from ondevice.cli.outcome import outcome_of
 from ondevice.cli.parser import long_flags, whole_parser
 from runtime.core.errors import UsageError
+from runtime.parallel.launch import launched
+from runtime.parallel.watch import watch_end
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +32,8 @@ def _run(words: list[str]) -> None:
         typed = getattr(arguments, "parser", parser)
         raise UsageError(not_known(unknown or words, long_flags(typed), typed.prog))
     arguments.handler(arguments)
+    if launched().size > 1:
+        watch_end()
 
 
 def _check_command(word: str) -> None:

@@ -32,12 +32,12 @@ def grid_of(text: str | None) -> Grid:
     return grid
 
 
-def parallel_field(*names: str) -> Any:
+def parallel_field(*names: str, processes: str = "that mpirun has started") -> Any:
     """The field for how many processes share what; `names` are those of a `Grid` that may be."""
     example = ",".join(f"{name}=2" for name in names)
     return option(
         None,
-        f"how the processes that mpirun has started share the work, such as {example}: "
+        f"how the processes {processes} share the work, such as {example}: "
         + " and ".join({"data": "rows (data)", "perturb": "perturbations"}[name] for name in names)
         + "; see docs/several-machines.md",
         Check(lambda text: _is_grid(text, names), f"numbers of workers such as {example}"),

@@ -239,6 +239,7 @@ class MeBP:
         dropout = StepDropout(self.seed, self.adapters.dropout, number)
         own = own_rows(self.workers, parts, self.loss.together)
         for index, (first_row, rows) in enumerate(own, start=1):
+            self.workers.passes += len(rows)
             pass_ = Backprop(
                 self.models(max(len(row.inputs) for row in rows)),
                 self.adapters,
@@ -264,6 +265,9 @@ class MeBP:
 
     def settle(self) -> None:
         """Does nothing: each update is applied at once, so none is pending."""
+
+    def digest(self) -> str:
+        return self.adapters.digest()
 
     def write(self, path: Path) -> None:
         self.optimizer.write(path)
@@ -305,7 +309,7 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
     parts = [range(config.batch_size)] * config.grad_accumulation
     groups = config.grad_accumulation * len(grouped(parts[0], loss.together))
     workers.check(groups, 1, loss.together)
-    most_rows = max(len(rows) for _, rows in own_rows(workers, parts, loss.together))
+    most_rows = config.batch_size  # of a worker that has become the fastest
     most = config.max_grad_norm
     return MeBP(
         begin.models,

@@ -56,6 +56,7 @@ class Shared:
         if self._begun is not None:
             block, names, sums = self._begun
             self._begun = None
+            self._exchange.await_sums(sums)
             pairs = zip(sums[::2], sums[1::2], strict=True)
             self._update(block, dict(zip(names, pairs, strict=True)))
 

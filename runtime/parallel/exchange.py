@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import mlx.core as mx
@@ -19,14 +21,34 @@ from runtime.core.errors import UsageError
 
 
 class Exchange(ABC):
-    """`size` workers, of which this is number `rank`, counted from 0."""
+    """`size` workers, of which this is number `rank`, counted from 0.
+
+    sent_bytes: of this worker's messages so far. waited_s: in which it has waited for the others.
+    """
 
     rank: int
     size: int
+    sent_bytes: int = 0
+    waited_s: float = 0.0
 
-    @abstractmethod
     def all_bytes(self, message: bytes) -> list[bytes]:
         """The messages of all workers in rank order; all are of one length."""
+        with self._waiting(len(message)):
+            return self._all_bytes(message)
+
+    @abstractmethod
+    def _all_bytes(self, message: bytes) -> list[bytes]:
+        """See `all_bytes`."""
+
+    @contextmanager
+    def _waiting(self, sent_bytes: int) -> Iterator[None]:
+        """Count what is sent, and the time until all have it."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - begun
+            self.sent_bytes += sent_bytes
 
     def gather(self, values: Sequence[float], counts: Sequence[int]) -> list[float]:
         """The float64 values of all workers in rank order, NaNs and zeros with their signs.
@@ -50,7 +72,7 @@ class Exchange(ABC):
     def add(self, arrays: Sequence[mx.array]) -> list[mx.array]:
         """The sums of all workers' float32 arrays of these shapes, the same bits on every worker.
 
-        They may be computed until they are evaluated; meanwhile others may compute.
+        They may be computed until `await_sums` returns; meanwhile others may compute.
         """
         joined = b"".join(np.array(array, copy=False).tobytes() for array in arrays)
         messages = self.all_bytes(joined)
@@ -58,6 +80,10 @@ class Exchange(ABC):
         for message in messages[1:]:
             total += np.frombuffer(message, np.float32)
         return split(mx.array(total), arrays)
+
+    def await_sums(self, sums: Sequence[mx.array]) -> None:
+        """Wait for the sums that `add` has begun."""
+        mx.eval(*sums)
 
     def broadcast(self, message: bytes) -> bytes:
         """The message of rank 0, of any length; those of other workers are not read."""
@@ -100,5 +126,5 @@ class Alone(Exchange):
 
     rank, size = 0, 1
 
-    def all_bytes(self, message: bytes) -> list[bytes]:
+    def _all_bytes(self, message: bytes) -> list[bytes]:
         return [message]

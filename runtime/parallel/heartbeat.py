@@ -10,6 +10,7 @@ since `mpirun` kills all others when a process ends with an error.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -21,9 +22,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from runtime.parallel.watch import leave_launcher
+
 BEAT_S, SILENT_BEATS = 1.0, 10
 SILENCE_S = BEAT_S * SILENT_BEATS
-LONGEST_END_S = 15.0  # in which rank 0 must come to the end of what it computes
+WENT_ON_S = 5.0  # after a pause, in which the process has just gone on
+LONGEST_END_S = 12.0  # in which rank 0 must come to the end of what it computes
 LONGEST_CLEARING_S = 5.0  # in which the others must remove their files
 HEAD = struct.Struct("<cBHI")  # kind, exit code, rank, bytes of the text that follows
 ALIVE, FAILED, LEFT = b".", b"!", b"-"
@@ -57,7 +61,7 @@ class Heartbeat:
         self._peers = dict(peers)
         self._buffers = dict.fromkeys(peers, b"")
         self._silent = dict.fromkeys(peers, 0)
-        self._beaten = time.monotonic()
+        self._beaten, self._went_on = time.monotonic(), -math.inf
         self._lock = threading.Lock()  # one message at a time, whole
         self._left: set[int] = set()  # those that have removed their files, or done their work
         self._closed = False
@@ -84,8 +88,12 @@ class Heartbeat:
         self._noticed = True
 
     def was_stopped(self) -> bool:
-        """Whether this process has just gone on after a signal had stopped it."""
-        return time.monotonic() - self._beaten > 2 * BEAT_S
+        """Whether this process has just gone on after a signal had stopped it.
+
+        The beat may go on before the main thread asks.
+        """
+        now = time.monotonic()
+        return now - self._beaten > 2 * BEAT_S or now - self._went_on < WENT_ON_S
 
     def wait_for_end(self) -> None:
         """Wait until rank 0 has ended, which ends this process."""
@@ -107,7 +115,7 @@ class Heartbeat:
                 self._read(peer)
             if time.monotonic() < due:
                 continue
-            self._beaten = time.monotonic()
+            self._count_pause()
             due = self._beaten + BEAT_S  # not += : a pause of this process is one beat
             self._send(ALIVE)
             self._count_silence()
@@ -115,6 +123,11 @@ class Heartbeat:
                 lost_at = lost_at or time.monotonic()
                 if not self._noticed and time.monotonic() - lost_at > LONGEST_END_S:
                     self._end(shown=True)
+
+    def _count_pause(self) -> None:
+        before, self._beaten = self._beaten, time.monotonic()
+        if self._beaten - before > 2 * BEAT_S:
+            self._went_on = self._beaten
 
     def _count_silence(self) -> None:
         for peer in set(self._peers) - self._left:
@@ -188,6 +201,8 @@ class Heartbeat:
         if shown:
             text = f"ondevice: {self._describe(self.loss)}; what was saved is whole"
             print(text, file=sys.stderr, flush=True)
+        if self._rank == 0:
+            leave_launcher()
         os._exit(self.loss.code)
 
     def _send(self, kind: bytes, loss: Loss | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import NamedTuple
 
 
@@ -26,6 +27,11 @@ def launched() -> Launched:
 def speaks() -> bool:
     """Whether this process shows results and progress: of several, rank 0 alone does."""
     return launched().rank == 0
+
+
+def host_name() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
 
 
 def way_to_start(count: int, parallel: str, command: str) -> str:

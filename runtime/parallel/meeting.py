@@ -19,11 +19,6 @@ ATTEMPT_S = 3.0  # for one address of rank 0
 LOOPBACK, OUTSIDE = "127.0.0.1", "192.0.2.1"  # the second is no machine's
 
 
-def host_name() -> str:
-    """The name of this machine."""
-    return socket.gethostname()
-
-
 def meet(
     exchange: Exchange,
     hosts: Sequence[str],

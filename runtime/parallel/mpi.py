@@ -42,7 +42,7 @@ class MpiExchange(Exchange):
                 "with `mpirun -n 2 COMMAND`, from Open MPI 4 or newer"
             ) from None
         self.rank, self.size = self._group.rank(), self._group.size()
-        self._asked: SimpleQueue[bytes | None] = SimpleQueue()
+        self._asked: SimpleQueue[bytes | Sequence[mx.array] | None] = SimpleQueue()
         self._answers: SimpleQueue[bytes | Exception] = SimpleQueue()
         self._stopped: Exception | None = None
         mx.default_stream(mx.cpu)  # graphs are bound to the first stream, which is not to be:
@@ -51,23 +51,25 @@ class MpiExchange(Exchange):
         self._thread.start()
         atexit.register(self.close)
 
-    def all_bytes(self, message: bytes) -> list[bytes]:
-        if self._stopped is not None:
-            raise self._stopped
-        self._asked.put(message)
-        joined, length = self._answers.get(), len(message)
-        if isinstance(joined, Exception):  # of a worker that may have had this exchange before
-            with suppress(Empty):
-                joined = self._answers.get(timeout=GRACE_S)
-            if isinstance(joined, Exception):
-                raise joined
+    def _all_bytes(self, message: bytes) -> list[bytes]:
+        joined, length = self._asked_of_thread(message), len(message)
         return [joined[rank * length : (rank + 1) * length] for rank in range(self.size)]
 
-    def add(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """See `Exchange.add`; MPI chooses the order, by the number of workers and of values.
+    def _asked_of_thread(self, asked: bytes | Sequence[mx.array]) -> bytes:
+        """What the thread answers, unless `stop` ends the waiting."""
+        if self._stopped is not None:
+            raise self._stopped
+        self._asked.put(asked)
+        answer = self._answers.get()
+        if isinstance(answer, Exception):  # of a worker that may have had this exchange before
+            with suppress(Empty):
+                answer = self._answers.get(timeout=GRACE_S)
+            if isinstance(answer, Exception):
+                raise answer
+        return answer
 
-        Nothing ends the waiting for these sums but the end of the process, when a worker is lost.
-        """
+    def add(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        """See `Exchange.add`; MPI chooses the order, by the number of workers and of values."""
         if self._stopped is not None:
             raise self._stopped
         joined = mx.concatenate([array.reshape(-1) for array in arrays])
@@ -76,7 +78,13 @@ class MpiExchange(Exchange):
         with mx.stream(self._stream):
             sums = split(summed, arrays)
         mx.async_eval(sums)  # type: ignore[no-untyped-call]
+        self.sent_bytes += joined.nbytes
         return sums
+
+    def await_sums(self, sums: Sequence[mx.array]) -> None:
+        """See `Exchange.await_sums`; by the thread, so that `stop` can end the waiting."""
+        with self._waiting(0):
+            self._asked_of_thread(sums)
 
     def stop(self, reason: Exception) -> None:
         """End the waiting, and refuse to exchange any more, with this error."""
@@ -92,13 +100,18 @@ class MpiExchange(Exchange):
 
     def _serve(self) -> None:
         group = self._group
-        while (message := self._asked.get()) is not None:
+        while (asked := self._asked.get()) is not None:
             try:
-                sent = mx.array(np.frombuffer(message, np.uint8))
-                received = mx.distributed.all_gather(sent, group=group, stream=self._stream)
-                self._answers.put(np.array(received).tobytes())
+                if isinstance(asked, bytes):
+                    sent = mx.array(np.frombuffer(asked, np.uint8))
+                    received = mx.distributed.all_gather(sent, group=group, stream=self._stream)
+                    self._answers.put(np.array(received).tobytes())
+                else:
+                    mx.eval(*asked)
+                    self._answers.put(b"")
             except Exception as problem:
                 self._answers.put(problem)
+            del asked  # sums, while the next are waited for
 
 
 def _name_library() -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Alone, Exchange
 
+EVEN = 0.8  # of the fastest worker's speed: slower ones have smaller portions
+
 
 class Portion(NamedTuple):
     """The work of one worker in a step: each of its groups of rows at each of its points."""
@@ -18,19 +20,21 @@ class Portion(NamedTuple):
     points: range
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Workers:
     """The grid of a run's workers: perturbation parallelism inside, data parallelism outside.
 
     Worker `data_rank * perturb + perturb_rank` has the rows of `data_rank` and, of the points at
     which a method evaluates them, those of `perturb_rank`. All workers know all rows. `speeds`, one
-    for each worker, make the portions uneven; without them all are alike.
+    for each worker, make the portions uneven; without them all are alike. `passes` counts the
+    forward passes of this worker: a row at a point.
     """
 
     exchange: Exchange = field(default_factory=Alone)
     data: int = 1
     perturb: int = 1
     speeds: tuple[float, ...] = ()
+    passes: int = 0
 
     def __post_init__(self) -> None:
         """Check the grid.
@@ -47,6 +51,12 @@ class Workers:
             )
         if self.speeds and (len(self.speeds) != size or min(self.speeds) <= 0):
             raise ValueError(f"{self.speeds} are no speeds of {size} workers")
+
+    def balance(self, speeds: Sequence[float]) -> None:
+        """Make the portions as uneven as the speeds; even where these are about the same."""
+        fastest = max(speeds)
+        shown = tuple(max(0.01, round(speed / fastest, 2)) for speed in speeds)
+        self.speeds = shown if min(shown) < EVEN else ()
 
     def portions(self, groups: int, points: int = 1) -> list[Portion]:
         """The portion of each worker, in rank order, of a step of so many groups and points.

@@ -128,9 +128,10 @@ def evaluate_rows(
         limit = 1
     count = min(len(rows), limit) if limit else len(rows)
     together = math.lcm(*(objective.together for objective in objectives))
-    exchange = (workers or Workers()).exchange
+    workers = workers or Workers()
+    exchange = workers.exchange
     groups = grouped(range(count), together)
-    parts = shares(len(groups), [1.0] * exchange.size)
+    parts = shares(len(groups), workers.speeds or [1.0] * exchange.size)
     own = [groups[number] for number in parts[exchange.rank]]
     mine = sum(map(len, own))
     losses: list[StepLoss] = []

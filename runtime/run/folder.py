@@ -2,12 +2,13 @@
 
     config.toml   plan.json   metrics.jsonl   evaluations.json   summary.json
     also-evaluated.json   the data of --also-evaluate, before training and after it
+    speeds.json   those of the machines that share the work
     trajectory.jsonl   if the method logs its steps
     adapters.safetensors, adapter_config.json   an adapter for mlx-lm, that of the last save
     initial/           the adapters before the first step, if they do not follow from the seed
     saves/step-N/   adapters, method.bin, state.json: all that resuming needs
     weights.slots   in place of adapters, if all weights are trained
-    checksums.json   of config.toml, plan.json, both evaluations, the adapter and the tokens
+    checksums.json   of config.toml, plan.json, both evaluations, speeds, the adapter and the tokens
 
 A save is written beside its place, flushed, and renamed; older ones are removed after that. With
 `--keep-best` the save with the lowest held-out loss stays, and the adapter is its at the end.
@@ -48,7 +49,7 @@ from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
 from runtime.run.results import Evaluation, read_steps
-from runtime.run.team import WORKERS
+from runtime.run.team import WORKERS, Speeds
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
@@ -56,12 +57,19 @@ from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_ru
 
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
+SPEEDS = "speeds.json"
 LOCK = ".lock"
 INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
-CHECKED = (CONFIG, PLAN, EVALUATIONS, OTHER_EVALUATIONS)  # beside the adapter and the tokens
+CHECKED = (
+    CONFIG,
+    PLAN,
+    EVALUATIONS,
+    OTHER_EVALUATIONS,
+    SPEEDS,
+)  # beside the adapter and the tokens
 
 
 class RunFolder:
@@ -381,6 +389,21 @@ class RunFolder:
             if when == "before"
             or (evaluation.step == done if when == "after" else int(when) <= done)
         }
+
+    def speeds(self) -> Speeds | None:
+        """The speeds of the workers that have trained last; None before they are measured.
+
+        Raises:
+            BundleError: the file is altered.
+        """
+        path = self.path / SPEEDS
+        if not path.exists():
+            return None
+        self.check(SPEEDS)
+        try:
+            return msgspec.convert(read_json(path), Speeds)
+        except (msgspec.ValidationError, UnicodeError) as problem:
+            raise BundleError(f"{path} is damaged: {problem}") from None
 
     def other_evaluations(self) -> dict[str, dict[str, Evaluation]]:
         """The evaluations of other data, by the data and when they were made.

@@ -37,6 +37,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trained_loss: the mean of the loss that is trained, where it is not the cross entropy.
     objective, learned: the share of right answers where that is raised, and whether it has changed.
     gradient_norm: of all gradients, before they were clipped.
+    sent_bytes: of the messages that each of several processes gave to the others.
     """
 
     number: _Count = msgspec.field(name="step")
@@ -54,6 +55,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     objective: float | None = None
     learned: bool | None = None
     gradient_norm: float | None = None
+    sent_bytes: _Count = 0
 
 
 def _step(text: bytes) -> Step:
@@ -201,6 +203,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     skipped_steps: those without a finite loss. forward_passes: samples that were run forward.
     seconds: of all steps together.
     peak_footprint_bytes, peak_rss_bytes: of all processes that the run has had.
+    sent_bytes_per_step: the mean of the steps that several processes shared; None without any.
     worker_peak_bytes: the peak footprints of the last processes by rank; empty if one trained.
     mlx_peak_bytes: the most that MLX had allocated in the last process.
     tokens_per_s: processed tokens for each second of training.
@@ -243,6 +246,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     machine: Mapping[str, Any]
     seconds_per_step: Mapping[str, float] | None = None
     blocks: Sequence[Mapping[str, Any]] | None = None
+    sent_bytes_per_step: int | None = None
     worker_peak_bytes: tuple[int, ...] = ()
 
     @property

@@ -40,6 +40,7 @@ from runtime.run.folder import (
     EVALUATIONS,
     OTHER_EVALUATIONS,
     PLAN,
+    SPEEDS,
     STATE_OF_METHOD,
     RunFolder,
     WorkerFolder,
@@ -224,7 +225,7 @@ def _files(
         CONFIG: to_toml(config).encode(),
         PLAN: msgspec.json.encode(chosen),
     }
-    names = [*folder.token_files, CHECKSUMS, OTHER_EVALUATIONS]
+    names = [*folder.token_files, CHECKSUMS, OTHER_EVALUATIONS, SPEEDS]
     if state is not None:
         save = folder.saves.place(state.step).relative_to(folder.path)
         names += [EVALUATIONS, *state.logs, *(str(save / name) for name in (*state.files, STATE))]

@@ -18,7 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
 
 from runtime.bundle.store import MANIFEST, Bundle
 from runtime.config.parallel import Grid, grid_of
@@ -26,7 +28,8 @@ from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, 
 from runtime.core.files import sha256_file, storage_errors
 from runtime.machine.footprint import Meter
 from runtime.methods.adapter_reader import AdapterFiles
-from runtime.parallel.launch import launched, way_to_start
+from runtime.parallel.launch import host_name, launched, way_to_start
+from runtime.parallel.watch import in_time, leave_launcher
 from runtime.parallel.workers import Workers
 
 if TYPE_CHECKING:
@@ -58,13 +61,26 @@ class News(NamedTuple):
     peaks: tuple[int, ...]  # the peak footprints, in rank order
 
 
+class Speeds(msgspec.Struct, frozen=True):
+    """Forward passes per second of each worker, on these machines in this grid, by rank."""
+
+    hosts: tuple[str, ...]
+    data: int
+    perturb: int
+    passes_per_s: tuple[Annotated[float, msgspec.Meta(gt=0, lt=1e12)], ...]
+
+
 @dataclass
 class Team:
-    """The workers of a run, this one among them; alone by default."""
+    """The workers of a run, this one among them; alone by default.
+
+    speeds: by which they share the work; None until they are measured.
+    """
 
     workers: Workers = field(default_factory=Workers)
     hosts: tuple[str, ...] = ("",)
     heartbeat: Heartbeat | None = None
+    speeds: Speeds | None = None
 
     @property
     def rank(self) -> int:
@@ -125,6 +141,28 @@ class Team:
             {rank: peak for rank, (_, peak, over, _) in enumerate(told) if over},
             tuple(peak for _, peak, *_ in told),
         )
+
+    @property
+    def news_bytes(self) -> int:
+        """What a worker sends as news."""
+        return 0 if self.size == 1 else _NEWS.size
+
+    def recall(self, known: Speeds | None) -> None:
+        """Share the work by earlier speeds, if they are of these machines in this grid."""
+        if known is not None and known == self._of_speeds(known.passes_per_s):
+            self.speeds = known
+            self.workers.balance(known.passes_per_s)
+
+    def measure(self, passes_per_s: float) -> Speeds:
+        """Share the work by all workers' speeds; returns them."""
+        exchange = self.workers.exchange
+        self.speeds = self._of_speeds(exchange.gather([passes_per_s], [1] * exchange.size))
+        self.workers.balance(self.speeds.passes_per_s)
+        return self.speeds
+
+    def _of_speeds(self, passes_per_s: Sequence[float]) -> Speeds:
+        workers = self.workers
+        return Speeds(self.hosts, workers.data, workers.perturb, tuple(passes_per_s))
 
     def where(self, rank: int) -> str:
         """ " on rank 1 on HOST", for the messages of several workers."""
@@ -211,17 +249,21 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
         return
     from runtime.parallel.mpi import MpiExchange  # a single process need not load them
 
-    exchange = MpiExchange()
-    team = _met(exchange)
+    with in_time():
+        exchange = MpiExchange()
+        team = _met(exchange)
     try:
         if (parallel is None) or grid.size != exchange.size:
             raise UsageError(_wrong_number(grid, exchange.size, command))
         team.workers = Workers(exchange, grid.data, grid.perturb)
         team.agree(_versions() | {f"option {name}": repr(options[name]) for name in options})
         yield team
+        exchange.all_bytes(b"")  # nobody leaves MPI, which waits, while another still works
     except BaseException as problem:
         atexit.register(_exit, _code_of(problem))  # MPI would wait for those that are gone
         if exchange.rank == 0:
+            if isinstance(problem, WorkerError):
+                atexit.register(leave_launcher)
             team.dismiss(problem)
             raise
         from runtime.core import signals
@@ -239,7 +281,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
 
 def _met(exchange: Any) -> Team:
     """The workers, connected; none is checked yet."""
-    from runtime.parallel.meeting import host_name, meet
+    from runtime.parallel.meeting import meet
 
     team = Team(Workers(exchange, exchange.size), tuple(exchange.texts(host_name())))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
 from runtime.run.budget import passed_budget
 from runtime.run.evaluate import evaluate_rows
-from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SUMMARY, RunFolder
+from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS, SUMMARY, RunFolder
 from runtime.run.learning_rate import learning_rate
 from runtime.run.length import epochs_of
 from runtime.run.results import (
@@ -48,7 +49,9 @@ from runtime.run.results import (
 from runtime.run.session import Session
 from runtime.run.signals import Stop, catching_signals, cause
 from runtime.run.team import AGREE_STEPS, Team
+from runtime.storage.saves import SLOTS
 
+PACED = 4  # steps by which the workers' speeds are measured; the first does not count
 SKIPS = 10  # steps in a row without a finite loss that end a run
 ENDS = {  # why a run is over, by the value of `Trainer.ended`
     "steps": "all its steps are done",
@@ -108,12 +111,15 @@ class Trainer:
         self.skipped = 0  # steps in a row whose loss was not finite
         self.stop = Stop()
         self.peaks: tuple[int, ...] = ()  # footprints of the workers' processes
+        self._pace: list[float] = []  # forward passes per second of this process, by step
         self._in_step = False
 
     def run(self) -> TrainResult:
         """Train to the end; returns the summary."""
         heartbeat = self.team.heartbeat
         was_stopped = None if heartbeat is None else heartbeat.was_stopped
+        if self.team.size > 1:
+            self.team.recall(self.folder.speeds())
         with catching_signals(was_stopped) as self.stop:
             try:
                 self._run()
@@ -181,13 +187,17 @@ class Trainer:
             if save is not None
             else "nothing was saved yet; start again"
         )
+        if problem.differs and self.config.trains_all:
+            again += f", after removing {SLOTS} there: then the weights are rebuilt from the log"
         return WorkerError(f"{problem}; {again}", problem.exit_code)
 
     def _agree(self) -> None:
-        """Compare the adapters of all workers."""
-        if self.team.size > 1 and not self.config.trains_all:
-            self.method.settle()
-            self.team.compare(f"the adapters after step {self.done}", self.adapters.digest())
+        """Compare what all workers have trained; weights seldom, since each step saves them."""
+        whole = self.config.trains_all
+        if self.team.size == 1 or (whole and self.done % AGREE_STEPS and not self.ended):
+            return
+        what = "weights" if whole else "adapters"
+        self.team.compare(f"the {what} after step {self.done}", self.method.digest())
 
     def _save(self) -> None:
         self._agree()
@@ -275,7 +285,21 @@ class Trainer:
             rank, number = next(iter(news.signals.items()))
             where = "" if len(news.signals) == self.team.size else self.team.where(rank)
             raise InterruptedRunError(f"{cause(number, where)}: {self._saved}")
+        self._balance()
         self._evaluate_if_due()
+
+    def _balance(self) -> None:
+        """Share the work by the workers' speeds, once the first steps have shown them."""
+        if self.team.size == 1 or self.team.speeds is not None or len(self._pace) < PACED:
+            return
+        speeds = self.team.measure(statistics.median(self._pace[1:]))
+        self.folder.write_json(SPEEDS, speeds)
+        if self.team.workers.speeds:
+            named = ", ".join(
+                f"{passes_per_s:.3g} of {self.team.named(rank)}"
+                for rank, passes_per_s in enumerate(speeds.passes_per_s)
+            )
+            self.events.note(f"the work is shared by the forward passes per second: {named}")
 
     def _step(self) -> tuple[Step, list[Any] | None]:
         """Train one step; returns it, and its line of the trajectory."""
@@ -294,6 +318,8 @@ class Trainer:
             config.all_steps,
             self.done,
         )
+        workers, exchange = self.team.workers, self.team.workers.exchange
+        passes, sent_bytes, waited_s = workers.passes, exchange.sent_bytes, exchange.waited_s
         self._in_step = True
         result = self.method.step(self.done, rate, parts)
         self._in_step = False
@@ -307,6 +333,9 @@ class Trainer:
         self.done += 1
         seconds = time.perf_counter() - start
         self.seconds += seconds
+        worked_s = seconds - (exchange.waited_s - waited_s)
+        if len(self._pace) < PACED:
+            self._pace.append((workers.passes - passes) / worked_s)
         step = Step(
             number=self.done,
             loss=_finite(loss),
@@ -319,6 +348,7 @@ class Trainer:
             peak_footprint_bytes=self.meter.peak_bytes,
             peak_rss_bytes=self.meter.peak_rss_bytes,
             skipped=result.skipped > 0,
+            sent_bytes=exchange.sent_bytes - sent_bytes + self.team.news_bytes,
             gradient_norm=None if result.gradient_norm is None else _finite(result.gradient_norm),
             **result.shown,
         )
@@ -387,6 +417,7 @@ class Trainer:
         seconds = [step.seconds for step in steps]
         plan = self.session.plan
         losses = [step.loss for step in steps if step.loss is not None]
+        sent = [step.sent_bytes for step in steps if step.sent_bytes]
         measured = {}
         if self.config.profile:
             measured = self.session.profile.to_json(max(1, self.done - self.first))
@@ -406,6 +437,7 @@ class Trainer:
             peak_rss_bytes=max(
                 [self.meter.peak_rss_bytes, *(step.peak_rss_bytes for step in steps)]
             ),
+            sent_bytes_per_step=round(np.mean(sent)) if sent else None,
             worker_peak_bytes=self.peaks if self.team.size > 1 else (),
             mlx_peak_bytes=mx.get_peak_memory(),
             step_s_median=float(np.median(seconds)) if seconds else None,

@@ -181,6 +181,10 @@ class Slots:
                     return whole
         return None
 
+    def digest(self, block: int, slot: int) -> bytes:
+        """The SHA-256 of each tensor of a whole slot, as it was written, one after the other."""
+        return b"".join(_digests_in(self._read_header(block, slot)))
+
     def _read_header(self, block: int, slot: int) -> bytes:
         header = np.empty(self.layouts[block].header_bytes, np.uint8)
         _read(self._fd, self.extent(block, slot)[0], header)

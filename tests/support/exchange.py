@@ -31,7 +31,7 @@ class ThreadExchange(Exchange):
         self.rank, self.size = rank, len(messages)
         self._messages, self._barrier = messages, barrier
 
-    def all_bytes(self, message: bytes) -> list[bytes]:
+    def _all_bytes(self, message: bytes) -> list[bytes]:
         self._messages[self.rank] = message
         self._barrier.wait(LONGEST_WAIT_S)
         messages = list(self._messages)
@@ -103,7 +103,7 @@ class Rehearsed(Exchange):
         self.said: list[bytes] = []
         self.heard: list[list[bytes]] | None = None  # of each call, from all workers
 
-    def all_bytes(self, message: bytes) -> list[bytes]:
+    def _all_bytes(self, message: bytes) -> list[bytes]:
         self.said.append(message)
         if self.heard is None:
             return [message] * self.size

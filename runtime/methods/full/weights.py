@@ -12,6 +12,7 @@ run (`runtime.storage.slots`); a version is the number of steps that a block has
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -259,6 +260,14 @@ class FullWeights:
         self._visit = None
         for step in [step for step in self.updates if step < self.oldest]:
             del self.updates[step]
+
+    def digest(self) -> str:
+        """The SHA-256 of all weights that have been written; an update may be pending in them."""
+        assert self.slots is not None, "these weights are only read"
+        found = hashlib.sha256()
+        for index, whole in enumerate(self._whole):
+            found.update(b"" if whole is None else self.slots.digest(index, whole.slot))
+        return found.hexdigest()
 
     def settle(self) -> None:
         """Write all blocks with all updates."""

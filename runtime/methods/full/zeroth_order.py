@@ -95,6 +95,9 @@ class FullZerothOrder(ZerothOrder):
         if self.weights.slots is not None:
             self.weights.slots.sync()
 
+    def digest(self) -> str:
+        return self.weights.digest()
+
     def log_header(self) -> str:
         """The header of the log from which `ondevice replay` rebuilds the run's weights."""
         noise, sha256 = self.noise, self.weights.manifest.weights_sha256

@@ -66,7 +66,7 @@ def start_with(
     """The method of an estimator at its beginning.
 
     Without `noise`, each step draws its own; without `descent`, it is plain SGD. A worker has slots
-    for its own hidden states; the plan counts those of all.
+    for the hidden states of all, since it may become the fastest.
 
     Raises:
         UsageError: there are more workers than rows, or than points.
@@ -75,8 +75,6 @@ def start_with(
     rows, points = config.batch_size * config.grad_accumulation, len(estimator.points)
     groups = grouped(range(rows), objective.together)
     begin.workers.check(len(groups), points, objective.together)
-    mine = begin.workers.mine(len(groups), points)
-    slots = sum(len(groups[group]) for group in mine.groups) * len(mine.points)
     make: Callable[..., ZerothOrder] = ZerothOrder
     if config.trains_all:
         from runtime.methods.full.weights import FullWeights  # other runs need it not
@@ -87,7 +85,7 @@ def start_with(
     return make(
         begin.models,
         begin.adapters,
-        Activations(begin.scratch, 1, slots, begin.activation_shape),
+        Activations(begin.scratch, 1, rows * points, begin.activation_shape),
         noise or Noise(config.seed, config.noise_kind),
         config.epsilon,
         estimator,

@@ -111,6 +111,7 @@ class ZerothOrder:
         own = [lane for lane in lanes if self._place(lane) in mine]
         # none only where a descent measures at few points: it has applied all updates before
         numbers = self._visit(model, number, rows, own) if own else {}
+        self.workers.passes += len(own)
         numbers = self._gathered(numbers, of_workers, [len(group) + 1 for group in groups])
         count = sum(map(self.objective.count, groups))
         means: dict[Point, float] = {}
@@ -365,6 +366,10 @@ class ZerothOrder:
         if self._pending:
             self._apply(list(self.adapters.tensors))
             self._pending = False
+
+    def digest(self) -> str:
+        self.settle()
+        return self.adapters.digest()
 
     def write(self, path: Path) -> None:
         """Write the state besides the adapters: how many losses in a row were not finite.

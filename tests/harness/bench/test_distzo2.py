@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.exchange import NEEDS_MPI
+from support.forks import ROOT
 
 from harness.bench import distzo2
 from harness.bench.bench import bench, to_text
@@ -23,6 +26,7 @@ from harness.bench.simulation import (
     Times,
     backprop_s,
     line_through,
+    messages_bytes,
     simulate,
     sliced_bytes,
     zeroth_order_s,
@@ -36,6 +40,7 @@ NONE = NETWORKS[0]
 MEZO = Times(layers=3, forward=Line(0.5, 0.25), head=Line(0.0, 0.125), update_s=0.1, parameters=10)
 MEBP = Times(3, Line(0.5, 0.25), Line(0.0, 0.125), 0.1, 10, Line(0.5, 0.5))
 ASSUMED = Assumptions()
+RECORDED = ROOT / "docs" / "lab" / "bench"
 
 
 # --- the simulation -----------------------------------------------------------------------------
@@ -67,13 +72,13 @@ def test_three_machines_send_what_the_third_lacks() -> None:
     ("data", "perturb", "states", "messages"),
     [
         (1, 1, 8, 0.0),
-        (1, 2, 4, 0.1 + 0.08 * 5 + 0.1 + 0.18),
-        (2, 1, 4, 0.1 + 0.08 * 6 + 0.1 + 0.18),
-        (4, 2, 1, 3 * 0.1 + 7 * 0.08 * 2 + 3 * 0.1 + 7 * 0.18),
+        (1, 2, 4, 0.1 + 0.16 * 4 + 0.1 + 0.18),
+        (2, 1, 4, 0.1 + 0.16 * 4 + 0.1 + 0.18),
+        (4, 2, 1, 3 * 0.1 + 7 * 0.16 + 3 * 0.1 + 7 * 0.18),
     ],
 )
 def test_a_zeroth_order_step_by_hand(data: int, perturb: int, states: int, messages: float) -> None:
-    """4 rows at 2 points; of a machine 8 bytes for each state and each of its points, then 18."""
+    """4 rows at 2 points; of a machine 16 bytes for each state, then 18."""
     expected = 3 * (0.5 + 0.25 * states + 0.1) + 0.125 * states + messages
     assert zeroth_order_s(MEZO, ASSUMED, SWITCH, 4, 2, data, perturb) == pytest.approx(expected)
 
@@ -113,6 +118,19 @@ def test_what_is_not_divided_bounds_the_speed_up() -> None:
     for way, network, machines in found:  # a network never helps
         compute = found[way, "no network", machines]
         assert found[way, network, machines]["speedup"] <= compute["speedup"] <= machines + 1e-9
+
+
+def test_the_simulation_is_near_the_recorded_ratio() -> None:
+    """Two processes beside one, which Linux gave as much of the CPU as the two had together."""
+    recorded = json.loads((RECORDED / "distzo2-at-once.json").read_bytes())["step_s"]
+    (row,) = json.loads((RECORDED / "distzo2-simulation.json").read_bytes())["rows"]
+    mezo = msgspec.convert(row["times"]["mezo"], Times)
+    one, pertp, ddp = (statistics.mean(recorded[way][1:]) for way in ("one", "pertp", "ddp"))
+    rows, points = 2, 2
+    alone = zeroth_order_s(mezo, Assumptions(), NONE, rows, points)
+    for measured, split in ((2 * one / pertp, (1, 2)), (2 * one / ddp, (2, 1))):
+        simulated = alone / zeroth_order_s(mezo, Assumptions(), NONE, rows, points, *split)
+        assert simulated == pytest.approx(measured, rel=0.1)
 
 
 def test_times_of_two_numbers_of_rows() -> None:
@@ -253,6 +271,8 @@ def test_processes_are_measured_and_the_parts_of_one_simulate_a_step(
     assert row["notes"] == [] and one["failed"] is pertp["failed"] is None
     assert pertp["speedup"]["median"] > 0 and pertp["simulated_s"] > 0
     (peaks,) = (process["worker_peak_bytes"] for process in pertp["processes"])
+    (sent_bytes,) = (process["sent_bytes_per_step"] for process in pertp["processes"])
+    assert sent_bytes == sum(messages_bytes(Assumptions(), 2))  # two rows at one point
     assert len(peaks) == 2 and min(peaks) > 1e7 and pertp["peak_footprint_bytes"] >= max(peaks)
     assert one["processes"][0]["worker_peak_bytes"] == []
     assert row["times"]["mezo"]["layers"] == row["times"]["mebp"]["layers"] == 2

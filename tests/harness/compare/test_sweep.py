@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, settings
 from support.curves import entry, evaluation
+from support.exchange import NEEDS_MPI
 from support.runs import here, ondevice
 from support.token_rows import after, write_rows
 
@@ -23,6 +24,7 @@ from harness.compare.lengths import (
     sweep_steps,
 )
 from harness.compare.report import to_text
+from harness.measure import training
 from harness.measure.training import measure_training
 from harness.report.curve import read_curve
 from runtime.config.methods import METHODS
@@ -131,6 +133,47 @@ def test_a_run_that_goes_on_is_the_longer_run(tiny: Tiny, tmp_path: Path) -> Non
     assert longer["steps"] == 4
     with pytest.raises(UsageError, match="other settings: seed 0 "):
         measure_training({**common, "steps": 9, "seed": 5}, tmp_path / "run")
+
+
+@NEEDS_MPI
+def test_mpirun_starts_the_processes_of_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run, and one that goes on; that of one process is started as it is."""
+    run, made = tmp_path / "run", list[tuple[list[str], list[str]]]()
+
+    def started(*words: str, launcher: Sequence[str]) -> str:
+        made.append(([word for word in words if "parallel" in word], [*launcher]))
+        run.mkdir(exist_ok=True)
+        (run / "config.toml").write_text('seed = 1\nsteps = 2\nmethod = "mezo"\n')
+        (run / "summary.json").write_text('{"stopped": "steps", "steps": 2}')
+        return ""
+
+    monkeypatch.setattr(training, "ondevice", started)
+    for steps in (2, 2, 4):
+        several = {"seed": 1, "steps": steps, "parallel": "data=3"}
+        measure_training(several if made else {"bundle": "b", **several}, run)
+    measure_training({"seed": 1, "steps": 4}, run)
+    (shared, launcher), again, (alone, plainly) = made
+    assert shared == ["--parallel=data=3"] and launcher[0] == "mpirun"
+    assert launcher[-2:] == ["-n", "3"] and again == made[0]
+    assert alone == plainly == []
+
+
+@NEEDS_MPI
+@pytest.mark.slow
+def test_processes_share_the_trainings_of_a_comparison(tiny: Tiny, tmp_path: Path) -> None:
+    bundle = tiny("qwen2", seq_lens=(16,), device="auto").path
+    words = ["compare", bundle, "--data=random:3", "--eval-data=random:4", "--methods=mezo"]
+    words += ["--steps=4", "--eval-every=2", "--learning-rates=1e-3", "--batch-size=2"]
+    words += ["--max-seq-length=16", "--budget=200MB", "--epsilons=1e-3"]
+    for folder, more in (("one", []), ("two", ["--parallel=data=2"])):
+        done = ondevice(*words, "-o", tmp_path / folder, *more)
+        assert done.returncode == 0, done.stderr
+    logs = [tmp_path / folder / "runs" / "mezo" / "trajectory.jsonl" for folder in ("one", "two")]
+    assert logs[0].read_bytes() == logs[1].read_bytes()
+    summary = json.loads((tmp_path / "two" / "runs" / "mezo" / "summary.json").read_text())
+    assert len(summary["worker_peak_bytes"]) == 2
 
 
 def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:

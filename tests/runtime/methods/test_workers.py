@@ -104,7 +104,7 @@ class Replayed(Exchange):
         self.left = list(recorded.gathered)
         self.workers: Workers
 
-    def all_bytes(self, message: bytes) -> list[bytes]:
+    def _all_bytes(self, message: bytes) -> list[bytes]:
         raise NotImplementedError
 
     def gather(self, values: Sequence[float], counts: Sequence[int]) -> list[float]:

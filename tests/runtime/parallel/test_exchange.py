@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.exchange import NEEDS_MPI, in_turn, on_workers, two_processes
+from support.exchange import NEEDS_MPI, in_turn, mpirun, on_workers, two_processes
 
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Alone, Exchange
@@ -84,6 +84,31 @@ def test_processes_exchange_every_bit_over_mpi() -> None:
     assert [line[: len(f"0 of 2: {expected(2)}")] for line in two_processes(code)] == [
         f"{rank} of 2: {expected(2)}" for rank in (0, 1)
     ]
+
+
+# rank 1 never adds; without `stop` rank 0 would wait for it without an end
+LOST_IN_A_SUM = """
+import os, threading, time
+import mlx.core as mx
+from runtime.core.errors import WorkerError
+from runtime.parallel.mpi import MpiExchange
+
+exchange = MpiExchange()
+if exchange.rank:
+    time.sleep(60)
+threading.Timer(0.1, exchange.stop, [WorkerError("rank 1 is gone")]).start()
+try:
+    exchange.await_sums(exchange.add([mx.ones(5)]))
+except WorkerError as problem:
+    print(problem, exchange.sent_bytes, flush=True)
+    os._exit(7)
+"""
+
+
+@NEEDS_MPI
+def test_the_waiting_for_a_sum_ends_when_a_worker_is_lost() -> None:
+    ended = mpirun(["-c", LOST_IN_A_SUM], ["-c", LOST_IN_A_SUM])
+    assert ended.returncode == 7 and ended.stdout == "rank 1 is gone 20\n", ended.stderr
 
 
 def test_one_process_cannot_exchange_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

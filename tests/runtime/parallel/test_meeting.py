@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+import pytest
+from support.forks import ROOT
+from support.runs import python
 
 from runtime.parallel.heartbeat import FAILED, HEAD, LEFT, Heartbeat, Loss
 from runtime.parallel.meeting import LOOPBACK, _accepted, _connected, _listening
@@ -44,6 +53,57 @@ def test_rank_0_hears_of_a_failure_and_of_a_lost_connection() -> None:
             assert (loss.rank, loss.code) == (1, 1) and "its process has ended" in loss.text
         first.fail(1, "what is known is not said again")
         assert first.loss is not None and first.loss.rank == 1
+
+
+def test_a_pause_is_known_after_the_next_beat() -> None:
+    ours, theirs = socket.socketpair()
+    paused = Heartbeat(0, {1: ours}, lambda loss: None, str)
+    assert not paused.was_stopped()
+    paused._beaten -= 3.0  # as if nothing had run for so long
+    paused._count_pause()
+    assert paused.was_stopped()
+    paused._went_on -= 5.0
+    assert not paused.was_stopped()
+    theirs.close()
+
+
+WAITS = """
+import sys, time
+from runtime.parallel import watch
+
+watch.START_S = watch.END_S = float(sys.argv[1])
+with watch.in_time():
+    time.sleep(float(sys.argv[2]))
+print("all are there", flush=True)
+watch.watch_end()
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def test_nobody_waits_without_an_end_for_the_others() -> None:
+    fine = python(WAITS, 60, 0, 0)
+    assert (fine.returncode, fine.stdout) == (0, "all are there\n"), fine.stderr
+    for begin_s, end_s, said in ((60, 0, "begin: one"), (0, 60, "end: one")):
+        late = python(WAITS, 0.5, begin_s, end_s)
+        assert late.returncode == -signal.SIGKILL
+        assert "rank 0 on " in late.stderr and f"the other processes to {said}" in late.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+def test_an_mpirun_that_waits_for_a_lost_machine_is_ended(tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text('#!/bin/sh\n"$@"\necho "it has ended"\nexec sleep "$SLEEP"\n')
+    mpirun.chmod(0o755)
+    code = "from runtime.parallel.watch import leave_launcher as leave; leave({})"
+    for patience_s, seconds, returned in ((0.1, "60", -signal.SIGKILL), (60, "0", 0)):
+        ended = subprocess.run(
+            [mpirun, sys.executable, "-c", code.format(patience_s)],
+            cwd=ROOT,
+            env={**os.environ, "SLEEP": seconds},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert (ended.returncode, ended.stdout) == (returned, "it has ended\n")
 
 
 def test_a_worker_that_leaves_is_no_loss() -> None:

@@ -45,6 +45,17 @@ def test_a_grid_has_perturbations_inside_and_data_outside() -> None:
     ]
 
 
+def test_about_equal_workers_share_evenly() -> None:
+    def counts(exchange: Exchange, *passes_per_s: float) -> list[int]:
+        workers = Workers(exchange, data=2)
+        workers.balance(passes_per_s)
+        return [len(portion.groups) for portion in workers.portions(9)]
+
+    assert on_workers(2, lambda exchange: counts(exchange, 3.0, 1.5)) == [[6, 3]] * 2
+    assert on_workers(2, lambda exchange: counts(exchange, 3.0, 2.5)) == [[5, 4]] * 2
+    assert on_workers(2, lambda exchange: counts(exchange, 1e-9, 2.5)) == [[1, 8]] * 2
+
+
 def test_a_grid_of_another_size_is_refused() -> None:
     with pytest.raises(UsageError, match="data=2,perturb=3 is a grid of 6 workers, and 1 are"):
         Workers(data=2, perturb=3)

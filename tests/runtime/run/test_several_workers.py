@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bundles import Tiny
 from support.exchange import NEEDS_MPI, mpirun
 from support.runs import (
     adapter,
@@ -20,11 +21,13 @@ from support.runs import (
     metrics_of,
     refuses,
     succeeds,
+    summary_of,
     train_arguments,
 )
 from support.shared import Shared
 
 from runtime.run.folder import WORKERS, RunFolder
+from runtime.storage.saves import SLOTS
 
 STEPS = 6
 OPTIONS: dict[str, Any] = {"method": "mezo", "queries": 2, "lr_schedule": "constant"}
@@ -51,12 +54,17 @@ if what == "process" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
     start._this_machine = larger
 
 def struck(self):
-    if self.done == int(step) and self.team.rank == int(rank):
+    if what == "pace":
+        self._pace = [1 / (1 + self.team.rank)] * len(self._pace)
+    elif self.done == int(step) and self.team.rank == int(rank):
         if what == "budget":
             self.meter._budget_bytes = 1
         elif what == "adapters":
             name = next(iter(self.adapters.tensors))
             self.adapters.tensors[name] = self.adapters.tensors[name] + 1e-7
+        elif what == "weights":
+            name = next(iter(self.session.weights._vectors))
+            self.session.weights._vectors[name] += 1e-3
         else:
             signal.raise_signal(int(what))
     return original(self)
@@ -163,6 +171,35 @@ def test_what_ends_one_worker_ends_all(
     assert not (run / WORKERS).exists() and "Traceback" not in done.stderr
     last = 2 if what == "adapters" else 3 if what == signal.SIGSTOP else 4
     assert [place.name for place in RunFolder(run).saves.all()] == [f"step-{last:08d}"]
+
+
+def test_weights_that_differ_end_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    model, run = tiny("gemma3", trainable="full", storage="bfloat16").path, tmp_path / "run"
+    words = train_arguments(model, run, 4, method="mezo", parallel="perturb=2")
+    done = happens("weights", 1, *words)
+    assert done.returncode == 1, done.stderr
+    said = "no longer agree: the weights after step 4 have the SHA-256 (.*) on rank 0 on .* and "
+    hashes = re.search(said + "(.*) on rank 1", done.stderr)
+    assert hashes is not None and hashes[1] != hashes[2], done.stderr
+    assert f"after removing {SLOTS} there" in done.stderr
+
+
+def test_a_slow_worker_gets_less_and_the_bits_stay(
+    bundle: Path, alone: Path, tmp_path: Path
+) -> None:
+    """Four points for two workers, of which one is half as fast; a step of each sends bytes."""
+    run = tmp_path / "run"
+    done = happens("pace", 1, *training(bundle, run, parallel="perturb=2"))
+    assert done.returncode == 0, done.stderr
+    check_same(run, alone)
+    assert "the work is shared by the forward passes per second: 1 of rank 0" in done.stderr
+    speeds = RunFolder(run).speeds()
+    assert speeds is not None and speeds.passes_per_s == (1.0, 0.5)
+    rows, numbers, news = 2, 2 * 8, 18  # a loss and a summand of each row at each point
+    sent = [points * rows * numbers + news for points in (2, 2, 2, 2, 3, 3)]
+    assert [step["sent_bytes"] for step in metrics_of(run)] == sent
+    assert summary_of(run)["sent_bytes_per_step"] == round(sum(sent) / STEPS)
+    assert "each process sent 93 bytes a step" in done.stdout
 
 
 @pytest.mark.slow
