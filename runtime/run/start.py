@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,14 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.config.base import to_toml
 from runtime.config.removed import load_run
 from runtime.config.shared import StepConfig, mix_of
-from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
+from runtime.config.train import (
+    CHANGEABLE,
+    GENERAL,
+    NO_DATA,
+    OF_JOINING,
+    PlanConfig,
+    TrainConfig,
+)
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import Note, silent, warning
@@ -27,7 +36,7 @@ from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
-from runtime.plan.plan import Plan, Planner
+from runtime.plan.plan import Plan, Planner, deciding_differences
 from runtime.run.budget import (
     make_plan,
     plan_of_first,
@@ -49,7 +58,7 @@ from runtime.run.length import settled
 from runtime.run.lora import to_resume, to_train
 from runtime.run.results import Events, TrainResult
 from runtime.run.session import Session, open_checked, open_session
-from runtime.run.team import ADAPTER, WORKERS, Team, adapter_files, of_bundle, team_of
+from runtime.run.team import ADAPTER, WORKERS, Team, adapter_files, of_bundle, team_of, versions
 from runtime.run.traced_graphs import with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
@@ -128,7 +137,7 @@ def train(config: TrainConfig, events: Events) -> TrainResult:
                     folder.remove_scratch_of_workers()
                     # config.toml is the last file of a beginning
                     if folder.is_there and not (folder.path / CONFIG).exists():
-                        _remove_refused(folder, existed)
+                        remove_refused(folder, existed)
                     raise
 
 
@@ -169,6 +178,7 @@ def _begin(
     team.share(_files(fixed, folder, chosen, None))
     team.agree(of_bundle(bundle))
     adapters, running = _first_state(fixed, session, folder, rows.train, team)
+    _invite(fixed, folder, chosen, bundle, team, events)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
@@ -186,33 +196,82 @@ def _join(output: Path, own: Mapping[str, Any], team: Team) -> TrainResult:
 
     `own` are settings that only this worker's machine knows.
     """
-    with team.receive(output.absolute() / WORKERS / str(team.rank)) as path:
-        folder = WorkerFolder(path)
-        with folder.locked():
-            folder.saves.folder.mkdir(exist_ok=True)
-            config = load_run(path / CONFIG, {})
-            config = replace(config, **_received(config, path), **own, output=str(path))
-            save = folder.saves.latest()
-            state = None if save is None else folder.check_save(save)
-            progress = _progress(folder, state)
-            with Meter(budget_bytes=config.budget_bytes) as meter:
-                config, bundle = to_resume(config, open_checked(config.bundle, config.device))
-                team.agree(of_bundle(bundle))
-                rows = open_run_rows(config, bundle, path)
-                samples = Samples.of(config, bundle.manifest, rows.train)
-                chosen = plan_of_first(
-                    msgspec.convert(read_json(path / PLAN), Plan),
-                    bundle.manifest,
-                    _this_machine(config, bundle),
-                    training(config, bundle.manifest, team.size),
-                )
-                weights = _weights(config, bundle, chosen, folder, progress.done)
-                session = open_session(bundle, chosen, weights)
-                adapters, running = _state(config, session, folder, rows.train, state, team)
-                return Trainer(
-                    *(config, folder, session, adapters, running, samples, rows),
-                    *(Events(), meter, progress, team),
-                ).run()
+    with (
+        team.receive(output.absolute() / WORKERS / str(team.rank)) as path,
+        worker(path, own, team) as trainer,
+    ):
+        return trainer.run()
+
+
+@contextmanager
+def worker(
+    path: Path, own: Mapping[str, Any], team: Team, check: Callable[[Bundle], None] | None = None
+) -> Iterator[Trainer]:
+    """The training of a worker that has received the files of `_files` into a folder.
+
+    `own` are settings that only this worker's machine knows; `check` compares its bundle.
+    """
+    folder = WorkerFolder(path)
+    with folder.locked():
+        folder.saves.folder.mkdir(exist_ok=True)
+        config = load_run(path / CONFIG, {})
+        config = replace(config, **_received(config, path), **own, output=str(path))
+        save = folder.saves.latest()
+        state = None if save is None else folder.check_save(save)
+        progress = _progress(folder, state)
+        with Meter(budget_bytes=config.budget_bytes) as meter:
+            config, bundle = to_resume(config, open_checked(config.bundle, config.device))
+            if check is not None:
+                check(bundle)
+            team.agree(of_bundle(bundle))
+            rows = open_run_rows(config, bundle, path)
+            samples = Samples.of(config, bundle.manifest, rows.train)
+            chosen = plan_of_first(
+                msgspec.convert(read_json(path / PLAN), Plan),
+                bundle.manifest,
+                _this_machine(config, bundle),
+                training(config, bundle.manifest, team.size),
+            )
+            weights = _weights(config, bundle, chosen, folder, progress.done)
+            session = open_session(bundle, chosen, weights)
+            adapters, running = _state(config, session, folder, rows.train, state, team)
+            yield Trainer(
+                *(config, folder, session, adapters, running, samples, rows),
+                *(Events(), meter, progress, team),
+            )
+
+
+def _invite(
+    config: TrainConfig, folder: RunFolder, chosen: Plan, bundle: Bundle, team: Team, events: Events
+) -> None:
+    """Let devices join the run through the team's folder, if it has one.
+
+    A run that goes on as it was described there keeps its description, so that its workers stay.
+    """
+    fleet = team.workers.fleet
+    if fleet is None:
+        return
+    log = folder.trajectory.path.read_text().splitlines(keepends=True)
+    files: Mapping[str, Path | bytes | str] = {
+        name: file
+        for name, file in _files(config, folder, chosen, None).items()
+        if isinstance(file, bytes) or file.exists()
+    }
+    before = fleet.described()
+    if before is not None and before.header == log[0]:
+        with tempfile.TemporaryDirectory() as scratch:
+            stored = [Path(scratch, name) for name in (CONFIG, PLAN)]
+            if all(fleet.fetch(before.files[path.name], path) for path in stored):
+                settings = {name: getattr(config, name) for name in (*CHANGEABLE, *OF_JOINING)}
+                same = replace(load_run(stored[0], {}), **settings) == config
+                plan = msgspec.convert(read_json(stored[1]), Plan)
+                if same and not deciding_differences(plan, chosen):
+                    files = before.files
+    fleet.begin({**versions(), **of_bundle(bundle)}, files, log, events.note)
+    events.note(
+        f"other devices join by: ondevice train BUNDLE --parallel join={fleet.path} (the folder as "
+        "it is called there)"
+    )
 
 
 def _files(
@@ -331,6 +390,7 @@ def _continue(
     team.share(_files(config, folder, chosen, state))
     team.agree(of_bundle(bundle))
     adapters, running = _state(config, session, folder, rows.train, state, team)
+    _invite(config, folder, chosen, bundle, team, events)
     trainer = Trainer(
         *(config, folder, session, adapters, running, samples, rows),
         *(events, meter, progress, team),
@@ -588,7 +648,7 @@ def _has_lines(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _remove_refused(folder: RunFolder, existed: bool) -> None:
+def remove_refused(folder: RunFolder, existed: bool) -> None:
     """Remove the files of a run that never started, and nothing else."""
     if not existed:
         shutil.rmtree(folder.path)

@@ -1,0 +1,409 @@
+"""Workers of a zeroth-order training that come and go, through a folder that they share.
+
+A step is a few numbers: one for each group of rows at each of the method's points, here its items.
+The coordinator has the run. For each step it writes a task: who computes which items, and the line
+of the step before in the run's log. It computes its own, collects those of the others, and computes
+what has not come in time. Whose numbers come from where changes no bit of the update.
+
+A worker starts from the run's first adapters and applies the lines of the log, wherever it was
+when they were written. So one that was away only has to read what it missed (as in FedKSeed, arXiv
+2312.06353). It is given items once its adapters have the SHA-256 of the coordinator's. The first
+numbers that it sends are computed again, and compared.
+
+    run                 a `Description`, with the name of the coordinator's session
+    file-SHA256         a file that workers need to start
+    FIRST.log           lines of the log, from step FIRST on
+    STEP.step           a `Task`; its line is that of step STEP - 1
+    NAME.here           a worker is at the latest step, and asks for items
+    STEP-NAME.part      the numbers of a worker's items
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from runtime.core.documents import from_json
+from runtime.core.errors import StorageError, UsageError
+from runtime.core.notes import Note, silent, warning
+from runtime.parallel.shared_folder import SharedFolder, pause
+from runtime.parallel.workers import AGREE_STEPS, shares
+
+LINES = 100  # of a file of the log; until there are so many, they are in the tasks
+FIRST_PATIENCE_S = 30.0  # for the first numbers of a worker
+PATIENCE, LEAST_PATIENCE_S = 3.0, 5.0  # times as long as a worker has taken before
+RUN, LOG, TASK, HERE, PART = "run", ".log", ".step", ".here", ".part"
+REFUSED = (-1, -1)  # in place of the items of a worker whose numbers were others
+_OURS = re.compile(
+    r"run|file-\w{16}|\d{8}\.(step|log)|\w{1,32}\.here|\d{8}-\w{1,32}\.part", re.ASCII
+)
+_SECONDS = struct.Struct("<dI")  # that a worker has computed, and the first of its items
+
+Numbers = list[list[float]]  # of items
+Compute = Callable[[Sequence[int]], Numbers]
+
+
+class Description(msgspec.Struct, frozen=True):
+    """The training that a folder is for.
+
+    facts: what all workers must have alike. header: the first line of the log. files: their
+    SHA-256. session: changes whenever the coordinator starts.
+    """
+
+    facts: dict[str, str]
+    header: str
+    files: dict[str, str]
+    session: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """Of all but the session."""
+        plain = msgspec.structs.replace(self, session="")
+        return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
+
+
+class Task(NamedTuple):
+    """The work of a step: each worker's items, from the first and before the second number.
+
+    shares: None once the training is over. digest: the SHA-256 of the adapters, where workers are
+    to compare theirs. line: of the step before in the log, None before the first.
+    """
+
+    shares: Mapping[str, Sequence[int]] | None
+    digest: str = ""
+    line: list[Any] | None = None
+
+
+@dataclass
+class Member:
+    """A worker, as the coordinator knows it."""
+
+    host: str = "this machine"
+    item_s: float = 0.0  # 0 until it has computed some
+    latest_s: float = 0.0  # until its latest numbers came
+    proven: bool = False  # its first numbers were right
+
+    @property
+    def patience_s(self) -> float:
+        longest = max(LEAST_PATIENCE_S, PATIENCE * self.latest_s)
+        return longest if self.latest_s else FIRST_PATIENCE_S
+
+    def measured(self, seconds: float, items: int) -> None:
+        """Take note of how long it has computed."""
+        if items:
+            latest = seconds / items
+            self.item_s = (self.item_s + latest) / 2 if self.item_s else latest
+
+
+@dataclass
+class Fleet:
+    """The coordinator's side. `hurry` says whether nobody is to be waited for any more."""
+
+    path: Path
+    hurry: Callable[[], bool] = lambda: False
+    _note: Note = silent
+    _lines: list[str] = field(default_factory=list)
+    _kept: int = 0  # lines that are in files of the log
+    _members: dict[str, Member] = field(default_factory=dict)
+    _refused: set[str] = field(default_factory=set)
+    _own: Member = field(default_factory=Member)
+    _told: int = 0  # of ignored files
+    _steps: int = 0
+    _items: tuple[int, int] = (0, 0)  # that workers have computed, and all
+
+    def __post_init__(self) -> None:
+        self._folder = SharedFolder(self.path)
+
+    def described(self) -> Description | None:
+        """The training that the folder is for so far."""
+        return described(self._folder)
+
+    def fetch(self, sha256: str, target: Path) -> bool:
+        """See `SharedFolder.fetch`."""
+        return self._folder.fetch(sha256, target)
+
+    def begin(
+        self,
+        facts: Mapping[str, str],
+        files: Mapping[str, Path | bytes | str],
+        log: Sequence[str],
+        note: Note,
+    ) -> None:
+        """Describe the training.
+
+        files: what workers need to start, or the SHA-256 of what lies there. log: its lines.
+
+        Raises:
+            StorageError: the folder cannot be written.
+            UsageError: it is another training's, which is not over.
+        """
+        header, *self._lines = log
+        self._note = note
+        before = self.described()
+        if before is not None and before.header != header:
+            raise UsageError(
+                f"{self.path} is the folder of another training, whose log begins with the SHA-256 "
+                f"{_sha256(before.header)}, not {_sha256(header)}; give another folder, or empty it"
+            )
+        sums = {
+            name: file if isinstance(file, str) else self._folder.put(file)
+            for name, file in files.items()
+        }
+        for name in self._folder.names():
+            if name.endswith((LOG, TASK, HERE, PART)) and _OURS.fullmatch(name):
+                self._folder.remove(name)
+        self._folder.session = secrets.token_hex(4)
+        for first in range(0, len(self._lines), LINES):
+            self._keep(first)
+        self._kept = len(self._lines) // LINES * LINES
+        description = Description(dict(facts), header, sums, self._folder.session)
+        self._folder.write(RUN, msgspec.json.encode(description), session="")
+        self._folder.nbytes = 0
+
+    def learned(self, line: str) -> None:
+        """Take the line of a step, which its log now has."""
+        self._lines.append(line)
+        if len(self._lines) - self._kept < LINES:
+            return
+        first = self._kept
+        if self._tried(lambda: self._keep(first)):
+            self._kept += LINES
+            for step in range(first, first + LINES):
+                self._folder.remove(f"{step:08d}{TASK}")
+
+    def share(
+        self, step: int, lengths: Sequence[int], compute: Compute, digest: Callable[[], str]
+    ) -> Numbers:
+        """The numbers of all items of a step, of which each has as many as `lengths` says.
+
+        compute: computes the numbers of some items, in their order. digest: of the adapters.
+        """
+        came = self._admit(step)
+        mine, *others = shares(len(lengths), self._speeds())
+        of_members = dict(zip(self._members, others, strict=True))
+        told = {name: (each.start, each.stop) for name, each in of_members.items()}
+        due = came or (told and step % AGREE_STEPS == 0)
+        self._post(step, {**dict.fromkeys(self._refused, REFUSED), **told}, digest() if due else "")
+        begun = time.monotonic()
+        numbers = dict(zip(mine, compute(mine), strict=True))
+        self._own.measured(time.monotonic() - begun, len(mine))
+        received = self._received(step, of_members, lengths, begun)
+        numbers |= self._checked(received, numbers, len(lengths), compute)
+        self._steps += 1
+        self._items = self._items[0] + len(lengths) - len(mine), self._items[1] + len(lengths)
+        return [numbers[item] for item in range(len(lengths))]
+
+    def end(self, digest: Callable[[], str]) -> None:
+        """Tell all workers that the training is over."""
+        self._admit(len(self._lines))
+        self._post(len(self._lines), None, digest())
+        if self._steps:
+            self._note(
+                f"workers computed {self._items[0]} of {self._items[1]} parts of {self._steps} "
+                f"steps; a step took {self._folder.nbytes / self._steps:.0f} bytes in {self.path}"
+            )
+
+    def _keep(self, first: int) -> None:
+        lines = "".join(self._lines[first : first + LINES])
+        self._folder.write(f"{first:08d}{LOG}", lines.encode())
+
+    def _post(self, step: int, told: Mapping[str, Sequence[int]] | None, digest: str) -> None:
+        line = self._lines[-1] if self._lines else "null"
+        task = f'[{json.dumps(told, separators=(",", ":"))},"{digest}",{line.strip()}]'
+        self._tried(lambda: self._folder.write(f"{step:08d}{TASK}", task.encode()))
+
+    def _tried(self, write: Callable[[], None]) -> bool:
+        """Write what only workers need, without whom the training goes on."""
+        try:
+            write()
+        except StorageError as problem:
+            self._note(warning(f"workers wait until {self.path} can be written again: {problem}"))
+            return False
+        return True
+
+    def _admit(self, step: int) -> bool:
+        """Take in those who ask for items; returns whether there are any."""
+        came = False
+        for name in self._folder.names():
+            who, _, kind = name.rpartition(".")
+            if not _OURS.fullmatch(name):
+                self._folder.ignored.add(name)
+            elif f".{kind}" == PART and int(who[:8]) < step:
+                self._folder.remove(name)  # it came too late, or was read
+            elif f".{kind}" == HERE and (host := self._folder.read(name)) is not None:
+                self._folder.remove(name)
+                if who not in self._refused:
+                    came = True
+                    self._members[who] = Member(host.decode(errors="replace"))
+                    self._note(f"{self._named(who)} takes part from step {step + 1} on")
+        if len(self._folder.ignored) > self._told:
+            self._told = len(self._folder.ignored)
+            latest = sorted(self._folder.ignored)[-1]
+            self._note(f"{self._told} files in {self.path} are no messages, such as {latest!r:.80}")
+        return came
+
+    def _named(self, who: str) -> str:
+        return f"the worker {who} on {self._members[who].host!r:.80}"
+
+    def _speeds(self) -> list[float]:
+        """In items per second, the coordinator's first; as its own where nothing is known."""
+        own = self._own.item_s or 1.0
+        return [
+            1 / max(1e-9, member.item_s or own) for member in (self._own, *self._members.values())
+        ]
+
+    def _received(
+        self, step: int, of_members: Mapping[str, range], lengths: Sequence[int], begun: float
+    ) -> dict[str, dict[int, list[float]]]:
+        """The numbers of each worker's items; whoever does not send them in time has left."""
+        waiting = {name: items for name, items in of_members.items() if items}
+        received: dict[str, dict[int, list[float]]] = {}
+        while waiting:
+            passed = time.monotonic() - begun
+            for name, items in [*waiting.items()]:
+                member = self._members[name]
+                answer = self._answer(f"{step:08d}-{name}{PART}", items, lengths)
+                if answer is not None:
+                    seconds, received[name] = answer
+                    member.measured(seconds, len(items))
+                    member.latest_s = passed
+                elif passed > member.patience_s:
+                    self._note(f"{self._named(name)} has left: no numbers in {passed:.1f} s")
+                    del self._members[name]
+                elif not self.hurry():
+                    continue
+                del waiting[name]
+            if waiting:
+                pause(passed)
+        return received
+
+    def _answer(
+        self, name: str, items: range, lengths: Sequence[int]
+    ) -> tuple[float, dict[int, list[float]]] | None:
+        content = self._folder.read(name)
+        if content is None:
+            return None
+        count = sum(lengths[item] for item in items)
+        if len(content) != _SECONDS.size + 8 * count:
+            self._folder.ignored.add(name)
+            return None
+        seconds, first = _SECONDS.unpack_from(content)
+        if first != items.start:
+            self._folder.ignored.add(name)
+            return None
+        values = iter(struct.unpack_from(f"<{count}d", content, _SECONDS.size))
+        return seconds, {item: [next(values) for _ in range(lengths[item])] for item in items}
+
+    def _checked(
+        self,
+        received: Mapping[str, dict[int, list[float]]],
+        own: Mapping[int, list[float]],
+        count: int,
+        compute: Compute,
+    ) -> dict[int, list[float]]:
+        """The numbers of the others' items; what is missing, or of new workers, is computed."""
+        numbers = {item: each for of in received.values() for item, each in of.items()}
+        new = [name for name in received if not self._members[name].proven]
+        missing = set(range(count)) - numbers.keys() - own.keys()
+        again = sorted(missing.union(*(received[name] for name in new)))
+        computed = dict(zip(again, compute(again), strict=True)) if again else {}
+        for name in new:
+            same = all(
+                _bits(each) == _bits(computed[item]) for item, each in received[name].items()
+            )
+            self._members[name].proven = same
+            if not same:
+                self._note(warning(f"{self._named(name)} computes otherwise, and is not used"))
+                self._refused.add(name)
+                del self._members[name]
+        return numbers | computed
+
+
+class Guest:
+    """A worker's side: the messages that it reads and writes."""
+
+    def __init__(self, path: Path, host: str) -> None:
+        self.path, self._folder = path, SharedFolder(path)
+        self._host = host
+        self.name = f"{re.sub('[^A-Za-z0-9]', '', host)[:8]}_{secrets.token_hex(2)}"
+        self._log: tuple[int, list[str]] = 0, []  # lines from a step on
+        self._since = time.monotonic()
+
+    @property
+    def session(self) -> str:
+        return self._folder.session
+
+    def met(self) -> Description | None:
+        """The training of the folder, if it is there; from now on messages are of its session."""
+        description = described(self._folder)
+        if description is not None and description.session != self.session:
+            self._folder.session, self._log = description.session, (0, [])
+        return description
+
+    def fetch(self, sha256: str, target: Path) -> bool:
+        """See `SharedFolder.fetch`."""
+        return self._folder.fetch(sha256, target)
+
+    def line(self, step: int) -> str | None:
+        """The line of a step in the log, counted from 0; None if it is not there yet."""
+        first, lines = self._log
+        if 0 <= step - first < len(lines):
+            return lines[step - first]
+        if (task := self.task(step + 1)) is not None and task.line is not None:
+            return json.dumps(task.line)
+        first = step // LINES * LINES
+        content = self._folder.read(f"{first:08d}{LOG}") or b""
+        self._log = first, content.decode().splitlines()
+        return self._log[1][step - first] if step - first < len(self._log[1]) else None
+
+    def task(self, step: int) -> Task | None:
+        """The task of a step; None if it is not there yet."""
+        content = self._folder.read(f"{step:08d}{TASK}")
+        return None if content is None else Task(*from_json(content))
+
+    def ask(self) -> None:
+        """Ask for items, with the adapters of the latest step at hand. Raises StorageError."""
+        self._folder.write(f"{self.name}{HERE}", self._host.encode())
+
+    def answer(self, step: int, first: int, numbers: Sequence[float], seconds: float) -> None:
+        """Send the numbers of the items from `first` on. Raises StorageError."""
+        content = _SECONDS.pack(seconds, first) + struct.pack(f"<{len(numbers)}d", *numbers)
+        self._folder.write(f"{step:08d}-{self.name}{PART}", content)
+
+    def went_on(self) -> None:
+        """Something has happened, and more may follow soon."""
+        self._since = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait before the next look, the longer the less has happened."""
+        pause(time.monotonic() - self._since)
+
+
+def described(folder: SharedFolder) -> Description | None:
+    """The training that a folder is for; None if it is for none, or that is not visible yet."""
+    content = folder.read(RUN, session="")
+    if content is None:
+        return None
+    try:
+        return msgspec.json.decode(content, type=Description)
+    except (msgspec.MsgspecError, UnicodeError):
+        folder.ignored.add(RUN)
+        return None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _bits(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}d", *values)
