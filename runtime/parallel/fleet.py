@@ -124,24 +124,14 @@ class Fleet:
     def __post_init__(self) -> None:
         self._folder = SharedFolder(self.path)
 
-    def described(self) -> Description | None:
-        """The training that the folder is for so far."""
-        return described(self._folder)
-
-    def fetch(self, sha256: str, target: Path) -> bool:
-        """See `SharedFolder.fetch`."""
-        return self._folder.fetch(sha256, target)
-
     def begin(
         self,
         facts: Mapping[str, str],
-        files: Mapping[str, Path | bytes | str],
+        files: Mapping[str, Path | bytes],
         log: Sequence[str],
         note: Note,
     ) -> None:
-        """Describe the training.
-
-        files: what workers need to start, or the SHA-256 of what lies there. log: its lines.
+        """Describe the training; `files` are what workers need to start, `log` its lines.
 
         Raises:
             StorageError: the folder cannot be written.
@@ -149,16 +139,13 @@ class Fleet:
         """
         header, *self._lines = log
         self._note = note
-        before = self.described()
+        before = described(self._folder)
         if before is not None and before.header != header:
             raise UsageError(
                 f"{self.path} is the folder of another training, whose log begins with the SHA-256 "
                 f"{_sha256(before.header)}, not {_sha256(header)}; give another folder, or empty it"
             )
-        sums = {
-            name: file if isinstance(file, str) else self._folder.put(file)
-            for name, file in files.items()
-        }
+        sums = {name: self._folder.put(file) for name, file in files.items()}
         for name in self._folder.names():
             if name.endswith((LOG, TASK, HERE, PART)) and _OURS.fullmatch(name):
                 self._folder.remove(name)

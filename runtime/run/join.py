@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +67,32 @@ def join(path: Path, output: Path, own: Mapping[str, Any], note: Note) -> Joined
     guest, folder = Guest(path, host_name()), RunFolder(output)
     existed = folder.path.exists()
     with catching_signals() as stop, folder.created():
-        scratch = folder.path / WORKERS / guest.name
         try:
-            description = _received(guest, scratch, stop, note)
-
-            def check(bundle: Bundle) -> None:
-                theirs = {**versions(), **of_bundle(bundle)}
-                require_same(description.facts, theirs, COORDINATOR, WORKER)
-
-            with worker(scratch, own, Team(), check) as trainer:
-                parts = _Help(trainer, guest, description, stop, note).to_the_end()
-                trainer.adapters.save(folder.path)
-                steps = trainer.done
+            with helper_of(guest, folder.path / WORKERS / guest.name, own, stop, note) as helper:
+                while not helper.look():
+                    pass
+                helper.trainer.adapters.save(folder.path)
         except BaseException:
             remove_refused(folder, existed)
             raise
         shutil.rmtree(folder.path / WORKERS)
         folder.saves.folder.rmdir()
-    return Joined(steps=steps, parts=parts, output=str(output))
+    return Joined(steps=helper.trainer.done, parts=helper.parts, output=str(output))
+
+
+@contextmanager
+def helper_of(
+    guest: Guest, scratch: Path, own: Mapping[str, Any], stop: Stop, note: Note
+) -> Iterator[Helper]:
+    """A worker before the first step, with its files in the folder `scratch`; see `join`."""
+    description = _received(guest, scratch, stop, note)
+
+    def check(bundle: Bundle) -> None:
+        theirs = {**versions(), **of_bundle(bundle)}
+        require_same(description.facts, theirs, COORDINATOR, WORKER)
+
+    with worker(scratch, own, Team(), check) as trainer:
+        yield Helper(trainer, guest, description, stop, note)
 
 
 def _received(guest: Guest, scratch: Path, stop: Stop, note: Note) -> Description:
@@ -104,14 +113,14 @@ def _received(guest: Guest, scratch: Path, stop: Stop, note: Note) -> Descriptio
         guest.wait()
 
 
-class _Help:
+class Helper:
     """A worker's way through the steps of a training."""
 
     def __init__(
         self, trainer: Trainer, guest: Guest, description: Description, stop: Stop, note: Note
     ) -> None:
         assert isinstance(trainer.method, ZerothOrder), "the coordinator refuses other methods"
-        self._trainer, self._method, self._guest = trainer, trainer.method, guest
+        self.trainer, self.method, self.guest = trainer, trainer.method, guest
         self._description, self._stop, self._note = description, stop, note
         theirs, own = from_json(description.header), from_json(trainer.method.log_header())
         facts = [{f"the log's {name}": str(of[name]) for name in of} for of in (theirs, own)]
@@ -120,33 +129,31 @@ class _Help:
         self._descent = descent_in(self._header.more)
         self._verified = ""  # the session whose coordinator had the same adapters
         self._handled = ("", -1)  # the session and step whose task is done
-        self._parts = 0
+        self.parts = 0
 
-    def to_the_end(self) -> int:
-        """Follow the training; returns in how many steps parts were computed here."""
-        trainer, guest, over = self._trainer, self._guest, False
-        while not over:
-            _go_on(self._stop)
-            check_budget(trainer.meter, trainer.session.plan, LEFT)
-            if (line := guest.line(trainer.done)) is not None:
-                update = update_of(self._header, self._descent, trainer.done, line)
-                self._method.follow(update)
-                trainer.done += 1
-                continue
-            task = guest.task(trainer.done)
-            if task is not None and self._handled != (guest.session, trainer.done):
-                over = self._did(task)
-                guest.went_on()
-            else:
-                guest.wait()
-                self._meet()
-        return self._parts
+    def look(self) -> bool:
+        """Do what is to be done now; returns whether the training is over."""
+        trainer, guest = self.trainer, self.guest
+        _go_on(self._stop)
+        check_budget(trainer.meter, trainer.session.plan, LEFT)
+        if (line := guest.line(trainer.done)) is not None:
+            update = update_of(self._header, self._descent, trainer.done, line)
+            self.method.follow(update)
+            trainer.done += 1
+            return False
+        task = guest.task(trainer.done)
+        if task is not None and self._handled != (guest.session, trainer.done):
+            guest.went_on()
+            return self._did(task)
+        guest.wait()
+        self._meet()
+        return False
 
     def _did(self, task: Task) -> bool:
         """Do what a task says; returns whether the training is over."""
-        guest, done = self._guest, self._trainer.done
+        guest, done = self.guest, self.trainer.done
         if (missed := done - self._handled[1] - 1) > 0:
-            self._note(f"it has taken {missed} steps that it had missed")
+            self._note(f"steps that it had missed, and has taken from the log: {missed}")
         self._handled = (guest.session, done)
         if task.digest:
             self._verify(task.digest)
@@ -164,22 +171,22 @@ class _Help:
                 guest.ask()
             elif first < end:
                 begun = time.monotonic()
-                numbers = self._method.part(done, self._trainer.parts(), range(first, end))
+                numbers = self.method.part(done, self.trainer.parts(), range(first, end))
                 guest.answer(done, first, numbers, time.monotonic() - begun)
-                self._parts += 1
+                self.parts += 1
         except StorageError as problem:
             self._note(warning(f"the coordinator does not hear of step {done + 1}: {problem}"))
         return False
 
     def _verify(self, digest: str) -> None:
-        own = self._trainer.adapters.digest()
+        own = self.trainer.adapters.digest()
         if own != digest:
             raise WorkerError(
-                f"the adapters after step {self._trainer.done} have the SHA-256 {digest} on "
+                f"the adapters after step {self.trainer.done} have the SHA-256 {digest} on "
                 f"{COORDINATOR} and {own} on {WORKER}; start it again",
                 differs=True,
             )
-        self._verified = self._guest.session
+        self._verified = self.guest.session
 
     def _meet(self) -> None:
         """Look whether the coordinator has started again, and still trains the same.
@@ -187,7 +194,7 @@ class _Help:
         Raises:
             UsageError: it does not.
         """
-        now, before = self._guest.met(), self._description
+        now, before = self.guest.met(), self._description
         if now is not None and now.sha256 != before.sha256:
             raise UsageError(
                 f"the training has changed: its description has the SHA-256 {now.sha256}, and was "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,28 +14,21 @@ import msgspec
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.config.base import to_toml
 from runtime.config.removed import load_run
-from runtime.config.shared import StepConfig, mix_of
-from runtime.config.train import (
-    CHANGEABLE,
-    GENERAL,
-    NO_DATA,
-    OF_JOINING,
-    PlanConfig,
-    TrainConfig,
-)
+from runtime.config.shared import DataOptions, StepConfig, mix_of
+from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import Note, silent, warning
 from runtime.core.units import format_bytes
 from runtime.data.mixed import MixedRows
 from runtime.data.rows import Rows
-from runtime.data.run_rows import TOKENS, absolute, open_run_rows, with_length
+from runtime.data.run_rows import MIX, TOKENS, absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
-from runtime.plan.plan import Plan, Planner, deciding_differences
+from runtime.plan.plan import Plan, Planner
 from runtime.run.budget import (
     make_plan,
     plan_of_first,
@@ -67,6 +59,8 @@ from runtime.storage.saves import CONFIG, STATE, State, another_run
 from runtime.storage.scratch import MappedTensors
 
 OF_A_WORKER = ("bundle", "output", "machine")  # options that may differ among the workers of a run
+# options on which a step depends, besides `StepConfig`
+OF_STEPS = ("data", "mix", "seed", "epsilon", "noise", "weight_decay")
 
 if TYPE_CHECKING:
     from runtime.methods.full.weights import FullWeights
@@ -246,32 +240,25 @@ def _invite(
 ) -> None:
     """Let devices join the run through the team's folder, if it has one.
 
-    A run that goes on as it was described there keeps its description, so that its workers stay.
+    What they get says how steps are computed, and no more, so it is the same when a run goes on.
     """
     fleet = team.workers.fleet
     if fleet is None:
         return
-    log = folder.trajectory.path.read_text().splitlines(keepends=True)
-    files: Mapping[str, Path | bytes | str] = {
-        name: file
-        for name, file in _files(config, folder, chosen, None).items()
-        if isinstance(file, bytes) or file.exists()
+    names = {setting.name for options in (StepConfig, DataOptions) for setting in fields(options)}
+    settings = {name: getattr(config, name) for name in (*names, *OF_STEPS)}
+    settings |= {"bundle": "bundle", "adapter": ADAPTER if config.adapter else None}
+    plain = TrainConfig(**settings, also_evaluate=(NO_DATA,))
+    least = {"limit_bytes": None, "minimum_bytes": chosen.predicted_peak_bytes}
+    files: dict[str, Path | bytes] = {
+        CONFIG: to_toml(plain).encode(),
+        PLAN: msgspec.json.encode(msgspec.structs.replace(chosen, **least)),
+        **adapter_files(config.adapter),
+        **{name: folder.path / name for name in (TOKENS[0], MIX) if (folder.path / name).exists()},
     }
-    before = fleet.described()
-    if before is not None and before.header == log[0]:
-        with tempfile.TemporaryDirectory() as scratch:
-            stored = [Path(scratch, name) for name in (CONFIG, PLAN)]
-            if all(fleet.fetch(before.files[path.name], path) for path in stored):
-                settings = {name: getattr(config, name) for name in (*CHANGEABLE, *OF_JOINING)}
-                same = replace(load_run(stored[0], {}), **settings) == config
-                plan = msgspec.convert(read_json(stored[1]), Plan)
-                if same and not deciding_differences(plan, chosen):
-                    files = before.files
+    log = folder.trajectory.path.read_text().splitlines(keepends=True)
     fleet.begin({**versions(), **of_bundle(bundle)}, files, log, events.note)
-    events.note(
-        f"other devices join by: ondevice train BUNDLE --parallel join={fleet.path} (the folder as "
-        "it is called there)"
-    )
+    events.note(f"others join by ondevice train BUNDLE --parallel join={fleet.path}")
 
 
 def _files(

@@ -1,0 +1,351 @@
+"""Devices that come and go train as one worker alone, bit for bit, through a folder they share.
+
+The coordinator and its workers take turns in this process: workers look at the folder after each of
+the coordinator's steps, and whenever it waits for numbers, by a clock that only waiting moves.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.runs import adapter, metrics_of, refuses, train_arguments
+from support.shared import Shared
+
+from runtime.config.train import TrainConfig
+from runtime.core.errors import UsageError, WorkerError
+from runtime.methods.adapters import Adapters
+from runtime.parallel import fleet, shared_folder
+from runtime.parallel.fleet import Guest
+from runtime.run import start
+from runtime.run.join import Helper, helper_of
+from runtime.run.results import Events, Step, TrainResult
+from runtime.run.signals import Stop
+
+STEPS = 26
+OPTIONS: dict[str, Any] = {
+    **{"data": "random:5", "max_seq_length": 16, "batch_size": 2, "budget": "400MB"},
+    **{"method": "mezo", "learning_rate": 1e-2, "save_every": 7, "steps": STEPS},
+}
+Happens = Callable[[int], object]  # after a step, counted from 1
+
+
+class Killed(BaseException):
+    """The coordinator's process is killed."""
+
+
+class Device:
+    """A worker, which looks at the folder while it is there."""
+
+    def __init__(self, folder: Path, bundle: Path, scratch: Path, name: str = "device") -> None:
+        self.notes: list[str] = []
+        self.there, self.over, self.gone = True, False, False
+        own = {"bundle": str(bundle), "machine": None}
+        self._left = ExitStack()
+        guest = Guest(folder, name)
+        helping = helper_of(guest, scratch / guest.name, own, Stop(), self.notes.append)
+        self.helper: Helper = self._left.enter_context(helping)
+
+    def look(self) -> None:
+        for _ in range(200):
+            if self.there and not self.over:
+                self.over = self.helper.look()
+
+    @property
+    def digest(self) -> str:
+        return self.helper.trainer.adapters.digest()
+
+    def killed(self) -> None:
+        self.there, self.gone = False, True
+        self._left.close()
+
+
+class Stage:
+    """The folder, the devices, and the clock of a training; `at` is called after each step."""
+
+    def __init__(self, bundle: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bundle, self.path, self.folder = bundle, path, path / "shared"
+        self.folder.mkdir()
+        self.devices: list[Device] = []
+        self.notes: list[str] = []
+        self.now = 0.0
+        self.turn: Device | None = None  # who looks at the folder; else the coordinator
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(fleet, "time", clock)
+        monkeypatch.setattr(fleet, "pause", self._wait)
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run"
+
+    def join(self, bundle: Path | None = None) -> Device:
+        self.devices.append(Device(self.folder, bundle or self.bundle, self.path))
+        return self.devices[-1]
+
+    def trains(self, at: Happens = lambda step: None, **more: Any) -> TrainResult:
+        given = {**OPTIONS, "parallel": f"folder={self.folder}", "output": self.run, **more}
+        config = TrainConfig(bundle=str(self.bundle), **given)
+        return start.train(config, self._events(at))
+
+    def resumes(self, at: Happens = lambda step: None, **wanted: Any) -> TrainResult:
+        wanted = {"parallel": f"folder={self.folder}", **wanted}
+        return start.resume(self.run, self._events(at), wanted)
+
+    def _events(self, at: Happens) -> Events:
+        def after(step: Step, steps: int) -> None:
+            at(step.number)
+            self.look()
+
+        return Events(note=self.notes.append, step=after)
+
+    def _wait(self, waited_s: float) -> None:
+        if self.turn is None:
+            self.now += 1.0
+            self.look()
+
+    def look(self) -> None:
+        for device in self.devices:
+            self.turn = device
+            device.look()
+        self.turn = None
+
+    def said(self, text: str) -> int:
+        return sum(text in note for note in self.notes)
+
+    def check(self, alone: Path) -> None:
+        """The run, and all devices that have stayed, have the result of one worker alone."""
+        self.look()
+        assert adapter(self.run) == adapter(alone)
+        log = "trajectory.jsonl"
+        assert (self.run / log).read_bytes() == (alone / log).read_bytes()
+        losses = [[step["loss"] for step in metrics_of(run)] for run in (self.run, alone)]
+        assert losses[0] == losses[1]
+        stayed = [device for device in self.devices if device.there]
+        assert all(device.over for device in stayed)
+        assert len({device.digest for device in stayed}) <= 1
+
+
+@pytest.fixture
+def stage(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(bundle, tmp_path, monkeypatch)
+
+
+def see_late(stage: Stage, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each sees a file's latest content, or that it is gone, a few looks later; first half."""
+    seen: dict[Any, bytes | None] = {}
+    left: dict[Any, int] = {}
+
+    def late(path: Path, most: int, what: str) -> bytes:
+        key = stage.turn, path
+        now = path.read_bytes() if path.exists() else None
+        if seen.get(key) != now:
+            left[key] = left.get(key, int(rng.integers(4))) - 1
+            if left[key] < 0:
+                seen[key] = now
+                del left[key]
+            elif left[key] == 0 and now is not None:
+                return now[: len(now) // 2]
+        if seen.get(key) is None:
+            raise FileNotFoundError(path)
+        return seen[key] or b""
+
+    monkeypatch.setattr(shared_folder, "read_small", late)
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path, shared: Shared) -> Path:
+    """The run of a single worker."""
+
+    def train(path: Path) -> None:
+        start.train(TrainConfig(bundle=str(bundle), output=str(path), **OPTIONS), Events())
+
+    return shared("a run without a fleet", train)
+
+
+def test_a_worker_leaves_for_20_steps_and_returns(stage: Stage, alone: Path) -> None:
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        elif step in (4, 24):
+            stage.devices[0].there = step == 24
+
+    stage.trains(at)
+    stage.check(alone)
+    (device,) = stage.devices
+    assert stage.said("takes part") == 2 and stage.said("has left") == 1
+    assert "steps that it had missed, and has taken from the log: 19" in device.notes
+    assert device.helper.parts == STEPS - 2 - 20
+    assert stage.said("bytes in ") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "one-point"},
+        {"method": "hizoo"},
+        {"zo_scaling": "gradient-norm", "zo_scaling_interval": 3},
+        {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2},
+    ],
+)
+def test_methods_with_a_state_go_on(
+    stage: Stage, bundle: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    alone, options = tmp_path / "alone", {**OPTIONS, "steps": 6, "queries": 2, **options}
+    start.train(TrainConfig(bundle=str(bundle), output=str(alone), **options), Events())
+    stage.trains(lambda step: step in (1, 4) and stage.join(), **options)
+    stage.check(alone)
+    assert [device.helper.parts for device in stage.devices] == [5, 2]
+
+
+def test_a_killed_coordinator_goes_on_and_keeps_its_workers(stage: Stage, alone: Path) -> None:
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        elif step == 17:
+            raise Killed
+
+    with pytest.raises(Killed):
+        stage.trains(at)
+    stage.resumes(lambda step: step == 20 and stage.join())  # from the save of step 14
+    stage.check(alone)
+    assert stage.said("takes part") == 3 and not stage.said("has left")
+
+
+def test_files_of_others_and_half_written_ones_are_ignored(
+    stage: Stage, alone: Path, rng: np.random.Generator
+) -> None:
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        name = stage.devices[0].helper.guest.name if stage.devices else "nobody"
+        (stage.folder / f"{step + 1:08d}-{name}.part").write_bytes(rng.bytes(24))
+        (stage.folder / "nobody.here").write_bytes(b"")
+        if step == 5:
+            (stage.folder / "holiday.jpg").write_bytes(rng.bytes(99))
+            (stage.folder / "folder.here").mkdir()
+            (stage.folder / ".00000007.step.partial").write_bytes(b"[")
+        if step == 6:  # the device finds half a task, and the whole of it later
+            task = stage.folder / f"{step - 1:08d}.step"
+            whole = task.read_bytes()
+            task.write_bytes(whole[:20])
+            stage.look()
+            task.write_bytes(whole)
+
+    stage.trains(at)
+    stage.check(alone)
+    assert stage.said("files in ") and stage.said("are no messages, such as")
+    assert (stage.folder / "holiday.jpg").exists()
+    assert stage.devices[0].helper.parts > STEPS - 6
+
+
+def test_a_worker_that_computes_otherwise_is_found(stage: Stage, alone: Path) -> None:
+    def at(step: int) -> None:
+        if step != 2:
+            return
+        helper = stage.join().helper
+        part = helper.method.part
+        helper.method.part = lambda *of: [value * (1 + 1e-15) for value in part(*of)]  # type: ignore[method-assign]
+
+    with pytest.raises(WorkerError, match="computes otherwise than the coordinator"):
+        stage.trains(at)
+    stage.devices.clear()
+    stage.resumes()
+    stage.check(alone)
+    assert stage.said("computes otherwise, and is not used") == 1
+
+
+def test_a_worker_with_other_adapters_is_refused(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(step: int) -> None:
+        if step == 2:
+            with monkeypatch.context() as context, pytest.raises(UsageError) as refused:
+                context.setattr(Adapters, "digest", lambda own: "f" * 64)
+                stage.join()
+            assert re.search(
+                rf"initial_sha256: [0-9a-f]{{64}} on the coordinator, {'f' * 64} on this worker",
+                str(refused.value),
+            )
+            tensors = stage.join().helper.trainer.adapters.tensors
+            name = next(iter(tensors))
+            tensors[name] = tensors[name] + 1e-7
+
+    said = "the adapters after step 2 have the SHA-256 [0-9a-f]{64} on the coordinator and [0-9a-f]"
+    with pytest.raises(WorkerError, match=said):
+        stage.trains(at, steps=6)
+
+
+def test_another_bundle_is_refused(stage: Stage, bundle: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(bundle, other)
+    with (other / "manifest.json").open("a") as file:
+        file.write("\n")
+
+    def at(step: int) -> None:
+        said = "differ in the bundle: manifest.json has the SHA-256 .* SHA-256 .* on this worker"
+        with pytest.raises(UsageError, match=said):
+            stage.join(other)
+
+    stage.trains(at, steps=1)
+
+
+def test_another_training_in_the_folder_is_refused(
+    stage: Stage, bundle: Path, tmp_path: Path
+) -> None:
+    stage.trains(lambda step: step == 1 and stage.join(), steps=3)
+    with pytest.raises(UsageError, match="another training, whose log begins with the SHA-256"):
+        stage.trains(output=tmp_path / "other", seed=1, steps=3)
+    assert not (tmp_path / "other").exists()
+    stage.devices[0].over = False
+    with pytest.raises(UsageError, match=r"has changed: its description has the SHA-256 .* and was"):
+        stage.trains(output=tmp_path / "other", epsilon=0.01, steps=3)
+
+
+def test_other_methods_and_options_are_refused(bundle: Path, tmp_path: Path) -> None:
+    folder = f"--parallel=folder={tmp_path}"
+    given = [*train_arguments(bundle, tmp_path / "run", 2), folder]
+    refuses(2, "--method mebp cannot be trained with workers that come and go", *given)
+    joining = ["train", bundle, f"--parallel=join={tmp_path}"]
+    refuses(2, "leave out --data, --method", *joining, "--data", "x", "--method", "mezo")
+    refuses(2, "or folder=DIR", *given[:-1], "--parallel=folder=")
+
+
+@pytest.mark.parametrize("draw_of", range(20))
+@pytest.mark.slow
+def test_random_comings_and_goings(
+    stage: Stage,
+    alone: Path,
+    rng: np.random.Generator,
+    draw_of: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Devices come, pause, go on and are killed; files are seen late; the coordinator is killed."""
+    rng = np.random.default_rng([draw_of, int(rng.integers(1 << 32))])
+    see_late(stage, rng, monkeypatch)
+
+    def at(step: int) -> None:
+        if len(stage.devices) < 5 and rng.random() < 0.2:
+            stage.join()
+        for device in stage.devices:
+            if rng.random() < 0.15:
+                device.there = not device.there and not device.gone
+            elif rng.random() < 0.02:
+                device.killed()
+        if rng.random() < 0.05:
+            raise Killed
+
+    train = stage.trains
+    while True:
+        try:
+            train(at)
+            break
+        except Killed:
+            train = stage.resumes
+    stage.check(alone)
