@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,9 @@ import pytest
 from support.runs import adapter, metrics_of, refuses, train_arguments
 from support.shared import Shared
 
+from runtime.bundle.store import open_bundle
 from runtime.config.train import TrainConfig
-from runtime.core.errors import UsageError, WorkerError
+from runtime.core.errors import OnDeviceError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.parallel import fleet, shared_folder
 from runtime.parallel.fleet import Guest
@@ -32,7 +33,7 @@ from runtime.run.signals import Stop
 STEPS = 26
 OPTIONS: dict[str, Any] = {
     **{"data": "random:5", "max_seq_length": 16, "batch_size": 2, "budget": "400MB"},
-    **{"method": "mezo", "learning_rate": 1e-2, "save_every": 7, "steps": STEPS},
+    **{"method": "mezo", "learning_rate": 1e-2, "lr_schedule": "constant", "save_every": 3},
 }
 Happens = Callable[[int], object]  # after a step, counted from 1
 
@@ -47,6 +48,7 @@ class Device:
     def __init__(self, folder: Path, bundle: Path, scratch: Path, name: str = "device") -> None:
         self.notes: list[str] = []
         self.there, self.over, self.gone = True, False, False
+        self.waited, self.error = False, ""
         own = {"bundle": str(bundle), "machine": None}
         self._left = ExitStack()
         guest = Guest(folder, name)
@@ -54,9 +56,13 @@ class Device:
         self.helper: Helper = self._left.enter_context(helping)
 
     def look(self) -> None:
-        for _ in range(200):
-            if self.there and not self.over:
+        """Do all that is to be done by what is visible."""
+        self.waited = False
+        while self.there and not (self.over or self.waited):
+            try:
                 self.over = self.helper.look()
+            except OnDeviceError as error:
+                self.there, self.error = False, str(error)
 
     @property
     def digest(self) -> str:
@@ -89,13 +95,13 @@ class Stage:
         self.devices.append(Device(self.folder, bundle or self.bundle, self.path))
         return self.devices[-1]
 
-    def trains(self, at: Happens = lambda step: None, **more: Any) -> TrainResult:
+    def trains(self, at: Happens, steps: int, **more: Any) -> TrainResult:
         given = {**OPTIONS, "parallel": f"folder={self.folder}", "output": self.run, **more}
-        config = TrainConfig(bundle=str(self.bundle), **given)
+        config = TrainConfig(bundle=str(self.bundle), steps=steps, **given)
         return start.train(config, self._events(at))
 
-    def resumes(self, at: Happens = lambda step: None, **wanted: Any) -> TrainResult:
-        wanted = {"parallel": f"folder={self.folder}", **wanted}
+    def resumes(self, at: Happens) -> TrainResult:
+        wanted = {"parallel": f"folder={self.folder}"}
         return start.resume(self.run, self._events(at), wanted)
 
     def _events(self, at: Happens) -> Events:
@@ -109,6 +115,8 @@ class Stage:
         if self.turn is None:
             self.now += 1.0
             self.look()
+        else:
+            self.turn.waited = True
 
     def look(self) -> None:
         for device in self.devices:
@@ -120,16 +128,23 @@ class Stage:
         return sum(text in note for note in self.notes)
 
     def check(self, alone: Path) -> None:
-        """The run, and all devices that have stayed, have the result of one worker alone."""
+        """The run and the devices that stayed did as one worker alone, in its first steps at least."""
         self.look()
-        assert adapter(self.run) == adapter(alone)
-        log = "trajectory.jsonl"
-        assert (self.run / log).read_bytes() == (alone / log).read_bytes()
-        losses = [[step["loss"] for step in metrics_of(run)] for run in (self.run, alone)]
+        steps = len(metrics_of(self.run))
+        logs = [
+            (run / "trajectory.jsonl").read_text().splitlines()[: steps + 1]
+            for run in (self.run, alone)
+        ]
+        assert logs[0] == logs[1] and len(logs[0]) == steps + 1
+        losses = [[step["loss"] for step in metrics_of(run)[:steps]] for run in (self.run, alone)]
         assert losses[0] == losses[1]
+        if steps == len(metrics_of(alone)):
+            assert adapter(self.run) == adapter(alone)
         stayed = [device for device in self.devices if device.there]
         assert all(device.over for device in stayed)
-        assert len({device.digest for device in stayed}) <= 1
+        manifest = open_bundle(str(self.bundle)).manifest
+        digest = Adapters.load(manifest, self.run).digest()
+        assert all(device.digest == digest for device in stayed)
 
 
 @pytest.fixture
@@ -164,7 +179,8 @@ def alone(bundle: Path, shared: Shared) -> Path:
     """The run of a single worker."""
 
     def train(path: Path) -> None:
-        start.train(TrainConfig(bundle=str(bundle), output=str(path), **OPTIONS), Events())
+        given = {**OPTIONS, "steps": STEPS}
+        start.train(TrainConfig(bundle=str(bundle), output=str(path), **given), Events())
 
     return shared("a run without a fleet", train)
 
@@ -176,7 +192,7 @@ def test_a_worker_leaves_for_20_steps_and_returns(stage: Stage, alone: Path) -> 
         elif step in (4, 24):
             stage.devices[0].there = step == 24
 
-    stage.trains(at)
+    stage.trains(at, STEPS)
     stage.check(alone)
     (device,) = stage.devices
     assert stage.said("takes part") == 2 and stage.said("has left") == 1
@@ -188,32 +204,35 @@ def test_a_worker_leaves_for_20_steps_and_returns(stage: Stage, alone: Path) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "one-point"},
         {"method": "hizoo"},
-        {"zo_scaling": "gradient-norm", "zo_scaling_interval": 3},
-        {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2},
+        {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
+        pytest.param({"method": "one-point", "queries": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_methods_with_a_state_go_on(
     stage: Stage, bundle: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    alone, options = tmp_path / "alone", {**OPTIONS, "steps": 6, "queries": 2, **options}
-    start.train(TrainConfig(bundle=str(bundle), output=str(alone), **options), Events())
-    stage.trains(lambda step: step in (1, 4) and stage.join(), **options)
+    alone, options = tmp_path / "alone", {**OPTIONS, **options}
+    given = TrainConfig(bundle=str(bundle), output=str(alone), steps=4, **options)
+    start.train(given, Events())
+    stage.trains(lambda step: step in (1, 3) and stage.join(), 4, **options)
     stage.check(alone)
-    assert [device.helper.parts for device in stage.devices] == [5, 2]
+    assert [device.helper.parts for device in stage.devices] == [3, 1]
 
 
 def test_a_killed_coordinator_goes_on_and_keeps_its_workers(stage: Stage, alone: Path) -> None:
     def at(step: int) -> None:
         if step == 2:
             stage.join()
-        elif step == 17:
+        elif step == 8:
             raise Killed
 
     with pytest.raises(Killed):
-        stage.trains(at)
-    stage.resumes(lambda step: step == 20 and stage.join())  # from the save of step 14
+        stage.trains(at, 11)
+    stage.resumes(lambda step: step == 9 and stage.join())  # from the save of step 6
     stage.check(alone)
     assert stage.said("takes part") == 3 and not stage.said("has left")
 
@@ -238,11 +257,11 @@ def test_files_of_others_and_half_written_ones_are_ignored(
             stage.look()
             task.write_bytes(whole)
 
-    stage.trains(at)
+    stage.trains(at, 9)
     stage.check(alone)
     assert stage.said("files in ") and stage.said("are no messages, such as")
     assert (stage.folder / "holiday.jpg").exists()
-    assert stage.devices[0].helper.parts > STEPS - 6
+    assert stage.devices[0].helper.parts > 3
 
 
 def test_a_worker_that_computes_otherwise_is_found(stage: Stage, alone: Path) -> None:
@@ -253,12 +272,10 @@ def test_a_worker_that_computes_otherwise_is_found(stage: Stage, alone: Path) ->
         part = helper.method.part
         helper.method.part = lambda *of: [value * (1 + 1e-15) for value in part(*of)]  # type: ignore[method-assign]
 
-    with pytest.raises(WorkerError, match="computes otherwise than the coordinator"):
-        stage.trains(at)
-    stage.devices.clear()
-    stage.resumes()
+    stage.trains(at, 5)
     stage.check(alone)
     assert stage.said("computes otherwise, and is not used") == 1
+    assert "computes otherwise than the coordinator" in stage.devices[0].error
 
 
 def test_a_worker_with_other_adapters_is_refused(
@@ -277,9 +294,9 @@ def test_a_worker_with_other_adapters_is_refused(
             name = next(iter(tensors))
             tensors[name] = tensors[name] + 1e-7
 
+    stage.trains(at, 3)
     said = "the adapters after step 2 have the SHA-256 [0-9a-f]{64} on the coordinator and [0-9a-f]"
-    with pytest.raises(WorkerError, match=said):
-        stage.trains(at, steps=6)
+    assert re.match(said, stage.devices[0].error)
 
 
 def test_another_bundle_is_refused(stage: Stage, bundle: Path, tmp_path: Path) -> None:
@@ -293,19 +310,20 @@ def test_another_bundle_is_refused(stage: Stage, bundle: Path, tmp_path: Path) -
         with pytest.raises(UsageError, match=said):
             stage.join(other)
 
-    stage.trains(at, steps=1)
+    stage.trains(at, 1)
 
 
 def test_another_training_in_the_folder_is_refused(
     stage: Stage, bundle: Path, tmp_path: Path
 ) -> None:
-    stage.trains(lambda step: step == 1 and stage.join(), steps=3)
+    stage.trains(lambda step: step == 1 and stage.join(), 3)
+    device, other = stage.devices[0], tmp_path / "other"
     with pytest.raises(UsageError, match="another training, whose log begins with the SHA-256"):
-        stage.trains(output=tmp_path / "other", seed=1, steps=3)
-    assert not (tmp_path / "other").exists()
-    stage.devices[0].over = False
-    with pytest.raises(UsageError, match=r"has changed: its description has the SHA-256 .* and was"):
-        stage.trains(output=tmp_path / "other", epsilon=0.01, steps=3)
+        stage.trains(print, 3, output=other, seed=1)
+    assert not other.exists()
+    device.over = False
+    stage.trains(print, 1, output=other, epsilon=0.01)
+    assert re.search("has changed: its description has the SHA-256 .* and was", device.error)
 
 
 def test_other_methods_and_options_are_refused(bundle: Path, tmp_path: Path) -> None:
@@ -341,11 +359,11 @@ def test_random_comings_and_goings(
         if rng.random() < 0.05:
             raise Killed
 
-    train = stage.trains
-    while True:
-        try:
-            train(at)
-            break
-        except Killed:
-            train = stage.resumes
+    done = None
+    while done is None:
+        with suppress(Killed):
+            begun = (stage.run / "config.toml").exists()
+            done = stage.resumes(at) if begun else stage.trains(at, STEPS)
+    for _ in range(9):  # until all is visible
+        stage.look()
     stage.check(alone)
