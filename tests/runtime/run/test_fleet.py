@@ -128,7 +128,7 @@ class Stage:
         return sum(text in note for note in self.notes)
 
     def check(self, alone: Path) -> None:
-        """The run and the devices that stayed did as one worker alone, in its first steps at least."""
+        """The run and the devices that stayed did as one worker alone did, at least so far."""
         self.look()
         steps = len(metrics_of(self.run))
         logs = [
