@@ -28,6 +28,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,14 +41,14 @@ from runtime.parallel.shared_folder import SharedFolder, pause
 from runtime.parallel.workers import AGREE_STEPS, shares
 
 LINES = 100  # of a file of the log; until there are so many, they are in the tasks
-FIRST_PATIENCE_S = 30.0  # for the first numbers of a worker
-PATIENCE, LEAST_PATIENCE_S = 3.0, 5.0  # times as long as a worker has taken before
+FIRST_PATIENCE_S, LEAST_PATIENCE_S = 30.0, 5.0  # for the first numbers of a worker, and later
+PATIENCE = 3.0  # times as long as it has taken before, or the coordinator takes
+SLOW = 1e-9
 RUN, LOG, TASK, HERE, PART = "run", ".log", ".step", ".here", ".part"
 REFUSED = (-1, -1)  # in place of the items of a worker whose numbers were others
 _OURS = re.compile(
     r"run|file-\w{16}|\d{8}\.(step|log)|\w{1,32}\.here|\d{8}-\w{1,32}\.part", re.ASCII
 )
-_SECONDS = struct.Struct("<dI")  # that a worker has computed, and the first of its items
 
 Numbers = list[list[float]]  # of items
 Compute = Callable[[Sequence[int]], Numbers]
@@ -86,23 +87,21 @@ class Task(NamedTuple):
 
 @dataclass
 class Member:
-    """A worker, as the coordinator knows it."""
+    """A worker, as the coordinator knows it, or the coordinator itself.
 
-    host: str = "this machine"
-    item_s: float = 0.0  # 0 until it has computed some
-    latest_s: float = 0.0  # until its latest numbers came
-    proven: bool = False  # its first numbers were right
+    speed: in items per second; a new worker is given one item. latest_s: until its latest numbers
+    came. proven: whether its first numbers were right.
+    """
 
-    @property
-    def patience_s(self) -> float:
-        longest = max(LEAST_PATIENCE_S, PATIENCE * self.latest_s)
-        return longest if self.latest_s else FIRST_PATIENCE_S
+    speed: float = SLOW
+    latest_s: float = 0.0
+    proven: bool = False
 
     def measured(self, seconds: float, items: int) -> None:
         """Take note of how long it has computed."""
         if items:
-            latest = seconds / items
-            self.item_s = (self.item_s + latest) / 2 if self.item_s else latest
+            latest = items / max(seconds, SLOW)
+            self.speed = latest if self.speed == SLOW else (self.speed + latest) / 2
 
 
 @dataclass
@@ -119,7 +118,7 @@ class Fleet:
     _own: Member = field(default_factory=Member)
     _told: int = 0  # of ignored files
     _steps: int = 0
-    _items: tuple[int, int] = (0, 0)  # that workers have computed, and all
+    _items: tuple[int, int] = (0, 0)  # whose numbers came from workers, and all
 
     def __post_init__(self) -> None:
         self._folder = SharedFolder(self.path)
@@ -135,7 +134,7 @@ class Fleet:
 
         Raises:
             StorageError: the folder cannot be written.
-            UsageError: it is another training's, which is not over.
+            UsageError: it is another training's.
         """
         header, *self._lines = log
         self._note = note
@@ -176,7 +175,8 @@ class Fleet:
         compute: computes the numbers of some items, in their order. digest: of the adapters.
         """
         came = self._admit(step)
-        mine, *others = shares(len(lengths), self._speeds())
+        speeds = [member.speed for member in (self._own, *self._members.values())]
+        mine, *others = shares(len(lengths), speeds)
         of_members = dict(zip(self._members, others, strict=True))
         told = {name: (each.start, each.stop) for name, each in of_members.items()}
         due = came or (told and step % AGREE_STEPS == 0)
@@ -186,8 +186,9 @@ class Fleet:
         self._own.measured(time.monotonic() - begun, len(mine))
         received = self._received(step, of_members, lengths, begun)
         numbers |= self._checked(received, numbers, len(lengths), compute)
+        came_back, all_items = self._items
+        self._items = came_back + sum(map(len, received.values())), all_items + len(lengths)
         self._steps += 1
-        self._items = self._items[0] + len(lengths) - len(mine), self._items[1] + len(lengths)
         return [numbers[item] for item in range(len(lengths))]
 
     def end(self, digest: Callable[[], str]) -> None:
@@ -227,45 +228,37 @@ class Fleet:
                 self._folder.ignored.add(name)
             elif f".{kind}" == PART and int(who[:8]) < step:
                 self._folder.remove(name)  # it came too late, or was read
-            elif f".{kind}" == HERE and (host := self._folder.read(name)) is not None:
+            elif f".{kind}" == HERE and self._folder.read(name) is not None:
                 self._folder.remove(name)
                 if who not in self._refused:
                     came = True
-                    self._members[who] = Member(host.decode(errors="replace"))
-                    self._note(f"{self._named(who)} takes part from step {step + 1} on")
+                    self._members[who] = Member()
+                    self._note(f"the worker {who} takes part from step {step + 1} on")
         if len(self._folder.ignored) > self._told:
             self._told = len(self._folder.ignored)
             latest = sorted(self._folder.ignored)[-1]
             self._note(f"{self._told} files in {self.path} are no messages, such as {latest!r:.80}")
         return came
 
-    def _named(self, who: str) -> str:
-        return f"the worker {who} on {self._members[who].host!r:.80}"
-
-    def _speeds(self) -> list[float]:
-        """In items per second, the coordinator's first; as its own where nothing is known."""
-        own = self._own.item_s or 1.0
-        return [
-            1 / max(1e-9, member.item_s or own) for member in (self._own, *self._members.values())
-        ]
-
     def _received(
         self, step: int, of_members: Mapping[str, range], lengths: Sequence[int], begun: float
     ) -> dict[str, dict[int, list[float]]]:
         """The numbers of each worker's items; whoever does not send them in time has left."""
         waiting = {name: items for name, items in of_members.items() if items}
+        own_s = time.monotonic() - begun
         received: dict[str, dict[int, list[float]]] = {}
         while waiting:
             passed = time.monotonic() - begun
             for name, items in [*waiting.items()]:
                 member = self._members[name]
+                least_s = LEAST_PATIENCE_S if member.latest_s else FIRST_PATIENCE_S
                 answer = self._answer(f"{step:08d}-{name}{PART}", items, lengths)
                 if answer is not None:
                     seconds, received[name] = answer
                     member.measured(seconds, len(items))
                     member.latest_s = passed
-                elif passed > member.patience_s:
-                    self._note(f"{self._named(name)} has left: no numbers in {passed:.1f} s")
+                elif passed > max(least_s, PATIENCE * max(own_s, member.latest_s)):
+                    self._note(f"the worker {name} has left: no numbers in {passed:.1f} s")
                     del self._members[name]
                 elif not self.hurry():
                     continue
@@ -277,19 +270,18 @@ class Fleet:
     def _answer(
         self, name: str, items: range, lengths: Sequence[int]
     ) -> tuple[float, dict[int, list[float]]] | None:
+        """The seconds that a worker has computed, and its numbers; None if they are not there."""
         content = self._folder.read(name)
         if content is None:
             return None
-        count = sum(lengths[item] for item in items)
-        if len(content) != _SECONDS.size + 8 * count:
-            self._folder.ignored.add(name)
-            return None
-        seconds, first = _SECONDS.unpack_from(content)
-        if first != items.start:
-            self._folder.ignored.add(name)
-            return None
-        values = iter(struct.unpack_from(f"<{count}d", content, _SECONDS.size))
-        return seconds, {item: [next(values) for _ in range(lengths[item])] for item in items}
+        form = f"<dI{sum(lengths[item] for item in items)}d"
+        if struct.calcsize(form) == len(content):
+            seconds, first, *values = struct.unpack(form, content)
+            left = iter(values)
+            if first == items.start:
+                return seconds, {item: [*islice(left, lengths[item])] for item in items}
+        self._folder.ignored.add(name)
+        return None
 
     def _checked(
         self,
@@ -310,7 +302,7 @@ class Fleet:
             )
             self._members[name].proven = same
             if not same:
-                self._note(warning(f"{self._named(name)} computes otherwise, and is not used"))
+                self._note(warning(f"the worker {name} computes otherwise, and is not used"))
                 self._refused.add(name)
                 del self._members[name]
         return numbers | computed
@@ -320,26 +312,17 @@ class Guest:
     """A worker's side: the messages that it reads and writes."""
 
     def __init__(self, path: Path, host: str) -> None:
-        self.path, self._folder = path, SharedFolder(path)
-        self._host = host
-        self.name = f"{re.sub('[^A-Za-z0-9]', '', host)[:8]}_{secrets.token_hex(2)}"
+        self.folder = SharedFolder(path)
+        self.name = f"{re.sub('[^A-Za-z0-9]', '', host)[:12]}_{secrets.token_hex(2)}"
         self._log: tuple[int, list[str]] = 0, []  # lines from a step on
         self._since = time.monotonic()
 
-    @property
-    def session(self) -> str:
-        return self._folder.session
-
     def met(self) -> Description | None:
         """The training of the folder, if it is there; from now on messages are of its session."""
-        description = described(self._folder)
-        if description is not None and description.session != self.session:
-            self._folder.session, self._log = description.session, (0, [])
+        description = described(self.folder)
+        if description is not None and description.session != self.folder.session:
+            self.folder.session, self._log = description.session, (0, [])
         return description
-
-    def fetch(self, sha256: str, target: Path) -> bool:
-        """See `SharedFolder.fetch`."""
-        return self._folder.fetch(sha256, target)
 
     def line(self, step: int) -> str | None:
         """The line of a step in the log, counted from 0; None if it is not there yet."""
@@ -349,23 +332,23 @@ class Guest:
         if (task := self.task(step + 1)) is not None and task.line is not None:
             return json.dumps(task.line)
         first = step // LINES * LINES
-        content = self._folder.read(f"{first:08d}{LOG}") or b""
+        content = self.folder.read(f"{first:08d}{LOG}") or b""
         self._log = first, content.decode().splitlines()
         return self._log[1][step - first] if step - first < len(self._log[1]) else None
 
     def task(self, step: int) -> Task | None:
         """The task of a step; None if it is not there yet."""
-        content = self._folder.read(f"{step:08d}{TASK}")
+        content = self.folder.read(f"{step:08d}{TASK}")
         return None if content is None else Task(*from_json(content))
 
     def ask(self) -> None:
         """Ask for items, with the adapters of the latest step at hand. Raises StorageError."""
-        self._folder.write(f"{self.name}{HERE}", self._host.encode())
+        self.folder.write(f"{self.name}{HERE}", b"")
 
     def answer(self, step: int, first: int, numbers: Sequence[float], seconds: float) -> None:
         """Send the numbers of the items from `first` on. Raises StorageError."""
-        content = _SECONDS.pack(seconds, first) + struct.pack(f"<{len(numbers)}d", *numbers)
-        self._folder.write(f"{step:08d}-{self.name}{PART}", content)
+        content = struct.pack(f"<dI{len(numbers)}d", seconds, first, *numbers)
+        self.folder.write(f"{step:08d}-{self.name}{PART}", content)
 
     def went_on(self) -> None:
         """Something has happened, and more may follow soon."""

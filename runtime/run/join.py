@@ -104,10 +104,10 @@ def _received(guest: Guest, scratch: Path, stop: Stop, note: Note) -> Descriptio
             files = description.files.items()
             if any(not _NAME.fullmatch(name) for name, _ in files):
                 raise BundleError(f"{sorted(description.files)} are not files of a training")
-            if all(guest.fetch(sha256, scratch / name) for name, sha256 in files):
+            if all(guest.folder.fetch(sha256, scratch / name) for name, sha256 in files):
                 return description
         if not said:
-            note(f"waiting for a training in {guest.path}")
+            note(f"waiting for a training in {guest.folder.path}")
             said = True
         _go_on(stop)
         guest.wait()
@@ -142,7 +142,7 @@ class Helper:
             trainer.done += 1
             return False
         task = guest.task(trainer.done)
-        if task is not None and self._handled != (guest.session, trainer.done):
+        if task is not None and self._handled != (guest.folder.session, trainer.done):
             guest.went_on()
             return self._did(task)
         guest.wait()
@@ -154,7 +154,7 @@ class Helper:
         guest, done = self.guest, self.trainer.done
         if (missed := done - self._handled[1] - 1) > 0:
             self._note(f"steps that it had missed, and has taken from the log: {missed}")
-        self._handled = (guest.session, done)
+        self._handled = (guest.folder.session, done)
         if task.digest:
             self._verify(task.digest)
         if task.shares is None:
@@ -167,7 +167,7 @@ class Helper:
                 differs=True,
             )
         try:
-            if guest.name not in task.shares or self._verified != guest.session:
+            if guest.name not in task.shares or self._verified != guest.folder.session:
                 guest.ask()
             elif first < end:
                 begun = time.monotonic()
@@ -186,7 +186,7 @@ class Helper:
                 f"{COORDINATOR} and {own} on {WORKER}; start it again",
                 differs=True,
             )
-        self._verified = self.guest.session
+        self._verified = self.guest.folder.session
 
     def _meet(self) -> None:
         """Look whether the coordinator has started again, and still trains the same.

@@ -83,8 +83,7 @@ class Stage:
         self.notes: list[str] = []
         self.now = 0.0
         self.turn: Device | None = None  # who looks at the folder; else the coordinator
-        clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(fleet, "time", clock)
+        monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=self._moment))
         monkeypatch.setattr(fleet, "pause", self._wait)
 
     @property
@@ -110,6 +109,10 @@ class Stage:
             self.look()
 
         return Events(note=self.notes.append, step=after)
+
+    def _moment(self) -> float:
+        self.now += 0.01
+        return self.now
 
     def _wait(self, waited_s: float) -> None:
         if self.turn is None:
