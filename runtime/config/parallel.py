@@ -45,7 +45,7 @@ def parallel_field(*names: str, folder: bool = False) -> Any:
     folder: whether devices that come and go may also share the work through a folder.
     """
     example = ",".join(f"{name}=2" for name in names)
-    through = f"; or through the folder DIR, which others join: {FOLDER}=DIR" if folder else ""
+    through = f"; or by a folder: {FOLDER}=DIR trains a run, {JOIN}=DIR helps" if folder else ""
     return option(
         None,
         f"how the processes that mpirun has started share the work, such as {example}: "

@@ -230,14 +230,17 @@ class Fleet:
                 self._folder.remove(name)  # it came too late, or was read
             elif f".{kind}" == HERE and self._folder.read(name) is not None:
                 self._folder.remove(name)
-                if who not in self._refused:
-                    came = True
+                came = came or who not in self._refused
+                if who not in (*self._refused, *self._members):
                     self._members[who] = Member()
                     self._note(f"the worker {who} takes part from step {step + 1} on")
         if len(self._folder.ignored) > self._told:
             self._told = len(self._folder.ignored)
             latest = sorted(self._folder.ignored)[-1]
-            self._note(f"{self._told} files in {self.path} are no messages, such as {latest!r:.80}")
+            self._note(
+                f"files in {self.path} that are no whole messages of this session are ignored: "
+                f"{self._told}, such as {latest!r:.80}"
+            )
         return came
 
     def _received(

@@ -76,12 +76,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _join(arguments: argparse.Namespace, overrides: dict[str, Any], folder: Path) -> None:
     """Help with the training of another device."""
-    odd = [flag(name) for name in sorted(set(overrides) - set(OF_JOINING))]
-    if odd or arguments.config or arguments.resume or "bundle" not in overrides:
+    given_beside = {**overrides, "config": arguments.config, "resume": arguments.resume}
+    odd = [name for name, value in given_beside.items() if value and name not in OF_JOINING]
+    if odd or "bundle" not in overrides:
         raise UsageError(
-            f"--parallel {JOIN}=DIR takes BUNDLE, and --output and --machine; all else is as the "
-            f"training in {folder} says: leave out {', '.join(odd) or '--config and --resume'}"
+            f"--parallel {JOIN}=DIR takes BUNDLE, --output and --machine, and all else from the "
+            f"training in {folder}"
+            + (f"; leave out {', '.join(map(flag, sorted(odd)))}" if odd else "")
         )
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; give the one that the training's device shares")
     set_up()
     from runtime.run.join import join
 
