@@ -177,8 +177,8 @@ def started(config: TrainConfig, begin: Start) -> Method:
         of = "--trainable full" if demand.trains_weights else f"--method {config.method}"
         raise UsageError(
             f"{of} cannot be trained with workers that come and go: they follow a run by the few "
-            "numbers of each step, and move adapters; give --method mezo, or another that sees "
-            "losses only, or share it by mpirun (--parallel data=2)"
+            "numbers of each step; train adapters by --method mezo, or another that sees losses "
+            "only, or share it by mpirun (--parallel data=2)"
         )
     return running
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.bundle.store import Bundle
+from runtime.bundle.store import open_bundle
 from runtime.core.documents import from_json
 from runtime.core.errors import (
     BundleError,
@@ -86,29 +86,23 @@ def helper_of(
 ) -> Iterator[Helper]:
     """A worker before the first step, with its files in the folder `scratch`; see `join`."""
     description = _received(guest, scratch, stop, note)
-
-    def check(bundle: Bundle) -> None:
-        theirs = {**versions(), **of_bundle(bundle)}
-        require_same(description.facts, theirs, COORDINATOR, WORKER)
-
-    with worker(scratch, own, Team(), check) as trainer:
+    facts = {**versions(), **of_bundle(open_bundle(own["bundle"]))}
+    require_same(description.facts, facts, COORDINATOR, WORKER)
+    with worker(scratch, own, Team()) as trainer:
         yield Helper(trainer, guest, description, stop, note)
 
 
 def _received(guest: Guest, scratch: Path, stop: Stop, note: Note) -> Description:
     """Copy what the coordinator has shared, once it is all there."""
-    said = False
+    note(f"looking for a training in {guest.folder.path}")
     while True:
         description = guest.met()
-        if description is not None:
-            files = description.files.items()
-            if any(not _NAME.fullmatch(name) for name, _ in files):
-                raise BundleError(f"{sorted(description.files)} are not files of a training")
-            if all(guest.folder.fetch(sha256, scratch / name) for name, sha256 in files):
-                return description
-        if not said:
-            note(f"waiting for a training in {guest.folder.path}")
-            said = True
+        files = {} if description is None else description.files
+        if not all(map(_NAME.fullmatch, files)):
+            raise BundleError(f"{sorted(files)} are not files of a training")
+        fetched = [guest.folder.fetch(sha256, scratch / name) for name, sha256 in files.items()]
+        if description is not None and all(fetched):
+            return description
         _go_on(stop)
         guest.wait()
 

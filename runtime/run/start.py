@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -198,12 +198,10 @@ def _join(output: Path, own: Mapping[str, Any], team: Team) -> TrainResult:
 
 
 @contextmanager
-def worker(
-    path: Path, own: Mapping[str, Any], team: Team, check: Callable[[Bundle], None] | None = None
-) -> Iterator[Trainer]:
-    """The training of a worker that has received the files of `_files` into a folder.
+def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
+    """The training of a worker that has received its files into a folder.
 
-    `own` are settings that only this worker's machine knows; `check` compares its bundle.
+    `own` are settings that only this worker's machine knows.
     """
     folder = WorkerFolder(path)
     with folder.locked():
@@ -215,8 +213,6 @@ def worker(
         progress = _progress(folder, state)
         with Meter(budget_bytes=config.budget_bytes) as meter:
             config, bundle = to_resume(config, open_checked(config.bundle, config.device))
-            if check is not None:
-                check(bundle)
             team.agree(of_bundle(bundle))
             rows = open_run_rows(config, bundle, path)
             samples = Samples.of(config, bundle.manifest, rows.train)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.bundles import Tiny
 from support.runs import adapter, metrics_of, refuses, train_arguments
 from support.shared import Shared
 
@@ -329,10 +330,13 @@ def test_another_training_in_the_folder_is_refused(
     assert re.search("has changed: its description has the SHA-256 .* and was", device.error)
 
 
-def test_other_methods_and_options_are_refused(bundle: Path, tmp_path: Path) -> None:
+def test_other_methods_and_options_are_refused(bundle: Path, tiny: Tiny, tmp_path: Path) -> None:
     folder = f"--parallel=folder={tmp_path}"
     given = [*train_arguments(bundle, tmp_path / "run", 2), folder]
     refuses(2, "--method mebp cannot be trained with workers that come and go", *given)
+    full = tiny("gemma3", trainable="full", storage="bfloat16").path
+    given[1] = str(full)
+    refuses(2, "--trainable full cannot be trained", *given, "--method", "mezo")
     joining = ["train", bundle, f"--parallel=join={tmp_path}"]
     refuses(2, "leave out --data, --method", *joining, "--data", "x", "--method", "mezo")
     refuses(2, "or folder=DIR", *given[:-1], "--parallel=folder=")
