@@ -106,9 +106,14 @@ class Member:
 
 @dataclass
 class Fleet:
-    """The coordinator's side. `hurry` says whether nobody is to be waited for any more."""
+    """The coordinator's side.
+
+    digest: the SHA-256 of the adapters after the latest step. hurry: whether nobody is to be waited
+    for any more.
+    """
 
     path: Path
+    digest: Callable[[], str] = lambda: ""
     hurry: Callable[[], bool] = lambda: False
     _note: Note = silent
     _lines: list[str] = field(default_factory=list)
@@ -167,12 +172,10 @@ class Fleet:
             for step in range(first, first + LINES):
                 self._folder.remove(f"{step:08d}{TASK}")
 
-    def share(
-        self, step: int, lengths: Sequence[int], compute: Compute, digest: Callable[[], str]
-    ) -> Numbers:
+    def share(self, step: int, lengths: Sequence[int], compute: Compute) -> Numbers:
         """The numbers of all items of a step, of which each has as many as `lengths` says.
 
-        compute: computes the numbers of some items, in their order. digest: of the adapters.
+        `compute` computes those of some items, in their order.
         """
         came = self._admit(step)
         speeds = [member.speed for member in (self._own, *self._members.values())]
@@ -180,7 +183,8 @@ class Fleet:
         of_members = dict(zip(self._members, others, strict=True))
         told = {name: (each.start, each.stop) for name, each in of_members.items()}
         due = came or (told and step % AGREE_STEPS == 0)
-        self._post(step, {**dict.fromkeys(self._refused, REFUSED), **told}, digest() if due else "")
+        told |= dict.fromkeys(self._refused, REFUSED)
+        self._post(step, told, self.digest() if due else "")
         begun = time.monotonic()
         numbers = dict(zip(mine, compute(mine), strict=True))
         self._own.measured(time.monotonic() - begun, len(mine))
@@ -191,10 +195,10 @@ class Fleet:
         self._steps += 1
         return [numbers[item] for item in range(len(lengths))]
 
-    def end(self, digest: Callable[[], str]) -> None:
+    def end(self) -> None:
         """Tell all workers that the training is over."""
         self._admit(len(self._lines))
-        self._post(len(self._lines), None, digest())
+        self._post(len(self._lines), None, self.digest())
         if self._steps:
             self._note(
                 f"workers computed {self._items[0]} of {self._items[1]} parts of {self._steps} "

@@ -118,11 +118,12 @@ class Trainer:
         was_stopped = None if heartbeat is None else heartbeat.was_stopped
         with catching_signals(was_stopped) as self.stop:
             if fleet is not None:
+                fleet.digest = self._digest
                 fleet.hurry = lambda: self.stop.signal is not None
             try:
                 self._run()
                 if fleet is not None:
-                    fleet.end(self._digest)
+                    fleet.end()
             except WorkerError as problem:
                 raise self._without(problem) from None
         return self._finish()
