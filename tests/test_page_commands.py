@@ -34,6 +34,7 @@ SEVERAL = "tests/runtime/run/test_several_workers.py starts several processes"
 ELSEWHERE = {  # the beginning of a command: why it does not run here
     "ondevice bench": BENCHES,
     "ondevice train bundle --data my-data --parallel": SEVERAL,
+    "ondevice train bundle --parallel join": "tests/runtime/run/test_fleet.py joins runs",
     "ondevice doctor --bench": "tests/harness/doctor runs it on a tiny shape",
     "ondevice export gemma.gguf": REAL,
     "ondevice generate gemma --max-tokens 20": REAL,

@@ -1,4 +1,4 @@
-"""The option --parallel: how several processes, started together, share the work."""
+"""The option --parallel: how several processes share the work, started together or one by one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from runtime.config.base import Check, Group, option
 
 MOST_WORKERS = 1024
+FOLDER, JOIN = "folder", "join"
 
 
 class Grid(NamedTuple):
@@ -32,17 +33,32 @@ def grid_of(text: str | None) -> Grid:
     return grid
 
 
-def parallel_field(*names: str, processes: str = "that mpirun has started") -> Any:
-    """The field for how many processes share what; `names` are those of a `Grid` that may be."""
+def shared_folder(text: str | None) -> tuple[str, str] | None:
+    """FOLDER or JOIN, and the folder, in "folder=DIR" or "join=DIR"; None for what is a grid."""
+    word, _, path = (text or "").partition("=")
+    return (word, path) if word in (FOLDER, JOIN) and path else None
+
+
+def parallel_field(
+    *names: str, processes: str = "that mpirun has started", folder: bool = False
+) -> Any:
+    """The field for how many processes share what; `names` are those of a `Grid` that may be.
+
+    folder: whether devices that come and go may also share the work through a folder.
+    """
     example = ",".join(f"{name}=2" for name in names)
+    through = f"; or by a folder: {FOLDER}=DIR trains a run, {JOIN}=DIR helps" if folder else ""
     return option(
         None,
         f"how the processes {processes} share the work, such as {example}: "
         + " and ".join({"data": "rows (data)", "perturb": "perturbations"}[name] for name in names)
-        + "; see docs/several-machines.md",
-        Check(lambda text: _is_grid(text, names), f"numbers of workers such as {example}"),
+        + f"{through}; see docs/several-machines.md",
+        Check(
+            lambda text: _is_grid(text, names) or (folder and shared_folder(text) is not None),
+            f"numbers of workers such as {example}" + (f", or {FOLDER}=DIR" if folder else ""),
+        ),
         Group.MEMORY,
-        metavar=",".join(f"{name}=N" for name in names),
+        metavar=",".join(f"{name}=N" for name in names) + (f"|{FOLDER}=DIR" if folder else ""),
     )
 
 

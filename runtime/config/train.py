@@ -33,6 +33,8 @@ from runtime.config.shared import (
 
 # settings that --resume may change
 CHANGEABLE = ("bundle", "device", "budget", "steps", "epochs", "patience", "parallel")
+# settings that a worker gives which joins a run; it takes all others from there
+OF_JOINING = ("bundle", "output", "machine", "parallel")
 RANDOM_STEPS = 100  # of random rows, of which there are as many as are asked for
 _USUAL_RATES = dict.fromkeys(method.learning_rate for method in METHODS.values())
 _RATES = "; ".join(
@@ -84,7 +86,7 @@ class TrainConfig(StepConfig, DataOptions):
         Group.MEMORY,
         metavar="FILE",
     )
-    parallel: str | None = parallel_field("data", "perturb")
+    parallel: str | None = parallel_field("data", "perturb", folder=True)
     epochs: float | None = option(
         None,
         f"how often all rows are trained on, such as 3 or 0.5 (default: {_LENGTHS})",

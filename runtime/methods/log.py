@@ -79,12 +79,13 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
         check_fields(header.more)
         descent = descent_in(header.more)
         steps = enumerate(lines[1:])
-        return header, [_update(header, descent, step, line) for step, line in steps]
+        return header, [update_of(header, descent, step, line) for step, line in steps]
     except (OSError, ValueError, TypeError, IndexError, OverflowError) as problem:
         raise BundleError(f"{path} is not a trajectory that can be replayed: {problem}") from None
 
 
-def _update(header: Header, descent: type[Descent], step: int, line: str) -> Update | None:
+def update_of(header: Header, descent: type[Descent], step: int, line: str) -> Update | None:
+    """The update in the line of a step, counted from 0. Raises ValueError."""
     rate, gradients, *more = from_json(line)
     if gradients is None and not more:
         return None

@@ -170,12 +170,21 @@ def started(config: TrainConfig, begin: Start) -> Method:
         UsageError: there are several workers, and they cannot share its steps.
     """
     implementation, size = method(config.method), begin.workers.exchange.size
-    if size > 1 and not implementation.demand(config).shares:
+    demand = implementation.demand(config)
+    if size > 1 and not demand.shares:
         raise UsageError(
             f"{size} workers are there, and a step of {config.method} cannot be shared out; start "
             "one process, or give --method mebp, mezo or another that can"
         )
-    return implementation.start(config, begin)
+    running = implementation.start(config, begin)
+    if begin.workers.fleet is not None and (demand.trains_weights or not running.keeps_log):
+        of = "--trainable full" if demand.trains_weights else f"--method {config.method}"
+        raise UsageError(
+            f"{of} cannot be trained with workers that come and go: they follow a run by the few "
+            "numbers of each step; train adapters by --method mezo, or another that sees losses "
+            "only, or share it by mpirun (--parallel data=2)"
+        )
+    return running
 
 
 def passes_before(config: StepConfig, rows: int | None) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Alone, Exchange
 
+if TYPE_CHECKING:
+    from runtime.parallel.fleet import Fleet
+
+AGREE_STEPS = 20  # between comparisons of the adapters
 EVEN = 0.8  # of the fastest worker's speed: slower ones have smaller portions
 
 
@@ -27,7 +31,8 @@ class Workers:
     Worker `data_rank * perturb + perturb_rank` has the rows of `data_rank` and, of the points at
     which a method evaluates them, those of `perturb_rank`. All workers know all rows. `speeds`, one
     for each worker, make the portions uneven; without them all are alike. `passes` counts the
-    forward passes of this worker: a row at a point.
+    forward passes of this worker: a row at a point. `fleet` are workers that come and go, of a
+    process that has no others.
     """
 
     exchange: Exchange = field(default_factory=Alone)
@@ -35,6 +40,7 @@ class Workers:
     perturb: int = 1
     speeds: tuple[float, ...] = ()
     passes: int = 0
+    fleet: Fleet | None = None
 
     def __post_init__(self) -> None:
         """Check the grid.

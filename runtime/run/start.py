@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import msgspec
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.config.base import to_toml
 from runtime.config.removed import load_run
-from runtime.config.shared import StepConfig, mix_of
+from runtime.config.shared import DataOptions, StepConfig, mix_of
 from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
@@ -21,7 +22,7 @@ from runtime.core.notes import Note, silent, warning
 from runtime.core.units import format_bytes
 from runtime.data.mixed import MixedRows
 from runtime.data.rows import Rows
-from runtime.data.run_rows import TOKENS, absolute, open_run_rows, with_length
+from runtime.data.run_rows import MIX, TOKENS, absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
@@ -51,7 +52,7 @@ from runtime.run.length import settled
 from runtime.run.lora import to_resume, to_train
 from runtime.run.results import Events, TrainResult
 from runtime.run.session import Session, open_checked, open_session
-from runtime.run.team import ADAPTER, WORKERS, Team, adapter_files, of_bundle, team_of
+from runtime.run.team import ADAPTER, WORKERS, Team, adapter_files, of_bundle, team_of, versions
 from runtime.run.traced_graphs import with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
@@ -60,6 +61,8 @@ from runtime.storage.saves import CONFIG, STATE, State, another_run
 from runtime.storage.scratch import MappedTensors
 
 OF_A_WORKER = ("bundle", "output", "machine")  # options that may differ among the workers of a run
+# options on which a step depends, besides `StepConfig`
+OF_STEPS = ("data", "mix", "seed", "epsilon", "noise", "weight_decay")
 
 if TYPE_CHECKING:
     from runtime.methods.full.weights import FullWeights
@@ -130,7 +133,7 @@ def train(config: TrainConfig, events: Events) -> TrainResult:
                     folder.remove_scratch_of_workers()
                     # config.toml is the last file of a beginning
                     if folder.is_there and not (folder.path / CONFIG).exists():
-                        _remove_refused(folder, existed)
+                        remove_refused(folder, existed)
                     raise
 
 
@@ -171,6 +174,7 @@ def _begin(
     team.share(_files(fixed, folder, chosen, None))
     team.agree(of_bundle(bundle))
     adapters, running = _first_state(fixed, session, folder, rows.train, team)
+    _invite(fixed, folder, chosen, bundle, team, events)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
@@ -188,33 +192,71 @@ def _join(output: Path, own: Mapping[str, Any], team: Team) -> TrainResult:
 
     `own` are settings that only this worker's machine knows.
     """
-    with team.receive(output.absolute() / WORKERS / str(team.rank)) as path:
-        folder = WorkerFolder(path)
-        with folder.locked():
-            folder.saves.folder.mkdir(exist_ok=True)
-            config = load_run(path / CONFIG, {})
-            config = replace(config, **_received(config, path), **own, output=str(path))
-            save = folder.saves.latest()
-            state = None if save is None else folder.check_save(save)
-            progress = _progress(folder, state)
-            with Meter(budget_bytes=config.budget_bytes) as meter:
-                config, bundle = to_resume(config, open_checked(config.bundle, config.device))
-                team.agree(of_bundle(bundle))
-                rows = open_run_rows(config, bundle, path)
-                samples = Samples.of(config, bundle.manifest, rows.train)
-                chosen = plan_of_first(
-                    msgspec.convert(read_json(path / PLAN), Plan),
-                    bundle.manifest,
-                    _this_machine(config, bundle),
-                    training(config, bundle.manifest, team.size),
-                )
-                weights = _weights(config, bundle, chosen, folder, progress.done)
-                session = open_session(bundle, chosen, weights)
-                adapters, running = _state(config, session, folder, rows.train, state, team)
-                return Trainer(
-                    *(config, folder, session, adapters, running, samples, rows),
-                    *(Events(), meter, progress, team),
-                ).run()
+    with (
+        team.receive(output.absolute() / WORKERS / str(team.rank)) as path,
+        worker(path, own, team) as trainer,
+    ):
+        return trainer.run()
+
+
+@contextmanager
+def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
+    """The training of a worker that has received its files into a folder.
+
+    `own` are settings that only this worker's machine knows.
+    """
+    folder = WorkerFolder(path)
+    with folder.locked():
+        folder.saves.folder.mkdir(exist_ok=True)
+        config = load_run(path / CONFIG, {})
+        config = replace(config, **_received(config, path), **own, output=str(path))
+        save = folder.saves.latest()
+        state = None if save is None else folder.check_save(save)
+        progress = _progress(folder, state)
+        with Meter(budget_bytes=config.budget_bytes) as meter:
+            config, bundle = to_resume(config, open_checked(config.bundle, config.device))
+            team.agree(of_bundle(bundle))
+            rows = open_run_rows(config, bundle, path)
+            samples = Samples.of(config, bundle.manifest, rows.train)
+            chosen = plan_of_first(
+                msgspec.convert(read_json(path / PLAN), Plan),
+                bundle.manifest,
+                _this_machine(config, bundle),
+                training(config, bundle.manifest, team.size),
+            )
+            weights = _weights(config, bundle, chosen, folder, progress.done)
+            session = open_session(bundle, chosen, weights)
+            adapters, running = _state(config, session, folder, rows.train, state, team)
+            yield Trainer(
+                *(config, folder, session, adapters, running, samples, rows),
+                *(Events(), meter, progress, team),
+            )
+
+
+def _invite(
+    config: TrainConfig, folder: RunFolder, chosen: Plan, bundle: Bundle, team: Team, events: Events
+) -> None:
+    """Let devices join the run through the team's folder, if it has one.
+
+    What they get says how steps are computed, and no more, so it is the same when a run goes on.
+    """
+    fleet = team.workers.fleet
+    if fleet is None:
+        return
+    names = {setting.name for options in (StepConfig, DataOptions) for setting in fields(options)}
+    settings = {name: getattr(config, name) for name in (*names, *OF_STEPS)}
+    settings |= {"bundle": "bundle", "adapter": ADAPTER if config.adapter else None}
+    plain = TrainConfig(**settings, also_evaluate=(NO_DATA,))
+    least = {"limit_bytes": None, "minimum_bytes": chosen.predicted_peak_bytes}
+    files: dict[str, Path | bytes] = {
+        CONFIG: to_toml(plain).encode(),
+        PLAN: msgspec.json.encode(msgspec.structs.replace(chosen, **least)),
+        **adapter_files(config.adapter),
+        **{name: folder.path / name for name in (TOKENS[0], MIX) if (folder.path / name).exists()},
+    }
+    log = folder.trajectory.path.read_text().splitlines(keepends=True)
+    fleet.begin({**versions(), **of_bundle(bundle)}, files, log, events.note)
+    events.note(f"others join by ondevice train BUNDLE --parallel join={fleet.path}")
 
 
 def _files(
@@ -335,6 +377,7 @@ def _continue(
     team.share(_files(config, folder, chosen, state))
     team.agree(of_bundle(bundle))
     adapters, running = _state(config, session, folder, rows.train, state, team)
+    _invite(config, folder, chosen, bundle, team, events)
     trainer = Trainer(
         *(config, folder, session, adapters, running, samples, rows),
         *(events, meter, progress, team),
@@ -592,7 +635,7 @@ def _has_lines(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _remove_refused(folder: RunFolder, existed: bool) -> None:
+def remove_refused(folder: RunFolder, existed: bool) -> None:
     """Remove the files of a run that never started, and nothing else."""
     if not existed:
         shutil.rmtree(folder.path)

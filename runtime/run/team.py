@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from runtime.bundle.store import MANIFEST, Bundle
-from runtime.config.parallel import Grid, grid_of
+from runtime.config.parallel import JOIN, Grid, grid_of, shared_folder
 from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, WorkerError
 from runtime.core.files import sha256_file, storage_errors
 from runtime.machine.footprint import Meter
@@ -35,7 +35,6 @@ from runtime.parallel.workers import Workers
 if TYPE_CHECKING:
     from runtime.parallel.heartbeat import Heartbeat, Loss
 
-AGREE_STEPS = 20  # between comparisons of the adapters
 PIECE_BYTES = 1 << 18  # of a file that is sent; each process holds one for each worker
 WORKERS = ".workers.partial"  # the folder, in a run's, of the files of other ranks
 ADAPTER = "adapter"  # the folder into which an adapter is received
@@ -104,13 +103,7 @@ class Team:
             return
         first, *others = map(json.loads, self.workers.exchange.texts(json.dumps(dict(facts))))
         for rank, theirs in enumerate(others, 1):
-            for what, value in first.items():
-                if theirs.get(what) != value:
-                    way_out = WAYS_OUT.get(what, "let all have the same")
-                    raise UsageError(
-                        f"the workers differ in {what}: {value} on {self.named(0)}, "
-                        f"{theirs.get(what)} on {self.named(rank)}; {way_out}"
-                    )
+            require_same(first, theirs, self.named(0), self.named(rank))
 
     def compare(self, what: str, digest: str) -> None:
         """Return if the digests of all workers are equal.
@@ -217,6 +210,20 @@ class Team:
             self.heartbeat.fail(_code_of(problem), _text_of(problem))
 
 
+def require_same(first: Facts, theirs: Facts, on_first: str, on_theirs: str) -> None:
+    """Return if the facts of two workers are equal, which are named as messages do.
+
+    Raises:
+        UsageError: they differ.
+    """
+    for what, value in first.items():
+        if theirs.get(what) != value:
+            raise UsageError(
+                f"the workers differ in {what}: {value} on {on_first}, {theirs.get(what)} on "
+                f"{on_theirs}; {WAYS_OUT.get(what, 'let all have the same')}"
+            )
+
+
 def adapter_files(adapter: str | Path | None) -> dict[str, Path]:
     """The files of an adapter to send, in the folder ADAPTER."""
     if adapter is None:
@@ -241,7 +248,19 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
     Raises:
         UsageError: they are not as many as `parallel` says, or differ in versions or options.
     """
-    grid, started = grid_of(parallel), launched()
+    started = launched()
+    if (shared := shared_folder(parallel)) is not None:
+        word, path = shared
+        if word == JOIN or started.size > 1:
+            raise UsageError(
+                f"--parallel {parallel} is for a process of its own on each device, that joins by "
+                "ondevice train BUNDLE --parallel join=DIR, without mpirun"
+            )
+        from runtime.parallel.fleet import Fleet  # other runs need not load it
+
+        yield Team(Workers(fleet=Fleet(Path(path))))
+        return
+    grid = grid_of(parallel)
     if started.size == 1:
         if grid.size > 1:
             raise UsageError(_wrong_number(grid, 1, command))
@@ -256,7 +275,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
         if (parallel is None) or grid.size != exchange.size:
             raise UsageError(_wrong_number(grid, exchange.size, command))
         team.workers = Workers(exchange, grid.data, grid.perturb)
-        team.agree(_versions() | {f"option {name}": repr(options[name]) for name in options})
+        team.agree(versions() | {f"option {name}": repr(options[name]) for name in options})
         yield team
         exchange.all_bytes(b"")  # nobody leaves MPI, which waits, while another still works
     except BaseException as problem:
@@ -310,7 +329,7 @@ def _wrong_number(grid: Grid, started: int, command: str) -> str:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """What decides the last bits of results, besides the bundle and the options."""
     from runtime.core.version import __version__
     from runtime.machine.backend import arithmetic

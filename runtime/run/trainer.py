@@ -25,10 +25,12 @@ from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError,
 from runtime.data.rows import Rows
 from runtime.data.run_rows import RunRows
 from runtime.data.samples import Samples
+from runtime.engine.sample import Sample
 from runtime.machine.backend import describe
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
+from runtime.parallel.workers import AGREE_STEPS
 from runtime.run.budget import passed_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS, SUMMARY, RunFolder
@@ -48,7 +50,7 @@ from runtime.run.results import (
 )
 from runtime.run.session import Session
 from runtime.run.signals import Stop, catching_signals, cause
-from runtime.run.team import AGREE_STEPS, Team
+from runtime.run.team import Team
 from runtime.storage.saves import SLOTS
 
 PACED = 4  # steps by which the workers' speeds are measured; the first does not count
@@ -116,13 +118,18 @@ class Trainer:
 
     def run(self) -> TrainResult:
         """Train to the end; returns the summary."""
-        heartbeat = self.team.heartbeat
+        heartbeat, fleet = self.team.heartbeat, self.team.workers.fleet
         was_stopped = None if heartbeat is None else heartbeat.was_stopped
         if self.team.size > 1:
             self.team.recall(self.folder.speeds())
         with catching_signals(was_stopped) as self.stop:
+            if fleet is not None:
+                fleet.digest = self.method.digest
+                fleet.hurry = lambda: self.stop.signal is not None
             try:
                 self._run()
+                if fleet is not None:
+                    fleet.end()
             except WorkerError as problem:
                 raise self._without(problem) from None
         return self._finish()
@@ -168,7 +175,10 @@ class Trainer:
             step, record = self._step()
             self.folder.metrics.append(json.dumps(msgspec.to_builtins(step)) + "\n")
             if self.method.keeps_log:
-                self.folder.trajectory.append(json.dumps(record) + "\n")
+                line = json.dumps(record) + "\n"
+                self.folder.trajectory.append(line)
+                if self.team.workers.fleet is not None:
+                    self.team.workers.fleet.learned(line)
             self.events.step(step, self.config.all_steps)
             self._after_step()
 
@@ -301,16 +311,20 @@ class Trainer:
             )
             self.events.note(f"the work is shared by the forward passes per second: {named}")
 
+    def parts(self) -> list[list[Sample]]:
+        """The samples of the next step, by micro-batch."""
+        size, count = self.config.batch_size, self.config.grad_accumulation
+        first = self.done * size * count
+        return [
+            [self.samples.at(first + part * size + index) for index in range(size)]
+            for part in range(count)
+        ]
+
     def _step(self) -> tuple[Step, list[Any] | None]:
         """Train one step; returns it, and its line of the trajectory."""
         start = time.perf_counter()
         config = self.config
-        size, count = config.batch_size, config.grad_accumulation
-        first = self.done * size * count
-        parts = [
-            [self.samples.at(first + part * size + index) for index in range(size)]
-            for part in range(count)
-        ]
+        parts = self.parts()
         rate = learning_rate(
             config.highest_rate,
             config.lr_schedule,

@@ -13,18 +13,19 @@ Several workers share out a step (DistZO2): by the points (perturbation parallel
 (data parallelism), or both. Each runs its rows at its points, and they exchange a float64 number
 for each hidden state, and for each group of rows at each point. No hidden state depends on those
 beside it, all rows are padded to one bucket, and every worker adds the numbers in the order of the
-rows; so any such grid makes the update of a single worker, bit for bit.
+rows; so any such grid makes the update of a single worker, bit for bit. So do workers that come
+and go (`runtime.parallel.fleet`), which `follow` the log and compute a `part` of a step.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -46,6 +47,9 @@ from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss, Objective, chunks, grouped, score
 from runtime.parallel.workers import Workers
 from runtime.storage.activations import Activations
+
+if TYPE_CHECKING:
+    from runtime.parallel.fleet import Fleet
 
 LOST = 1.5  # times the loss of guessing: a model whose loss is above it has diverged
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
@@ -103,16 +107,20 @@ class ZerothOrder:
         """The summed cross entropy of every lane, and the objective's mean at each point."""
         points = list(dict.fromkeys(lane.point for lane in lanes))
         groups = grouped(rows, self.objective.together)
-        of_workers = [
-            [Place(points[at], group) for at in portion.points for group in portion.groups]
-            for portion in self.workers.portions(len(groups), len(points))
-        ]
-        mine = set(of_workers[self.workers.exchange.rank])
-        own = [lane for lane in lanes if self._place(lane) in mine]
-        # none only where a descent measures at few points: it has applied all updates before
-        numbers = self._visit(model, number, rows, own) if own else {}
-        self.workers.passes += len(own)
-        numbers = self._gathered(numbers, of_workers, [len(group) + 1 for group in groups])
+        lengths = [len(group) + 1 for group in groups]
+
+        def compute(places: Sequence[Place]) -> Numbers:
+            return self._computed(model, number, rows, lanes, places)
+
+        if self.workers.fleet is None or self._only:
+            of_workers = [
+                [Place(points[at], group) for at in portion.points for group in portion.groups]
+                for portion in self.workers.portions(len(groups), len(points))
+            ]
+            numbers = compute(of_workers[self.workers.exchange.rank])
+            numbers = self._gathered(numbers, of_workers, lengths)
+        else:
+            numbers = self._collected(self.workers.fleet, number, lanes, lengths, compute)
         count = sum(map(self.objective.count, groups))
         means: dict[Point, float] = {}
         for point in points:
@@ -122,6 +130,61 @@ class ZerothOrder:
             means[point] = total / count
         ordered = [loss for place in self._groups(lanes) for loss in numbers[place][:-1]]
         return ordered, means
+
+    def _computed(
+        self,
+        model: Model,
+        number: int,
+        rows: Sequence[Sample],
+        lanes: Sequence[Lane],
+        places: Sequence[Place],
+    ) -> Numbers:
+        """The numbers at some places; the pending update is applied to all blocks."""
+        mine = set(places)
+        own = [lane for lane in lanes if self._place(lane) in mine]
+        if not own:
+            self.settle()
+            return {}
+        self.workers.passes += len(own)
+        return self._visit(model, number, rows, own)
+
+    def _collected(
+        self,
+        fleet: Fleet,
+        number: int,
+        lanes: Sequence[Lane],
+        lengths: Sequence[int],
+        compute: Callable[[Sequence[Place]], Numbers],
+    ) -> Numbers:
+        """The numbers at all places, of which workers that come and go have computed some."""
+        places = [*self._groups(lanes)]
+
+        def of(items: Sequence[int]) -> list[list[float]]:
+            numbers = compute([places[item] for item in items])
+            return [numbers[places[item]] for item in items]
+
+        numbers = fleet.share(number, [lengths[place.group] for place in places], of)
+        return dict(zip(places, numbers, strict=True))
+
+    def part(self, number: int, parts: Sequence[Sequence[Sample]], items: range) -> list[float]:
+        """Some of the numbers of a step whose other ones other workers compute.
+
+        `items` are places in the order of `estimator.lanes`; `follow` has taken all earlier steps.
+        """
+        rows = [row for part in parts for row in part]
+        model = self.models(max(len(row.inputs) for row in rows))
+        self._measured(model, number, rows)
+        lanes = self.estimator.lanes(len(rows))
+        places = [*self._groups(lanes)][items.start : items.stop]
+        numbers = self._computed(model, number, rows, lanes, places)
+        return [value for place in places for value in numbers[place]]
+
+    def follow(self, update: Update | None) -> None:
+        """Apply the update of a step that others have taken; None if it was skipped."""
+        if update is not None:
+            self.descent.remember(update)
+            self._pending = True
+            self.settle()
 
     def _gathered(
         self, own: Numbers, of_workers: Sequence[Sequence[Place]], lengths: Sequence[int]

@@ -1,0 +1,111 @@
+"""Messages in a folder that devices share, as by NFS, SMB or Syncthing: whole files, and no locks.
+
+A message begins with a checksum over its session, its name and its content. A file that is half
+written, damaged, renamed or of another session is none: it is ignored, and counted. A file that is
+not visible yet is waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from runtime.core.errors import BundleError, OnDeviceError
+from runtime.core.files import fsync_path, read_small, sha256_file, storage_errors, write_atomic
+
+MOST_BYTES = 1 << 24  # of a message
+SEAL_BYTES = 8
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
+
+
+def pause(waited_s: float) -> None:
+    """Wait before the next look, the longer the more seconds have passed."""
+    time.sleep(min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, waited_s / 20)))
+
+
+class SharedFolder:
+    """The messages of a folder; `session` is a name that is in no file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.session = path, ""
+        self.ignored: set[str] = set()  # names of files that are no messages
+        self.nbytes = 0  # of the messages that were written and read
+
+    def names(self) -> list[str]:
+        """The names of all files but hidden ones; none while the folder cannot be reached."""
+        try:
+            names = [path.name for path in self.path.iterdir()]
+        except OSError:
+            return []
+        return [name for name in names if not name.startswith((".", "~"))]
+
+    def read(self, name: str, session: str | None = None) -> bytes | None:
+        """The content of a message; None if it is not there, or the file is none."""
+        try:
+            data = read_small(self.path / name, MOST_BYTES, "a message")
+        except FileNotFoundError:
+            return None
+        except (OSError, OnDeviceError):
+            self.ignored.add(name)
+            return None
+        content = data[SEAL_BYTES:]
+        if data != self._sealed(name, content, session):
+            self.ignored.add(name)
+            return None
+        self.ignored.discard(name)  # it was not whole when it was read before
+        self.nbytes += len(data)
+        return content
+
+    def write(self, name: str, content: bytes, session: str | None = None) -> None:
+        """Write a message. Raises StorageError."""
+        data = self._sealed(name, content, session)
+        write_atomic(self.path / name, data)
+        self.nbytes += len(data)
+
+    def remove(self, name: str) -> None:
+        """Remove a message that nobody needs."""
+        with suppress(OSError):  # it is seen again, and of no harm
+            (self.path / name).unlink()
+
+    def put(self, source: Path | bytes) -> str:
+        """Lay a file of any size into the folder, under a name of its SHA-256, which is returned.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if isinstance(source, bytes):
+            sha256 = hashlib.sha256(source).hexdigest()
+            write_atomic(self.path / _name_of(sha256), source)
+            return sha256
+        sha256 = sha256_file(source)
+        place = self.path / _name_of(sha256)
+        temporary = place.with_name(f".{place.name}.partial")
+        with storage_errors(place):
+            shutil.copyfile(source, temporary)
+            fsync_path(temporary)
+            temporary.replace(place)
+        return sha256
+
+    def fetch(self, sha256: str, target: Path) -> bool:
+        """Copy the file of a SHA-256 out of the folder; False if it is not there, or not whole."""
+        source = self.path / _name_of(sha256)
+        if not source.exists():
+            return False
+        with storage_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            return sha256_file(target) == sha256
+
+    def _sealed(self, name: str, content: bytes, session: str | None) -> bytes:
+        of = self.session if session is None else session
+        digest = hashlib.sha256(f"{of}/{name}/".encode() + content).digest()
+        return digest[:SEAL_BYTES] + content
+
+
+def _name_of(sha256: str) -> str:
+    if len(sha256) != 64 or not sha256.isalnum():
+        raise BundleError(f"{sha256!r:.80} is no SHA-256")
+    return f"file-{sha256[:16]}"
