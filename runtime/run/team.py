@@ -7,6 +7,7 @@ configuration, the plan and the save, keep files in a folder of their own, and r
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +25,10 @@ from runtime.bundle.store import MANIFEST, Bundle
 from runtime.config.parallel import Grid, grid_of
 from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, WorkerError
 from runtime.core.files import sha256_file, storage_errors
+from runtime.core.stripes import Stripes
 from runtime.machine.footprint import Meter
 from runtime.methods.adapter_reader import AdapterFiles
+from runtime.parallel.holders import Holders
 from runtime.parallel.launch import launched, way_to_start
 from runtime.parallel.workers import Workers
 
@@ -65,6 +68,7 @@ class Team:
     workers: Workers = field(default_factory=Workers)
     hosts: tuple[str, ...] = ("",)
     heartbeat: Heartbeat | None = None
+    holders: Holders | None = None  # of the slices of the weights, if these are cut
 
     @property
     def rank(self) -> int:
@@ -95,6 +99,46 @@ class Team:
                         f"the workers differ in {what}: {value} on {self.named(0)}, "
                         f"{theirs.get(what)} on {self.named(rank)}; {way_out}"
                     )
+
+    def joined(self, bundle: Bundle) -> Bundle:
+        """The workers' bundle, once they have compared theirs; one that is cut, with all slices.
+
+        Raises:
+            UsageError: they differ, or the workers' slices are no whole bundle; it is raised on
+                every worker.
+        """
+        exchange = self.workers.exchange
+        if self.size == 1:
+            bundle.require_whole()
+            return bundle
+        own = bundle.manifest.slice
+        parts = [
+            json.loads(text) for text in exchange.texts(json.dumps(own and [own.number, own.of]))
+        ]
+        if any(parts):
+            self._check_slices(parts)
+        self.agree(_of_bundle(bundle))
+        if own is None:
+            return bundle
+        from runtime.parallel.meeting import connect_all  # whole bundles need no connections
+
+        asking, asked = connect_all(exchange, self.hosts)
+        slices = [Stripes(number - 1, of) for number, of in parts]
+        self.holders = Holders(self.rank, slices, asking, asked)
+        return replace(bundle, holders=self.holders)
+
+    def _check_slices(self, parts: Sequence[Sequence[int] | None]) -> None:
+        of = max(part[1] for part in parts if part)
+        missing = [n for n in range(1, of + 1) if [n, of] not in parts]
+        if missing or any(part is None or part[1] != of for part in parts):
+            names = [f"slice {part[0]} of {part[1]}" if part else "a whole one" for part in parts]
+            having = ", ".join(f"{name} on {self.named(at)}" for at, name in enumerate(names))
+            lacking = f"slice {', '.join(map(str, missing))} of {of} is missing" if missing else ""
+            raise UsageError(
+                f"the workers' bundles are not all slices of one: {having}"
+                f"{lacking and '; '}{lacking}; give each machine another slice, and start a "
+                f"process for each of the {of} (mpirun -n {of}), or give all the whole bundle"
+            )
 
     def compare(self, what: str, digest: str) -> None:
         """Return if the digests of all workers are equal.
@@ -175,8 +219,18 @@ class Team:
 
     def dismiss(self, problem: BaseException) -> None:
         """Tell the others that all must end, and on rank 0 wait until they have removed files."""
+        if self.holders is not None:
+            self.holders.stop(WorkerError(_text_of(problem)))
         if self.heartbeat is not None:
             self.heartbeat.fail(_code_of(problem), _text_of(problem))
+
+    def leave(self) -> None:
+        """End the work, when the others no longer need this worker's slice of the weights."""
+        if self.holders is not None:
+            self.workers.exchange.texts("")
+            self.holders.stop(WorkerError("all work is done"))
+        assert self.heartbeat is not None
+        self.heartbeat.leave()
 
 
 def adapter_files(adapter: str | Path | None) -> dict[str, Path]:
@@ -187,10 +241,15 @@ def adapter_files(adapter: str | Path | None) -> dict[str, Path]:
     return {f"{ADAPTER}/{path.name}": path for path in (files.weights, files.config)}
 
 
-def of_bundle(bundle: Bundle) -> dict[str, str]:
-    """What workers compare of their bundles."""
-    sha256 = sha256_file(bundle.path / MANIFEST)
-    return {"the bundle": f"{MANIFEST} has the SHA-256 {sha256}"}
+def _of_bundle(bundle: Bundle) -> dict[str, str]:
+    """What workers compare of their bundles, or of the whole ones whose slices they have."""
+    path = bundle.path / MANIFEST
+    if bundle.manifest.slice is None:
+        return {"the bundle": f"{MANIFEST} has the SHA-256 {sha256_file(path)}"}
+    document = json.loads(path.read_bytes())
+    del document["slice"]
+    sha256 = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    return {"the bundle": f"{MANIFEST} without its slice has the SHA-256 {sha256}"}
 
 
 @contextmanager
@@ -232,8 +291,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
         team.dismiss(problem)
         assert team.heartbeat is not None
         team.heartbeat.wait_for_end()
-    assert team.heartbeat is not None
-    team.heartbeat.leave()
+    team.leave()
     exchange.close()
 
 
@@ -247,7 +305,10 @@ def _met(exchange: Any) -> Team:
         return f"{team.named(loss.rank)}: {loss.text}"
 
     def heard(loss: Loss) -> None:
-        exchange.stop(WorkerError(describe(loss), loss.code))
+        reason = WorkerError(describe(loss), loss.code)
+        exchange.stop(reason)
+        if team.holders is not None:
+            team.holders.stop(reason)
 
     team.heartbeat = meet(exchange, team.hosts, heard, describe)
     return team
