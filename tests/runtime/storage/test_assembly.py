@@ -1,0 +1,83 @@
+"""Weights in slices: every worker reads the same as from the whole file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from support.bundles import Rng, Tiny
+from support.slices import held
+
+from runtime.core import stripes
+from runtime.core.errors import WorkerError
+from runtime.storage.weights import Weights
+
+
+@pytest.mark.parametrize(
+    ("holding", "prefetch"), [([1, 2], True), ([3, 1, 2], False), ([2, 1, 1], True)]
+)
+def test_workers_read_what_the_whole_file_holds(
+    tiny: Tiny,
+    rng: Rng,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    holding: list[int],
+    prefetch: bool,
+) -> None:
+    """Vectors, tiles in order and not, and rows; blocks read ahead, not read ahead, in vain."""
+    monkeypatch.setattr(stripes, "STRIPE", 512)
+    whole, bundle = Weights(tiny("qwen3")), tiny("qwen3")
+    manifest = bundle.manifest
+    with held(bundle, tmp_path, holding) as bundles:
+        everyone = [Weights(each, prefetch) for each in bundles]
+        for _ in range(2):
+            for index in rng.permutation(len(manifest.blocks)):
+                block = manifest.blocks[index]
+                ahead = manifest.blocks[int(rng.integers(len(manifest.blocks)))]
+                program = manifest.block_types[block.type]
+                for weights in everyone:
+                    weights.read_ahead(ahead)
+                    for name in program.parameters:
+                        expected = whole.vector(block.tensor(name))
+                        assert mx.array_equal(weights.vector(block.tensor(name)), expected)
+                    for matrix in manifest.matrices_of(block):
+                        step = int(rng.integers(1, matrix.rows + 1))
+                        starts = list(range(0, matrix.rows, step))
+                        for start in starts if rng.random() < 0.8 else starts[::-1]:
+                            rows = start, min(matrix.rows, start + step)
+                            found, expected = (s.tile(matrix, *rows) for s in (weights, whole))
+                            pairs = zip(found.arrays, expected.arrays, strict=True)
+                            assert all(mx.array_equal(a, b) for a, b in pairs)
+                        chosen = rng.integers(0, matrix.rows, 9)
+                        found, expected = (s.gather(matrix, chosen) for s in (weights, whole))
+                        pairs = zip(found.arrays, expected.arrays, strict=True)
+                        assert all(mx.array_equal(a, b) for a, b in pairs)
+                    weights.release(block)
+
+
+def test_a_worker_receives_the_other_half_of_a_layer_once(tiny: Tiny, tmp_path: Path) -> None:
+    bundle = tiny("qwen3")
+    with held(bundle, tmp_path, [1, 2]) as (first, second):
+        weights, _ = Weights(first, prefetch=True), Weights(second)
+        layer = bundle.manifest.layers[0]
+        start, stop = weights._ranges[layer]
+        weights.read_ahead(layer)
+        for matrix in bundle.manifest.matrices_of(layer):
+            for row in range(0, matrix.rows, 7):
+                weights.tile(matrix, row, min(row + 7, matrix.rows))
+        assert first.holders is not None
+        own, end = first.holders.own.portion(start, stop)
+        assert first.holders.received_bytes == stop - start - (end - own)
+
+
+def test_who_waits_for_a_lost_worker_hears_why(tiny: Tiny, tmp_path: Path) -> None:
+    """A worker that has not opened its slice yet does not answer; then it is gone."""
+    bundle = tiny("qwen3")
+    with held(bundle, tmp_path, [1, 2]) as (first, _):
+        weights = Weights(first, prefetch=True)
+        weights.read_ahead(bundle.manifest.layers[0])
+        assert first.holders is not None
+        first.holders.stop(WorkerError("rank 1 is gone"))
+        with pytest.raises(WorkerError, match="rank 1 is gone"):
+            weights.vector(next(iter(bundle.manifest.vectors)))
