@@ -12,11 +12,17 @@ from runtime.bundle.store import Bundle, write_slices
 from runtime.core.errors import WorkerError
 from runtime.core.stripes import Stripes
 from runtime.parallel.holders import Holders
+from runtime.storage.weights import Weights
 
 
 @contextmanager
-def held(bundle: Bundle, folder: Path, holding: list[int]) -> Iterator[list[Bundle]]:
-    """The bundle as each worker has it: a slice, whose numbers in rank order are `holding`."""
+def held(
+    bundle: Bundle, folder: Path, holding: list[int], opened: bool = True
+) -> Iterator[list[Bundle]]:
+    """The bundle as each worker has it: a slice, whose numbers in rank order are `holding`.
+
+    Each sends its slice once it has opened its weights.
+    """
     slices = write_slices(bundle, max(holding), folder)
     ranks = range(len(holding))
     pairs = {(a, b): socket.socketpair() for a in ranks for b in ranks if a != b}
@@ -36,4 +42,7 @@ def held(bundle: Bundle, folder: Path, holding: list[int]) -> Iterator[list[Bund
                     holders=holders,
                 )
             )
+        if opened:
+            for each in bundles:
+                Weights(each)
         yield bundles

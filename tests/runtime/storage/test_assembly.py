@@ -58,8 +58,8 @@ def test_workers_read_what_the_whole_file_holds(
 
 def test_a_worker_receives_the_other_half_of_a_layer_once(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen3")
-    with held(bundle, tmp_path, [1, 2]) as (first, second):
-        weights, _ = Weights(first, prefetch=True), Weights(second)
+    with held(bundle, tmp_path, [1, 2]) as (first, _):
+        weights = Weights(first, prefetch=True)
         layer = bundle.manifest.layers[0]
         start, stop = weights._ranges[layer]
         weights.read_ahead(layer)
@@ -74,7 +74,7 @@ def test_a_worker_receives_the_other_half_of_a_layer_once(tiny: Tiny, tmp_path: 
 def test_who_waits_for_a_lost_worker_hears_why(tiny: Tiny, tmp_path: Path) -> None:
     """A worker that has not opened its slice yet does not answer; then it is gone."""
     bundle = tiny("qwen3")
-    with held(bundle, tmp_path, [1, 2]) as (first, _):
+    with held(bundle, tmp_path, [1, 2], opened=False) as (first, _):
         weights = Weights(first, prefetch=True)
         weights.read_ahead(bundle.manifest.layers[0])
         assert first.holders is not None
