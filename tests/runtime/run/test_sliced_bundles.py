@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.estimators import config_of
@@ -24,17 +23,15 @@ from support.runs import (
     train_arguments,
 )
 from support.shared import Shared
-from support.slices import held
 
 from runtime.bundle.manifest import block_range
-from runtime.bundle.store import WEIGHTS, Bundle, open_bundle, write_slices
+from runtime.bundle.store import WEIGHTS, open_bundle, write_slices
 from runtime.core.errors import BundleError, UsageError
-from runtime.parallel.exchange import Alone, Exchange
+from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
 from runtime.plan.plan import THREAD_BYTES, Planner
 from runtime.run.budget import training
 from runtime.run.team import Team
-from tests.runtime.methods.test_workers import backpropagated, run_on
 
 EVALUATED = {"eval_data": "random:3", "eval_rows": 3, "eval_every": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -71,7 +68,13 @@ def test_halves_make_the_run_of_whole_bundles(
         bundle = tiny("gemma3", trainable="full", storage="bfloat16").path
         halves = [each.path for each in write_slices(open_bundle(bundle), 2, tmp_path)]
     run = train_on(halves, tmp_path / "halves", **options)
-    whole = train_on([bundle, bundle], tmp_path / "whole", **options)
+    if case == "mebp":
+        whole = train_on([bundle, bundle], tmp_path / "whole", **options)
+    else:  # as workers of whole bundles, so does one make the same bits
+        whole = tmp_path / "whole"
+        succeeds(
+            *train_arguments(bundle, whole, 4, **EVALUATED, **{**options, "parallel": "data=1"})
+        )
     assert [line["loss"] for line in metrics_of(run)] == [
         line["loss"] for line in metrics_of(whole)
     ]
@@ -82,23 +85,6 @@ def test_halves_make_the_run_of_whole_bundles(
         refuses(2, "1-of-2 is slice 1 of 2 of a bundle", "replay", run, "-o", tmp_path / "other")
     else:
         assert adapter(run) == adapter(whole)
-
-
-@pytest.mark.parametrize("method", ["mezo", "mebp"])
-def test_a_step_on_slices_has_the_bits_of_a_step_on_the_whole(
-    tiny: Tiny, seed: int, tmp_path: Path, method: str
-) -> None:
-    def step(bundle: Bundle, folder: Path) -> object:
-        if method == "mezo":
-            return run_on(Workers(), bundle, method, seed, folder)
-        folder.mkdir()
-        gradients, result = backpropagated(Alone(), bundle, seed, folder)
-        return {name: np.array(each).tobytes() for name, each in gradients.items()}, result.loss
-
-    bundle = tiny("qwen3")
-    with held(bundle, tmp_path / "slices", [1, 2, 3]) as bundles:
-        made = [step(each, tmp_path / f"worker-{i}") for i, each in enumerate(bundles)]
-    assert made == [step(bundle, tmp_path / "alone")] * 3
 
 
 @pytest.mark.parametrize(
