@@ -202,6 +202,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     seconds: of all steps together.
     peak_footprint_bytes, peak_rss_bytes: of all processes that the run has had.
     worker_peak_bytes: the peak footprints of the last processes by rank; empty if one trained.
+    received_weight_bytes: of slices that others hold, which rank 0's last process has received.
     mlx_peak_bytes: the most that MLX had allocated in the last process.
     tokens_per_s: processed tokens for each second of training.
     final_train_loss: the mean of the last finite training losses, as `final_loss` says.
@@ -244,6 +245,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     seconds_per_step: Mapping[str, float] | None = None
     blocks: Sequence[Mapping[str, Any]] | None = None
     worker_peak_bytes: tuple[int, ...] = ()
+    received_weight_bytes: int = 0
 
     @property
     def validation(self) -> Evaluation | None:

@@ -78,6 +78,11 @@ class Team:
     def size(self) -> int:
         return self.workers.exchange.size
 
+    @property
+    def received_weight_bytes(self) -> int:
+        """Bytes of weights that others have sent to this worker."""
+        return 0 if self.holders is None else self.holders.received_bytes
+
     def named(self, rank: int) -> str:
         """A worker, for messages."""
         return f"rank {rank} on {self.hosts[rank]}"

@@ -106,6 +106,11 @@ class Assembly:
         """Free the tiles that nobody has read."""
         self._streams.clear()
 
+    def forget(self) -> None:
+        """Assemble all anew that is read from now on."""
+        self._arenas.clear()
+        self._streams.clear()
+
     def _unit_at(self, key: Key) -> Key | None:
         """The unit in which a range lies."""
         starts, stops = self._units[key.file]
