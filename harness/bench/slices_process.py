@@ -25,8 +25,8 @@ import numpy as np  # noqa: E402
 from runtime.bundle.manifest import block_range  # noqa: E402
 from runtime.bundle.store import Bundle, open_bundle  # noqa: E402
 from runtime.core.errors import OnDeviceError  # noqa: E402
+from runtime.core.stripes import WEIGHTS_FILE  # noqa: E402
 from runtime.run.team import Team, team_of  # noqa: E402
-from runtime.storage.assembly import Key  # noqa: E402
 from runtime.storage.slots import SlotLayout, Slots  # noqa: E402
 from runtime.storage.weights import Weights  # noqa: E402
 
@@ -53,7 +53,7 @@ def measured(team: Team, whole: Bundle, sliced: Bundle, scratch: Path) -> dict[s
 
     def read_slices() -> None:
         for start, stop in ranges:
-            assembly.view(Key(0, 0, start, stop), stop)
+            assembly.view(WEIGHTS_FILE, 0, start, stop, stop)
 
     def write(slots: Slots) -> None:
         for index, (start, stop) in enumerate(ranges):

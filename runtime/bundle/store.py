@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,7 +36,9 @@ from runtime.core.folder_writer import OLD, FolderWriter
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import partial_folder, text_path
 from runtime.core.stripes import Stripes
-from runtime.parallel.holders import Holders
+
+if TYPE_CHECKING:
+    from runtime.parallel.holders import Holders
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
 MAX_MANIFEST_BYTES = 4 << 20  # 20 times that of a model of 4 billion parameters

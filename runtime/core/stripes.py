@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_SLICES = 1 << 10
+WEIGHTS_FILE, SLOTS_FILE = 0, 1  # the numbers of the files that are held so
+ARENAS = 2  # for the current block and the next, which a worker assembles
 STRIPE = 1 << 16  # bytes; small beside a block, large beside a message
 
 

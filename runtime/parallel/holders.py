@@ -12,10 +12,10 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from runtime.core.errors import BundleError, WorkerError
@@ -23,7 +23,6 @@ from runtime.core.files import reading_errors
 from runtime.core.stripes import STRIPE, Stripes
 
 ASK, RANGE = struct.Struct("<IIQ"), struct.Struct("<QQ")  # file, ranges, version; start, stop
-ARENAS = 2  # for the current block and the next, which a worker assembles
 MOST_RANGES = 1 << 16  # of one question; the server reads no more
 REASON_S = 15.0  # in which the heartbeat says why a worker no longer answers
 
@@ -35,6 +34,25 @@ class Held(NamedTuple):
 
     fd: int
     has: Callable[[int, int], bool]
+
+
+class Arrival:
+    """Bytes that have been asked for, and may still be on their way."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._problem: Exception | None = None
+
+    def end(self, problem: Exception | None = None) -> None:
+        """Tell that they are there, or why they will never be."""
+        self._problem = problem
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Return once they are there, or raise why they are not."""
+        self._ended.wait()
+        if self._problem is not None:
+            raise self._problem
 
 
 class Holders:
@@ -64,13 +82,14 @@ class Holders:
             if stripes != self.own
             and (having := [other for other, its in enumerate(slices) if its == stripes])
         }
-        self._thread = ThreadPoolExecutor(1, "slices")
+        self._asked_for: SimpleQueue[tuple[Arrival, Callable[[], None]]] = SimpleQueue()
         for connection in (*self._asking.values(), *self._asked.values()):
             connection.settimeout(None)
             with suppress(OSError):  # no TCP between the processes of a test
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for connection in self._asked.values():
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        threading.Thread(target=self._ask, name="slices", daemon=True).start()
 
     def open(self, file: int, path: Path, has: Callable[[int, int], bool]) -> None:
         """Begin to send this worker's slice of a file, which lies at `path`.
@@ -87,15 +106,15 @@ class Holders:
         with self._changed:
             self._changed.notify_all()
 
-    def fetch(
-        self, file: int, version: int, ranges: Sequence[Range], out: memoryview
-    ) -> Future[None]:
+    def fetch(self, file: int, version: int, ranges: Sequence[Range], out: memoryview) -> Arrival:
         """Begin to fill `out` with ranges of bytes of a file, one after another.
 
-        Its result raises WorkerError where a worker is gone, BundleError where this one's slice
-        cannot be read.
+        Waiting for it raises WorkerError where a worker is gone, BundleError where this worker's
+        slice cannot be read.
         """
-        return self._thread.submit(self._fetch, file, version, ranges, out)
+        arrival = Arrival()
+        self._asked_for.put((arrival, partial(self._fetch, file, version, ranges, out)))
+        return arrival
 
     def stop(self, reason: Exception) -> None:
         """End all waiting for the others with this error."""
@@ -104,6 +123,16 @@ class Holders:
         for connection in (*self._asking.values(), *self._asked.values()):
             with suppress(OSError):  # it is closed
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self) -> None:
+        while True:
+            arrival, fetch = self._asked_for.get()
+            try:
+                fetch()
+                arrival.end()
+            except Exception as problem:  # raised where the bytes are used
+                arrival.end(problem)
+            del arrival, fetch
 
     def _fetch(self, file: int, version: int, ranges: Sequence[Range], out: memoryview) -> None:
         for first in range(0, len(ranges), MOST_RANGES):

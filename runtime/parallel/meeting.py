@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
@@ -64,12 +64,16 @@ def connect_all(exchange: Exchange, hosts: Sequence[str]) -> tuple[Connections, 
         UsageError: one cannot reach another; it is raised on every worker.
     """
     rank, together = exchange.rank, launched().here == exchange.size
-    with closing(_listening(together)) as server, ThreadPoolExecutor(1) as thread:
+    with closing(_listening(together)) as server:
         token = secrets.token_hex(16)
         addresses = [LOOPBACK] if together else _addresses([hosts[rank], *hosts])
         place = {"addresses": addresses, "port": server.getsockname()[1], "token": token}
         places = [json.loads(text) for text in exchange.texts(json.dumps(place))]
-        accepted = thread.submit(_accepted, server, exchange.size, token)
+        asked: Connections = {}
+        accepting = threading.Thread(
+            target=lambda: asked.update(_accepted(server, exchange.size, token)), daemon=True
+        )
+        accepting.start()
         asking, problem = {}, ""
         for other in range(exchange.size):
             if other != rank and not problem:
@@ -78,7 +82,7 @@ def connect_all(exchange: Exchange, hosts: Sequence[str]) -> tuple[Connections, 
                     problem = f"rank {other} on {hosts[other]} at {why}"
                 else:
                     asking[other] = found
-        asked = accepted.result()
+        accepting.join()
     _check(exchange, problem, hosts)
     return asking, asked
 

@@ -13,11 +13,11 @@ from functools import cached_property
 
 from runtime.arrays.stored import ITEM_BYTES, Block
 from runtime.bundle.manifest import Manifest, block_range
+from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
 from runtime.operations.base import Call, materialized_bytes
 from runtime.operations.program import Instruction, Program
 from runtime.operations.values import F32, bytes_at, gradient_of
-from runtime.parallel.holders import ARENAS
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel
 from runtime.plan.token_tiles import tiled_of

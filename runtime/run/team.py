@@ -28,12 +28,12 @@ from runtime.core.files import sha256_file, storage_errors
 from runtime.core.stripes import Stripes
 from runtime.machine.footprint import Meter
 from runtime.methods.adapter_reader import AdapterFiles
-from runtime.parallel.holders import Holders
 from runtime.parallel.launch import launched, way_to_start
 from runtime.parallel.workers import Workers
 
 if TYPE_CHECKING:
     from runtime.parallel.heartbeat import Heartbeat, Loss
+    from runtime.parallel.holders import Holders
 
 AGREE_STEPS = 20  # between comparisons of the adapters
 PIECE_BYTES = 1 << 18  # of a file that is sent; each process holds one for each worker
@@ -125,7 +125,8 @@ class Team:
         self.agree(_of_bundle(bundle))
         if own is None:
             return bundle
-        from runtime.parallel.meeting import connect_all  # whole bundles need no connections
+        from runtime.parallel.holders import Holders  # whole bundles need not load it
+        from runtime.parallel.meeting import connect_all
 
         asking, asked = connect_all(exchange, self.hosts)
         slices = [Stripes(number - 1, of) for number, of in parts]

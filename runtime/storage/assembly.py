@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from runtime.parallel.holders import ARENAS, Holders
+from runtime.core.stripes import ARENAS
+from runtime.parallel.holders import Arrival, Holders
 
-WEIGHTS_FILE, SLOTS_FILE = 0, 1  # their numbers in questions
 Octets = npt.NDArray[np.uint8]
 
 
@@ -39,11 +38,11 @@ class _Filling:
 
     key: Key
     memory: mmap.mmap
-    arrival: Future[None]
+    arrival: Arrival
 
     def part(self, start: int, stop: int) -> Octets:
         """Bytes start:stop of the file, once they are there."""
-        self.arrival.result()
+        self.arrival.wait()
         offset = start - self.key.start
         return np.frombuffer(self.memory, np.uint8, stop - start, offset)
 
@@ -74,8 +73,9 @@ class Assembly:
         self._largest = max([self._largest, *(stop - start for start, stop in ordered)])
         self.holders.open(file, path, has)
 
-    def view(self, key: Key, end: int) -> Octets:
-        """The bytes of a range of a tensor that ends at `end`, until the next call."""
+    def view(self, file: int, version: int, start: int, stop: int, end: int) -> Octets:
+        """Bytes start:stop of a version of a tensor that ends at `end`, until the next call."""
+        key = Key(file, version, start, stop)
         unit = self._unit_at(key)
         if unit is not None:
             return self._assembled(unit).part(key.start, key.stop)
@@ -93,7 +93,7 @@ class Assembly:
         """Rows (N, nbytes) of a matrix whose row 0 begins at `first`."""
         ranges = [(first + row * nbytes, first + (row + 1) * nbytes) for row in rows]
         octets = np.empty((len(ranges), nbytes), np.uint8)
-        self.holders.fetch(file, version, ranges, octets.data.cast("B")).result()
+        self.holders.fetch(file, version, ranges, octets.data.cast("B")).wait()
         return octets
 
     def read_ahead(self, file: int, version: int, start: int, stop: int) -> None:

@@ -22,15 +22,17 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.core.files import reading_errors, require_file, storage_errors
-from runtime.core.stripes import Stripes
-from runtime.storage.assembly import SLOTS_FILE, Assembly, Key
+from runtime.core.stripes import SLOTS_FILE, Stripes
 from runtime.storage.write_back import Writer
+
+if TYPE_CHECKING:
+    from runtime.storage.assembly import Assembly
 
 MAGIC = b"ondevice slot 1\n"
 DIGEST_BYTES = 32
@@ -141,9 +143,9 @@ class Slots:
         """
         offset = self._offset(block, slot, tensor) + start
         if self._assembly is not None:
-            key = Key(SLOTS_FILE, self._version_here(block, slot), offset, offset + out.size)
+            version, stop = self._version_here(block, slot), offset + out.size
             end = self._offset(block, slot, tensor) + self.layouts[block].places[tensor].nbytes
-            out[:] = self._assembly.view(key, end)
+            out[:] = self._assembly.view(SLOTS_FILE, version, offset, stop, end)
             return
         with reading_errors(self.path):
             _read(self._fd, offset, out)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +22,11 @@ from runtime.bundle.manifest import block_range
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.core.files import reading_errors
-from runtime.storage.assembly import WEIGHTS_FILE, Assembly, Key
+from runtime.core.stripes import WEIGHTS_FILE
 from runtime.storage.read_ahead import ReadAhead
+
+if TYPE_CHECKING:
+    from runtime.storage.assembly import Assembly
 
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -42,6 +46,8 @@ class Weights:
         self.assembly: Assembly | None = None
         self._ahead: ReadAhead | None = None
         if bundle.holders is not None:
+            from runtime.storage.assembly import Assembly  # whole bundles need not load it
+
             self.assembly = Assembly(bundle.holders, prefetch)
             layers = [self._ranges[block] for block in manifest.layers]
             self.assembly.open(WEIGHTS_FILE, bundle.held_path, layers)
@@ -62,8 +68,9 @@ class Weights:
         if self.assembly is None:
             flat = np.frombuffer(self._map, item, (stop - start) * row, offset)
         else:
-            key = Key(WEIGHTS_FILE, 0, offset, extent.offset + stop * nbytes)
-            flat = self.assembly.view(key, extent.offset + extent.nbytes).view(item)
+            end = extent.offset + stop * nbytes
+            tensor_end = extent.offset + extent.nbytes
+            flat = self.assembly.view(WEIGHTS_FILE, 0, offset, end, tensor_end).view(item)
         return flat.reshape(stop - start, *extent.shape[1:])
 
     def _floats(self, extent: Extent, start: int, stop: int) -> mx.array:
