@@ -139,8 +139,8 @@ class PeakModel:
     def assembled_bytes(self) -> int:
         """Extra bytes where workers hold the weights in slices, and assemble what is needed.
 
-        The current layer and the next, of the weights file or of the slots of trained weights, and
-        of a head the rows of two tiles.
+        All vectors; the current layer and the next, of the weights file or of the slots of trained
+        weights; and of a head the rows of two tiles.
         """
         manifest, execution = self.manifest, self.execution
         ranges = [block_range(manifest, block) for block in manifest.layers]
@@ -151,7 +151,8 @@ class PeakModel:
             matrix = manifest.matrices[name]
             height = max(execution.chunk_rows, execution.tile_rows.get(name, 0))
             tiles.append(matrix.nbytes // matrix.rows * min(height, matrix.rows))
-        return ARENAS * (largest + (SLOT_BYTES if trained else 0) + max(tiles))
+        vectors = sum(extent.nbytes for extent in manifest.vectors.values())
+        return vectors + ARENAS * (largest + (SLOT_BYTES if trained else 0) + max(tiles))
 
     def _outside_layers(self, block: Block) -> tuple[str, ...]:
         """The names of the matrices of the embedding or the head."""

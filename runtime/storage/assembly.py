@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -92,8 +92,12 @@ class Assembly:
     def rows(self, file: int, version: int, first: int, nbytes: int, rows: Iterable[int]) -> Octets:
         """Rows (N, nbytes) of a matrix whose row 0 begins at `first`."""
         ranges = [(first + row * nbytes, first + (row + 1) * nbytes) for row in rows]
-        octets = np.empty((len(ranges), nbytes), np.uint8)
-        self.holders.fetch(file, version, ranges, octets.data.cast("B")).wait()
+        return self.ranges(file, version, ranges).reshape(len(ranges), nbytes)
+
+    def ranges(self, file: int, version: int, ranges: Sequence[tuple[int, int]]) -> Octets:
+        """The bytes of several ranges, one after another."""
+        octets = np.empty(sum(stop - start for start, stop in ranges), np.uint8)
+        self.holders.fetch(file, version, ranges, octets.data).wait()
         return octets
 
     def read_ahead(self, file: int, version: int, start: int, stop: int) -> None:

@@ -44,6 +44,7 @@ class Weights:
         manifest = self.manifest = bundle.manifest
         self._ranges = {block: block_range(manifest, block) for block in manifest.blocks}
         self.assembly: Assembly | None = None
+        self._vectors: dict[str, npt.NDArray[np.generic]] = {}  # where there is an assembly
         self._ahead: ReadAhead | None = None
         if bundle.holders is not None:
             from runtime.storage.assembly import Assembly  # whole bundles need not load it
@@ -87,7 +88,22 @@ class Weights:
     def vector(self, name: str) -> mx.array:
         """A norm weight or bias, float32."""
         extent = self.manifest.vectors[name]
-        return self._floats(extent, 0, extent.shape[0])
+        if self.assembly is None:
+            return self._floats(extent, 0, extent.shape[0])
+        if not self._vectors:
+            self._vectors = self._all_vectors(self.assembly)
+        return _copied(self._vectors[name], extent.dtype)
+
+    def _all_vectors(self, assembly: Assembly) -> dict[str, npt.NDArray[np.generic]]:
+        """All vectors, which stay in memory: fetched by themselves, each would take a layer."""
+        extents = self.manifest.vectors
+        ranges = [(extent.offset, extent.offset + extent.nbytes) for extent in extents.values()]
+        octets, at = assembly.ranges(WEIGHTS_FILE, 0, ranges), 0
+        vectors: dict[str, npt.NDArray[np.generic]] = {}
+        for name, extent in extents.items():
+            vectors[name] = octets[at : at + extent.nbytes].view(NUMPY[extent.dtype])
+            at += extent.nbytes
+        return vectors
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Rows start:stop of a matrix, copied out of the map."""

@@ -157,7 +157,7 @@ def test_an_altered_slice_is_refused(halves: list[Path], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("method", ["mezo", "mebp"])
 def test_the_plan_counts_what_is_assembled(bundle: Path, halves: list[Path], method: str) -> None:
-    """Two layers, and two tiles of the largest matrix outside of layers."""
+    """All vectors, two layers, and two tiles of the largest matrix outside of layers."""
     whole, half = (open_bundle(path).manifest for path in (bundle, halves[0]))
     plans = []
     for manifest in (whole, half):
@@ -166,6 +166,7 @@ def test_the_plan_counts_what_is_assembled(bundle: Path, halves: list[Path], met
     ranges = [block_range(whole, layer) for layer in whole.layers]
     more = plans[1].process_bytes - plans[0].process_bytes - 2 * THREAD_BYTES
     layers = 2 * max(stop - start for start, stop in ranges)
+    layers += sum(extent.nbytes for extent in whole.vectors.values())
     ends = (whole.blocks[0], whole.blocks[-1])
     outside = max(matrix.nbytes for block in ends for matrix in whole.matrices_of(block))
     assert layers < more <= layers + 2 * outside
