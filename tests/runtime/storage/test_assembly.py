@@ -84,8 +84,9 @@ def test_who_waits_for_a_lost_worker_hears_why(tiny: Tiny, tmp_path: Path) -> No
     bundle = tiny("qwen3")
     with held(bundle, tmp_path, [1, 2], opened=False) as (first, _):
         weights = Weights(first, prefetch=True)
-        weights.read_ahead(bundle.manifest.layers[0])
+        layer = bundle.manifest.layers[0]
+        weights.read_ahead(layer)
         assert first.holders is not None
         first.holders.stop(WorkerError("rank 1 is gone"))
         with pytest.raises(WorkerError, match="rank 1 is gone"):
-            weights.vector(next(iter(bundle.manifest.vectors)))
+            weights.tile(bundle.manifest.matrices_of(layer)[0], 0, 1)
