@@ -53,7 +53,7 @@ class Assembly:
     def __init__(self, holders: Holders, prefetch: bool) -> None:
         self.holders, self.prefetch = holders, prefetch
         self._units: dict[int, tuple[list[int], list[int]]] = {}  # starts and stops, by file
-        self._arenas: list[_Filling] = []  # in the order in which they were asked for
+        self._arenas: list[_Filling] = []  # the current unit before one that was read ahead
         self._streams: dict[tuple[int, int], _Filling] = {}  # by file, and where the tensor ends
         self._largest = 0
 
@@ -78,7 +78,11 @@ class Assembly:
         key = Key(file, version, start, stop)
         unit = self._unit_at(key)
         if unit is not None:
-            return self._assembled(unit).part(key.start, key.stop)
+            filling = self._in_arenas(unit)
+            if filling is None:
+                filling = self._assemble(unit)
+                self._arenas.insert(0, filling)
+            return filling.part(key.start, key.stop)
         stream = self._streams.pop((key.file, end), None)
         if stream is None or stream.key != key:
             stream = self._begin(key, mmap.mmap(-1, key.stop - key.start))
@@ -103,8 +107,14 @@ class Assembly:
     def read_ahead(self, file: int, version: int, start: int, stop: int) -> None:
         """Begin to assemble what begins there, if it is a unit; nothing without `prefetch`."""
         unit = self._unit_at(Key(file, version, start, stop))
-        if self.prefetch and unit is not None:
-            self._assembled(unit)
+        if not self.prefetch or unit is None:
+            return
+        filling = self._in_arenas(unit)
+        if filling is None:
+            filling = self._assemble(unit)
+        else:
+            self._arenas.remove(filling)
+        self._arenas.append(filling)  # to be there longer than the current one
 
     def release(self) -> None:
         """Free the tiles that nobody has read."""
@@ -123,18 +133,14 @@ class Assembly:
             return None
         return Key(key.file, key.version, starts[at], stops[at])
 
-    def _assembled(self, unit: Key) -> _Filling:
-        """The arena of a unit, which takes the place of the one that was asked for first."""
-        for filling in self._arenas:
-            if filling.key == unit:
-                break
-        else:
-            if len(self._arenas) < ARENAS:
-                memory = mmap.mmap(-1, self._largest)
-            else:
-                memory = self._arenas.pop(0).memory  # what still arrives there comes first
-            self._arenas.append(filling := self._begin(unit, memory))
-        return filling
+    def _in_arenas(self, unit: Key) -> _Filling | None:
+        return next((filling for filling in self._arenas if filling.key == unit), None)
+
+    def _assemble(self, unit: Key) -> _Filling:
+        """Begin to assemble a unit, in place of the one that comes first in the arenas."""
+        if len(self._arenas) < ARENAS:
+            return self._begin(unit, mmap.mmap(-1, self._largest))
+        return self._begin(unit, self._arenas.pop(0).memory)  # what still arrives there comes first
 
     def _begin(self, key: Key, memory: mmap.mmap) -> _Filling:
         place = memoryview(memory)[: key.stop - key.start]

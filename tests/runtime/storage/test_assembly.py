@@ -79,6 +79,33 @@ def test_a_worker_receives_the_other_half_of_a_layer_once(
         assert received < first.holders.received_bytes <= received + vectors
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_each_pass_receives_each_layer_once(tiny: Tiny, tmp_path: Path, prefetch: bool) -> None:
+    """In the order of `visits`; the backward pass begins with the layers that are still there."""
+    bundle = tiny("qwen3")
+    layers = bundle.manifest.layers * 4  # four visits of two layers, as if they were eight
+    with held(bundle, tmp_path, [1, 2]) as (first, _):
+        weights = Weights(first, prefetch)
+        assembly = weights.assembly
+        assert assembly is not None and first.holders is not None
+        parts = {layer: weights._ranges[layer] for layer in layers}
+        received: list[int] = []
+        for version, layer in enumerate(layers):
+            start, stop = parts[layer]
+            if version + 1 < len(layers):
+                assembly.read_ahead(0, version + 1, *parts[layers[version + 1]])
+            assembly.view(0, version, start, stop, stop)
+            assembly.view(0, version, start, stop, stop)
+            own, end = first.holders.own.portion(start, stop)
+            received.append(stop - start - (end - own))
+        for version in reversed(range(len(layers))):
+            start, stop = parts[layers[version]]
+            if version:
+                assembly.read_ahead(0, version - 1, *parts[layers[version - 1]])
+            assembly.view(0, version, start, stop, stop)
+        assert first.holders.received_bytes == sum(received) + sum(received[:-2])
+
+
 def test_who_waits_for_a_lost_worker_hears_why(tiny: Tiny, tmp_path: Path) -> None:
     """A worker that has not opened its slice yet does not answer; then it is gone."""
     bundle = tiny("qwen3")
