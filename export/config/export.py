@@ -1,4 +1,4 @@
-"""The options of `ondevice export`, and of `ondevice trust` for the bundles that it writes."""
+"""The options of `ondevice export`, and of `trust` and `slice` for the bundles that it writes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from runtime.config.base import (
 )
 from runtime.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
 from runtime.config.shared import DEVICES, STORED, DataOptions, bundle_field
+from runtime.core.stripes import MAX_SLICES
 from runtime.core.units import parse_bytes
 
 
@@ -45,6 +46,7 @@ QUANTIZING = (
     "calibration_tokens",
 )
 """Options that have no effect where nothing is quantized."""
+SLICES = Check(lambda count: 2 <= count <= MAX_SLICES, f"a whole number from 2 to {MAX_SLICES}")
 _NAMES = Check(are_layer_names, "names of layers such as k_proj,v_proj, or none")
 
 
@@ -253,3 +255,13 @@ class TrustConfig(Config):
 
     bundle: str = bundle_field()
     yes: bool = option(False, "do not ask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceConfig(Config):
+    """The options of `ondevice slice`, which cuts a bundle for machines that cannot hold it."""
+
+    bundle: str = bundle_field()
+    count: int = option(2, "how many slices, one for each machine", SLICES)
+    output: str = output_option(MISSING, "directory of the slices 1-of-N to N-of-N", "DIR")
+    force: bool = option(False, "replace slices that are there")

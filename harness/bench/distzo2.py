@@ -2,7 +2,7 @@
 
 Measured are processes of this machine that `mpirun` connects, with one BLAS thread each, against
 one process with one thread in the same turn. The simulation (`harness.bench.simulation`) takes the
-time of each part of a step of one process. Sliced weights (Table 3) do not exist here.
+time of each part of a step of one process. Table 3 is `harness.bench.slices`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from harness.bench.simulation import (
     line_through,
     zeroth_order_s,
 )
+from harness.bench.slices import RANKS, measure
 from harness.measure.command import flag, mpirun, ondevice
 from harness.measure.other_load import other_load
 from harness.measure.repeats import (
@@ -74,9 +75,7 @@ class Sharing:
     @property
     def launcher(self) -> list[str]:
         """The words that start the processes, with one BLAS thread each."""
-        if self.ranks == 1:
-            return [*ONE_THREAD]
-        return [*ONE_THREAD, *mpirun(self.ranks)]
+        return launcher(self.ranks)
 
     def simulated_s(self, of: Mapping[str, Times], rows: int) -> float:
         """The simulated step, as if messages took no time."""
@@ -85,6 +84,13 @@ class Sharing:
             return backprop_s(of[EXACT], assumed, network, rows, self.data)
         split = (self.data, self.perturb)
         return zeroth_order_s(of[FORWARD_ONLY], assumed, network, rows, assumed.points, *split)
+
+
+def launcher(ranks: int) -> list[str]:
+    """The words that start so many processes, with one BLAS thread each."""
+    if ranks == 1:
+        return [*ONE_THREAD]
+    return [*ONE_THREAD, *mpirun(ranks)]
 
 
 SHARINGS = (
@@ -120,8 +126,14 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
         measured += [
             _figures(sharing, batch, length, outcomes, times_of(parts)) for sharing in SHARINGS
         ]
+    sliced: dict[str, Any] | None = None
+    try:
+        sliced = measure(bench, bundle, length, budget, launcher(RANKS))
+    except OnDeviceError as problem:
+        notes.append(f"no slices: {reason(problem)}")
     return {
         "cores": describe()["cores"],
+        "sliced": sliced,
         "weight_bytes": open_bundle(bundle).manifest.weights_nbytes,
         "variants": measured,
         "times": parts,

@@ -19,7 +19,7 @@ from harness.bench.benchmark import (
     times,
     variants_table,
 )
-from harness.bench.published import SHARED, SHARED_BY_BATCH
+from harness.bench.published import SHARED, SHARED_BY_BATCH, SLICED
 from harness.bench.simulation import NETWORKS, Assumptions, Times, simulate, sliced_bytes
 from harness.measure.repeats import spread
 from harness.report.table import Table
@@ -70,7 +70,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         _by_batch(rows),
         *(_speedups(row, simulated[id(row)]) for row in rows if simulated[id(row)]),
         *(_pays(row, simulated[id(row)]) for row in rows if simulated[id(row)]),
+        _transfers(rows),
         _sliced(rows),
+        _sliced_networks(rows),
     ]
 
 
@@ -185,8 +187,60 @@ def _pays(row: Row, simulated: Sequence[Mapping[str, Any]]) -> Table:
     return Table(title, lines, 1)
 
 
+def _transfers(rows: Sequence[Row]) -> Table:
+    """DistZO2's Table 3: layers that reach the workers, and leave them."""
+    kinds = ("upload", "offload")
+    of_kind = ("sliced", "ratio", "low-high", "paper: ratio", "low-high")
+    lines: list[Cells] = [("model", "ranks", "upload", *of_kind, "offload", *of_kind)]
+    for row in rows:
+        if (sliced := row.get("sliced")) is None:
+            continue
+        cells: Cells = (row["model"], str(sliced["ranks"]))
+        for at, kind in enumerate(kinds):
+            found = sliced["transfers"]
+            rates = (found[kind], found[f"{kind}, sliced"])
+            papers = spread([each[2 * at + 1] / each[2 * at] for each in SLICED.values()])
+            cells += tuple(f"{rate['median']:.2f}" for rate in rates)
+            cells += (*around(found[f"{kind}, ratio"], times), *around(papers, times))
+        lines.append(cells)
+    return Table(
+        "Measured (Table 3): billions of parameters per second to all ranks, and from them",
+        lines,
+        1,
+    )
+
+
 def _sliced(rows: Sequence[Row]) -> Table:
-    """What Table 3 is about, for as long as it does not exist."""
+    """Steps of processes that hold a slice of the weights each."""
+    lines: list[Cells] = [
+        ("model", "tokens", "method", "weights", "s/step", "low-high", "to whole", "low-high",
+         "MB/rank", "MB on disk", "MB received a step", "by arithmetic")
+    ]  # fmt: skip
+    for row in rows:
+        if (sliced := row.get("sliced")) is None:
+            continue
+        for each in sliced["steps"]:
+            whole = each["longer"] is None
+            disk = row["weight_bytes"] if whole else sliced["disk_bytes"]
+            passes = 2 if each["method"] == EXACT else 1
+            least = 0 if whole else sliced_bytes(row["weight_bytes"], sliced["ranks"], passes)
+            cells = (*place(row), each["method"], each["way"])
+            if each["step_s"] is None:
+                lines.append((*cells, "did not run", *[""] * 7))
+                continue
+            lines.append(
+                (
+                    *(*cells, *around(each["step_s"], seconds)),
+                    *(("", "") if whole else around(each["longer"], times)),
+                    *(megabytes(each["peak_footprint_bytes"]), megabytes(disk)),
+                    *map(megabytes, (each["received_bytes_per_step"], least)),
+                )
+            )
+    return Table("Measured: steps of two ranks with a half of the weights each", lines, 4)
+
+
+def _sliced_networks(rows: Sequence[Row]) -> Table:
+    """The seconds that slices take on a network."""
     networks = [network for network in NETWORKS if network.latency_s]
     lines: list[Cells] = [
         ("model", "tokens", "method", "machines", "MB to each", *(each.name for each in networks))
@@ -200,8 +254,8 @@ def _sliced(rows: Sequence[Row]) -> Table:
                 least = [f"{seconds(size / network.bytes_per_s)} s" for network in networks]
                 lines.append((*place(row), method, str(machines), megabytes(size), *least))
     return Table(
-        f"Table 3 is MISSING, sliced weights do not exist here; {SIMULATION}: bytes of a step, and "
-        "the seconds that they take at least",
+        f"{SIMULATION}: bytes of a step with weights in slices, and the seconds that they take at "
+        "least",
         lines,
         3,
     )

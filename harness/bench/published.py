@@ -163,6 +163,17 @@ SHARED: dict[str, Shared] = {  # DistZO2's Table 1
     "OPT-66B": Shared((446, 885, 764, 1370), (13263, 13735, 12163, 14775)),
     "OPT-175B": Shared((166, 331, 290, 508), (18713, 18829, 19881, 18713)),
 }
+# DistZO2's Table 3, on 4 GPUs: billions of parameters per second that reach them, and leave them,
+# each without slices and with
+SLICED: dict[str, tuple[float, float, float, float]] = {
+    "OPT-1.3B": (4.73, 19.24, 1.79, 8.32),
+    "OPT-2.7B": (4.67, 18.35, 1.42, 6.76),
+    "OPT-6.7B": (4.33, 12.06, 2.00, 7.92),
+    "OPT-13B": (4.45, 17.75, 1.81, 8.29),
+    "OPT-30B": (3.69, 17.71, 1.98, 8.80),
+    "OPT-66B": (4.08, 14.20, 1.99, 7.06),
+    "OPT-175B": (3.82, 17.66, 2.12, 8.77),
+}
 # DistZO2's Table 2, by batch and model: tokens per second of ZO2 by PertP, by DDP, by both
 SHARED_BY_BATCH: dict[int, dict[str, tuple[float, float, float]]] = {
     2: {

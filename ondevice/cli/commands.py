@@ -69,6 +69,15 @@ COMMANDS = (
         group=CommandGroup.MODEL,
     ),
     Command(
+        "slice",
+        "cut a bundle for machines that cannot hold all of it",
+        "Each slice has an equal part of every block. Training with --parallel on as many machines "
+        "sends each block's other parts as it is needed.",
+        "export.config.export.SliceConfig",
+        "slice",
+        group=CommandGroup.MODEL,
+    ),
+    Command(
         "plan",
         "show how training would use a memory budget, without training",
         "Give the options that you would give to `ondevice train`.",

@@ -58,6 +58,7 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
         "buckets": list(m.buckets),
         "weights_bytes": m.weights_nbytes,
         "weights_sha256": m.weights_sha256,
+        "slice": msgspec.to_builtins(m.slice),
         "graphs": len(m.graphs),
         "graphs_bytes": _graphs_bytes(m),
         "graphs_trusted": are_trusted(m),
@@ -97,6 +98,7 @@ def describe_bundle(bundle: Bundle) -> str:
         f"{bundle.path}: {m.family}, {parameters / 1e6:.1f}M parameters in "
         f"{format_bytes(m.weights_nbytes)}, {len(m.layers)} layers of width {m.hidden_size}, "
         f"vocabulary {m.vocab_size}",
+        *([f"{m.slice}, {format_bytes(m.held_nbytes)} of these"] if m.slice else []),
         *(["trains all parameters by default"] if m.trainable == "full" else []),
         f"LoRA by default: {m.lora.describe()}: {trainable / 1e6:.2f}M trainable",
         f"sequence lengths: {', '.join(map(str, m.buckets))}",

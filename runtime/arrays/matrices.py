@@ -105,6 +105,10 @@ class Matrices:
         values = dense(self.weights.gather(matrix, chosen), matrix.bits, self.arrays)
         return values if move is None else move.rows(matrix, chosen, values)
 
+    def reads(self, matrix: Matrix) -> bool:
+        """Whether tiles of a matrix are read, because they do not stay dequantized."""
+        return not any(matrix.packed.offset == offset for offset, _, _ in self.materialized)
+
     def release(self) -> None:
         """Free the tiles that `materialize_blocks` has left in memory."""
         self._of_block.clear()

@@ -12,6 +12,7 @@ from runtime.adapters.lora import LoraSettings
 from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Block, Extent, Matrix
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BundleError
+from runtime.core.stripes import MAX_SLICES
 from runtime.operations.base import require
 from runtime.operations.program import BlockType
 from runtime.operations.values import T, is_parameter
@@ -45,6 +46,8 @@ def check_manifest(manifest: Manifest) -> None:
     for name, size in (("hidden_size", manifest.hidden_size), ("vocab_size", manifest.vocab_size)):
         require(0 < size <= MAX_DIM, f"{name} is {size}")
     require(0 <= manifest.weights_nbytes <= MAX_BYTES, f"weights_nbytes: {manifest.weights_nbytes}")
+    if (part := manifest.slice) is not None:
+        require(1 <= part.number <= part.of and 2 <= part.of <= MAX_SLICES, f"it is {part}")
     _check_files(manifest)
     _check_lora(manifest)
     if manifest.quality is not None:

@@ -18,6 +18,7 @@ from runtime.adapters.names import KEYS, VALUES, A, B
 from runtime.arrays.stored import Block, Extent, File, Graph, Matrix, Record
 from runtime.core.documents import is_deeper
 from runtime.core.errors import BundleError
+from runtime.core.stripes import Stripes
 from runtime.operations.base import Tables
 from runtime.operations.program import BlockType
 
@@ -66,6 +67,24 @@ class Quality(Record, frozen=True):
         )
 
 
+class Slice(Record, frozen=True):
+    """Which part of weights.bin a bundle holds: the stripes of slice `number`, from 1, of `of`.
+
+    `sha256` is that of the part; the manifest's own is that of the whole file.
+    """
+
+    number: int
+    of: int
+    sha256: str
+
+    @property
+    def stripes(self) -> Stripes:
+        return Stripes(self.number - 1, self.of)
+
+    def __str__(self) -> str:
+        return f"slice {self.number} of {self.of}"
+
+
 FORMAT = "ondevice-bundle"
 VERSION = 5
 WARNINGS = "warnings"  # in the provenance
@@ -80,7 +99,7 @@ class Manifest(Record, frozen=True):
     `GRAPH.vjp.TOKENS` and `GRAPH.decode.TOKENS`. `quality` is None if it was not measured. `lora`
     is the default of new adapters in the file; `with_lora` gives the manifest those of a run or an
     adapter. `trainable` is what `ondevice train` trains where it is not told: "lora", or all
-    parameters ("full").
+    parameters ("full"). `slice` is the part of the weights file that is there; None for all of it.
     """
 
     mlx_version: str
@@ -102,6 +121,7 @@ class Manifest(Record, frozen=True):
     provenance: dict[str, Any]
     quality: Quality | None = None
     trainable: Literal["lora", "full"] = "lora"
+    slice: Slice | None = None
 
     @property
     def layers(self) -> tuple[Block, ...]:
@@ -125,6 +145,12 @@ class Manifest(Record, frozen=True):
         """How many values the model has."""
         matrices = sum(matrix.rows * matrix.columns for matrix in self.matrices.values())
         return matrices + sum(math.prod(extent.shape) for extent in self.vectors.values())
+
+    @property
+    def held_nbytes(self) -> int:
+        """The size of the weights file that is there."""
+        stripes = Stripes() if self.slice is None else self.slice.stripes
+        return stripes.before(self.weights_nbytes)
 
     @property
     def warnings(self) -> list[str]:
@@ -221,6 +247,22 @@ class Manifest(Record, frozen=True):
             for operation in self.block_types[block.type].operations
             for name in operation.multiplied(block.tensor)
         ]
+
+
+def block_range(manifest: Manifest, block: Block) -> tuple[int, int]:
+    """Where in weights.bin a block's tensors begin and end."""
+    block_type = manifest.block_types[block.type]
+    vectors = [block.tensor(name) for name in block_type.parameters]
+    matrices: list[str] = []
+    for operation in block_type.operations:
+        matrices += operation.matrices(block.tensor)
+        vectors += operation.vectors(block.tensor)
+    extents = [manifest.vectors[name] for name in vectors]
+    extents += [part for name in matrices for part in manifest.matrices[name].extents]
+    return (
+        min(extent.offset for extent in extents),
+        max(extent.offset + extent.nbytes for extent in extents),
+    )
 
 
 def read_manifest(data: bytes, where: str) -> Manifest:

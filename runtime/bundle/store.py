@@ -1,7 +1,8 @@
 """The bundle on disk: written whole or not at all, and checked before a byte of it is used.
 
 manifest.json   what `runtime.bundle.manifest` describes; the last file written
-weights.bin     every tensor in its range of bytes; a block's tensors lie together, page-aligned
+weights.bin     every tensor in its range of bytes; a block's tensors lie together, page-aligned;
+                in one of several slices of a bundle, the stripes of that slice
 graphs/         serialized elementwise graphs, one file per graph, direction and bucket
 tokenizer/      the tokenizer's files, named as Hugging Face names them
 """
@@ -13,15 +14,19 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from runtime.adapters.lora import LoraSettings
 from runtime.arrays.stored import ALIGNMENT, PAGE, Extent, File
 from runtime.bundle.checks import check_manifest
-from runtime.bundle.manifest import Manifest, manifest_bytes, read_manifest
-from runtime.core.errors import BundleError
+from runtime.bundle.manifest import Manifest, Slice, manifest_bytes, read_manifest
+from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import (
     flush,
     flush_path,
+    read_file,
     read_small,
     reading_errors,
     sha256_file,
@@ -30,6 +35,10 @@ from runtime.core.files import (
 from runtime.core.folder_writer import OLD, FolderWriter
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import partial_folder, text_path
+from runtime.core.stripes import Stripes
+
+if TYPE_CHECKING:
+    from runtime.parallel.holders import Holders
 
 MANIFEST, WEIGHTS, GRAPHS, TOKENIZER = "manifest.json", "weights.bin", "graphs", "tokenizer"
 MAX_MANIFEST_BYTES = 4 << 20  # 20 times that of a model of 4 billion parameters
@@ -41,15 +50,42 @@ class Bundle:
 
     `graphs_path` is the folder of the graphs that may run, to which the manifest's names of graphs
     are relative. It is None where nobody has decided yet (see `runtime.run.traced_graphs`).
+    `holders` are the workers that hold the slices of its weights; None if it is whole or alone.
     """
 
     path: Path
     manifest: Manifest
     graphs_path: Path | None = None
+    holders: Holders | None = None
 
     @property
     def weights_path(self) -> Path:
+        """The file of all weights.
+
+        Raises:
+            UsageError: it holds a slice of them.
+        """
+        self.require_whole()
         return self.path / WEIGHTS
+
+    @property
+    def held_path(self) -> Path:
+        """The file of the weights that are there: all, or a slice."""
+        return self.path / WEIGHTS
+
+    def require_whole(self) -> None:
+        """Return if all weights are there.
+
+        Raises:
+            UsageError: it holds a slice of them.
+        """
+        if (part := self.manifest.slice) is not None:
+            raise UsageError(
+                f"{self.path} is {part} of a bundle, and holds 1/{part.of} of its weights; take "
+                f"the whole bundle, or start `ondevice train` or `eval` with all {part.of} slices: "
+                f"mpirun -n {part.of} ondevice COMMAND ... --parallel data={part.of}, on each "
+                "machine with its own slice"
+            )
 
     @property
     def tokenizer_path(self) -> Path:
@@ -66,10 +102,13 @@ class Bundle:
             BundleError: naming the first file that differs or cannot be read.
         """
         self.verify_small()
-        with reading_errors(self.weights_path):
-            sha256 = sha256_file(self.weights_path)
-        if sha256 != self.manifest.weights_sha256:
-            raise BundleError(f"{self.weights_path} is altered: its SHA-256 differs; export again")
+        part = self.manifest.slice
+        expected = self.manifest.weights_sha256 if part is None else part.sha256
+        with reading_errors(self.held_path):
+            sha256 = sha256_file(self.held_path)
+        if sha256 != expected:
+            again = "export again" if part is None else f"make or copy {part} again"
+            raise BundleError(f"{self.held_path} is altered: its SHA-256 differs; {again}")
 
     def verify_small(self) -> None:
         """Check the checksums of all files except the weights."""
@@ -93,7 +132,7 @@ def open_bundle(path: str | Path) -> Bundle:
     with reading_errors(folder / MANIFEST):
         manifest = _read_manifest(folder)
     bundle = Bundle(folder, manifest)
-    sizes = {WEIGHTS: manifest.weights_nbytes}
+    sizes = {WEIGHTS: manifest.held_nbytes}
     sizes |= {graph.file: graph.nbytes for graph in manifest.graphs.values()}
     sizes |= {name: file.nbytes for name, file in manifest.files.items()}
     root = folder.resolve()
@@ -179,6 +218,15 @@ class BundleWriter(FolderWriter):
         self._digest.update(data)
         self.offset += len(data)
 
+    def stripes(self, bundle: Bundle, part: Stripes) -> str:
+        """Write a slice of a whole bundle's weights; returns its SHA-256."""
+        with reading_errors(bundle.weights_path), bundle.weights_path.open("rb") as file:
+            for start, stop in part.pieces(0, bundle.manifest.weights_nbytes):
+                file.seek(start)
+                self._write(file.read(stop - start))
+        _, sha256 = self.finish_weights()
+        return sha256
+
     def read(self, offset: int, count: int) -> bytes:
         """Bytes of weights.bin that have been written."""
         path = self.folder / WEIGHTS
@@ -204,6 +252,13 @@ class BundleWriter(FolderWriter):
             flush_path(path)
         return File(len(data), hashlib.sha256(data).hexdigest())
 
+    def copy_files(self, bundle: Bundle) -> None:
+        """Copy a bundle's graphs and tokenizer."""
+        for folder in (GRAPHS, TOKENIZER):
+            for path in sorted((bundle.path / folder).glob("*")):
+                with reading_errors(path):
+                    self.file(f"{folder}/{path.name}", read_file(path))
+
     def commit(self, manifest: Manifest) -> Bundle:
         """Write the manifest and move the bundle to its destination."""
         check_manifest(manifest)
@@ -216,3 +271,25 @@ class BundleWriter(FolderWriter):
         self.file(MANIFEST, data)
         self.finish()
         return Bundle(self.destination, manifest, self.destination)
+
+
+def write_slices(bundle: Bundle, count: int, output: Path, force: bool = False) -> list[Bundle]:
+    """Cut a bundle into slices for so many machines: output/1-of-N to output/N-of-N.
+
+    Each has 1/N of each block's weights, and all other files.
+
+    Raises:
+        BundleError: it is altered, or cannot be read.
+        StorageError: a slice cannot be written.
+        UsageError: the bundle is a slice, or there is something in the place of one.
+    """
+    bundle.require_whole()
+    bundle.verify()
+    slices = []
+    for number in range(1, count + 1):
+        with BundleWriter(output / f"{number}-of-{count}", force) as writer:
+            sha256 = writer.stripes(bundle, Stripes(number - 1, count))
+            writer.copy_files(bundle)
+            part = Slice(number, count, sha256)
+            slices.append(writer.commit(msgspec.structs.replace(bundle.manifest, slice=part)))
+    return slices

@@ -278,8 +278,9 @@ class Model:
         self.weights.release(block)
 
     def read_ahead(self, block: Block) -> None:
-        """Begin to bring the block's weights into the system's file cache."""
-        self.weights.read_ahead(block)
+        """Begin to bring the block's weights near, unless they all stay dequantized."""
+        if any(map(self.matrices.reads, self.bundle.manifest.matrices_of(block))):
+            self.weights.read_ahead(block)
 
 
 def _indices(positions: Positions) -> mx.array:

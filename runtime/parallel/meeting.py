@@ -1,10 +1,14 @@
-"""How the workers of a run meet: over MPI, and by a TCP connection of each to rank 0."""
+"""How the workers of a run meet: over MPI, and by a TCP connection of each to rank 0.
+
+Those that hold slices of the weights also connect to each other.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from typing import Any
@@ -16,6 +20,7 @@ from runtime.parallel.launch import launched
 
 MEETING_S = 15.0  # in which all workers must have reached rank 0
 ATTEMPT_S = 3.0  # for one address of rank 0
+Connections = dict[int, socket.socket]
 LOOPBACK, OUTSIDE = "127.0.0.1", "192.0.2.1"  # the second is no machine's
 
 
@@ -43,15 +48,52 @@ def meet(
         place = json.loads(exchange.broadcast(b""))
         found, problem = _connected(place, exchange.rank)
         peers = {} if found is None else {0: found}
-    problems = exchange.texts(problem)
-    for rank, text in enumerate(problems):
+    _check(exchange, problem and f"rank 0 on {hosts[0]} at {problem}", hosts)
+    return Heartbeat(exchange.rank, peers, heard, describe)
+
+
+def connect_all(exchange: Exchange, hosts: Sequence[str]) -> tuple[Connections, Connections]:
+    """Connections of each worker to each other, by rank: by which it asks, and is asked.
+
+    Raises:
+        UsageError: one cannot reach another; it is raised on every worker.
+    """
+    rank, together = exchange.rank, launched().here == exchange.size
+    with closing(_listening(together)) as server:
+        token = secrets.token_hex(16)
+        addresses = [LOOPBACK] if together else _addresses([hosts[rank], *hosts])
+        place = {"addresses": addresses, "port": server.getsockname()[1], "token": token}
+        places = [json.loads(text) for text in exchange.texts(json.dumps(place))]
+        asked: Connections = {}
+        accepting = threading.Thread(
+            target=lambda: asked.update(_accepted(server, exchange.size, token)), daemon=True
+        )
+        accepting.start()
+        asking, problem = {}, ""
+        for other in range(exchange.size):
+            if other != rank and not problem:
+                found, why = _connected(places[other], rank)
+                if found is None:
+                    problem = f"rank {other} on {hosts[other]} at {why}"
+                else:
+                    asking[other] = found
+        accepting.join()
+    _check(exchange, problem, hosts)
+    return asking, asked
+
+
+def _check(exchange: Exchange, problem: str, hosts: Sequence[str]) -> None:
+    """Return if no worker has a problem.
+
+    Raises:
+        UsageError: one cannot reach another; it is raised on every worker.
+    """
+    for rank, text in enumerate(exchange.texts(problem)):
         if text:
             raise UsageError(
-                f"rank {rank} on {hosts[rank]} cannot reach rank 0 on {hosts[0]} at {text}; the "
-                "machines must resolve each other's names, and a firewall must let connections "
-                "between them pass"
+                f"rank {rank} on {hosts[rank]} cannot reach {text}; the machines must resolve each "
+                "other's names, and a firewall must let connections between them pass"
             )
-    return Heartbeat(exchange.rank, peers, heard, describe)
 
 
 def _listening(together: bool) -> socket.socket:
@@ -86,7 +128,7 @@ def _accepted(server: socket.socket, size: int, token: str) -> dict[int, socket.
             peer.settimeout(ATTEMPT_S)
             with suppress(OSError, ValueError):
                 said, _, rank = peer.recv(64, socket.MSG_WAITALL).decode().strip().partition(" ")
-                if secrets.compare_digest(said, token) and 0 < int(rank) < size:
+                if secrets.compare_digest(said, token) and 0 <= int(rank) < size:
                     peers[int(rank)] = peer
                     peer.sendall(b"+")
                     continue

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runtime.core.errors import BundleError, OnDeviceError
-from runtime.core.files import fsync_path, read_small, sha256_file, storage_errors, write_atomic
+from runtime.core.files import flush_path, read_small, sha256_file, storage_errors, write_atomic
 
 MOST_BYTES = 1 << 24  # of a message
 SEAL_BYTES = 8
@@ -85,7 +85,7 @@ class SharedFolder:
         temporary = place.with_name(f".{place.name}.partial")
         with storage_errors(place):
             shutil.copyfile(source, temporary)
-            fsync_path(temporary)
+            flush_path(temporary)
             temporary.replace(place)
         return sha256
 

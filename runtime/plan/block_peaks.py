@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from runtime.arrays.stored import ITEM_BYTES, Block
-from runtime.bundle.manifest import Manifest
+from runtime.bundle.manifest import Manifest, block_range
+from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
 from runtime.operations.base import Call, materialized_bytes
 from runtime.operations.program import Instruction, Program
@@ -21,6 +22,9 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel
 from runtime.plan.token_tiles import tiled_of
 from runtime.storage.write_back import QUEUED
+
+SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
+STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,32 @@ class PeakModel:
         tile = values * (3 * F32 + (2 + QUEUED) * stored + F32)
         looked_up = self.lowered.bucket * self.manifest.hidden_size * F32  # rows of the embedding
         return tile + looked_up + self.demand.noise_bytes
+
+    @cached_property
+    def assembled_bytes(self) -> int:
+        """Extra bytes where workers hold the weights in slices, and assemble what is needed.
+
+        All vectors; the current layer and the next, of the weights file or of the slots of trained
+        weights; and of a head the rows of two tiles.
+        """
+        manifest, execution = self.manifest, self.execution
+        ranges = [block_range(manifest, block) for block in manifest.layers]
+        largest = max(stop - start for start, stop in ranges)
+        trained = self.demand.trains_weights
+        tiles = [STREAMED_BYTES] if trained else []
+        for name in {name for block in manifest.blocks for name in self._outside_layers(block)}:
+            matrix = manifest.matrices[name]
+            height = max(execution.chunk_rows, execution.tile_rows.get(name, 0))
+            tiles.append(matrix.nbytes // matrix.rows * min(height, matrix.rows))
+        vectors = sum(extent.nbytes for extent in manifest.vectors.values())
+        return vectors + ARENAS * (largest + (SLOT_BYTES if trained else 0) + max(tiles))
+
+    def _outside_layers(self, block: Block) -> tuple[str, ...]:
+        """The names of the matrices of the embedding or the head."""
+        if block in self.manifest.layers:
+            return ()
+        operations = self.manifest.block_types[block.type].operations
+        return tuple(name for each in operations for name in each.matrices(block.tensor))
 
     @cached_property
     def only_in_layers(self) -> int:

@@ -29,6 +29,7 @@ GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its fil
 LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
+THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
 # more than predicted, beside other work, and the others less than that.
@@ -338,6 +339,8 @@ class Planner:
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR
         if request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
+        if self.manifest.slice is not None:
+            nbytes += THREAD_BYTES * self.manifest.slice.of + model.assembled_bytes
         return nbytes
 
     def _levels(self, request: Request) -> tuple[Sizes, ...]:

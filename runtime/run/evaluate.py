@@ -40,7 +40,7 @@ from runtime.run.lora import to_apply
 from runtime.run.results import Evaluation, EvaluationResult, Events, LabelShare
 from runtime.run.session import Session, open_checked, open_session
 from runtime.run.signals import Stop, cause
-from runtime.run.team import ADAPTER, Team, adapter_files, of_bundle, team_of
+from runtime.run.team import ADAPTER, Team, adapter_files, team_of
 
 
 def summarize(losses: Sequence[StepLoss]) -> Evaluation:
@@ -238,9 +238,8 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
     tally = None
     with Meter(budget_bytes=config.budget_bytes) as meter:
         adapter = None if config.adapter is None else Path(config.adapter)
-        bundle = to_apply(
-            adapter, open_checked(config.bundle, config.device, events.note), events.note
-        )
+        bundle = open_checked(config.bundle, config.device, events.note, team.size)
+        bundle = to_apply(adapter, bundle, events.note)
         manifest = bundle.manifest
         source = TokenSource(TOKENS, config.data, "valid", reading_of(config))
         if team.rank:
@@ -261,7 +260,7 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
         if not team.rank:
             sent = {PLAN: msgspec.json.encode((plan, max_seq_length))}
             team.share({**sent, TOKENS: scratch / TOKENS, **adapter_files(adapter)})
-        team.agree(of_bundle(bundle))
+        bundle = team.joined(bundle)
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)

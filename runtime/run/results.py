@@ -205,6 +205,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     peak_footprint_bytes, peak_rss_bytes: of all processes that the run has had.
     sent_bytes_per_step: the mean of the steps that several processes shared; None without any.
     worker_peak_bytes: the peak footprints of the last processes by rank; empty if one trained.
+    received_weight_bytes: of slices that others hold, which rank 0's last process has received.
     mlx_peak_bytes: the most that MLX had allocated in the last process.
     tokens_per_s: processed tokens for each second of training.
     final_train_loss: the mean of the last finite training losses, as `final_loss` says.
@@ -248,6 +249,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     blocks: Sequence[Mapping[str, Any]] | None = None
     sent_bytes_per_step: int | None = None
     worker_peak_bytes: tuple[int, ...] = ()
+    received_weight_bytes: int = 0
 
     @property
     def validation(self) -> Evaluation | None:

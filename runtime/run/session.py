@@ -88,9 +88,16 @@ def open_verified(path: str) -> Bundle:
     return bundle
 
 
-def open_checked(path: str, device: str = "auto", note: Note = silent) -> Bundle:
-    """Open a bundle, check every checksum, and find the graphs that may run (`with_graphs`)."""
-    return with_graphs(open_verified(path), device, note)
+def open_checked(path: str, device: str = "auto", note: Note = silent, workers: int = 1) -> Bundle:
+    """Open a bundle, check every checksum, and find the graphs that may run (`with_graphs`).
+
+    Raises:
+        UsageError: it is a slice of a bundle, and there is one worker only.
+    """
+    bundle = open_verified(path)
+    if workers == 1:
+        bundle.require_whole()
+    return with_graphs(bundle, device, note)
 
 
 def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None) -> Session:

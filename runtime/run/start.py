@@ -121,7 +121,7 @@ def train(config: TrainConfig, events: Events) -> TrainResult:
             own = {"bundle": absolute(config.bundle), "machine": config.machine}
             return _join(Path(config.output), own, team)
         with Meter(budget_bytes=config.budget_bytes) as meter:
-            bundle = open_checked(config.bundle, config.device, events.note)
+            bundle = open_checked(config.bundle, config.device, events.note, team.size)
             folder = RunFolder(Path(config.output))
             existed = folder.path.exists()
             with folder.created():
@@ -167,12 +167,12 @@ def _begin(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
             "folder with a valid file as --data"
         )
-    weights = _weights(fixed, bundle, chosen, folder, 0)
-    session = open_session(bundle, chosen, weights)
     for name in folder.token_files:
         folder.checksums.record(name)
     team.share(_files(fixed, folder, chosen, None))
-    team.agree(of_bundle(bundle))
+    bundle = team.joined(bundle)
+    weights = _weights(fixed, bundle, chosen, folder, 0)
+    session = open_session(bundle, chosen, weights)
     adapters, running = _first_state(fixed, session, folder, rows.train, team)
     _invite(fixed, folder, chosen, bundle, team, events)
     folder.write_json(PLAN, chosen)
@@ -214,8 +214,9 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
         state = None if save is None else folder.check_save(save)
         progress = _progress(folder, state)
         with Meter(budget_bytes=config.budget_bytes) as meter:
-            config, bundle = to_resume(config, open_checked(config.bundle, config.device))
-            team.agree(of_bundle(bundle))
+            bundle = open_checked(config.bundle, config.device, workers=team.size)
+            config, bundle = to_resume(config, bundle)
+            bundle = team.joined(bundle)
             rows = open_run_rows(config, bundle, path)
             samples = Samples.of(config, bundle.manifest, rows.train)
             chosen = plan_of_first(
@@ -355,7 +356,8 @@ def _continue(
     team: Team,
 ) -> TrainResult:
     """Go on after a save, or from the start without one; `before` is its configuration so far."""
-    config, bundle = to_resume(config, open_checked(config.bundle, config.device, events.note))
+    bundle = open_checked(config.bundle, config.device, events.note, team.size)
+    config, bundle = to_resume(config, bundle)
     chosen = _plan_again(config, bundle, folder, events, team.size)
     _announce(chosen, events)
     if state is not None and (others := state.other_arithmetic(arithmetic())):
@@ -365,17 +367,17 @@ def _continue(
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
     _check_steps(config, folder, progress.done)
+    team.share(_files(config, folder, chosen, state))
+    bundle = team.joined(bundle)
     weights = _weights(config, bundle, chosen, folder, progress.done)
     if weights is not None and (behind := weights.behind(1)):
         events.note(
             f"the weights of {behind} of {len(bundle.manifest.blocks)} blocks are damaged or gone: "
             f"the first step rebuilds them from the bundle and the log of {progress.done} steps"
         )
-    session = open_session(bundle, chosen, weights)
     if state is None and _has_lines(folder.metrics.path):
         events.note(f"{folder.path} has no save: it is trained from its beginning")
-    team.share(_files(config, folder, chosen, state))
-    team.agree(of_bundle(bundle))
+    session = open_session(bundle, chosen, weights)
     adapters, running = _state(config, session, folder, rows.train, state, team)
     _invite(config, folder, chosen, bundle, team, events)
     trainer = Trainer(

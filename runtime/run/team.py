@@ -7,6 +7,7 @@ configuration, the plan and the save, keep files in a folder of their own, and r
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -26,6 +27,7 @@ from runtime.bundle.store import MANIFEST, Bundle
 from runtime.config.parallel import JOIN, Grid, grid_of, shared_folder
 from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, WorkerError
 from runtime.core.files import sha256_file, storage_errors
+from runtime.core.stripes import Stripes
 from runtime.machine.footprint import Meter
 from runtime.methods.adapter_reader import AdapterFiles
 from runtime.parallel.launch import host_name, launched, way_to_start
@@ -34,6 +36,7 @@ from runtime.parallel.workers import Workers
 
 if TYPE_CHECKING:
     from runtime.parallel.heartbeat import Heartbeat, Loss
+    from runtime.parallel.holders import Holders
 
 PIECE_BYTES = 1 << 18  # of a file that is sent; each process holds one for each worker
 WORKERS = ".workers.partial"  # the folder, in a run's, of the files of other ranks
@@ -80,6 +83,7 @@ class Team:
     hosts: tuple[str, ...] = ("",)
     heartbeat: Heartbeat | None = None
     speeds: Speeds | None = None
+    holders: Holders | None = None  # of the slices of the weights, if these are cut
 
     @property
     def rank(self) -> int:
@@ -88,6 +92,11 @@ class Team:
     @property
     def size(self) -> int:
         return self.workers.exchange.size
+
+    @property
+    def received_weight_bytes(self) -> int:
+        """Bytes of weights that others have sent to this worker."""
+        return 0 if self.holders is None else self.holders.received_bytes
 
     def named(self, rank: int) -> str:
         """A worker, for messages."""
@@ -104,6 +113,47 @@ class Team:
         first, *others = map(json.loads, self.workers.exchange.texts(json.dumps(dict(facts))))
         for rank, theirs in enumerate(others, 1):
             require_same(first, theirs, self.named(0), self.named(rank))
+
+    def joined(self, bundle: Bundle) -> Bundle:
+        """The workers' bundle, once they have compared theirs; one that is cut, with all slices.
+
+        Raises:
+            UsageError: they differ, or the workers' slices are no whole bundle; it is raised on
+                every worker.
+        """
+        exchange = self.workers.exchange
+        if self.size == 1:
+            bundle.require_whole()
+            return bundle
+        own = bundle.manifest.slice
+        parts = [
+            json.loads(text) for text in exchange.texts(json.dumps(own and [own.number, own.of]))
+        ]
+        if any(parts):
+            self._check_slices(parts)
+        self.agree(of_bundle(bundle))
+        if own is None:
+            return bundle
+        from runtime.parallel.holders import Holders  # whole bundles need not load it
+        from runtime.parallel.meeting import connect_all
+
+        asking, asked = connect_all(exchange, self.hosts)
+        slices = [Stripes(number - 1, of) for number, of in parts]
+        self.holders = Holders(self.rank, slices, asking, asked)
+        return replace(bundle, holders=self.holders)
+
+    def _check_slices(self, parts: Sequence[Sequence[int] | None]) -> None:
+        of = max(part[1] for part in parts if part)
+        missing = [n for n in range(1, of + 1) if [n, of] not in parts]
+        if missing or any(part is None or part[1] != of for part in parts):
+            names = [f"slice {part[0]} of {part[1]}" if part else "a whole one" for part in parts]
+            having = ", ".join(f"{name} on {self.named(at)}" for at, name in enumerate(names))
+            lacking = f"slice {', '.join(map(str, missing))} of {of} is missing" if missing else ""
+            raise UsageError(
+                f"the workers' bundles are not all slices of one: {having}"
+                f"{lacking and '; '}{lacking}; give each machine another slice, and start a "
+                f"process for each of the {of} (mpirun -n {of}), or give all the whole bundle"
+            )
 
     def compare(self, what: str, digest: str) -> None:
         """Return if the digests of all workers are equal.
@@ -206,8 +256,18 @@ class Team:
 
     def dismiss(self, problem: BaseException) -> None:
         """Tell the others that all must end, and on rank 0 wait until they have removed files."""
+        if self.holders is not None:
+            self.holders.stop(WorkerError(_text_of(problem)))
         if self.heartbeat is not None:
             self.heartbeat.fail(_code_of(problem), _text_of(problem))
+
+    def leave(self) -> None:
+        """End the work, when the others no longer need this worker's slice of the weights."""
+        if self.holders is not None:
+            self.workers.exchange.texts("")
+            self.holders.stop(WorkerError("all work is done"))
+        assert self.heartbeat is not None
+        self.heartbeat.leave()
 
 
 def require_same(first: Facts, theirs: Facts, on_first: str, on_theirs: str) -> None:
@@ -233,9 +293,14 @@ def adapter_files(adapter: str | Path | None) -> dict[str, Path]:
 
 
 def of_bundle(bundle: Bundle) -> dict[str, str]:
-    """What workers compare of their bundles."""
-    sha256 = sha256_file(bundle.path / MANIFEST)
-    return {"the bundle": f"{MANIFEST} has the SHA-256 {sha256}"}
+    """What workers compare of their bundles, or of the whole ones whose slices they have."""
+    path = bundle.path / MANIFEST
+    if bundle.manifest.slice is None:
+        return {"the bundle": f"{MANIFEST} has the SHA-256 {sha256_file(path)}"}
+    document = json.loads(path.read_bytes())
+    del document["slice"]
+    sha256 = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    return {"the bundle": f"{MANIFEST} without its slice has the SHA-256 {sha256}"}
 
 
 @contextmanager
@@ -293,8 +358,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
         team.dismiss(problem)
         assert team.heartbeat is not None
         team.heartbeat.wait_for_end()
-    assert team.heartbeat is not None
-    team.heartbeat.leave()
+    team.leave()
     exchange.close()
 
 
@@ -308,7 +372,10 @@ def _met(exchange: Any) -> Team:
         return f"{team.named(loss.rank)}: {loss.text}"
 
     def heard(loss: Loss) -> None:
-        exchange.stop(WorkerError(describe(loss), loss.code))
+        reason = WorkerError(describe(loss), loss.code)
+        exchange.stop(reason)
+        if team.holders is not None:
+            team.holders.stop(reason)
 
     team.heartbeat = meet(exchange, team.hosts, heard, describe)
     return team

@@ -453,6 +453,7 @@ class Trainer:
             ),
             sent_bytes_per_step=round(np.mean(sent)) if sent else None,
             worker_peak_bytes=self.peaks if self.team.size > 1 else (),
+            received_weight_bytes=self.team.received_weight_bytes,
             mlx_peak_bytes=mx.get_peak_memory(),
             step_s_median=float(np.median(seconds)) if seconds else None,
             tokens_per_s=_per_second(sum(step.tokens for step in steps), seconds),

@@ -1,7 +1,8 @@
 """Frozen weights, memory-mapped: copied out tile by tile, released block by block.
 
 No part of weights.bin stays in memory: a tile is copied from the map into a fresh array when a
-kernel asks for it, and `release` drops a block's pages from the process once it is done.
+kernel asks for it, and `release` drops a block's pages from the process once it is done. Weights
+that several workers hold in slices come from an assembly instead of the map.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -16,10 +18,15 @@ import numpy.typing as npt
 
 from runtime.arrays.stored import Block, Extent, Matrix
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
+from runtime.bundle.manifest import block_range
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.core.files import reading_errors
+from runtime.core.stripes import WEIGHTS_FILE
 from runtime.storage.read_ahead import ReadAhead
+
+if TYPE_CHECKING:
+    from runtime.storage.assembly import Assembly
 
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -31,51 +38,72 @@ def _copied(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
 
 
 class Weights:
-    """The map of a bundle's weights.bin; `prefetch` starts a thread that reads blocks ahead."""
+    """A bundle's weights, mapped; with `prefetch` a thread brings blocks ahead."""
 
     def __init__(self, bundle: Bundle, prefetch: bool = False) -> None:
-        self.manifest = bundle.manifest
-        size = bundle.manifest.weights_nbytes
+        manifest = self.manifest = bundle.manifest
+        self._ranges = {block: block_range(manifest, block) for block in manifest.blocks}
+        self.assembly: Assembly | None = None
+        self._vectors: dict[str, npt.NDArray[np.generic]] = {}  # where there is an assembly
+        self._ahead: ReadAhead | None = None
+        if bundle.holders is not None:
+            from runtime.storage.assembly import Assembly  # whole bundles need not load it
+
+            self.assembly = Assembly(bundle.holders, prefetch)
+            layers = [self._ranges[block] for block in manifest.layers]
+            self.assembly.open(WEIGHTS_FILE, bundle.held_path, layers)
+            return
+        size = manifest.weights_nbytes
         with reading_errors(bundle.weights_path):
             with bundle.weights_path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size != size:
                     raise BundleError(f"{bundle.weights_path} changed its size while it was opened")
                 self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
             self._ahead = ReadAhead(bundle.weights_path) if prefetch else None
-        self._ranges = {block: self._range(block) for block in bundle.manifest.blocks}
-
-    def _range(self, block: Block) -> tuple[int, int]:
-        """Where a block's tensors begin and end."""
-        block_type = self.manifest.block_types[block.type]
-        vectors = [block.tensor(name) for name in block_type.parameters]
-        matrices: list[str] = []
-        for operation in block_type.operations:
-            matrices += operation.matrices(block.tensor)
-            vectors += operation.vectors(block.tensor)
-        extents = [self.manifest.vectors[name] for name in vectors]
-        extents += [part for name in matrices for part in self.manifest.matrices[name].extents]
-        return (
-            min(extent.offset for extent in extents),
-            max(extent.offset + extent.nbytes for extent in extents),
-        )
 
     def _view(self, extent: Extent, start: int, stop: int) -> npt.NDArray[np.generic]:
         item = NUMPY[extent.dtype]
         row = int(np.prod(extent.shape[1:], dtype=np.int64))
-        offset = extent.offset + start * row * np.dtype(item).itemsize
-        flat = np.frombuffer(self._map, item, (stop - start) * row, offset)
+        nbytes = row * np.dtype(item).itemsize
+        offset = extent.offset + start * nbytes
+        if self.assembly is None:
+            flat = np.frombuffer(self._map, item, (stop - start) * row, offset)
+        else:
+            end = extent.offset + stop * nbytes
+            tensor_end = extent.offset + extent.nbytes
+            flat = self.assembly.view(WEIGHTS_FILE, 0, offset, end, tensor_end).view(item)
         return flat.reshape(stop - start, *extent.shape[1:])
 
     def _floats(self, extent: Extent, start: int, stop: int) -> mx.array:
         return _copied(self._view(extent, start, stop), extent.dtype).astype(mx.float32)
 
     def _chosen(self, extent: Extent, rows: npt.NDArray[np.int64]) -> mx.array:
-        return _copied(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
+        if self.assembly is None:
+            return _copied(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
+        distinct, places = np.unique(rows, return_inverse=True)
+        nbytes = extent.nbytes // extent.shape[0]
+        octets = self.assembly.rows(WEIGHTS_FILE, 0, extent.offset, nbytes, distinct.tolist())
+        return _copied(octets.view(NUMPY[extent.dtype])[places], extent.dtype)
 
     def vector(self, name: str) -> mx.array:
         """A norm weight or bias, float32."""
         extent = self.manifest.vectors[name]
-        return self._floats(extent, 0, extent.shape[0])
+        if self.assembly is None:
+            return self._floats(extent, 0, extent.shape[0])
+        if not self._vectors:
+            self._vectors = self._all_vectors(self.assembly)
+        return _copied(self._vectors[name], extent.dtype)
+
+    def _all_vectors(self, assembly: Assembly) -> dict[str, npt.NDArray[np.generic]]:
+        """All vectors, which stay in memory: fetched by themselves, each would take a layer."""
+        extents = self.manifest.vectors
+        ranges = [(extent.offset, extent.offset + extent.nbytes) for extent in extents.values()]
+        octets, at = assembly.ranges(WEIGHTS_FILE, 0, ranges), 0
+        vectors: dict[str, npt.NDArray[np.generic]] = {}
+        for name, extent in extents.items():
+            vectors[name] = octets[at : at + extent.nbytes].view(NUMPY[extent.dtype])
+            at += extent.nbytes
+        return vectors
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Rows start:stop of a matrix, copied out of the map."""
@@ -103,15 +131,27 @@ class Weights:
         return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
 
     def read_ahead(self, block: Block) -> None:
-        """Begin to bring a block into the system's file cache; nothing without `prefetch`."""
-        if self._ahead is not None:
+        """Begin to bring a block into the system's file cache; nothing without `prefetch`.
+
+        Of weights in slices, begin to assemble a layer.
+        """
+        if self.assembly is not None:
+            self.assembly.read_ahead(WEIGHTS_FILE, 0, *self._ranges[block])
+        elif self._ahead is not None:
             self._ahead.request(*self._ranges[block])
 
     def release(self, block: Block) -> None:
-        """Drop the block's pages from this process; they stay in the system's file cache."""
+        """Drop the block's pages from this process; they stay in the system's file cache.
+
+        Of weights in slices, the next block but one takes the memory of this one.
+        """
+        if self.assembly is not None:
+            self.assembly.release()
         self._drop(*self._ranges[block])
 
     def _drop(self, start: int, stop: int) -> None:
+        if self.assembly is not None:
+            return
         if sys.platform == "darwin" or not hasattr(mmap, "MADV_DONTNEED"):
             return  # clean file pages are not part of a Mac's footprint
         start -= start % mmap.PAGESIZE

@@ -13,10 +13,9 @@ import numpy as np
 
 from runtime.arrays.stored import Extent
 from runtime.bundle.manifest import Manifest
-from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
+from runtime.bundle.store import Bundle, BundleWriter
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DivergedError
-from runtime.core.files import read_file, reading_errors
 from runtime.methods.full.row_noise import DRAWS, RowNoise
 from runtime.methods.full.stored_floats import expand
 from runtime.methods.full.weights import FullWeights, slot_layouts
@@ -63,16 +62,19 @@ def open_weights(
     assert config.rounding is not None, "the configuration of a run names its rounding"
     settings = (manifest.weights_sha256, config.seed, config.noise_kind, config.rounding)
     identity = hashlib.sha256(json.dumps(settings).encode()).digest()
-    slots = Slots(run / SLOTS, slot_layouts(manifest), identity, writable)
+    base = Weights(bundle, prefetch)
+    layers = range(1, len(manifest.blocks) - 1)
+    layouts = slot_layouts(manifest)
+    slots = Slots(run / SLOTS, layouts, identity, writable, base.assembly, layers)
     return FullWeights(
         manifest,
-        Weights(bundle, prefetch),
+        base,
         slots,
         RowNoise.like(noise),
         config.rounding,
         done,
         dict(enumerate(updates[:done])),
-        ReadAhead(slots.path) if prefetch else None,
+        ReadAhead(slots.path) if prefetch and base.assembly is None else None,
     )
 
 
@@ -112,10 +114,7 @@ def write_trained(
             assert written == extent, "the tensors of the bundle lie otherwise"
         writer.align(manifest.weights_nbytes)  # the padding at its end
         nbytes, sha256 = writer.finish_weights()
-        for folder in (GRAPHS, TOKENIZER):
-            for path in sorted((bundle.path / folder).glob("*")):
-                with reading_errors(path):
-                    writer.file(f"{folder}/{path.name}", read_file(path))
+        writer.copy_files(bundle)
         writer.commit(
             msgspec.structs.replace(
                 manifest,

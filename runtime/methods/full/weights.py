@@ -13,7 +13,7 @@ run (`runtime.storage.slots`); a version is the number of steps that a block has
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -187,8 +187,7 @@ class FullWeights:
             assert isinstance(tile, FloatTile)
             table[...] = view(tile.values.astype(mx.float32))
         else:
-            for at, row in enumerate(distinct.tolist()):
-                self._stored_rows(name, row, row + 1, table[at : at + 1])
+            self._stored_rows_at(name, distinct.tolist(), table)
         self._apply(name, distinct, table)
         values, filled = new_rows(len(rows), matrix.columns)
         np.take(table, places, axis=0, out=filled)
@@ -197,9 +196,11 @@ class FullWeights:
     def read_ahead(self, block: Block) -> None:
         """Begin to bring a block into the system's file cache."""
         whole = self._whole[self._indices[block]]
-        if whole is None:
+        if whole is None or self.slots is None:
             self.base.read_ahead(block)
-        elif self.ahead is not None and self.slots is not None:
+            return
+        self.slots.read_ahead(self._indices[block], whole.slot)
+        if self.ahead is not None:
             self.ahead.request(*self.slots.extent(self._indices[block], whole.slot))
 
     def release(self, block: Block) -> None:
@@ -315,6 +316,16 @@ class FullWeights:
         self.slots.read(index, whole.slot, name, start * columns * ITEM_BYTES[dtype], octets_read)
         expand(octets_read, dtype, out)
         return out
+
+    def _stored_rows_at(self, name: str, rows: Sequence[int], out: F32) -> None:
+        """Chosen rows of a matrix as they lie in a slot, without pending updates, in `out`."""
+        index = self.owner[name]
+        _, columns, dtype = self.tensors[index][name]
+        whole = self._whole[index]
+        assert whole is not None and self.slots is not None
+        octets = np.empty((len(rows), columns * ITEM_BYTES[dtype]), np.uint8)
+        self.slots.read_rows(index, whole.slot, name, rows, octets)
+        expand(octets.reshape(-1), dtype, out)
 
     @quiet
     def _apply(self, name: str, chosen: Indices, values: F32) -> Octets | None:

@@ -89,6 +89,7 @@ class ZerothOrder:
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     whole: bool = True  # until the descent measures something in the step
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
+    _caught_up: set[str] = field(default_factory=set, repr=False)  # tensors that have it already
     _only: Mapping[int, Block] = field(default_factory=dict, repr=False)  # moved by these queries
     keeps_log: ClassVar[bool] = True
 
@@ -209,6 +210,7 @@ class ZerothOrder:
         for layer in visits(model):
             self._block(model, layer.block, number, rows, lanes)
         self._pending = False
+        self._caught_up.clear()
         with visit(model, -1):
             return self._losses(model, rows, lanes)
 
@@ -413,8 +415,10 @@ class ZerothOrder:
     def _catch_up(self, block: Block, model: Model) -> None:
         """Apply the pending update to one block."""
         if self._pending:
+            names = self._names(block)
             with model.profile.span("update"):
-                self._apply(self._names(block))
+                self._apply(names)
+            self._caught_up.update(names)
 
     def _trained(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if self.estimator.trains(name)]
@@ -425,10 +429,11 @@ class ZerothOrder:
             tensors[name] = self.descent.apply(self.noise, name, tensors[name])
 
     def settle(self) -> None:
-        """Apply the pending update to all blocks at once."""
+        """Apply the pending update at once to all blocks that a pass has not come to."""
         if self._pending:
-            self._apply(list(self.adapters.tensors))
+            self._apply([name for name in self.adapters.tensors if name not in self._caught_up])
             self._pending = False
+            self._caught_up.clear()
 
     def digest(self) -> str:
         self.settle()

@@ -28,6 +28,7 @@ from support.lengths import at_length
 from support.models import Kept, adapters_of, agree, model_of, relative, row_of
 from support.pair_loss import PairLoss
 from support.plans import LINUX
+from support.slices import held
 
 from runtime.bundle.store import Bundle
 from runtime.core.errors import UsageError
@@ -368,3 +369,20 @@ def test_processes_over_mpi_make_the_steps_of_one(tiny: Tiny, seed: int, tmp_pat
     size, alone, together, (_, *distances) = first
     assert size == 2 and alone == together and first == second
     assert max(distances) <= 1e-6
+
+
+@pytest.mark.parametrize("method", ["mezo", "mebp"])
+def test_a_step_on_slices_has_the_bits_of_a_step_on_the_whole(
+    tiny: Tiny, seed: int, tmp_path: Path, method: str
+) -> None:
+    def step(bundle: Bundle, folder: Path) -> object:
+        if method == "mezo":
+            return run_on(Workers(), bundle, method, seed, folder)
+        folder.mkdir()
+        gradients, result = backpropagated(Alone(), bundle, seed, folder)
+        return {name: np.array(each).tobytes() for name, each in gradients.items()}, result.loss
+
+    bundle = tiny("qwen3")
+    with held(bundle, tmp_path / "slices", [1, 2, 3]) as bundles:
+        made = [step(each, tmp_path / f"worker-{i}") for i, each in enumerate(bundles)]
+    assert made == [step(bundle, tmp_path / "alone")] * 3

@@ -26,6 +26,7 @@ from support.runs import (
 )
 from support.shared import Shared
 
+from runtime.bundle.store import open_bundle, write_slices
 from runtime.run.folder import WORKERS, RunFolder
 from runtime.storage.saves import SLOTS
 
@@ -200,6 +201,22 @@ def test_a_slow_worker_gets_less_and_the_bits_stay(
     assert [step["sent_bytes"] for step in metrics_of(run)] == sent
     assert summary_of(run)["sent_bytes_per_step"] == round(sum(sent) / STEPS)
     assert "each process sent 93 bytes a step" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_holder_of_a_slice_ends_all(
+    bundle: Path, alone: Path, tmp_path: Path, what: signal.Signals
+) -> None:
+    """Rank 0 waits for weights then, not for losses; another number of slices goes on."""
+    run, slices = tmp_path / "run", write_slices(open_bundle(bundle), 2, tmp_path)
+    words = [training(each.path, run, parallel="perturb=2") for each in slices]
+    done = mpirun(*[["-c", HAPPENS, what, 1, 3, *each] for each in words])
+    assert done.returncode == (128 + what if what == signal.SIGKILL else 1), done.stderr
+    assert "rank 1 on " in done.stderr and "its state after step 3 is saved" in done.stderr
+    assert "Traceback" not in done.stderr
+    succeeds("train", bundle, "--resume", run)
+    check_same(run, alone)
 
 
 @pytest.mark.slow
