@@ -28,8 +28,11 @@ _NOTHING = re.compile("<think>\\s*</think>|[\\s\u200b-\u200d\u2060\ufeff]+")
 
 
 def says(text: str, encoder: TextEncoder) -> bool:
-    """Whether a text has more than space, special tokens, and a thought in which nothing stands."""
-    return bool(_NOTHING.sub("", encoder.special_text.sub("", text)))
+    """Whether a text has more than space, BOS, tokens that end it, and a thought of nothing."""
+    begin = () if encoder.bos is None else (encoder.bos,)
+    for token in (*begin, *encoder.end_tokens):
+        text = text.replace(encoder.name_of(token), "")
+    return bool(_NOTHING.sub("", text))
 
 
 def foreign(text: str, encoder: TextEncoder) -> list[str]:

@@ -86,11 +86,11 @@ def test_pieces_become_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_what_transformers_cannot_build_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    broken = written(
-        tmp_path / "broken", tokenizer__model="x", config__json={"model_type": "llama"}
-    )
-    other = byte_level(tmp_path / "other", "llama")  # whose class reads no vocab.json
-    for folder, names in ((broken, "tokenizer.model"), (other, "vocab.json")):
+    written(tmp_path / "broken", tokenizer__model="x", config__json={"model_type": "llama"})
+    byte_level(tmp_path / "other", "llama")  # whose class reads no vocab.json
+    pieces(tmp_path / "pieces", "spiece.model")  # nor this
+    named = {"broken": "tokenizer.model", "other": "vocab.json", "pieces": "spiece.model"}
+    for folder, names in ((tmp_path / name, file) for name, file in named.items()):
         with pytest.raises(BundleError, match=f"has {names} and no tokenizer.json, and trans") as e:
             folder_tokenizer(folder)
         assert "save_pretrained, or copy the tokenizer.json" in str(e.value)
