@@ -122,15 +122,19 @@ def _example(row: Record, has_template: bool) -> tuple[str, Example]:
             "it has a chosen and a rejected answer, and pairs are not trained on; write the chosen "
             "one as an example, as by --columns completion=chosen or --columns messages=chosen"
         )
-    raise ValueError(EXPECTED)
+    raise ValueError(f"{EXPECTED}; it has {_shown(row)}")
+
+
+def _shown(record: Record) -> str:
+    """The names of a record's fields, for a message."""
+    return ", ".join(f"{key!r:.40}" for key in list(record)[:9]) or "no field with a value"
 
 
 def _renamed(record: Record, columns: dict[str, str]) -> Record:
     missing = [theirs for theirs in columns.values() if theirs not in record]
     if missing:
         raise ValueError(
-            f"it has no field {missing[0]!r}, which --columns names; it has "
-            f"{', '.join(map(repr, list(record)[:9])) or 'none'}"
+            f"it has no field {missing[0]!r}, which --columns names; it has {_shown(record)}"
         )
     return {**record, **{ours: record[theirs] for ours, theirs in columns.items()}}
 

@@ -49,7 +49,7 @@ NEUTRAL = frozenset(
 """Keys that only describe a row, a message or a call: nothing is lost where they are not read."""
 
 
-NOTHING = frozenset({"nan", "NaN", "NaT", "None", "null", "NULL", "<NA>"})
+NOTHING = frozenset({"nan", "NaN", "NaT", "None", "null", "NULL", "<NA>", "n/a", "N/A", "#N/A"})
 """Words that other programs write where a cell is empty."""
 
 

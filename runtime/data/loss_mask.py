@@ -21,6 +21,7 @@ from runtime.data.unread import (
     foreign,
     in_messages,
     inner_begins,
+    meeting,
     not_read_in,
     not_written,
     says,
@@ -123,7 +124,8 @@ def marked_text(
         spans = spans if loss_on == ALL else spans[1:]
         is_empty = not (keep_empty or says(example.completion, encoder))
         dropped = EMPTY_ANSWER if is_empty else ""
-        lost = (*foreign(text, encoder), *inner_begins(text, encoder))
+        met = meeting(example.prompt, example.completion)
+        lost = (*met, *foreign(text, encoder), *inner_begins(text, encoder))
         return MarkedText(text, spans, begins=True, ends=True, lost=lost, dropped=dropped)
     assert isinstance(example, PlainText)
     text = example.text

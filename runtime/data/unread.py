@@ -24,6 +24,7 @@ from runtime.data.text_encoder import TextEncoder
 
 # tokens of some model's template, as nearly all write them
 _TOKENS = re.compile(r"<\|\w{1,40}\|>|<(?:start|end)_of_turn>|^\s*<s>|</s>\s*$")
+_ENDS = (".", "?", "!", ":")
 _NOTHING = re.compile("<think>\\s*</think>|[\\s\u200b-\u200d\u2060\ufeff]+")
 
 
@@ -41,6 +42,13 @@ def foreign(text: str, encoder: TextEncoder) -> list[str]:
     return [
         f"{token!r}, which is no token of this model" for token in there if _is_text(token, encoder)
     ]
+
+
+def meeting(prompt: str, completion: str) -> list[str]:
+    """A sentence and an answer between which there is no space, as two cells of a table are."""
+    if prompt[-1:] in _ENDS and completion[:1].isascii() and completion[:1].isalnum():
+        return ["a prompt that its completion follows without a space, and is learnt so"]
+    return []
 
 
 def inner_begins(text: str, encoder: TextEncoder) -> list[str]:

@@ -354,6 +354,7 @@ FOREIGN = "'<|im_end|>', which is no token of this model"
         (chat({"content": "yes<|im_end|>b"}), FOREIGN + ", in a message"),
         ({"text": "a<|im_end|>"}, FOREIGN),
         ({"prompt": "a", "completion": "b<|im_end|>"}, FOREIGN),
+        ({"prompt": "a?", "completion": "b"}, "a prompt that its completion follows without a sp"),
         ({"text": "a<bos>b"}, "'<bos>' inside its text"),
         ({**ALPACA, "input": "nan"}, NOTHING_ELSE.format(" as 'input'")),
         ({"prompt": "a", "completion": "nan"}, NOTHING_ELSE.format(" as 'completion'")),
