@@ -142,6 +142,13 @@ def test_what_is_odd_is_a_warning(
     assert not tokenizer_warnings({}, embedded)
 
 
+def test_an_end_that_is_no_number_is_named() -> None:
+    files = {"tokenizer.json": make_tokenizer().to_str().encode()}
+    files["generation_config.json"] = b'{"eos_token_id": "2"}'
+    (warning,) = tokenizer_warnings(files, VOCAB)
+    assert warning.endswith("'2' is no number of a token")
+
+
 def test_tokens_that_the_model_does_not_embed_cost_their_rows(tmp_path: Path) -> None:
     """By every command that meets them: the tokenizer has two tokens more than the embedding."""
     source = text_checkpoint(tmp_path / "model", PLAIN)
