@@ -193,7 +193,7 @@ def _without_ends(
     messages: Messages, chat: ChatTemplate, encoder: TextEncoder
 ) -> tuple[Messages, list[str]]:
     """Answers without the token that ends them, which the template writes; and what went."""
-    ends = {encoder.name_of(token) for token in encoder.end_tokens}
+    ends = {*encoder.end_texts}
     with suppress(ValueError):  # of a template that takes no lone question
         ends.add(chat.ending)
     whole, went = [], []

@@ -53,6 +53,13 @@ class TextEncoder:
         """The tokens that end generation, EOS among them."""
         return self.ends if self.eos is None else self.ends | {self.eos}
 
+    @property
+    def end_texts(self) -> list[str]:
+        """The texts of those of them that the vocabulary has."""
+        there = sorted(token for token in self.end_tokens if 0 <= token < self.size)
+        names = {token: self.name_of(token) for token in there}
+        return [name for token, name in names.items() if self.encode(name) == [token]]
+
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
     """The tokenizer of a bundle. Raises DataError if it has none or it cannot be read."""

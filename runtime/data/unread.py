@@ -30,9 +30,9 @@ _NOTHING = re.compile("<think>\\s*</think>|[\\s\u200b-\u200d\u2060\ufeff]+")
 
 def says(text: str, encoder: TextEncoder) -> bool:
     """Whether a text has more than space, BOS, tokens that end it, and a thought of nothing."""
-    begin = () if encoder.bos is None else (encoder.bos,)
-    for token in (*begin, *encoder.end_tokens):
-        text = text.replace(encoder.name_of(token), "")
+    begin = [] if encoder.bos is None else [encoder.name_of(encoder.bos)]
+    for token in (*begin, *encoder.end_texts):
+        text = text.replace(token, "")
     return bool(_NOTHING.sub("", text))
 
 

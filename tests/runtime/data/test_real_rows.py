@@ -444,3 +444,10 @@ def test_what_says_nothing_is_an_empty_answer(bundle: Path, text: str) -> None:
         "its answer is empty": 2,
         "it is empty": 1,
     }
+
+
+def test_ends_that_no_token_has_are_no_texts(bundle: Path) -> None:
+    ends = {"eos_token_id": [1, 5000, 2**70]}
+    (bundle / "tokenizer" / "generation_config.json").write_text(json.dumps(ends))
+    rows = read(bundle, chat({"content": "None"}), {"prompt": "a", "completion": "None"})
+    assert scored(rows) == ["None<eos>", "None<eos>"]
