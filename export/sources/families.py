@@ -82,6 +82,7 @@ _MEANS_NONE = ("num_key_value_heads", "sliding_window")  # null there is no othe
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
 _MAX_LAYERS = 1024
 
 
@@ -153,6 +154,9 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
             config["tie_word_embeddings"] = not has_lm_head
     _check_head_dim(family, config, where)
     _flatten_rope(family, config, where)
+    for key in _NUMBERS:
+        if key in config and (type(config[key]) not in (int, float) or config[key] <= 0):
+            raise BundleError(f"{where}: {key} must be a positive number, is {config[key]!r:.40}")
     return config
 
 

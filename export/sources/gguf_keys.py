@@ -61,6 +61,7 @@ _NEUTRAL: dict[str, tuple[str, ...]] = {
             """,
         ),
         *_names("quantize.imatrix", "file dataset entries_count chunks_count"),
+        "imatrix.*",
     ),
     "each tensor has its own type and shape": ("ARCH.vocab_size",),
     "the file is whole": ("split.no", "split.tensors.count"),
@@ -132,8 +133,11 @@ _VALUES: dict[_Neutral, tuple[str, ...]] = {
             attention.value_residual_mix_lora_rank attention.gate_lora_rank
             attention.relative_buckets_count attention.scale attention.temperature_length
             attention.temperature_scale attention.key_length_mla attention.value_length_mla
-            attention.shared_kv_layers attention.indexer.* rope.dimension_sections
-            rope.scaling.alpha rope.scaling.yarn_log_multiplier
+            attention.shared_kv_layers attention.indexer.* attention.recurrent_layers
+            attention.output_group_count attention.output_lora_rank attention.compress_*
+            rope.dimension_sections rope.scaling.alpha rope.scaling.yarn_log_multiplier
+            hidden_activation hash_layer_count hyper_connection.* deepstack_mapping
+            target_layers target_hidden_size norm_before_residual
             ssm.* kda.* wkv.* posnet.* convnext.* shortconv.*
             """,
         ),
@@ -144,7 +148,7 @@ _VALUES: dict[_Neutral, tuple[str, ...]] = {
             normalizer.strip_accents
             """,
         ),
-        "tokenizer.rwkv.world",
+        *("tokenizer.rwkv.world", "xielu.*", "diffusion.*", "clip.*", "adapter.*"),
     ),
 }
 FIXED: dict[str, _Neutral] = {name: values for values, names in _VALUES.items() for name in names}

@@ -25,10 +25,11 @@ from export.sources.safetensors_files import (
     read_json,
 )
 from export.sources.settings import unknown_settings
-from export.sources.source import Checkpoint, check_tensors, slices
+from export.sources.source import Checkpoint, check_tensors, first_names, slices
 from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
+from runtime.adapters.names import is_of_tower, unwrapped
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead, kind_of
 
@@ -53,9 +54,16 @@ class HFCheckpoint(Checkpoint):
         raw = read_json(folder / "config.json")
         family = check_architecture(raw, f"{folder}/config.json")
         files = open_shards(folder)
-        self._tensors = _language_model(files)
+        self._tensors, others = _language_model(files, str(folder))
         where = f"{folder}/config.json"
         text = text_config(raw, where)
+        if "text_config" in raw:  # what sees or hears is left out, as the text model alone is read
+            others = [name for name in others if not is_of_tower(name)]
+        if others:
+            warnings.append(
+                f"{folder}: {len(others)} tensors outside the language model are not used: "
+                f"{first_names(others)}"
+            )
         own_head = "lm_head.weight" in self._tensors
         if own_head and _says_tied(raw, text, family):
             own_head = self._head_differs()
@@ -72,7 +80,7 @@ class HFCheckpoint(Checkpoint):
             )
         expected = expected_shapes(family, config, where)
         self._layouts = find_layouts(raw, self._tensors, str(folder))
-        if "quantization_config" in raw and not self._layouts:
+        if raw.get("quantization_config") and not self._layouts:
             warnings.append(
                 f"{where}: its quantization_config is ignored, since all weights are floats"
             )
@@ -173,10 +181,33 @@ def _refuse_others(folder: Path) -> None:
         raise UsageError(f"{folder} is no checkpoint: {instead(folder, Kind.CHECKPOINT)}")
 
 
-def _language_model(files: list[SafetensorsFile]) -> dict[str, StoredTensor]:
-    """The language model's tensors, by mlx-lm's names."""
-    stored = (tensor for file in files for tensor in file.tensors.values())
-    return {name: tensor for tensor in stored if (name := _inner_name(tensor.name))}
+def _language_model(
+    files: list[SafetensorsFile], where: str
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The language model's tensors, by mlx-lm's names, and the names of the others.
+
+    Raises BundleError where there is none, or two have the same name.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    others = []
+    for tensor in (tensor for file in files for tensor in file.tensors.values()):
+        name = _inner_name(unwrapped(tensor.name))
+        if not name:
+            others.append(tensor.name)
+        elif name in tensors:
+            raise BundleError(
+                f"{where}: {tensors[name].name} and {tensor.name} are both {name}; it holds two "
+                "models, of which one must go"
+            )
+        else:
+            tensors[name] = tensor
+    if others and not any(name.startswith(_TEXT_MODEL[0]) for name in tensors):
+        raise BundleError(
+            f"{where}: none of its {len(tensors) + len(others)} tensors has a name as "
+            f"{_TEXT_MODEL[0]}0; they are {first_names([*others, *tensors])}; save it with "
+            "transformers' save_pretrained, as a model for causal language modelling"
+        )
+    return tensors, others
 
 
 def _inner_name(stored: str) -> str:

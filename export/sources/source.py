@@ -116,7 +116,7 @@ def check_tensors(
     if missing:
         raise BundleError(
             f"{where}: {len(missing)} of {len(expected)} tensors are missing: "
-            f"{_first_names(missing)}; the download may be incomplete, or the configuration "
+            f"{first_names(missing)}; the download may be incomplete, or the configuration "
             "belongs to another model"
         )
     wrong = [
@@ -126,16 +126,17 @@ def check_tensors(
     ]
     if wrong:
         raise BundleError(
-            f"{where}: {len(wrong)} tensors have the wrong shape: {_first_names(wrong)}; the "
+            f"{where}: {len(wrong)} tensors have the wrong shape: {first_names(wrong)}; the "
             "configuration may belong to another model"
         )
     unknown = [name for name in shapes if name not in expected]
     if unknown:
         raise BundleError(
             f"{where}: there are {len(unknown)} tensors that this architecture does not use: "
-            f"{_first_names(unknown)}; results would differ from the original model's"
+            f"{first_names(unknown)}; results would differ from the original model's"
         )
 
 
-def _first_names(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
+    """The first names of a list, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -32,7 +32,7 @@ from runtime.data.tokenizer_files import (
 
 _PIECES = ("tokenizer.model", "spiece.model")  # of SentencePiece
 _WORDS, _MERGES = "vocab.json", "merges.txt"
-_OTHERS = ("tekken.json", "tiktoken.model", "vocab.txt")
+_OTHERS = ("tekken.json", "tiktoken.model", "vocab.txt", "sentencepiece.bpe.model")
 HUB_FILES = (
     *(VOCABULARY, *SMALL_FILES, f"{TEMPLATES}/*{TEMPLATE_SUFFIX}"),
     *(_WORDS, _MERGES, *_PIECES, *_OTHERS),

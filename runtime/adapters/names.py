@@ -63,7 +63,8 @@ def inner_name(name: str) -> str:
 
 def unwrapped(name: str) -> str:
     """A name without what torch adds to it, such as `_orig_mod` of torch.compile."""
-    return ".".join(p for p in name.removeprefix(_PARALLEL).split(".") if p not in _WRAPPERS)
+    inner = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return inner.removeprefix(_PARALLEL)
 
 
 def is_of_tower(name: str) -> bool:

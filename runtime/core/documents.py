@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 _VISIBLE = re.compile(r"[^ \t\n\r]")  # anything but JSON's spaces
@@ -22,14 +23,28 @@ def from_json(text: str | bytes) -> Any:
     return _parsed(json.loads, text)
 
 
+def from_json_once(text: str | bytes) -> Any:
+    """As `from_json`, but an object that has a key twice is a ValueError."""
+    return _parsed(partial(json.loads, object_pairs_hook=_once), text)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {twice!r} twice")
+    return fields
+
+
 def from_json_values(text: str) -> list[Any]:
-    """The values of JSON documents that follow one another in a text. Raises ValueError."""
+    """The values of JSON documents that follow one another, as `from_json_once` reads each."""
     values: list[Any] = _parsed(_values, text)
     return values
 
 
 def _values(text: str) -> list[Any]:
-    values, decoder = [], json.JSONDecoder()
+    values, decoder = [], json.JSONDecoder(object_pairs_hook=_once)
     start = _after_space(text, 0)
     while start < len(text):
         value, end = decoder.raw_decode(text, start)

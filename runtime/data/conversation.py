@@ -19,28 +19,35 @@ ROLES = {
     "bot": "assistant",
     "chatgpt": "assistant",
     "ai": "assistant",
-    "function_call": "assistant",
     "system": "system",
     "developer": "system",
     "tool": "tool",
     "observation": "tool",
     "function": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
     "ipython": "tool",
 }
 """The names of speakers in lower case, and the roles that templates know them by."""
+CALLERS = ("function_call", "tool_call")
+"""Speakers whose text is a call, or a list of calls, as JSON (LLaMA-Factory, ms-swift)."""
 
 
-def cleaned(value: Any) -> Any:
+def cleaned(value: Any, nulls: bool = True) -> Any:
     """A value without the fields that are empty, at every depth.
 
     Arrow gives each object of a column the keys of all others, with null, and pandas writes an
-    empty cell as NaN; both mean that nothing is there. TRL removes nulls alike.
+    empty cell as NaN; both mean that nothing is there. TRL removes nulls alike. Without `nulls`
+    they stay, and only NaN goes.
     """
     if isinstance(value, dict):
-        return {key: cleaned(inner) for key, inner in value.items() if not _is_empty(inner)}
+        return {
+            key: cleaned(inner, nulls)
+            for key, inner in value.items()
+            if not (_is_empty(inner) and (nulls or inner is not None))
+        }
     if isinstance(value, list):
-        return [None if _is_empty(inner) else cleaned(inner) for inner in value]
+        return [None if _is_empty(inner) else cleaned(inner, nulls) for inner in value]
     return value
 
 
@@ -64,7 +71,7 @@ def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
 def checked_tools(tools: object) -> Messages | None:
     """`tools` as a list of objects, also where they are given as JSON text. Raises ValueError."""
     if isinstance(tools, str):
-        tools = from_json(tools)
+        tools = from_json(tools) if tools.strip() else None
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -81,8 +88,9 @@ def _checked(number: int, message: object, words: Collection[str]) -> dict[str, 
         raise ValueError(f"message {number} has no role; write role and content")
     fields = cleaned(message)
     fields["role"] = _role(number, fields["role"], words)
-    call = fields.pop("function_call", None)
-    calls = fields.get("tool_calls") or ([{"type": "function", "function": call}] if call else None)
+    calls = fields.pop("tool_calls", None)
+    if not calls and (call := fields.pop("function_call", None)):
+        calls = [{"type": "function", "function": call}]
     if calls:
         fields["tool_calls"] = [_call(number, call) for call in _listed(number, calls)]
     content = fields.get("content", "" if calls else None)
@@ -124,7 +132,7 @@ def _arguments(number: int, name: object, given: object) -> dict[str, Any]:
     value = given
     if isinstance(given, str) and given.strip():
         try:
-            value = from_json(given)
+            value = cleaned(from_json(given), nulls=False)
         except ValueError:
             value = _from_python(given)
     elif isinstance(given, str):
@@ -149,12 +157,14 @@ def _from_python(text: str) -> object:
 
 
 def _role(number: int, role: str, words: Collection[str]) -> str:
+    known = ROLES.get(role.lower())
+    if known in ("user", "assistant"):  # whose own words templates write in place of these
+        return known
     if role in words or role in ROLES.values():
         return role
-    known = ROLES.get(role.lower())
     if known is None:
         raise ValueError(
             f"message {number} has the role {role!r}, which the chat template does not name; "
-            f"known are {', '.join(ROLES)}"
+            f"known are {', '.join([*ROLES, *CALLERS])}"
         )
     return known

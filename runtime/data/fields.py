@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.core.documents import from_json
-from runtime.data.conversation import as_text, cleaned
-from runtime.data.known_keys import RECORD, VERDICTS, not_read
+from runtime.data.conversation import CALLERS, as_text, cleaned
+from runtime.data.known_keys import NOTHING, RECORD, VERDICTS, not_read
 
 Record = dict[str, Any]
 
@@ -18,6 +18,7 @@ EXPECTED = (
     '"input", "output"} or ShareGPT\'s {"conversations"}; name other fields by --columns, as in '
     "--columns prompt=question,completion=answer"
 )
+_CALL = '{"name": "...", "arguments": {}}'
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ def recognise(record: object, columns: dict[str, str], has_template: bool) -> Re
         f"the field {key!r}, which is not read"
         for key in not_read(row, {*RECORD[name], *columns.values(), *VERDICTS})
     ]
+    lost += [
+        f"nothing but the word {row[key]!r} as {key!r}, as some programs write an empty cell"
+        for key in sorted(RECORD[name] & row.keys())
+        if isinstance(row[key], str) and row[key].strip() in NOTHING
+    ]
+    if "tools" in row and "functions" in row and "functions" in RECORD[name]:
+        lost.append("'functions' beside 'tools', of which only 'tools' is read")
     dropped = ""
     for key in VERDICTS:
         verdict = row.get(key, True)
@@ -103,8 +111,9 @@ def _example(row: Record, has_template: bool) -> tuple[str, Example]:
     prompt, completion = as_text(prompt), as_text(completion)
     if isinstance(prompt, str) and isinstance(completion, str):
         return "prompt and completion", Completion(prompt, completion)
-    if isinstance(row.get("instruction"), str) and isinstance(as_text(row.get("output")), str):
-        return _alpaca(row, has_template)
+    instruction, output = as_text(row.get("instruction")), as_text(row.get("output"))
+    if isinstance(instruction, str) and isinstance(output, str):
+        return _alpaca(row, instruction, output, has_template)
     text = as_text(row.get("text"))
     if isinstance(text, str):
         return "text", PlainText(text)
@@ -113,15 +122,19 @@ def _example(row: Record, has_template: bool) -> tuple[str, Example]:
             "it has a chosen and a rejected answer, and pairs are not trained on; write the chosen "
             "one as an example, as by --columns completion=chosen or --columns messages=chosen"
         )
-    raise ValueError(EXPECTED)
+    raise ValueError(f"{EXPECTED}; it has {_shown(row)}")
+
+
+def _shown(record: Record) -> str:
+    """The names of a record's fields, for a message."""
+    return ", ".join(f"{key!r:.40}" for key in list(record)[:9]) or "no field with a value"
 
 
 def _renamed(record: Record, columns: dict[str, str]) -> Record:
     missing = [theirs for theirs in columns.values() if theirs not in record]
     if missing:
         raise ValueError(
-            f"it has no field {missing[0]!r}, which --columns names; it has "
-            f"{', '.join(map(repr, list(record)[:9])) or 'none'}"
+            f"it has no field {missing[0]!r}, which --columns names; it has {_shown(record)}"
         )
     return {**record, **{ours: record[theirs] for ours, theirs in columns.items()}}
 
@@ -138,7 +151,7 @@ def _from_json(value: object) -> object:
     except ValueError as error:
         if value.lstrip().startswith("["):
             raise ValueError(
-                f"its list of messages is text that is no JSON ({error}); where it has Python's "
+                f"its list is text that is no JSON ({error}); where it has Python's "
                 "single quotes, write it with json.dumps, or all rows as .jsonl"
             ) from error
         return value
@@ -146,10 +159,10 @@ def _from_json(value: object) -> object:
 
 def _tools(row: Record) -> object:
     """The row's tools; OpenAI's older `functions` are the same without what wraps them."""
+    if row.get("tools") is not None:
+        return row["tools"]
     functions = _from_json(row.get("functions"))
-    if row.get("tools") is not None or not isinstance(functions, list):
-        return row.get("tools")
-    return _wrapped(functions)
+    return _wrapped(functions) if isinstance(functions, list) else functions
 
 
 def _wrapped(functions: list[Any]) -> list[Any]:
@@ -174,19 +187,29 @@ def _turns(turns: object) -> object:
     """Messages, where ShareGPT's `from` and `value` may stand for `role` and `content`."""
     if not isinstance(turns, list):
         return turns
-    return [_turn(turn) if isinstance(turn, dict) and "from" in turn else turn for turn in turns]
+    return [_turn(turn) if isinstance(turn, dict) else turn for turn in turns]
 
 
 def _turn(turn: Record) -> Record:
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    speaker, value = turn["from"], turn.get("value")
-    calls = _from_json(value) if speaker == "function_call" else None
-    calls = [calls] if isinstance(calls, dict) else calls
-    if isinstance(calls, list) and all(isinstance(call, dict) and "name" in call for call in calls):
-        return {**rest, "role": "assistant", "tool_calls": _wrapped(calls)}
+    names = ("role", "content") if "role" in turn else ("from", "value")
+    rest = {key: value for key, value in turn.items() if key not in names}
+    speaker, value = (turn.get(name) for name in names)
+    if speaker in CALLERS:
+        return {**rest, "role": "assistant", "tool_calls": _wrapped(_calls(speaker, value))}
+    if speaker is None or "role" in turn:
+        return turn
     if isinstance(value, dict | list) and speaker in ("observation", "tool", "function_response"):
         value = json.dumps(value, ensure_ascii=False)
     return {**rest, "role": speaker, "content": value}
+
+
+def _calls(speaker: str, value: object) -> list[Any]:
+    """The calls that a turn's text is. Raises ValueError for another text."""
+    calls = _from_json(value)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if isinstance(calls, list) and all(isinstance(call, dict) and "name" in call for call in calls):
+        return calls
+    raise ValueError(f"a turn of {speaker!r} is no call, as {_CALL} is: {value!r:.80}")
 
 
 def _sharegpt(row: Record) -> Conversation:
@@ -195,27 +218,32 @@ def _sharegpt(row: Record) -> Conversation:
         raise ValueError("conversations is not a list of messages")
     messages = _turns(turns)
     assert isinstance(messages, list)
-    if isinstance(row.get("system"), str) and row["system"]:
-        messages = [{"role": "system", "content": row["system"]}, *messages]
+    messages = [*_system(row), *messages]
     tools = _from_json(_tools(row) or None)
     return Conversation(
         messages, _wrapped(tools) if isinstance(tools, list) else tools, 0, _variables(row)
     )
 
 
-def _alpaca(row: Record, has_template: bool) -> tuple[str, Example]:
-    instruction, given = row["instruction"], as_text(row.get("input"))
-    output = as_text(row["output"])
-    if not isinstance(given, str | None) or not isinstance(output, str):
+def _system(row: Record) -> list[Record]:
+    """The message of a row's `system`. Raises ValueError where that is no text."""
+    text = as_text(row.get("system"))
+    if not isinstance(text, str | None):
+        raise ValueError(f"its system is not text: {text!r:.80}")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _alpaca(row: Record, instruction: str, output: str, has_template: bool) -> tuple[str, Example]:
+    given = as_text(row.get("input"))
+    if not isinstance(given, str | None):
         raise ValueError("its input is not text")
     if has_template:
         messages = [
+            *_system(row),
             *_history(_from_json(row.get("history"))),
             {"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction},
             {"role": "assistant", "content": output},
         ]
-        if isinstance(row.get("system"), str) and row["system"]:
-            messages.insert(0, {"role": "system", "content": row["system"]})
         return "Alpaca, as conversations", Conversation(messages)
     context = ", paired with an input that provides further context" if given else ""
     written = f"\n\n### Input:\n{given}" if given else ""

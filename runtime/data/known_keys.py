@@ -21,20 +21,22 @@ RECORD = {
 """The keys that are read, by the format of the record."""
 VERDICTS = ("label", "kto_tag")
 """Keys of KTO's rows, in any format: false marks an answer that is not to be learnt."""
-MESSAGE = frozenset({"role", "content", "from", "value", "tool_calls", "function_call"})
+MESSAGE = frozenset({"role", "content", "tool_calls"})
 SCORED = ("weight", "train", "training", "loss")
 """Keys of a message that say whether it is scored (OpenAI and Mistral, axolotl, ms-swift)."""
 MASKED = ("masked", "mask")
 """Keys of a message that say that it is not scored."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message for what is thought before the answer; a template reads one of them."""
+PART = frozenset({"type", "text"})
+"""Keys of a part of a message's content."""
 CALL = frozenset({"id", "type", "function", "name", "arguments", "index"})
 NEUTRAL = frozenset(
     {
         # which row it is
         *("id", "_id", "idx", "index", "uuid", "hash"),
         *("prompt_id", "conversation_id", "message_id"),
-        "__index_level_0__",  # which pandas adds
+        *("__index_level_0__", "Unnamed: 0", ""),  # which pandas adds
         # where it is from
         *("source", "dataset", "subset", "split", "url", "license", "author", "generator", "model"),
         # what others say of it
@@ -45,6 +47,10 @@ NEUTRAL = frozenset(
     }
 )
 """Keys that only describe a row, a message or a call: nothing is lost where they are not read."""
+
+
+NOTHING = frozenset({"nan", "NaN", "NaT", "None", "null", "NULL", "<NA>", "n/a", "N/A", "#N/A"})
+"""Words that other programs write where a cell is empty."""
 
 
 def not_read(keys: Iterable[object], read: Collection[object]) -> list[str]:

@@ -7,6 +7,7 @@ text, before anything is tokenized, and then by the characters that each token s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,17 @@ from runtime.data.answers import Span
 from runtime.data.chat import ASSISTANT, ChatTemplate
 from runtime.data.conversation import Messages, checked_messages, checked_tools
 from runtime.data.fields import Completion, Conversation, Example, PlainText
-from runtime.data.known_keys import CALL, MASKED, MESSAGE, REASONING, SCORED, not_read
+from runtime.data.known_keys import MASKED, REASONING, SCORED
 from runtime.data.text_encoder import TextEncoder
+from runtime.data.unread import (
+    foreign,
+    in_messages,
+    inner_begins,
+    meeting,
+    not_read_in,
+    not_written,
+    says,
+)
 
 ASSISTANT_TURNS, LAST_TURN, ALL = "assistant", "last", "all"
 
@@ -83,12 +93,17 @@ def row_of(example: Example, encoder: TextEncoder, loss_on: str, keep_empty: boo
     marked.text.encode()  # ValueError for half a surrogate pair, which is no text
     tokens, scored = _tokens(marked, encoder)
     # text that went through a template already has them
-    if marked.begins and encoder.bos is not None and tokens[:1] != [encoder.bos]:
+    if marked.begins and encoder.bos is not None and not _is_begun(marked.text, encoder):
         tokens, scored = [encoder.bos, *tokens], b"\0" + scored
     if marked.ends and encoder.eos is not None and not _is_ended(marked.text, encoder):
         tokens, scored = [*tokens, encoder.eos], scored + b"\1"
     scored = b"\0" + scored[1:] if scored else b""
     return Row(tokens, scored, 0, marked.warnings, marked.lost, marked.dropped)
+
+
+def _is_begun(text: str, encoder: TextEncoder) -> bool:
+    """Whether a text begins with the BOS, and perhaps white space before it."""
+    return encoder.encode(text.lstrip()[:100])[:1] == [encoder.bos]
 
 
 def _is_ended(text: str, encoder: TextEncoder) -> bool:
@@ -102,23 +117,28 @@ def marked_text(
 ) -> MarkedText:
     """The text of an example, with its scored spans. Raises ValueError where it cannot be used."""
     if isinstance(example, Conversation):
-        return _conversation(example, encoder.chat(), loss_on, keep_empty)
+        return _conversation(example, encoder, loss_on, keep_empty)
     if isinstance(example, Completion):
         given, text = len(example.prompt), example.prompt + example.completion
         spans = [(0, given), (given, len(text))]
         spans = spans if loss_on == ALL else spans[1:]
-        is_empty = not (keep_empty or example.completion.strip())
+        is_empty = not (keep_empty or says(example.completion, encoder))
         dropped = EMPTY_ANSWER if is_empty else ""
-        return MarkedText(text, spans, begins=True, ends=True, dropped=dropped)
+        met = meeting(example.prompt, example.completion)
+        lost = (*met, *foreign(text, encoder), *inner_begins(text, encoder))
+        return MarkedText(text, spans, begins=True, ends=True, lost=lost, dropped=dropped)
     assert isinstance(example, PlainText)
     text = example.text
-    dropped = "" if keep_empty or text.strip() else "it is empty"
-    return MarkedText(text, [(0, len(text))], begins=True, ends=True, dropped=dropped)
+    dropped = "" if keep_empty or says(text, encoder) else "it is empty"
+    lost = (*foreign(text, encoder), *inner_begins(text, encoder))
+    whole = [(0, len(text))]
+    return MarkedText(text, whole, begins=True, ends=True, lost=lost, dropped=dropped)
 
 
 def _conversation(
-    example: Conversation, chat: ChatTemplate, loss_on: str, keep_empty: bool
+    example: Conversation, encoder: TextEncoder, loss_on: str, keep_empty: bool
 ) -> MarkedText:
+    chat = encoder.chat()
     read = {name: value for name, value in example.variables.items() if name in chat.words}
     lost = [
         f"{name!r} for the chat template, which does not read it"
@@ -128,8 +148,9 @@ def _conversation(
     chat = chat.having(read)
     messages, tools = checked_messages(example.messages, chat.words), checked_tools(example.tools)
     switches = [_is_scored(number, message) for number, message in enumerate(messages, 1)]
-    lost += _not_read(messages, chat)
-    messages = [_for_template(message, chat) for message in messages]
+    lost += not_read_in(messages, chat)
+    messages, ended = _without_ends([_for_template(m, chat) for m in messages], chat, encoder)
+    lost += [*ended, *in_messages(example.messages, messages, encoder)]
     turns = [
         at
         for at, message in enumerate(messages)
@@ -140,12 +161,19 @@ def _conversation(
     if loss_on == LAST_TURN:
         turns = turns[-1:]
     off = [at for at in turns if not switches[at]]
-    empty = [at for at in turns if not (keep_empty or at in off or _says(messages[at]))]
+    empty = [
+        at
+        for at in turns
+        if not (keep_empty or at in off or messages[at].get("tool_calls"))
+        and not says(messages[at]["content"], encoder)
+    ]
     wanted = [at for at in turns if at not in off and at not in empty]
     if empty and wanted:
         lost.append("an answer without text, which is not scored")
     dropped = EMPTY_ANSWER if empty and not wanted else ""
     if loss_on == ALL:
+        if not all(on for on, m in zip(switches, messages, strict=True) if m["role"] != ASSISTANT):
+            lost.append("a switch in a message that is no answer, which --loss-on all scores")
         text, spans = (
             chat.answered(messages, tools, sorted({*off, *empty}))
             if off or empty
@@ -157,8 +185,26 @@ def _conversation(
         text, scored = (
             chat.answered(messages, tools, wanted) if wanted else (chat.text(messages, tools), [])
         )
-    warnings, unwritten, more = _lost(chat, messages, tools, text)
+    warnings, unwritten, more = not_written(chat, messages, tools, text)
     return MarkedText(text, scored, False, False, warnings, (*lost, *more), dropped or unwritten)
+
+
+def _without_ends(
+    messages: Messages, chat: ChatTemplate, encoder: TextEncoder
+) -> tuple[Messages, list[str]]:
+    """Answers without the token that ends them, which the template writes; and what went."""
+    ends = {*encoder.end_texts}
+    with suppress(ValueError):  # of a template that takes no lone question
+        ends.add(chat.ending)
+    whole, went = [], []
+    for message in messages:
+        text = message["content"].rstrip()
+        end = next((end for end in ends if end and text.endswith(end)), "")
+        if end and message["role"] == ASSISTANT:
+            message = {**message, "content": text.removesuffix(end)}
+            went.append(f"{end!r} at the end of an answer, where the template writes it")
+        whole.append(message)
+    return whole, list(dict.fromkeys(went))
 
 
 def _between(spans: Sequence[Span], length: int) -> list[Span]:
@@ -167,10 +213,6 @@ def _between(spans: Sequence[Span], length: int) -> list[Span]:
     return [
         (start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop
     ]
-
-
-def _says(message: dict[str, Any]) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def _is_scored(number: int, message: dict[str, Any]) -> bool:
@@ -189,29 +231,6 @@ def _is_scored(number: int, message: dict[str, Any]) -> bool:
     return scored
 
 
-def _not_read(messages: Messages, chat: ChatTemplate) -> list[str]:
-    """Keys of messages and calls that neither this program nor the template reads."""
-    read = {*MESSAGE, *SCORED, *MASKED, *REASONING, *chat.words}
-    lost = [
-        f"the field {key!r} in a message, which is not read"
-        for message in messages
-        for key in not_read(message, read)
-    ]
-    lost += [
-        f"the field {key!r} in a tool call, which is not read"
-        for message in messages
-        for call in message.get("tool_calls") or []
-        for key in not_read({**call, **(call.get("function") or {})}, {*CALL, *chat.words})
-    ]
-    lost += [
-        f"a switch {key!r} in a message that is no answer, which is not scored for that"
-        for message in messages
-        for key in SCORED[1:]
-        if message["role"] != ASSISTANT and message.get(key) in (True, "true")
-    ]
-    return list(dict.fromkeys(lost))
-
-
 def _for_template(message: dict[str, Any], chat: ChatTemplate) -> dict[str, Any]:
     """The message without switches, and with its reasoning under the name the template reads."""
     fields = {key: value for key, value in message.items() if key not in (*SCORED, *MASKED)}
@@ -220,39 +239,6 @@ def _for_template(message: dict[str, Any], chat: ChatTemplate) -> dict[str, Any]
     if theirs is not None and ours is not None and theirs not in fields:
         fields[theirs] = fields.pop(ours)
     return fields
-
-
-def _lost(
-    chat: ChatTemplate, messages: Messages, tools: Messages | None, text: str
-) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Warnings, why the row is dropped, and what is lost, where the template does not write all.
-
-    What it does not write is that without which the text is equal.
-    """
-    warnings = []
-    if tools and _same_text(chat, messages, None, text):
-        warnings.append(f"{chat.name} does not write the row's tools")
-    dropped = ""
-    plain = _without(messages, "tool_calls")
-    if plain != messages and _same_text(chat, plain, tools, text):
-        dropped = f"{chat.name} does not write its tool calls"
-    lost = []
-    for key in REASONING:
-        plain = _without(messages, key)
-        if plain != messages and _same_text(chat, plain, tools, text):
-            lost.append(f"{key!r} in a message, which {chat.name} does not write")
-    return tuple(warnings), dropped, tuple(lost)
-
-
-def _without(messages: Messages, key: str) -> Messages:
-    return [{k: v for k, v in message.items() if k != key} for message in messages]
-
-
-def _same_text(chat: ChatTemplate, messages: Messages, tools: Messages | None, text: str) -> bool:
-    try:
-        return chat.text(messages, tools) == text
-    except ValueError:  # it does read them
-        return False
 
 
 def _tokens(marked: MarkedText, encoder: TextEncoder) -> tuple[list[int], bytes]:

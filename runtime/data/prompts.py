@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,16 @@ from runtime.core.documents import from_json
 from runtime.core.errors import DataError, UsageError
 from runtime.data.limits import Limits
 from runtime.data.process import confined, limits_argument, run_module
+from runtime.data.tokenizer_files import VOCABULARY, templates_of, tokenizer_files
 
 if TYPE_CHECKING:
     from runtime.data.text_encoder import TextEncoder
+
+
+_NO_TEMPLATE = (
+    "the bundle has no chat template; export from a checkpoint that has one (instruction-tuned "
+    "models do), or continue text, which takes none: ondevice generate BUNDLE --prompt TEXT"
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +54,7 @@ def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
         UsageError: the template refuses the messages.
     """
     if not encoder.has_template:
-        raise DataError(
-            "the bundle has no chat template; export from a checkpoint that has one (instruction-"
-            "tuned models do), or continue text, which takes none: ondevice generate BUNDLE "
-            "--prompt TEXT"
-        )
+        raise DataError(_NO_TEMPLATE)
     template = encoder.chat()
     try:
         tokens = encoder.encode(template.prompt(messages))
@@ -61,6 +65,15 @@ def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
     if encoder.special.issuperset(first):  # which an answer never holds itself
         return Prompt(tokens, encoder.end_tokens.union(first))
     return Prompt(tokens, encoder.end_tokens, ending)
+
+
+def require_template(bundle_dir: Path) -> None:
+    """Raise DataError for a tokenizer without a chat template; other faults are told later."""
+    folder = bundle_dir / "tokenizer"
+    with suppress(ValueError, KeyError, TypeError):
+        templates = templates_of(tokenizer_files(folder, vocabulary=False))
+        if not templates and (folder / VOCABULARY).is_file():
+            raise DataError(_NO_TEMPLATE)
 
 
 def confined_prompt(bundle_dir: Path, said: object, pieces: Path | None = None) -> Prompt:

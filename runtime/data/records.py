@@ -11,7 +11,7 @@ import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runtime.core.documents import from_json, from_json_values
+from runtime.core.documents import from_json_once, from_json_values
 from runtime.core.errors import DataError
 from runtime.core.notes import Note, silent
 
@@ -29,6 +29,7 @@ _BYTE_ORDER_MARKS = {  # the longer first: that of UTF-32 begins as that of UTF-
 _BY_ZEROS = {(False, True): "utf-16-le", (True, False): "utf-16-be"}  # at even and at odd places
 _UTF8 = "utf-8-sig"
 _HEAD_BYTES = 64
+_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip, as .xlsx is too", b"\x28\xb5\x2f\xfd": "zstd"}
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _OF_ROWS = ("messages", "conversations")  # lists that are one row's, not a list of rows
 
@@ -52,10 +53,13 @@ def records(file: Path, say: Note = silent) -> Records:
 def encoding_of(file: Path, say: Note = silent) -> str:
     """The encoding of a text file: UTF-8, or UTF-16 or UTF-32, mostly by their byte order marks.
 
-    UTF-16 without a mark is known by its zeros, which no text in UTF-8 has. Raises OSError.
+    UTF-16 without a mark is known by its zeros, which no text in UTF-8 has. Raises OSError, and
+    DataError for a file that is compressed.
     """
     with file.open("rb") as opened:
         head = opened.read(_HEAD_BYTES)
+    if packed := next((name for mark, name in _PACKED.items() if head.startswith(mark)), ""):
+        raise DataError(f"{file} is compressed ({packed}); unpack it, or save it as text")
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             say(f"in {encoding.upper()}")
@@ -69,7 +73,8 @@ def encoding_of(file: Path, say: Note = silent) -> str:
 
 def not_text(file: Path, encoding: str, error: UnicodeError) -> DataError:
     """The error for a file whose bytes are not text in its encoding."""
-    return DataError(f"{file} is not text in {encoding.removesuffix('-sig').upper()}: {error}")
+    name = encoding.removesuffix("-sig").upper()
+    return DataError(f"{file} is not text in {name}: {error}; save it in UTF-8")
 
 
 def _json_lines(file: Path, say: Note) -> Records:
@@ -116,9 +121,16 @@ def _text(file: Path, encoding: str) -> str:
 
 def _loaded(text: str | bytes) -> object:
     try:
-        return from_json(text)
+        return from_json_once(text)
+    except UnicodeDecodeError as error:
+        return ValueError(f"{error}; save the file in UTF-8")
     except ValueError as error:
-        return ValueError(str(error))
+        is_python = text.lstrip()[:2] in ("{'", b"{'")
+        return ValueError(
+            f"{error}; it is Python's notation: write it with json.dumps"
+            if is_python
+            else str(error)
+        )
 
 
 def _one_after_another(text: str) -> list[object]:
@@ -176,6 +188,9 @@ def _csv(file: Path, say: Note) -> Records:
                 say(f"separated by {_DELIMITERS[delimiter]}")
             reader = csv.DictReader(text, strict=True, delimiter=delimiter)
             _name_columns(reader, say)
+            names = reader.fieldnames or ()
+            if twice := [name for name in names if list(names).count(name) > 1]:
+                raise DataError(f"{file}: two columns are named {twice[0]!r}; rename one")
             for row in reader:
                 wide = None in row or None in row.values()
                 place = f"line {reader.line_num + skipped}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -27,10 +28,10 @@ class TextEncoder:
     """A bundle's tokenizer: text to ids without special tokens, and the ids of those it adds.
 
     `encode_places` also gives the range of characters that each token stands for.
-    `decode` leaves `special` tokens out, `show` writes them. `ends` are the tokens that end
-    generation, according to the checkpoint. `size` is how many tokens there are, and `name_of`
-    gives each one's name in the vocabulary. `chat` reads the chat template, which only
-    conversations need; `has_template` says whether there is one.
+    `decode` leaves `special` tokens out, `show` writes them, and `special_text` finds them in text.
+    `ends` are the tokens that end generation, according to the checkpoint. `size` is how many
+    tokens there are, and `name_of` gives each one's name in the vocabulary. `chat` reads the chat
+    template, which only conversations need; `has_template` says whether there is one.
     """
 
     encode: Callable[[str], list[int]]
@@ -41,6 +42,7 @@ class TextEncoder:
     eos: int | None
     ends: frozenset[int]
     special: frozenset[int]
+    special_text: re.Pattern[str]
     size: int
     name_of: Callable[[int], str]
     chat: Callable[[], ChatTemplate]
@@ -50,6 +52,13 @@ class TextEncoder:
     def end_tokens(self) -> frozenset[int]:
         """The tokens that end generation, EOS among them."""
         return self.ends if self.eos is None else self.ends | {self.eos}
+
+    @property
+    def end_texts(self) -> list[str]:
+        """The texts of those of them that the vocabulary has."""
+        there = sorted(token for token in self.end_tokens if 0 <= token < self.size)
+        names = {token: self.name_of(token) for token in there}
+        return [name for token, name in names.items() if self.encode(name) == [token]]
 
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
@@ -86,6 +95,7 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         eos=ids.get("eos_token"),
         ends=special.ends,
         special=frozenset(number for number, token in added.items() if token.special),
+        special_text=_any_of(token.content for token in added.values() if token.special),
         size=tokenizer.get_vocab_size(),
         name_of=lambda token: str(tokenizer.id_to_token(token)),
         chat=cache(partial(ChatTemplate, folder)),
@@ -106,6 +116,12 @@ def complete(tokenizer: Tokenizer, special: Special) -> None:
         tokenizer.add_tokens(
             [AddedToken(token.content, special=token.special, **token.flags) for token in more]
         )
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """What finds any of the texts, the longest first; nothing, if there are none."""
+    ordered = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
 
 def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -204,7 +204,7 @@ def _ends(files: Mapping[str, bytes]) -> frozenset[int]:
     """The end tokens of generation_config.json, if there is one: an id, several, or none."""
     ids = _object(files, GENERATION).get("eos_token_id", [])
     listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(number for number in listed if number is not None)
+    return frozenset(_number(number) for number in listed if number is not None)
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

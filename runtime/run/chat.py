@@ -10,6 +10,7 @@ from types import TracebackType
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
+from runtime.data.prompts import require_template
 from runtime.machine.footprint import Meter
 from runtime.run.budget import check_budget
 from runtime.run.generate import (
@@ -45,6 +46,7 @@ class Chat:
     def __enter__(self) -> Chat:
         self._meter.__enter__()
         bundle = open_checked(self.config.bundle, self.config.device, self._note)
+        require_template(bundle.path)
         self._context = _within(longest_sequence(bundle.manifest), self.config.context, self._note)
         self._prompts = Prompts(to_apply(self._adapter, bundle, self._note), self._note)
         return self

@@ -30,7 +30,7 @@ from runtime.methods.log import descent_in, update_of
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.parallel.fleet import REFUSED, Description, Guest, Task
-from runtime.parallel.meeting import host_name
+from runtime.parallel.launch import host_name
 from runtime.run.budget import check_budget
 from runtime.run.folder import RunFolder
 from runtime.run.signals import Stop, catching_signals, cause

@@ -246,6 +246,8 @@ ZEROS = np.zeros((128, 128), np.float32)
         (put(logits_scaling=8.0), "logits_scaling = 8.0 is not supported for qwen2"),
         (put(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
         (put(head_dim=64), "head_dim = 64 is not supported for qwen2"),
+        (put(rope_theta="1e4"), "rope_theta must be a positive number, is '1e4'"),
+        (put(rms_norm_eps=True), "rms_norm_eps must be a positive number, is True"),
         (put(rope_traditional=True), "rope_traditional = True"),
         (put(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (put(quantization={"bits": 4, "group_size": 64}), None),
@@ -558,3 +560,32 @@ def test_what_is_left_out_is_as_in_transformers(family: str, theirs: str) -> Non
     for key in compared - {"layer_types", "tie_word_embeddings"}:  # by the tensors
         if key != "sliding_window" or expected[key] is not None:  # Qwen's is off
             assert config[key] == expected[key], key
+
+
+def prefixed(prefix: str, arrays: Arrays) -> Arrays:
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def test_tensors_beside_the_language_model_are_named(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-llama")
+    more = {"score.weight": ZEROS, "mtp.layers.0.weight": ZEROS}
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, {**arrays, **more}))) as read:
+        (warning,) = read.warnings
+        assert "2 tensors outside the language model are not used: " in warning
+        assert "score.weight" in warning
+    twice = {**arrays, **prefixed("language_model.", arrays)}
+    with pytest.raises(BundleError, match=r"are both .*; it holds two models"):
+        open_checkpoint(str(write_folder(tmp_path / "twice", config, twice)))
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_a_model_that_was_saved_wrapped_is_read(tmp_path: Path, prefix: str) -> None:
+    config, arrays = weights_of("tiny-llama")
+    folder = write_folder(tmp_path / "m", config, prefixed(prefix, arrays))
+    with open_checkpoint(str(folder)) as read:
+        name = "model.norm.weight"
+        np.testing.assert_array_equal(whole(read, name), arrays[name])
+        assert read.warnings == []
+    other = write_folder(tmp_path / "other", config, prefixed("transformer.", arrays))
+    with pytest.raises(BundleError, match=r"none of its 21 tensors has a name as model\.layers\.0"):
+        open_checkpoint(str(other))

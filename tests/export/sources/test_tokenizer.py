@@ -86,11 +86,11 @@ def test_pieces_become_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_what_transformers_cannot_build_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    broken = written(
-        tmp_path / "broken", tokenizer__model="x", config__json={"model_type": "llama"}
-    )
-    other = byte_level(tmp_path / "other", "llama")  # whose class reads no vocab.json
-    for folder, names in ((broken, "tokenizer.model"), (other, "vocab.json")):
+    written(tmp_path / "broken", tokenizer__model="x", config__json={"model_type": "llama"})
+    byte_level(tmp_path / "other", "llama")  # whose class reads no vocab.json
+    pieces(tmp_path / "pieces", "spiece.model")  # nor this
+    named = {"broken": "tokenizer.model", "other": "vocab.json", "pieces": "spiece.model"}
+    for folder, names in ((tmp_path / name, file) for name, file in named.items()):
         with pytest.raises(BundleError, match=f"has {names} and no tokenizer.json, and trans") as e:
             folder_tokenizer(folder)
         assert "save_pretrained, or copy the tokenizer.json" in str(e.value)
@@ -140,6 +140,13 @@ def test_what_is_odd_is_a_warning(
     assert len(warnings) == bool(said)
     assert all(part in warnings[0] for part in said), warnings
     assert not tokenizer_warnings({}, embedded)
+
+
+def test_an_end_that_is_no_number_is_named() -> None:
+    files = {"tokenizer.json": make_tokenizer().to_str().encode()}
+    files["generation_config.json"] = b'{"eos_token_id": "2"}'
+    (warning,) = tokenizer_warnings(files, VOCAB)
+    assert warning.endswith("'2' is no number of a token")
 
 
 def test_tokens_that_the_model_does_not_embed_cost_their_rows(tmp_path: Path) -> None:

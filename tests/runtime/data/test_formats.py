@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -226,19 +227,37 @@ def test_what_is_unusual_about_a_file_is_counted_with_its_format(bundle: Path) -
         ("a.json", b'{"messages": [{"role": "user"}]}', "holds no JSON list of rows"),
         ("a.csv", b"text\n\xe9\xe9\n", "is not text in UTF-8"),
         ("a.jsonl", "[".encode("utf-16") + b"1", "is not text in UTF-16"),
+        ("a.jsonl", gzip.compress(b'{"text": "a"}'), r"is compressed \(gzip\); unpack it"),
+        ("a.csv", b"PK\x03\x04\x14\x00", r"is compressed \(zip, as .xlsx is too\)"),
+        ("a.csv", b"text,text\na,b\n", "two columns are named 'text'; rename one"),
     ],
 )
 def test_a_broken_file_is_refused_by_its_cause(
     tmp_path: Path, name: str, content: bytes, complaint: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name} {complaint}"):
+    with pytest.raises(DataError, match=rf"{name}:? {complaint}"):
         list(records(tmp_path / name))
 
 
 def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
-    with pytest.raises(DataError, match="line 1: its list of messages is text that is no"):
+    with pytest.raises(DataError, match="line 1: its list is text that is no"):
         read(bundle, [{"messages": str(ASKED + ANSWER)}])
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"{'text': 'a'}", "line 1: .*it is Python's notation: write it with json.dumps"),
+        (b'{"text": "a", "text": "b"}', "line 1: it has the key 'text' twice"),
+        (b'{"text": "\xe9"}', "line 1: .*save the file in UTF-8"),
+    ],
+)
+def test_a_line_is_refused_by_its_cause(bundle: Path, line: bytes, complaint: str) -> None:
+    file = bundle.parent / "rows.jsonl"
+    file.write_bytes(line)
+    with pytest.raises(DataError, match=complaint):
+        tokenize(bundle, file, 8, bundle.parent / "out")
 
 
 def test_json_may_have_its_rows_in_one_field(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_older_calls_are_todays(bundle: Path, row: dict[str, Any]) -> None:
         (" ", "{}"),
         (None, "{}"),
         ("null", "{}"),
+        ('{"zone": NaN, "at": null}', '{"at": null}'),
         ("{'zone': 'CET'}", '{"zone": "CET"}'),
         ({"zone": "CET", "day": None, "at": {"hour": None}}, '{"zone": "CET", "at": {}}'),
     ],
@@ -232,10 +233,12 @@ def test_what_a_row_has_for_the_template(bundle: Path) -> None:
         ("<bos>a<eos>", "<bos>a<eos>"),
         ("a<eos>\n", "<bos>a<eos>\n"),
         ("<bos>a", "<bos>a<eos>"),
+        ("\n<bos>a", "\n<bos>a<eos>"),
     ],
 )
 def test_what_stands_there_is_not_added_again(bundle: Path, text: str, written: str) -> None:
-    pair = {"prompt": text[:-6], "completion": text[-6:]}
+    at = text.rindex("a")
+    pair = {"prompt": text[:at], "completion": text[at:]}
     assert texts(read(bundle, {"text": text}, pair)) == [written, written]
 
 
@@ -317,3 +320,134 @@ def test_each_key_of_a_message_and_a_call_is_used_neutral_or_named(bundle: Path)
         "the field 'strange' in a message, which is not read": 1,
         "the field 'odd' in a tool call, which is not read": 1,
     }
+
+
+SWITCHED = {"role": "user", "content": "a?", "train": False}
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+HUMAN = {"from": "human", "value": "a?"}
+ALPACA = {"instruction": "a?", "output": "yes"}
+NOTHING_ELSE = "nothing but the word 'nan'{}, as some programs write an empty cell"
+FOREIGN = "'<|im_end|>', which is no token of this model"
+
+
+@pytest.mark.parametrize(
+    ("row", "lost"),
+    [
+        (
+            chat({"content": [{"type": "text", "text": "yes", "weight": 0}]}),
+            "the field 'weight' in a part of a message, which is not read",
+        ),
+        (
+            chat({"function_call": {"name": "x"}, "tool_calls": [CALL]}),
+            "the field 'function_call' in",
+        ),
+        (
+            chat({}, tools=[{"type": "function", "function": ZONE}], functions=[ZONE]),
+            "'functions' beside 'tools', of which only 'tools' is read",
+        ),
+        (
+            {"messages": [{**ASKED, "from": "human", "value": "b"}, ANSWER]},
+            "the field 'value' in a m",
+        ),
+        (chat({"content": "yes<eos> "}), "'<eos>' at the end of an answer, where the template wri"),
+        (chat({"content": "<bos>yes"}), "the special token '<bos>' in a message, as if the templ"),
+        (chat({"content": "yes<|im_end|>b"}), FOREIGN + ", in a message"),
+        ({"text": "a<|im_end|>"}, FOREIGN),
+        ({"prompt": "a", "completion": "b<|im_end|>"}, FOREIGN),
+        ({"prompt": "a?", "completion": "b"}, "a prompt that its completion follows without a sp"),
+        ({"text": "a<bos>b"}, "'<bos>' inside its text"),
+        ({**ALPACA, "input": "nan"}, NOTHING_ELSE.format(" as 'input'")),
+        ({"prompt": "a", "completion": "nan"}, NOTHING_ELSE.format(" as 'completion'")),
+        (chat({"content": "nan"}), NOTHING_ELSE.format(" in a message")),
+        (chat({"add_generation_prompt": 1}), "'add_generation_prompt' in a message, which the cha"),
+        (
+            chat({"tool_calls": [{**CALL, "style": 1}]}),
+            "'style' in a tool call, which the chat template of bundle does not write",
+        ),
+    ],
+)
+def test_what_is_not_learnt_as_it_stands_is_counted(
+    bundle: Path, row: dict[str, Any], lost: str
+) -> None:
+    counted = read(bundle, row, chat({})).report.lost
+    assert [key for key, rows in counted.items() if key.startswith(lost) and rows == 1]
+
+
+def test_an_answer_has_its_end_once(bundle: Path) -> None:
+    rows = read(bundle, chat({"content": "yes<eos>"}), {**ALPACA, "output": "yes<eos>\n"})
+    assert texts(rows) == [CHATTED, CHATTED]
+
+
+def test_what_a_template_writes_of_the_last_turn_alone_is_counted(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if loop.last and m.thinking %}({{ m.thinking }})"
+        "{% endif %}{{ m.content if loop.last else m.content.split('|')[-1] }}<eos>{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt else '' }}"
+    )
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    written = "which the chat template of bundle does not write"
+    rows = read(bundle, chat({"thinking": "hm"}, {"thinking": "ho"}), chat({"content": "b|c"}, {}))
+    assert rows.report.lost == {
+        f"'thinking' in a message, {written}": 1,
+        "a message of which the chat template of bundle does not write all": 1,
+    }
+    assert read(bundle, chat({}, {"thinking": "ho"})).report.lost == {}
+
+
+def test_a_switch_that_everything_overrides_is_counted(bundle: Path) -> None:
+    row = {"messages": [SWITCHED, ANSWER]}
+    assert read(bundle, row).report.lost == {}
+    lost = read(bundle, row, reading=Reading(loss_on="all")).report.lost
+    assert [*lost] == ["a switch in a message that is no answer, which --loss-on all scores"]
+
+
+@pytest.mark.parametrize("caller", ["function_call", "tool_call"])
+def test_a_call_may_be_a_turn(bundle: Path, caller: str) -> None:
+    said = '{"name": "clock", "arguments": {"zone": "CET"}}'
+    as_role = {"messages": [ASKED, {"role": caller, "content": said}]}
+    rows = read(bundle, as_role, {"conversations": [HUMAN, {"from": caller, "value": said}]})
+    assert texts(rows) == [CALLED, CALLED]
+    with pytest.raises(DataError, match=rf"a turn of '{caller}' is no call, as .*: 'clock\(\)'"):
+        read(bundle, {"messages": [ASKED, {"role": caller, "content": "clock()"}]})
+
+
+@pytest.mark.parametrize("name", ["model", "human", "bot"])
+def test_a_word_of_the_template_is_no_role_of_its_own(tmp_path: Path, name: str) -> None:
+    """Gemma's template writes `model` where the role is assistant."""
+    template = CHAT.replace(
+        "{{ m.role }}", f"{{{{ '{name}' if m.role == 'assistant' else m.role }}}}"
+    )
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    turns = [{"role": "human", "content": "a?"}, {"role": "model", "content": "yes"}]
+    rows = read(bundle, {"messages": turns})
+    assert texts(rows) == [f"user: a?<eos>{name}: yes<eos>"]
+    assert scored(rows)[0].endswith("yes<eos>")
+
+
+def test_a_system_is_text(bundle: Path) -> None:
+    rows = read(bundle, {**ALPACA, "system": 5}, {"conversations": [HUMAN, ANSWER], "system": 5})
+    assert texts(rows) == ["system: 5<eos>" + CHATTED] * 2
+    with pytest.raises(DataError, match=r"its system is not text: \['s'\]"):
+        read(bundle, {**ALPACA, "system": ["s"]})
+
+
+def test_blank_tools_are_none_and_others_are_refused(bundle: Path) -> None:
+    assert texts(read(bundle, chat({"tool_calls": {}}, tools=" "))) == [CHATTED]
+    with pytest.raises(DataError, match="tools is not a list of declarations"):
+        read(bundle, chat({}, functions=ZONE))
+
+
+@pytest.mark.parametrize("text", ["\u200b", "\ufeff", "<eos>", "<think>\n\n</think>\n"], ids=ascii)
+def test_what_says_nothing_is_an_empty_answer(bundle: Path, text: str) -> None:
+    rows = [chat({"content": text}), {"prompt": "a", "completion": text}, {"text": text}]
+    assert read(bundle, *rows, chat({})).report.dropped == {
+        "its answer is empty": 2,
+        "it is empty": 1,
+    }
+
+
+def test_ends_that_no_token_has_are_no_texts(bundle: Path) -> None:
+    ends = {"eos_token_id": [1, 5000, 2**70]}
+    (bundle / "tokenizer" / "generation_config.json").write_text(json.dumps(ends))
+    rows = read(bundle, chat({"content": "None"}), {"prompt": "a", "completion": "None"})
+    assert scored(rows) == ["None<eos>", "None<eos>"]

@@ -191,6 +191,7 @@ def test_rows_with_tokens_that_the_model_does_not_embed_are_left_out(tmp_path: P
         ("a.csv", b'prompt,completion\n"a', "line 1: unexpected end of data"),
         ("a.csv", b"prompt,completion\n\xff,b", "is not text in UTF-8"),
         ("a.csv", b"", "it is empty"),
+        ("a.csv", b"Question,Answer\na,b", r"line 2: expected .*; it has 'Question', 'Answer'"),
         ("a.doc", b"a,b", r"not a .txt, .jsonl, .json, .csv, .tsv or .parquet file"),
     ],
 )

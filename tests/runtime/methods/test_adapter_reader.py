@@ -142,6 +142,7 @@ def _with(name: str, value: np.ndarray) -> Callable[[Arrays], Arrays]:
         ("base_model.model.", "base_model.model._orig_mod."),
         ("self_attn", "self_attn._orig_mod"),
         ("base_model.model.", "module.base_model.model._fsdp_wrapped_module."),
+        ("base_model.model.", "_orig_mod.module.base_model.model."),
         ("base_model.model.", ""),
         ("weight", "default.weight"),
         ("base_model.model.model.", "base_model.model."),  # of a model without its head

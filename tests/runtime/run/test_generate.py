@@ -20,10 +20,12 @@ import runtime.data.text_encoder
 from export.bundle import export_bundle
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle
+from runtime.config.generate import ChatConfig
 from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
 from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder
+from runtime.run.chat import Chat
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 
@@ -202,3 +204,8 @@ def test_without_a_tokenizer_or_template_it_says_so(bundle: Bundle, tmp_path: Pa
         DataError, match=r"has no chat template.* ondevice generate BUNDLE --prompt"
     ):
         list(pieces(plain, "a", None, 1, chat=True))
+    with (
+        pytest.raises(DataError, match="has no chat template"),
+        Chat(ChatConfig(bundle=str(plain.path))),  # before anything is said
+    ):
+        pass
