@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.bundles import Rng
 from support.runs import (
+    NO_OTHERS,
     adapter,
     evaluations_of,
     here,
@@ -51,7 +52,7 @@ def write(folder: Path, rng: Rng, count: int = 30) -> Path:
 
 
 def train(bundle: Bundle, data: Path, run: Path, *more: object, steps: int = 4) -> list[object]:
-    given = [f"--steps={steps}", "--budget=300MB", LONGEST, "--learning-rate=0.01"]
+    given = [f"--steps={steps}", "--budget=300MB", LONGEST, "--learning-rate=0.01", NO_OTHERS]
     return ["train", bundle.path, f"--data={data}", f"--output={run}", *given, *more]
 
 
