@@ -16,13 +16,11 @@ from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 
 import ondevice
-import runtime.data.text_encoder
 from export.bundle import export_bundle
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle
 from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
-from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
@@ -57,16 +55,6 @@ def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
     wanted = text_of(prompt + tokens).removeprefix(text_of(prompt))
     assert "".join(pieces(path, "cat", None, 6, chat=True)) == wanted
     assert ChatTemplate(bundle.tokenizer_path).ending == ""
-
-
-@pytest.fixture
-def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates are rendered in this process, where a test can change what they say."""
-
-    def prompt(folder: Path, messages: object, pieces: Path | None) -> Prompt:
-        return chat_prompt(runtime.data.text_encoder.load_encoder(folder), messages)
-
-    monkeypatch.setattr("runtime.run.generate.confined_prompt", prompt)
 
 
 @pytest.mark.usefixtures("rendered_here")
