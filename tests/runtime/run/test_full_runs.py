@@ -125,7 +125,8 @@ def test_the_best_step_is_what_replay_writes(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "method", ["kzoo", "one-point", pytest.param("fzoo", marks=pytest.mark.slow)]
+    "method",
+    ["one-point", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fzoo", "kzoo"))],
 )
 def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method: str) -> None:
     options = {"method": method, "learning-rate": 1e-5, "weight-decay": 0.1}
