@@ -48,6 +48,9 @@ from support.shared import Make, Shared, common_folder, once  # noqa: E402
 from export.bundle import export_bundle  # noqa: E402
 from export.config.export import ExportConfig  # noqa: E402
 from runtime.bundle.store import Bundle  # noqa: E402
+from runtime.data import text_encoder  # noqa: E402
+from runtime.data.pieces import write_pieces  # noqa: E402
+from runtime.data.prompts import Prompt, chat_prompt, text_prompt  # noqa: E402
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 
@@ -199,3 +202,19 @@ def real_bundle(shared: Shared, real_gguf: Path) -> Path:
         export_bundle(ExportConfig(source=str(real_gguf), output=str(path), seq_lens=(32, 64)))
 
     return shared("real bundle", export)
+
+
+@pytest.fixture
+def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are written in this process, where a test can change what templates say.
+
+    It imports transformers once; a process for each prompt does for each.
+    """
+
+    def prompt(folder: Path, said: object, pieces: Path | None) -> Prompt:
+        encoder = text_encoder.load_encoder(folder)
+        if pieces is not None:
+            write_pieces(encoder, pieces)
+        return text_prompt(encoder, said) if isinstance(said, str) else chat_prompt(encoder, said)
+
+    monkeypatch.setattr("runtime.run.generate.confined_prompt", prompt)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.pages import PAGES, README, commands_of, scripts, words_of
-from support.runs import here
+from support.runs import NO_OTHERS, here
 from support.shared import Shared
 from support.text_bundle import text_bundle, text_checkpoint
 
@@ -48,7 +48,7 @@ NEEDS = {"--report-to tensorboard": "tensorboardX", "--report-to wandb": "wandb"
 
 SMALLER = {  # what is added to a command, where later flags win
     "export": ["--seq-lens=16,32", "--no-quality", "--force"],
-    "train": ["--budget=500MB", "--steps=2", "--max-seq-length=32"],
+    "train": ["--budget=500MB", "--steps=2", "--max-seq-length=32", NO_OTHERS],
     "plan": ["--budget=500MB", "--max-seq-length=32"],
     "eval": ["--budget=500MB", "--max-seq-length=32"],
     "generate": ["--max-tokens=4"],
@@ -96,8 +96,9 @@ def stock(shared: Shared) -> Path:
         for name in ("train.jsonl", "valid.jsonl", "test.jsonl"):
             (data / name).write_text("".join(lines))
         (data / "test.txt").write_text("the lamp is on\n" * 9)
-        flags = ("--budget=500MB", "--steps=1", "--max-seq-length=32", f"--output={path / 'run'}")
-        done = here("train", path / "made" / "bundle", "--data", data, *flags)
+        flags = ("--budget=500MB", "--steps=1", "--max-seq-length=32", NO_OTHERS)
+        bundle, run = path / "made" / "bundle", path / "run"
+        done = here("train", bundle, "--data", data, "--output", run, *flags)
         assert done.returncode == 0, done.stderr
 
     return shared("what pages presuppose", make)

@@ -89,7 +89,9 @@ def divergence(bundle: Bundle, source: str) -> float:
 def test_quality_is_measured_on_rows_that_calibration_has_not_seen(
     tmp_path: Path, folder: Path, text: Path
 ) -> None:
-    with_data = exported(folder, tmp_path / "with", calibrate=str(text)).manifest
+    with_data = exported(
+        folder, tmp_path / "with", calibrate=str(text), calibration_tokens=4000
+    ).manifest
     without = exported(folder, tmp_path / "without").manifest
     assert with_data.quality is not None and without.quality is not None
     assert with_data.quality.text == f"held-out rows of {text}"

@@ -19,6 +19,7 @@ from runtime.bundle.manifest import manifest_bytes
 from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle
 from runtime.storage.weights import Weights
 from support.bundles import links, runnable
+from support.lengths import pairs
 from support.models import FAMILIES
 
 
@@ -46,6 +47,10 @@ LAYOUTS = {"mixed": MIXED, **{layout.name: [layout] for layout in FLOATS}}
 
 STORED = [(family, layouts) for family in FAMILIES for layouts in ("", "mixed")]
 """Every family with its matrices as they were exported, and in all layouts in one model."""
+
+
+STORED_IN_TURN = pairs(FAMILIES, ("", "mixed"))
+"""The same; half of them, of which one of each family, in the gate."""
 
 
 def relaid(bundle: Bundle, folder: Path, layouts: list[Layout]) -> Bundle:

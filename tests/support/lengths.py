@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 
 def at_length(name: str, few: int, many: int) -> pytest.MarkDecorator:
     """The parameter `name`: `few` in the gate, `many` where slow tests are asked for."""
     return pytest.mark.parametrize(name, [few, pytest.param(many, marks=pytest.mark.slow)])
+
+
+def pairs(firsts: Iterable[Any], seconds: Iterable[Any], gate: int = 1) -> list[ParameterSet]:
+    """All pairs; the gate has `gate` with each value of the longer list, with the others in turn.
+
+    Values that are tuples are joined.
+    """
+    rows, columns = ([v if isinstance(v, tuple) else (v,) for v in vs] for vs in (firsts, seconds))
+    turns = min(len(rows), len(columns))
+    return [
+        pytest.param(*a, *b, marks=() if (i - j) % turns < gate else pytest.mark.slow)
+        for i, a in enumerate(rows)
+        for j, b in enumerate(columns)
+    ]

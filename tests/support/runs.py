@@ -123,6 +123,9 @@ def struck(
     return python(STRUCK, numbers, moment, *arguments)
 
 
+NO_OTHERS = "--also-evaluate=none"  # a process for their tokens, and 30 rows before and after
+
+
 def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:
     given = {
         "data": "random:5",
@@ -134,6 +137,7 @@ def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list
         "output": run,
         "learning-rate": 1e-2,
         "lr-schedule": "cosine",
+        "also-evaluate": "none",
         **{key.replace("_", "-"): value for key, value in more.items()},
     }
     return ["train", str(bundle), *(f"--{key}={value}" for key, value in given.items())]

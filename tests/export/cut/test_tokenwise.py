@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from oracles import whole_model as reference
+from support.lengths import pairs
 from support.models import (
     CLOSE,
     FAMILIES,
@@ -42,8 +43,7 @@ def elementwise_of(block_type: BlockType) -> list[Elementwise]:
     return [one for one in block_type.operations if isinstance(one, Elementwise)]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "length"), pairs(FAMILIES, LENGTHS))
 def test_gradients_are_autograds(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, length: int
 ) -> None:

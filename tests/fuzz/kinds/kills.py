@@ -67,7 +67,7 @@ class Training(Scene):
     """Training that saves after every step and evaluates after every other."""
 
     method: ClassVar[str]
-    steps = 6
+    steps = 4
 
     def prepare(self, folder: Path) -> None:
         export("random:tiny-qwen2", folder / "bundle")
@@ -118,7 +118,7 @@ class FullTrainingKilled(Training):
     def prepare(self, folder: Path) -> None:
         code = ondevice(
             *("export", "random:tiny-gemma3", "-o", folder / "bundle", "--trainable", "full"),
-            *("--seq-lens", "16,32", "--device", "cpu"),
+            *("--seq-lens", "24", "--device", "cpu"),
         )
         assert code == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.benches import MODEL, exported_for_16
 from support.runs import refuses
+from support.shared import Shared
 
 from harness.bench import bench as benches
 from harness.bench import benchmark, published, zo2_ablation
@@ -32,8 +35,6 @@ from harness.measure.repeats import (
 )
 from runtime.bundle.store import MANIFEST, Bundle, open_bundle
 from runtime.core.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
-
-MODEL = "tiny-qwen2"
 
 
 def process(*step_s: float, peak: int = 100) -> dict[str, Any]:
@@ -239,8 +240,9 @@ def test_settings_as_the_benchmarks_take_them() -> None:
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundles")
+def bundles(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("of") / "bundles"
+    shutil.copytree(shared("bundles of benchmarks", exported_for_16), folder)
     path = bundle_of(folder, MODEL, (16,), lambda text: None)
     assert open_bundle(path).manifest.buckets == (16,)
     bundle_of(folder, MODEL, (32,), lambda text: None)
@@ -395,8 +397,8 @@ def test_all_in_memory_needs_a_bundle_of_all_parameters(bundles: Path, tmp_path:
 
 
 @pytest.mark.parametrize("feature", ["single-read", "deferred-update"])
-def test_features_that_a_method_does_not_have(tmp_path: Path, feature: str) -> None:
-    bundle = bundle_of(tmp_path, MODEL, (16,), print)
+def test_features_that_a_method_does_not_have(bundles: Path, tmp_path: Path, feature: str) -> None:
+    bundle = bundle_of(bundles, MODEL, (16,), print)
     words = ["--method=mebp", "--max-seq-length=16", f"--without={feature}"]
     words += [f"--scratch={tmp_path}"]
     command = [sys.executable, "-m", "harness.bench.ablation_process", str(bundle), *words]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.benches import MODEL, exported_for_16
+from support.shared import Shared
 
 from harness.bench import bench as benches
 from harness.bench import benchmark
@@ -20,13 +23,11 @@ from harness.bench.footprint import FOOTPRINT, OTHERS, OWNERS, PEAK_MB, breakdow
 from harness.bench.prediction import PREDICTION, distribution, is_within
 from harness.bench.published import MESP_PEAK_MB, MODELS
 from harness.config.bench import BenchConfig, times_smallest
-from harness.measure.bundles import bundle_of
 from harness.measure.command import ondevice
 from runtime.core.errors import BudgetError, OnDeviceError, UsageError
 from runtime.machine.machine import read_machine
 from runtime.plan.plan import Plan
 
-MODEL = "tiny-qwen2"
 PLAN = {
     "predicted_peak_bytes": 100,
     **dict.fromkeys(OWNERS, 10),
@@ -297,10 +298,9 @@ def test_own_lengths_hold_where_no_others_are_asked_for(
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundles")
-    bundle_of(folder, MODEL, (16,), lambda text: None)
-    return folder
+def bundles(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = shared("bundles of benchmarks", exported_for_16)
+    return Path(shutil.copytree(made, tmp_path_factory.mktemp("of") / "bundles"))
 
 
 def run(bundles: Path, tmp_path: Path, name: str, **more: Any) -> tuple[Row, str]:

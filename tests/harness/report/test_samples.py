@@ -69,6 +69,7 @@ def settings_of(bundle: Bundle) -> dict[str, object]:
     return {"bundle": str(bundle.path)}
 
 
+@pytest.mark.usefixtures("rendered_here")
 def test_the_tables_hold_what_generation_says(bundle: Bundle, runs: Path) -> None:
     given = [(name, runs / name, settings_of(bundle)) for name in ("a", "b", "text", "random")]
     (both, text), notes = sample_tables(given, 2)

@@ -193,6 +193,7 @@ def test_errors_are_the_command_s(tiny: Tiny, tmp_path: Path) -> None:
         ondevice.resume(tmp_path)
 
 
+@pytest.mark.usefixtures("rendered_here")
 def test_a_conversation_is_the_command_s(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

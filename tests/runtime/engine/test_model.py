@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.layouts import MIXED, STORED, Layout
+from support.layouts import MIXED, STORED_IN_TURN, Layout
+from support.lengths import pairs
 from support.lora import with_lora
 from support.models import (
     CLOSE,
@@ -38,6 +39,7 @@ from runtime.operations.attention import Attention
 from runtime.run.evaluate import evaluate
 
 ARITHMETICS = ("unpacked", "packed")
+COMPUTED = [("", "unpacked"), ("mixed", "packed"), ("", "packed"), ("mixed", "unpacked")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,8 +71,7 @@ def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) 
         assert reference.relative_error(found, expected) <= CLOSE
 
 
-@pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize(("family", "layouts"), STORED)
+@pytest.mark.parametrize(("family", "layouts", "arithmetic"), pairs(FAMILIES, COMPUTED, 2))
 def test_gradients_are_autograds(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
 ) -> None:
@@ -84,17 +85,15 @@ def test_gradients_are_autograds(
     agree(found, expected)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"lora_targets": "q_proj,v_proj"},
-        {"lora_targets": "down_proj", "lora_rank": 3, "lora_alpha": 1.5},
-        {"bits": 8, "embedding_bits": 8, "group_size": 32},
-        *({"layouts": name} for name in ("float32", "float16", "bfloat16")),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("family", FAMILIES)
+OTHERS: list[dict[str, Any]] = [
+    {"lora_targets": "q_proj,v_proj"},
+    {"lora_targets": "down_proj", "lora_rank": 3, "lora_alpha": 1.5},
+    {"bits": 8, "embedding_bits": 8, "group_size": 32},
+    *({"layouts": name} for name in ("float32", "float16", "bfloat16")),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), pairs(FAMILIES, OTHERS), ids=str)
 def test_gradients_of_other_bundles(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
@@ -133,8 +132,7 @@ def test_dropout_is_for_training_only(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
     assert not any(mx.allclose(masked[name], exact[name], rtol=1e-3) for name in exact)
 
 
-@pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize(("family", "layouts"), STORED)
+@pytest.mark.parametrize(("family", "layouts", "arithmetic"), pairs(FAMILIES, COMPUTED, 2))
 def test_gradients_of_packed_rows_are_those_of_the_rows(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
 ) -> None:
@@ -354,7 +352,7 @@ def test_gradients_are_differences_of_a_float64_loss(tiny: Tiny, rng: Rng, tmp_p
 # --- what must not matter ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "layouts"), STORED)
+@pytest.mark.parametrize(("family", "layouts"), STORED_IN_TURN)
 def test_keeping_is_recomputing_bit_for_bit(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str
 ) -> None:

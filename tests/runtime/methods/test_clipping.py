@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.lengths import at_length
+from support.lengths import at_length, pairs
 from support.models import FAMILIES, Kept, adapters_of, agree, model_of, rows_of
 from support.plans import LINUX, demand_of
 
@@ -45,8 +45,7 @@ def flat(parts: list[list[Row]]) -> list[tuple[np.ndarray, int]]:  # type: ignor
 
 
 @at_length("draws", 1, 6)
-@pytest.mark.parametrize("share", [0.01, 2.0])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "share"), pairs(FAMILIES, (0.01, 2.0)))
 def test_gradients_are_the_dense_models_clipped(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, share: float, draws: int
 ) -> None:

@@ -66,7 +66,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     initial = copy_of(adapters)
     oracle = ORACLES[case](copy_of(adapters), seed, config.epsilon, config.weight_decay)
     lines = [method.log_header()]
-    for step in range(6):
+    for step in range(5):
         rows = rows_of(bundle, rng, 2)
         rate = RATES.get(case, 1e-2) * float(rng.uniform(0.5, 2))
         if step == 2:  # its loss is not finite

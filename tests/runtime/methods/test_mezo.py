@@ -116,7 +116,7 @@ def test_projected_gradients_are_directional_derivatives(
     assert np.median(errors) <= 2e-3
 
 
-@at_length("count", 400, 8000)
+@at_length("count", 150, 8000)
 def test_the_mean_estimate_points_along_the_gradient(
     tiny: Tiny, rng: Rng, seed: int, count: int, tmp_path: Path
 ) -> None:

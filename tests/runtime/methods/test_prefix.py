@@ -63,7 +63,7 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
     oracle = reference.MonolithicMeZO(own, noise, 1e-3, 2, 0.1)
     scratch = Activations(tmp_path, 1, 8, (1, 16, bundle.manifest.hidden_size))
     method = ZerothOrder(lambda _: model, adapters, scratch, noise, 1e-3, TwoPoint(2), 0.1, lanes=3)
-    for step in range(6):
+    for step in range(3):
         rows = rows_of(bundle, rng, (7, 15))
         _, gradients = oracle.step(model, rows, step, 0.05)
         assert method.step(step, 0.05, [rows]).record == [0.05, gradients]

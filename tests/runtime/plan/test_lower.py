@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
+from support.lengths import pairs
 from support.models import BUCKETS, FAMILIES, LENGTHS, adapters_of
 
 from runtime.arrays.values import Gradients, Loras, Values
@@ -148,9 +150,11 @@ def random_sizes(rng: Rng, bucket: int) -> Sizes:
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora_targets": "k_proj,up_proj"}], ids=str)
-@pytest.mark.parametrize("buckets", [BUCKETS, LENGTHS], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "buckets", "settings"),
+    pairs(FAMILIES, product((BUCKETS, LENGTHS), ({}, {"lora_targets": "k_proj,up_proj"}))),
+    ids=str,
+)
 def test_the_engine_runs_what_the_planner_adds_up(
     tiny: Tiny, rng: Rng, family: str, buckets: tuple[int, ...], settings: dict[str, str]
 ) -> None:
@@ -203,8 +207,7 @@ def test_the_engine_runs_what_the_planner_adds_up(
             assert executor.alive == expected
 
 
-@pytest.mark.parametrize("buckets", [BUCKETS, LENGTHS], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "buckets"), pairs(FAMILIES, [(BUCKETS,), (LENGTHS,)]), ids=str)
 def test_what_a_forward_keeps_is_what_the_planner_adds_up(
     tiny: Tiny, rng: Rng, family: str, buckets: tuple[int, ...]
 ) -> None:

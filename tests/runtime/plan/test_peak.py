@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
-from support.layouts import STORED
+from support.layouts import STORED, STORED_IN_TURN
+from support.lengths import pairs
 from support.lora import with_lora
 from support.models import FAMILIES, LENGTHS, adapters_of, model_of
 from support.plans import Task, demand_of, peak_model_of, task_of
@@ -29,7 +30,13 @@ from runtime.plan.token_tiles import fold, tiled_of
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
 # reached, as in a run: here it always is. On shapes as small as these objects of a few bytes count.
 NEVER_OVER, NOT_FAR_UNDER = 1.1, 0.6
-CASES = [*STORED, ("qwen2", "float32"), ("gemma3", "bfloat16")]
+FLOATS = [("qwen2", "float32"), ("gemma3", "bfloat16")]
+CASES = [*STORED, *FLOATS]
+LORAS: list[dict[str, object]] = [
+    {},
+    {"dropout": 0.2},
+    {"layers": 2, "targets": ("down_proj",), "dropout": 0.2, "rank": 20},
+]
 
 
 class Allocated:
@@ -112,12 +119,7 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
     assert NOT_FAR_UNDER * expected <= found.most <= NEVER_OVER * expected + ahead
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [{}, {"dropout": 0.2}, {"layers": 2, "targets": ("down_proj",), "dropout": 0.2, "rank": 20}],
-    ids=str,
-)
-@pytest.mark.parametrize(("family", "layouts"), CASES)
+@pytest.mark.parametrize(("family", "layouts", "lora"), pairs(CASES, LORAS), ids=str)
 def test_a_backward_pass_allocates_what_the_plan_says(
     tiny: Tiny, rng: Rng, seed: int, family: str, layouts: str, lora: dict[str, object]
 ) -> None:
@@ -145,7 +147,7 @@ def test_a_backward_pass_allocates_what_the_plan_says(
         check(found, peaks, most_alive(peaks, 1) + gradients)
 
 
-@pytest.mark.parametrize(("family", "layouts"), CASES)
+@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, *FLOATS])
 def test_mezos_forwards_allocate_what_the_plan_says(
     tiny: Tiny, rng: Rng, family: str, layouts: str
 ) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
+from support.lengths import pairs
+from support.lora import with_lora
 from support.models import FAMILIES, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import demand_of
 
@@ -111,8 +113,9 @@ def test_a_bundle_cannot_bring_operations_of_the_lowering(tiny: Tiny) -> None:
             read_manifest(written, "m")
 
 
-@pytest.mark.parametrize(("arithmetic", "layouts"), [("packed", ""), ("unpacked", "mixed")])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "arithmetic", "layouts"), pairs(FAMILIES, [("packed", ""), ("unpacked", "mixed")])
+)
 def test_gradients_are_autograds(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str, layouts: str
 ) -> None:
@@ -131,8 +134,9 @@ def test_gradients_are_autograds(
 
 def test_one_adapter_alone_is_trained(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
     """The lowest layer with nothing to train below its MLP, or only above it."""
+    exported = tiny("gemma3", seq_lens=LENGTHS)
     for target in ("down_proj", "o_proj", "up_proj"):
-        bundle = tiny("gemma3", seq_lens=LENGTHS, lora_targets=target)
+        bundle = with_lora(exported, targets=(target,))
         adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
         model = model_of(bundle, 128, most_tokens=64)
         _, found = mebp(model, adapters, rows, tmp_path)

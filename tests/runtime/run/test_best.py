@@ -117,7 +117,7 @@ def whole(bundle: Path, shared: Shared) -> Path:
     return shared("a run that keeps its best save", train)
 
 
-@at_length("kills", 3, 12)
+@at_length("kills", 1, 12)
 def test_killed_and_resumed_keeps_the_same_best(
     bundle: Path, whole: Path, rng: Rng, tmp_path: Path, kills: int
 ) -> None:

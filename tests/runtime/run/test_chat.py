@@ -71,10 +71,10 @@ Chat = Callable[..., Said]
 
 
 @pytest.fixture
-def chat(
+def confined_chat(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Chat:
-    """chat(lines, *options): `ondevice chat` with these lines, from a file or typed."""
+    """confined_chat(lines, *options): `ondevice chat` with these lines, from a file or typed."""
 
     def run(lines: Sequence[str], *options: str, source: type[io.StringIO] = io.StringIO) -> Said:
         monkeypatch.setattr("sys.stdin", source("".join(f"{line}\n" for line in lines)))
@@ -82,6 +82,12 @@ def chat(
         return Said(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def chat(confined_chat: Chat, rendered_here: None) -> Chat:
+    """The same, whose prompts are rendered in this process."""
+    return confined_chat
 
 
 @pytest.fixture
@@ -116,9 +122,9 @@ def test_each_line_is_answered_after_those_before(
     assert sum(prompts[1:]) <= second - first + third  # what both turns share is read once
 
 
-def test_answers_go_to_stdout_and_the_rest_to_stderr(bundle: Bundle, chat: Chat) -> None:
+def test_answers_go_to_stdout_and_the_rest_to_stderr(bundle: Bundle, confined_chat: Chat) -> None:
     wanted = Conversation(bundle).answer("hello")
-    said = chat(["hello"])  # the end of the input ends it
+    said = confined_chat(["hello"])  # the end of the input ends it
     assert (said.code, said.out) == (0, f"{wanted}\n")
     assert f"(cut after {MOST} tokens: --max-tokens)" in said.err
     assert "the last answer: " in said.err and "peak footprint" in said.err

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from support.runs import adapter, killed_and_resumed, metrics_of, succeeds, train_arguments
 
-STEPS = 9
+STEPS = 5
 ACCUMULATED = {"grad_accumulation": 2, "save_every": 4}
 
 

@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
-from support.runs import here, json_of, metrics_of, ondevice, refuses, succeeds, summary_of
+from support.runs import (
+    NO_OTHERS,
+    here,
+    json_of,
+    metrics_of,
+    ondevice,
+    refuses,
+    succeeds,
+    summary_of,
+)
 from support.text_bundle import text_bundle
 
 from runtime.bundle.store import Bundle
@@ -23,9 +32,6 @@ TURNS = [
     {"role": "user", "content": "y"},
     {"role": "assistant", "content": "the"},
 ]
-
-
-NO_OTHERS = "--also-evaluate=none"  # which takes a process for its tokens
 
 
 @pytest.fixture(scope="module")

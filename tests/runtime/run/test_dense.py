@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from oracles import dense
 from oracles.whole_model import relative_error
+from support.runs import NO_OTHERS
 from support.text_bundle import text_bundle
 
 from harness.measure.command import ondevice
@@ -22,7 +23,7 @@ def test_the_dense_run_ends_like_ours(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, first in (("train", 0), ("valid", 20)):
         films = [Example(f"film {n}:", f" is {n}") for n in range(first, first + 8)]
         write_jsonl(tmp_path / "data" / f"{name}.jsonl", films)
-    options = ("--steps=4", "--eval-every=2", "--eval-rows=3", "--learning-rate=1e-2")
+    options = ("--steps=4", "--eval-every=2", "--eval-rows=3", "--learning-rate=1e-2", NO_OTHERS)
     fixed = (f"--data={tmp_path / 'data'}", "--budget=2GB", f"--output={run}")
     ondevice("train", str(bundle.path), *fixed, *options)
     monkeypatch.setattr(sys, "argv", ["dense", str(run)])

@@ -124,7 +124,10 @@ def test_the_best_step_is_what_replay_writes(model: Path, tmp_path: Path) -> Non
     assert loss == pytest.approx(best["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["fzoo", "kzoo", "one-point"])
+@pytest.mark.parametrize(
+    "method",
+    ["one-point", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fzoo", "kzoo"))],
+)
 def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method: str) -> None:
     options = {"method": method, "learning-rate": 1e-5, "weight-decay": 0.1}
     succeeds(*arguments(model, tmp_path / "whole", **options))

@@ -16,14 +16,12 @@ from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
 
 import ondevice
-import runtime.data.text_encoder
 from export.bundle import export_bundle
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
-from runtime.data.prompts import Prompt, chat_prompt
 from runtime.data.text_encoder import load_encoder
 from runtime.run.chat import Chat
 
@@ -59,16 +57,6 @@ def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
     wanted = text_of(prompt + tokens).removeprefix(text_of(prompt))
     assert "".join(pieces(path, "cat", None, 6, chat=True)) == wanted
     assert ChatTemplate(bundle.tokenizer_path).ending == ""
-
-
-@pytest.fixture
-def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates are rendered in this process, where a test can change what they say."""
-
-    def prompt(folder: Path, messages: object, pieces: Path | None) -> Prompt:
-        return chat_prompt(runtime.data.text_encoder.load_encoder(folder), messages)
-
-    monkeypatch.setattr("runtime.run.generate.confined_prompt", prompt)
 
 
 @pytest.mark.usefixtures("rendered_here")
@@ -151,10 +139,10 @@ def test_speeds_and_memory_are_shown_on_stderr(
 
 def test_tokens_are_drawn_by_the_seed(bundle: Bundle) -> None:
     def said(seed: int, **more: float) -> str:
-        return "".join(generating(bundle, "the", temperature=1.5, seed=seed, **more))
+        return "".join(generating(bundle, "the", temperature=1.5, seed=seed, max_tokens=16, **more))
 
     assert said(1) == said(1) != said(2)
-    greedy = "".join(generating(bundle, "the"))
+    greedy = "".join(generating(bundle, "the", max_tokens=16))
     assert said(1, top_k=1) == said(2, min_p=1) == said(3, top_p=1e-9) == greedy != said(1)
     with pytest.raises(
         UsageError, match=r"seed is 1844.*; it must be a whole number of at most 64"

@@ -9,6 +9,7 @@ import pytest
 from oracles.dense import run_dense
 from support.bundles import Rng
 from support.runs import (
+    NO_OTHERS,
     adapter,
     evaluations_of,
     here,
@@ -51,7 +52,7 @@ def write(folder: Path, rng: Rng, count: int = 30) -> Path:
 
 
 def train(bundle: Bundle, data: Path, run: Path, *more: object, steps: int = 4) -> list[object]:
-    given = [f"--steps={steps}", "--budget=300MB", LONGEST, "--learning-rate=0.01"]
+    given = [f"--steps={steps}", "--budget=300MB", LONGEST, "--learning-rate=0.01", NO_OTHERS]
     return ["train", bundle.path, f"--data={data}", f"--output={run}", *given, *more]
 
 
@@ -150,9 +151,9 @@ def test_killed_and_resumed_is_the_same(
     data, whole, killed = write(tmp_path / "data", rng), tmp_path / "whole", tmp_path / "killed"
     options = ("--pack", f"--method={method}", "--batch-size=2", "--grad-accumulation=2")
     more = ("--save-every=2", "--eval-every=3", "--seed=4")
-    succeeds(*train(bundle, data, whole, *options, *more, steps=7))
-    moment = f"step {int(rng.integers(1, 8))}"
-    killed_and_resumed(killed, moment, train(bundle, data, killed, *options, *more, steps=7))
+    succeeds(*train(bundle, data, whole, *options, *more, steps=5))
+    moment = f"step {int(rng.integers(1, 6))}"
+    killed_and_resumed(killed, moment, train(bundle, data, killed, *options, *more, steps=5))
     assert adapter(killed) == adapter(whole)
     losses = [[one["loss"] for one in metrics_of(run)] for run in (whole, killed)]
     assert losses[0] == losses[1]

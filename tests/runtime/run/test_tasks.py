@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from oracles import whole_model as reference
-from support.runs import here, json_of, refuses, succeeds
+from support.runs import NO_OTHERS, here, json_of, refuses, succeeds
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids
 
@@ -67,7 +67,7 @@ def test_a_model_that_has_learnt_its_answers_gets_all_right(bundle: Bundle, tmp_
     data, run = write(tmp_path / "valid.jsonl", list(ANSWERS.items())), tmp_path / "run"
     succeeds(
         *("train", bundle.path, f"--data={data}", f"--output={run}", "--steps=25"),
-        *("--batch-size=3", "--learning-rate=1e-2", "--budget=400MB", "--save-every=0"),
+        *("--batch-size=3", "--learning-rate=1e-2", "--budget=400MB", "--save-every=0", NO_OTHERS),
         by=here,
     )
     for task, key in (("labels", "label_accuracy"), ("exact", "exact")):

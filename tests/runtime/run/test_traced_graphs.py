@@ -207,7 +207,7 @@ def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch)
     ("where", "value"),
     [
         ("block_types/layer0/operations/3/scale", 0.5),
-        ("block_types/layer0/operations/3/window", 5),
+        pytest.param("block_types/layer0/operations/3/window", 5, marks=pytest.mark.slow),
     ],
 )
 def test_a_program_that_is_not_that_of_its_model_is_refused(

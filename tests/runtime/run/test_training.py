@@ -145,7 +145,7 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
     assert adapter(run) == before
 
 
-@at_length("most", 3, 10)
+@at_length("most", 1, 10)
 def test_kills_and_the_same_bytes(
     tiny: Tiny, rng: np.random.Generator, most: int, tmp_path: Path
 ) -> None:

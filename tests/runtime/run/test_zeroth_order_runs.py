@@ -104,7 +104,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = {"scaled", "zo-act-adam"}  # longer forms of what the others cover
+SLOW = {"scaled", "zo-act-adam", "momentum"}  # longer forms of what the others cover
+SLOW |= {"one-point"}  # which test_full_runs kills
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from support.runs import here
+from support.runs import NO_OTHERS, here
 from support.text_bundle import text_bundle
 
 from harness.tasks.bfcl import __main__ as command
@@ -110,7 +110,7 @@ def test_a_model_that_has_learnt_its_answers_gets_all_right(tmp_path: Path) -> N
     trained = here(
         *("train", bundle, f"--data={data}", f"--output={tmp_path / 'run'}", "--steps=40"),
         *("--batch-size=3", "--learning-rate=1e-2", "--lr-schedule=linear"),
-        *("--budget=400MB", "--save-every=0"),
+        *("--budget=400MB", "--save-every=0", NO_OTHERS),
     )
     assert trained.returncode == 0, trained.stderr
     given = ("eval", bundle, f"--data={data}", "--task=bfcl", "--max-tokens=44")
