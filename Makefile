@@ -19,7 +19,7 @@ TOKENIZERS := qwen3 llama3_1 gemma3 gptoss
 # Whether all names that product and tests use exist on macOS, too; types of tests are not checked.
 UNCHECKED := arg-type assignment call-arg call-overload comparison-overlap dict-item \
   func-returns-value import-untyped index list-item misc no-any-return no-untyped-call operator \
-  return-value type-abstract type-arg union-attr valid-type var-annotated
+  return-value type-abstract type-arg type-var union-attr valid-type var-annotated
 ON_DARWIN := --platform darwin --cache-dir .mypy_cache/darwin --explicit-package-bases \
   --implicit-reexport --no-warn-unused-ignores \
   $(patsubst %,--disable-error-code=%,$(UNCHECKED))

@@ -22,6 +22,7 @@ prepare()  # before MLX is loaded
 
 import numpy as np  # noqa: E402
 
+from harness.measure.page_cache import drop  # noqa: E402
 from runtime.bundle.manifest import block_range  # noqa: E402
 from runtime.bundle.store import Bundle, open_bundle  # noqa: E402
 from runtime.core.errors import OnDeviceError  # noqa: E402
@@ -84,9 +85,8 @@ def measured(team: Team, whole: Bundle, sliced: Bundle, scratch: Path) -> dict[s
 
 def _leave_cache(path: Path) -> None:
     """Let the system forget a file, where it can."""
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if sys.platform == "linux":
+        drop(path)
 
 
 def main() -> None:

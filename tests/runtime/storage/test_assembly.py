@@ -46,12 +46,12 @@ def test_workers_read_what_the_whole_file_holds(
                         starts = list(range(0, matrix.rows, step))
                         for start in starts if rng.random() < 0.8 else starts[::-1]:
                             rows = start, min(matrix.rows, start + step)
-                            found, expected = (s.tile(matrix, *rows) for s in (weights, whole))
-                            pairs = zip(found.arrays, expected.arrays, strict=True)
+                            tiles = [s.tile(matrix, *rows) for s in (weights, whole)]
+                            pairs = zip(*(tile.arrays for tile in tiles), strict=True)
                             assert all(mx.array_equal(a, b) for a, b in pairs)
                         chosen = rng.integers(0, matrix.rows, 9)
-                        found, expected = (s.gather(matrix, chosen) for s in (weights, whole))
-                        pairs = zip(found.arrays, expected.arrays, strict=True)
+                        tiles = [s.gather(matrix, chosen) for s in (weights, whole)]
+                        pairs = zip(*(tile.arrays for tile in tiles), strict=True)
                         assert all(mx.array_equal(a, b) for a, b in pairs)
                     weights.release(block)
 
