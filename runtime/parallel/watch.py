@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from runtime.parallel.launch import host_name, launched
 
 START_S, END_S = 20.0, 20.0  # in which all processes must have begun and met, and end together
-LAUNCHER_S = 5.0  # in which `mpirun` ends its processes, where it can reach them
+LAUNCHER_S = 8.0  # in which `mpirun` ends its processes, where it can reach them
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 
 
@@ -61,10 +62,11 @@ def watch(seconds: float, waits_for: str) -> Callable[[], None]:
 
 def launcher() -> int | None:
     """A descriptor of the `mpirun` that has started this process; None without one, or on a Mac."""
-    with suppress(OSError):
-        parent = os.getppid()
-        if Path(f"/proc/{parent}/comm").read_text().strip() in LAUNCHERS:
-            return os.pidfd_open(parent)
+    if sys.platform == "linux":
+        with suppress(OSError):
+            parent = os.getppid()
+            if Path(f"/proc/{parent}/comm").read_text().strip() in LAUNCHERS:
+                return os.pidfd_open(parent)
     return None
 
 
@@ -73,8 +75,9 @@ def end_launcher(descriptor: int | None, after_s: float = LAUNCHER_S) -> None:
 
     It waits without an end for the processes of a machine that cannot be reached.
     """
-    if descriptor is not None and not select.select([descriptor], [], [], after_s)[0]:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    if sys.platform == "linux" and descriptor is not None:
+        if not select.select([descriptor], [], [], after_s)[0]:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     os._exit(0)
 
 
