@@ -27,7 +27,7 @@ from runtime.parallel.watch import leave_launcher
 BEAT_S, SILENT_BEATS = 1.0, 10
 SILENCE_S = BEAT_S * SILENT_BEATS
 WENT_ON_S = 5.0  # after a pause, in which the process has just gone on
-LONGEST_END_S = 12.0  # in which rank 0 must come to the end of what it computes
+LONGEST_END_S = 10.0  # in which rank 0 must come to the end of what it computes
 LONGEST_CLEARING_S = 5.0  # in which the others must remove their files
 HEAD = struct.Struct("<cBHI")  # kind, exit code, rank, bytes of the text that follows
 ALIVE, FAILED, LEFT = b".", b"!", b"-"
@@ -45,7 +45,7 @@ class Heartbeat:
     """The connections of this worker: on rank 0 to all others, else to rank 0.
 
     heard: receives the first loss, on a thread of its own. describe: the message for it. clear:
-    removes this worker's own files, when it ends with an error.
+    removes this worker's own files, when it ends with an error. unreachable: one was silent.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Heartbeat:
         describe: Callable[[Loss], str],
     ) -> None:
         self.loss: Loss | None = None
+        self.unreachable = False
         self.clear: Callable[[], None] = lambda: None
         self._rank, self._heard, self._describe = rank, heard, describe
         self._peers = dict(peers)
@@ -133,6 +134,7 @@ class Heartbeat:
         for peer in set(self._peers) - self._left:
             self._silent[peer] += 1
             if self._silent[peer] > SILENT_BEATS:
+                self.unreachable = True
                 self._lose(Loss(peer, 1, f"nothing was heard of it for {SILENCE_S:.0f} s"))
                 self._leaves(peer)
                 if peer == 0:
@@ -201,7 +203,7 @@ class Heartbeat:
         if shown:
             text = f"ondevice: {self._describe(self.loss)}; what was saved is whole"
             print(text, file=sys.stderr, flush=True)
-        if self._rank == 0:
+        if self._rank == 0 and self.unreachable:
             leave_launcher()
         os._exit(self.loss.code)
 

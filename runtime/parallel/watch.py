@@ -12,8 +12,8 @@ from pathlib import Path
 
 from runtime.parallel.launch import host_name, launched
 
-START_S, END_S = 20.0, 10.0  # in which all processes must have begun and met, and end together
-LAUNCHER_S = 5.0  # in which `mpirun` ends its processes, where it can reach them
+START_S, END_S = 20.0, 20.0  # in which all processes must have begun and met, and end together
+LAUNCHER_S = 8.0  # in which `mpirun` ends its processes, where it can reach them
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 
 

@@ -346,7 +346,7 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
     except BaseException as problem:
         atexit.register(_exit, _code_of(problem))  # MPI would wait for those that are gone
         if exchange.rank == 0:
-            if isinstance(problem, WorkerError):
+            if team.heartbeat is not None and team.heartbeat.unreachable:
                 atexit.register(leave_launcher)
             team.dismiss(problem)
             raise

@@ -127,7 +127,7 @@ class Case:
         if network is not None:
             mca = ("--mca", "plm_rsh_agent", str(network.agent))
             hosts = ",".join(network.hosts[:machines])
-            launched = ["mpirun", "-q", "--allow-run-as-root", *mca, "--host", hosts]
+            launched = ["mpirun", "--allow-run-as-root", *mca, "--host", hosts]
             words = network.at(network.hosts[0], *launched, "-n", str(machines), *words)
         with (self.folder / "said").open("w") as said:
             return subprocess.Popen(
@@ -214,9 +214,15 @@ def disturbed(
 
 
 def _names(said: str, event: Event, rank: int, done: int) -> bool:
-    """Whether a message names who is lost: to whom is cut off, or waits at the start, any other."""
+    """Whether a message names who is lost: to whom is cut off, or waits at the start, any other.
+
+    Where `mpirun` kills all before rank 0 can speak, its own message does.
+    """
     ranks = range(MACHINES) if event.name == "cut off" or not done else [rank]
-    return any(f"rank {number} on node{number}" in said for number in ranks)
+    return any(
+        f"rank {number} on node{number}" in said or f"process rank {number} with PID" in said
+        for number in ranks
+    )
 
 
 def _await_end(
