@@ -371,6 +371,6 @@ def test_random_comings_and_goings(
         with suppress(Killed):
             begun = (stage.run / "config.toml").exists()
             done = stage.resumes(at) if begun else stage.trains(at, STEPS)
-    for _ in range(9):  # until all is visible
+    for _ in range(5 * STEPS):  # in which each step's file is seen in the end
         stage.look()
     stage.check(alone)
