@@ -235,13 +235,13 @@ class Fleet:
         """Take in those who ask for items; returns whether there are any."""
         came = False
         for name in self._folder.names():
-            who, _, kind = name.rpartition(".")
             if not _OURS.fullmatch(name):
                 self._folder.ignored.add(name)
-            elif f".{kind}" == PART and int(who[:8]) < step:
+            elif name.endswith(PART) and int(name[:8]) < step:
                 self._folder.remove(name)  # it came too late, or was read
-            elif f".{kind}" == HERE and self._folder.read(name) is not None:
+            elif name.endswith(HERE) and self._folder.read(name) is not None:
                 self._folder.remove(name)
+                who = name.removesuffix(HERE)
                 came = came or who not in self._refused
                 if who not in (*self._refused, *self._members):
                     self._members[who] = Member()
