@@ -122,6 +122,7 @@ class Fleet:
     _refused: set[str] = field(default_factory=set)
     _own: Member = field(default_factory=Member)
     _told: int = 0  # of ignored files
+    _unwritten: bool = False  # the latest task
     _steps: int = 0
     _items: tuple[int, int] = (0, 0)  # whose numbers came from workers, and all
 
@@ -212,14 +213,21 @@ class Fleet:
     def _post(self, step: int, told: Mapping[str, Sequence[int]] | None, digest: str) -> None:
         line = self._lines[-1] if self._lines else "null"
         task = f'[{json.dumps(told, separators=(",", ":"))},"{digest}",{line.strip()}]'
-        self._tried(lambda: self._folder.write(f"{step:08d}{TASK}", task.encode()))
+
+        def write() -> None:
+            if self._unwritten:
+                self._keep(self._kept)  # with the lines of tasks that could not be written
+            self._folder.write(f"{step:08d}{TASK}", task.encode())
+
+        self._unwritten = not self._tried(write)
 
     def _tried(self, write: Callable[[], None]) -> bool:
         """Write what only workers need, without whom the training goes on."""
         try:
             write()
         except StorageError as problem:
-            self._note(warning(f"workers wait until {self.path} can be written again: {problem}"))
+            if not self._unwritten:
+                self._note(warning(f"workers wait until the folder can be written: {problem}"))
             return False
         return True
 
@@ -227,13 +235,13 @@ class Fleet:
         """Take in those who ask for items; returns whether there are any."""
         came = False
         for name in self._folder.names():
-            who, _, kind = name.rpartition(".")
             if not _OURS.fullmatch(name):
                 self._folder.ignored.add(name)
-            elif f".{kind}" == PART and int(who[:8]) < step:
+            elif name.endswith(PART) and int(name[:8]) < step:
                 self._folder.remove(name)  # it came too late, or was read
-            elif f".{kind}" == HERE and self._folder.read(name) is not None:
+            elif name.endswith(HERE) and self._folder.read(name) is not None:
                 self._folder.remove(name)
+                who = name.removesuffix(HERE)
                 came = came or who not in self._refused
                 if who not in (*self._refused, *self._members):
                     self._members[who] = Member()

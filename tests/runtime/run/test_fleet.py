@@ -268,6 +268,23 @@ def test_files_of_others_and_half_written_ones_are_ignored(
     assert stage.devices[0].helper.parts > 3
 
 
+def test_a_folder_that_is_away_stops_workers_only(stage: Stage, alone: Path) -> None:
+    away = stage.path / "away"
+
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        elif step == 4:
+            stage.folder.rename(away)
+        elif step == 7:
+            away.rename(stage.folder)
+
+    stage.trains(at, 10)
+    stage.check(alone)
+    assert stage.said("workers wait until the folder can be written") == 1
+    assert stage.devices[0].helper.parts == 4
+
+
 def test_a_worker_that_computes_otherwise_is_found(stage: Stage, alone: Path) -> None:
     def at(step: int) -> None:
         if step != 2:
@@ -371,6 +388,6 @@ def test_random_comings_and_goings(
         with suppress(Killed):
             begun = (stage.run / "config.toml").exists()
             done = stage.resumes(at) if begun else stage.trains(at, STEPS)
-    for _ in range(9):  # until all is visible
+    for _ in range(5 * STEPS):  # in which each step's file is seen in the end
         stage.look()
     stage.check(alone)
