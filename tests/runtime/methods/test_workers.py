@@ -383,6 +383,6 @@ def test_a_step_on_slices_has_the_bits_of_a_step_on_the_whole(
         return {name: np.array(each).tobytes() for name, each in gradients.items()}, result.loss
 
     bundle = tiny("qwen3")
-    with held(bundle, tmp_path / "slices", [1, 2, 3]) as bundles:
+    with held(bundle, tmp_path / "slices", [1, 2]) as bundles:
         made = [step(each, tmp_path / f"worker-{i}") for i, each in enumerate(bundles)]
-    assert made == [step(bundle, tmp_path / "alone")] * 3
+    assert made == [step(bundle, tmp_path / "alone")] * 2
