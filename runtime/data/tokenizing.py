@@ -43,6 +43,7 @@ CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
 TRAIN, VALID = "train", "valid"
 NOT_EMBEDDED = "the model does not embed all of its tokens"
+TOO_LATE = "what is scored begins after"
 RESIZE = "resize its embedding in transformers (resize_token_embeddings) and export that"
 _ENTRY = struct.Struct("<qI")  # runtime.data.rows.INDEX
 
@@ -238,7 +239,7 @@ def _unusable(whole: Row, row: Row) -> str:
     if any(row.scored):
         return ""
     if any(whole.scored):
-        return f"what is scored begins after {row.predicted_tokens} tokens"
+        return f"{TOO_LATE} {row.predicted_tokens} tokens"
     return "it is empty" if whole.predicted_tokens == 0 else "it has no answer"
 
 
@@ -320,9 +321,11 @@ def _nothing(report: DataReport) -> str:
         return "no tokens to train on: it is empty"
     if report.held_out == report.read:
         return f"no row is left: all {report.read} are in the other part of --valid-split"
-    why = "every row is too long or empty; add data or raise --max-seq-length"
+    why = "every row is left out, for what follows"
     if report.dropped.get(NOT_EMBEDDED):
         why = "rows with a token that the model does not embed are left out"
+    elif any(reason.startswith(TOO_LATE) for reason in report.dropped):
+        why = "every row is too long or empty; add data or raise --max-seq-length"
     return "\n".join(
         [
             f"no row is left: {why}",

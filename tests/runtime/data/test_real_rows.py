@@ -451,3 +451,8 @@ def test_ends_that_no_token_has_are_no_texts(bundle: Path) -> None:
     (bundle / "tokenizer" / "generation_config.json").write_text(json.dumps(ends))
     rows = read(bundle, chat({"content": "None"}), {"prompt": "a", "completion": "None"})
     assert scored(rows) == ["None<eos>", "None<eos>"]
+
+
+def test_the_reason_is_said_where_nothing_is_left(bundle: Path) -> None:
+    with pytest.raises(DataError, match=r"every row is left out, for what(.|\n)*answer is empty"):
+        read(bundle, chat({"content": ""}))
