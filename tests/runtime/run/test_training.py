@@ -195,7 +195,9 @@ def whole(bundle: Path, shared: Shared) -> Path:
     return shared("a run of 12 steps", train)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)  # test_a_terminal_that_hangs_up_lets_the_run_save sends SIGHUP too
 def test_signals_save_and_leave(
     bundle: Path, whole: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
