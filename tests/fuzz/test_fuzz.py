@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.source_rules import ROOT
+from support.forks import ROOT, import_path
+from support.runs import python
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="a forked child cannot use Metal")
 
@@ -19,6 +18,14 @@ GROUPS = {  # about as long as each other
     "gguf,safetensors": 1,
     "kill-export,kill-full,kill-mebp,kill-mezo": 1,
 }
+FUZZ = """
+import os, sys
+
+sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
+from fuzz.command import main
+
+sys.exit(main())
+"""  # as `python -m tests.fuzz`
 KNOWN = 1  # of what has broken a reader, in each run others
 
 
@@ -26,8 +33,7 @@ def fuzzed(tmp_path: Path, seed: int, kinds: str, count: int, *more: object) -> 
     counts = tmp_path / "counts.json"
     words = ["--kind", kinds, "--count", count, "--seed", seed, "--first", 0, *more]
     words += ["--counts", counts, "--finds", tmp_path / "finds"]
-    command = [sys.executable, "-m", "tests.fuzz", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python(FUZZ, import_path(ROOT), *words, exporting=True)
     assert done.returncode == 0, done.stdout + done.stderr + counts.read_text()
     verdicts = json.loads(counts.read_bytes())["verdicts"]
     assert set(verdicts) == set(kinds.split(","))

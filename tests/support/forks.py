@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, NoReturn
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = ("mlx.core", "ondevice.cli.main", "ondevice.cli.describe", "runtime.run.start")
 # variables that are read before anything runs
 READ_AT_START = ("PYTHON", "OPENBLAS", "OMP", "MLX", "MALLOC", "GLIBC", "LD_", "PATH")
+EXPORTED = ("export.bundle", "export.fused", "transformers", "mlx_lm")  # what exports import, too
 LARGEST_REQUEST = 1 << 18  # bytes
 
 
@@ -32,15 +34,16 @@ class Forks:
     """The process that forks, for one command at a time.
 
     program: the folder whose packages it imports, the repository or a changed copy of it.
+    more: further modules that it imports.
     """
 
-    def __init__(self, program: Path) -> None:
+    def __init__(self, program: Path, more: Sequence[str] = ()) -> None:
         self._changed = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._start = _read_at_start()
         self._busy = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.forks", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.support.forks", str(theirs.fileno()), *more],
             cwd=program,
             env={**os.environ, **self._changed},
             pass_fds=(theirs.fileno(),),
@@ -74,9 +77,14 @@ class Forks:
 
 
 @cache
-def forks(program: Path) -> Forks | None:
-    """This process's own; None where a process that has imported MLX must not be forked."""
-    return Forks(program) if sys.platform == "linux" else None
+def forks(program: Path, exporting: bool = False) -> Forks | None:
+    """This process's own; None where a process that has imported MLX must not be forked.
+
+    exporting: of a process that has also imported what exports import, which takes longer still.
+    """
+    if sys.platform != "linux":
+        return None
+    return Forks(program, EXPORTED if exporting else ())
 
 
 def import_path(program: Path) -> str:
@@ -129,7 +137,7 @@ if __name__ == "__main__":
     import gc
     import importlib
 
-    for name in IMPORTED:
+    for name in (*IMPORTED, *sys.argv[2:]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # no fork has to look through what is imported

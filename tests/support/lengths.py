@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 
 def at_length(name: str, few: int, many: int) -> pytest.MarkDecorator:
@@ -14,7 +13,7 @@ def at_length(name: str, few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(name, [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
-def pairs(firsts: Iterable[Any], seconds: Iterable[Any], gate: int = 1) -> list[ParameterSet]:
+def pairs(firsts: Iterable[Any], seconds: Iterable[Any], gate: int = 1) -> list[Any]:
     """All pairs; the gate has `gate` with each value of the longer list, with the others in turn.
 
     Values that are tuples are joined.

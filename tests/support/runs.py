@@ -23,23 +23,27 @@ from runtime.run.folder import RunFolder
 from support.forks import ROOT, forks, import_path
 
 COMMAND = [sys.executable, "-m", "ondevice"]
+EXPORTS = (("export",), ("fuse",))  # which import what takes longest
 MAIN = "import sys; from ondevice.cli.main import main; sys.exit(main())"
 
 
 def ondevice(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own; with options of `subprocess.run`, in a fresh one."""
     if not options:
-        return python(MAIN, *arguments)
+        return python(MAIN, *arguments, exporting=arguments[:1] in EXPORTS)
     command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-def python(code: str, *arguments: object, program: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, *arguments: object, program: Path = ROOT, exporting: bool = False
+) -> subprocess.CompletedProcess[str]:
     """What `python -c CODE ARGUMENTS` comes to, in a fork where that is possible.
 
     program: the folder whose packages it imports, for example of `copied_program`.
+    exporting: it imports what exports do.
     """
-    source = forks(program)
+    source = forks(program, exporting)
     if source is not None and (done := source.run(code, *arguments)):
         return done
     environment = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
@@ -120,7 +124,7 @@ def struck(
     numbers = ",".join(
         str(int(one)) for one in (number if isinstance(number, tuple) else (number,))
     )
-    return python(STRUCK, numbers, moment, *arguments)
+    return python(STRUCK, numbers, moment, *arguments, exporting=arguments[:1] in EXPORTS)
 
 
 NO_OTHERS = "--also-evaluate=none"  # a process for their tokens, and 30 rows before and after

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import here
+from support.runs import NO_OTHERS, here
 from support.text_bundle import text_checkpoint
 from support.token_rows import VOCAB, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -165,7 +165,17 @@ def test_tokens_that_the_model_does_not_embed_cost_their_rows(tmp_path: Path) ->
     data = tmp_path / "a.jsonl"
     rows = [{"prompt": "a", "completion": c} for c in ("b", "<new>", "c<new><other>", "d")]
     data.write_text("\n".join(map(json.dumps, rows)))
-    options = ["--steps", 1, "--output", tmp_path / "run", "--data", data, "--max-seq-length", 16]
+    options = [
+        "--steps",
+        1,
+        NO_OTHERS,
+        "--output",
+        tmp_path / "run",
+        "--data",
+        data,
+        "--max-seq-length",
+        16,
+    ]
     for done in (here("data", data, f"--bundle={bundle}"), here("train", bundle, *options)):
         assert done.returncode == 0, done.stderr
         whole = done.stdout + done.stderr

@@ -41,6 +41,9 @@ def process(*step_s: float, peak: int = 100) -> dict[str, Any]:
     return {"step_s": list(step_s), "peak_footprint_bytes": peak, "peak_rss_bytes": peak + 50}
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
+
 # --- statistics -------------------------------------------------------------------------------
 
 

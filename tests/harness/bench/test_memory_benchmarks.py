@@ -39,6 +39,9 @@ PLAN = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
+
 # --- what holds the memory --------------------------------------------------------------------
 
 

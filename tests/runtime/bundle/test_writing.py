@@ -39,7 +39,7 @@ def test_an_export_interrupted_anywhere_leaves_nothing(
     export_bundle(settings("random:tiny-qwen2", tmp_path / "whole"), lambda *a: calls.append(a[0]))
     before = listing(tmp_path)
     assert {"graphs", "model.layers.1.mlp.down_proj"} <= set(calls)
-    for stop in {0, len(calls) - 1, *rng.integers(0, len(calls), 3).tolist()}:
+    for stop in {0, len(calls) - 1, *rng.integers(0, len(calls), 1).tolist()}:
         left = [stop]
 
         def progress(what: str, done: int, total: int, left: list[int] = left) -> None:
@@ -194,7 +194,7 @@ except StorageError as problem:
 
 @pytest.mark.parametrize("where", ["weights", "last bytes of the weights", "graphs", "manifest"])
 def test_a_write_that_meets_a_limit_leaves_nothing(tmp_path: Path, where: str) -> None:
-    done = python(FULL, where, tmp_path / "out")
+    done = python(FULL, where, tmp_path / "out", exporting=True)
     assert done.returncode == 1, done
     # MLX writes graphs, and its errors have no number that would tell a limit from a full disk
     said = "the disk is full" if where == "graphs" else "File too large while writing"

@@ -98,7 +98,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     same(adapters, rebuild(*read_log(tmp_path / "log"), initial))
 
 
-SLOW = {"parameter-norm", "gradient-norm"}  # whose siblings are not
+SLOW = {"parameter-norm", "gradient-norm", "momentum", "kzoo"}  # whose siblings are not
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ MARKED = [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for
 def test_killed_resumed_and_replayed_is_the_same(bundle: Path, tmp_path: Path, case: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"save_every": 3, "trainable": "prefix", **CASES[case]}
-    succeeds(*train_arguments(bundle, whole, 8, **options))
-    done = killed_and_resumed(killed, "step 5", train_arguments(bundle, killed, 8, **options))
-    assert "resuming after step 3 of 8" in done.stderr, done.stderr
+    succeeds(*train_arguments(bundle, whole, 6, **options))
+    done = killed_and_resumed(killed, "step 5", train_arguments(bundle, killed, 6, **options))
+    assert "resuming after step 3 of 6" in done.stderr, done.stderr
     assert adapter(killed) == adapter(whole) != adapter(whole / "initial")
     assert adapter(killed / "initial") == adapter(whole / "initial")
     summary = summary_of(whole)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import runnable
-from support.lengths import at_length
 from support.models import adapters_of, mebp
 from support.plans import plan_of, task_of
 
@@ -91,7 +90,8 @@ def _worst(errors: dict[str, float]) -> str:
     return f"{errors[name]:.1e} ({name})"
 
 
-@at_length("steps", 1, 5)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 5])
 def test_mezo_is_the_monolithic_algorithm(
     gemma: Bundle, row: Row, tmp_path: Path, seed: int, steps: int
 ) -> None:

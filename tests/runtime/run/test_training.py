@@ -196,7 +196,9 @@ def whole(bundle: Path, shared: Shared) -> Path:
     return shared("a run of 12 steps", train)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)  # test_a_terminal_that_hangs_up_lets_the_run_save sends SIGHUP too
 def test_signals_save_and_leave(
     bundle: Path, whole: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -377,7 +379,8 @@ def test_disk_full_while_training_keeps_the_last_save(bundle: Path, tmp_path: Pa
         _, said = process.communicate(timeout=HANGS_S)
         assert process.returncode == 5, said
         assert "disk is full" in said and "Traceback" not in said
-        assert len(list(run.glob("saves/step-*"))) == 1
+        # two where it was full after a save was whole and before the one before it was removed
+        assert 1 <= len(list(run.glob("saves/step-*"))) <= 2
         filler.unlink()
         process = subprocess.Popen(
             [*COMMAND, "train", "--resume", str(run)], stderr=subprocess.PIPE, text=True

@@ -32,6 +32,8 @@ from runtime.run import start
 from runtime.run.results import Events
 from runtime.run.trainer import Trainer
 
+STEPS = 6
+
 
 def mezo_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:
     return train_arguments(bundle, run, steps, method="mezo", **more)
@@ -40,16 +42,16 @@ def mezo_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[
 @pytest.fixture(scope="module")
 def run(bundle: Path, shared: Shared) -> Path:
     def train(path: Path) -> None:
-        succeeds(*mezo_arguments(bundle, path, 12, queries=2, grad_accumulation=2))
+        succeeds(*mezo_arguments(bundle, path, STEPS, queries=2, grad_accumulation=2))
 
     return shared("a run of MeZO", train)
 
 
 def test_a_run_is_rebuilt_from_its_log(bundle: Path, run: Path, tmp_path: Path) -> None:
     facts = json_of("replay", run, "-o", tmp_path / "again")
-    assert facts["identical"] is True and facts["steps"] == 12
+    assert facts["identical"] is True and facts["steps"] == STEPS
     assert adapter(tmp_path / "again") == adapter(run)
-    assert summary_of(run)["forward_passes"] == 12 * 2 * 2 * 4
+    assert summary_of(run)["forward_passes"] == STEPS * 2 * 2 * 4
     lines = (run / "trajectory.jsonl").read_text().splitlines()[1:]
     assert max(map(len, lines)) < 80
 
@@ -80,7 +82,7 @@ def test_no_setting_of_the_machine_changes_the_result(
 ) -> None:
     more = {"queries": 2, "grad_accumulation": 2, **options}
     more.pop("prefetch", None)
-    arguments = mezo_arguments(bundle, tmp_path / "run", 12, **more)
+    arguments = mezo_arguments(bundle, tmp_path / "run", STEPS, **more)
     if "prefetch" in options:
         arguments.append("--no-prefetch")
     succeeds(*arguments)
@@ -113,12 +115,12 @@ MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for 
 def test_killed_resumed_and_replayed_is_the_same(bundle: Path, tmp_path: Path, case: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"save_every": 3, "method": "mezo", **CASES[case]}
-    succeeds(*train_arguments(bundle, whole, 8, **options))
-    done = killed_and_resumed(killed, "step 5", train_arguments(bundle, killed, 8, **options))
-    assert "resuming after step 3 of 8" in done.stderr, done.stderr
+    succeeds(*train_arguments(bundle, whole, 6, **options))
+    done = killed_and_resumed(killed, "step 5", train_arguments(bundle, killed, 6, **options))
+    assert "resuming after step 3 of 6" in done.stderr, done.stderr
     assert adapter(killed) == adapter(whole)
     logs = [(run / "trajectory.jsonl").read_text() for run in (whole, killed)]
-    assert logs[0] == logs[1] and len(logs[0].splitlines()) == 1 + 8
+    assert logs[0] == logs[1] and len(logs[0].splitlines()) == 1 + 6
     states = [next((run / "saves").iterdir()) / "method.bin" for run in (whole, killed)]
     assert states[0].read_bytes() == states[1].read_bytes()
     assert summary_of(killed).get("eval") == summary_of(whole).get("eval")
