@@ -92,7 +92,7 @@ def test_nobody_waits_without_an_end_for_the_others() -> None:
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 def test_an_mpirun_that_waits_for_a_lost_machine_is_ended(tmp_path: Path) -> None:
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text('#!/bin/sh\n"$@"\necho "it has ended"\nexec sleep "$SLEEP"\n')
+    mpirun.write_text('#!/bin/sh\n"$@"\nexec sleep "$SLEEP"\n')
     mpirun.chmod(0o755)
     code = "from runtime.parallel.watch import leave_launcher as leave; leave({})"
     for patience_s, seconds, returned in ((0.1, "60", -signal.SIGKILL), (60, "0", 0)):
@@ -100,10 +100,8 @@ def test_an_mpirun_that_waits_for_a_lost_machine_is_ended(tmp_path: Path) -> Non
             [mpirun, sys.executable, "-c", code.format(patience_s)],
             cwd=ROOT,
             env={**os.environ, "SLEEP": seconds},
-            stdout=subprocess.PIPE,
-            text=True,
         )
-        assert (ended.returncode, ended.stdout) == (returned, "it has ended\n")
+        assert ended.returncode == returned
 
 
 def test_a_worker_that_leaves_is_no_loss() -> None:
