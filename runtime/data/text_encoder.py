@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -53,7 +53,7 @@ class TextEncoder:
         """The tokens that end generation, EOS among them."""
         return self.ends if self.eos is None else self.ends | {self.eos}
 
-    @property
+    @cached_property
     def end_texts(self) -> list[str]:
         """The texts of those of them that the vocabulary has."""
         there = sorted(token for token in self.end_tokens if 0 <= token < self.size)
