@@ -71,20 +71,20 @@ WAITS = """
 import sys, time
 from runtime.parallel import watch
 
-watch.START_S = watch.END_S = float(sys.argv[1])
+watch.START_S, watch.END_S, begin_s, end_s = map(float, sys.argv[1:])
 with watch.in_time():
-    time.sleep(float(sys.argv[2]))
+    time.sleep(begin_s)
 print("all are there", flush=True)
 watch.watch_end()
-time.sleep(float(sys.argv[3]))
+time.sleep(end_s)
 """
 
 
 def test_nobody_waits_without_an_end_for_the_others() -> None:
-    fine = python(WAITS, 60, 0, 0)
+    fine = python(WAITS, 60, 60, 0, 0)
     assert (fine.returncode, fine.stdout) == (0, "all are there\n"), fine.stderr
-    for begin_s, end_s, said in ((60, 0, "begin: one"), (0, 60, "end: one")):
-        late = python(WAITS, 0.5, begin_s, end_s)
+    for given, said in (((0.1, 60, 60, 0), "begin: one"), ((60, 0.1, 0, 60), "end: one")):
+        late = python(WAITS, *given)
         assert late.returncode == -signal.SIGKILL
         assert "rank 0 on " in late.stderr and f"the other processes to {said}" in late.stderr
 
@@ -95,13 +95,13 @@ def test_an_mpirun_that_waits_for_a_lost_machine_is_ended(tmp_path: Path) -> Non
     mpirun.write_text('#!/bin/sh\n"$@"\nexec sleep "$SLEEP"\n')
     mpirun.chmod(0o755)
     code = "from runtime.parallel.watch import leave_launcher as leave; leave({})"
-    for patience_s, seconds, returned in ((0.1, "60", -signal.SIGKILL), (60, "0", 0)):
+    for patience_s, seconds in ((0.1, "60"), (60, "0")):
         ended = subprocess.run(
             [mpirun, sys.executable, "-c", code.format(patience_s)],
             cwd=ROOT,
             env={**os.environ, "SLEEP": seconds},
         )
-        assert ended.returncode == returned
+        assert ended.returncode == (-signal.SIGKILL if patience_s < 1 else 0)
 
 
 def test_a_worker_that_leaves_is_no_loss() -> None:
