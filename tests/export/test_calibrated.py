@@ -48,8 +48,8 @@ def text(tmp_path: Path, rng: np.random.Generator) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """tiny-gemma3 with a tokenizer of letters."""
-    config, arrays = weights_of("tiny-gemma3")
+    """tiny-qwen2 with a tokenizer of letters."""
+    config, arrays = weights_of("tiny-qwen2")
     made = write_folder(tmp_path / "checkpoint", config, arrays)
     write_tokenizer(made, {})
     return made
