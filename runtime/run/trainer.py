@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -302,7 +301,8 @@ class Trainer:
         """Share the work by the workers' speeds, once the first steps have shown them."""
         if self.team.size == 1 or self.team.speeds is not None or len(self._pace) < PACED:
             return
-        speeds = self.team.measure(statistics.median(self._pace[1:]))
+        paces = sorted(self._pace[1:])
+        speeds = self.team.measure(paces[len(paces) // 2])  # the median of an odd number
         self.folder.write_json(SPEEDS, speeds)
         if self.team.workers.speeds:
             named = ", ".join(

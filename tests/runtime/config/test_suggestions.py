@@ -85,7 +85,7 @@ NAMES = {command.name for command in COMMANDS}
         (["train", "b", "--budget", "300"], "did you mean 300MB?"),
         (["train", "b", "--budget=1.5"], "did you mean 1.5MB?"),
         (["plan", "b", "--budget=500000"], "must be a size such as 300MB, 1.5GB or 512MiB"),
-        (["lint"], "there are export, inspect, plan, data, train"),
+        (["lint"], "there are export, inspect, slice, plan, data, train"),
         (["train", "bundle", "--stepz=3"], "did you mean --steps?"),
         (
             ["inspect", "bundle", "more"],

@@ -94,7 +94,7 @@ def weights_of(folder: Path, blob: bytes) -> Weights:
     path = folder / "weights.bin"
     path.write_bytes(blob)
     manifest = SimpleNamespace(blocks=(), block_types={}, weights_nbytes=len(blob))
-    return Weights(SimpleNamespace(manifest=manifest, weights_path=path))  # type: ignore[arg-type]
+    return Weights(SimpleNamespace(manifest=manifest, weights_path=path, holders=None))  # type: ignore[arg-type]
 
 
 def _stored_floats(values: np.ndarray, dtype: str) -> np.ndarray:
