@@ -1,7 +1,8 @@
 """Running the instructions of lowered programs, forward and reversed.
 
 Invariant: after each instruction its results are evaluated, and the values that it frees are
-dropped, so the memory in use is that of the schedule.
+dropped, so the memory in use is that of the schedule. Where a block is one evaluation nothing is
+evaluated here: `runtime.engine.model` does so when the block ends.
 """
 
 from __future__ import annotations

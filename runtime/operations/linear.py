@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from runtime.arrays.stored import Matrix, Record
-from runtime.operations.base import Call, Execution, Operation, Tables, require
+from runtime.arrays.stored import Matrix, Record, pages
+from runtime.operations.base import Call, Execution, Operation, Tables, read_bytes, require
 from runtime.operations.values import F32, Shape, T
 
 MASK = 1  # bytes of a value's entry in a mask
+DROPPING = 6  # arrays as large as the input: its random words, their views, the mask and products
+SPLIT_BYTES = 2_100_000  # the most that MLX's split quantized products hold besides
 
 
 class Product(Record, frozen=True):
@@ -74,6 +76,14 @@ class Linear(Operation, frozen=True):
             return summed + max(_backward(linear.name, call, execution) for linear in chosen)
         return max(_forward(linear.name, call, execution) for linear in chosen)
 
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """The weights as they are read, and every array between input and output, of all lanes."""
+        return sum(
+            _allocated(linear, call, execution)
+            for linear in self.linears
+            if call.backward or linear.output in call.wanted
+        )
+
     def check(
         self,
         where: str,
@@ -130,6 +140,25 @@ def _backward(relative: str, call: Call, execution: Execution) -> int:
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
     most = max(tile + _part(matrix, rows, call.tokens), inputs * F32)
     return most + inputs * MASK if relative in call.dropped else most
+
+
+def _allocated(linear: Product, call: Call, execution: Execution) -> int:
+    """Bytes that the product with one matrix allocates, forward or backward.
+
+    Besides the weights, forward: the product alone, with its bias and with the adapter's part, and
+    a copy of an input that is not contiguous. Backward: dy likewise, dy W, dx with the adapter's
+    part and summed. Either way the products with A and B, both in float32, and a split product.
+    """
+    matrix = execution.tables.matrices[call.tensor(linear.name)]
+    inputs = pages(call.tokens * matrix.columns * F32)
+    outputs = pages(call.tokens * matrix.rows * F32)
+    ranks = pages(call.tokens * execution.rank * F32)
+    a, b = (pages(n * execution.rank * F32) for n in (matrix.columns, matrix.rows))
+    lane = SPLIT_BYTES + 4 * ranks + 2 * (a + b)
+    lane += 4 * inputs + outputs if call.backward else 3 * outputs + inputs
+    if linear.name in call.dropped:
+        lane += DROPPING * inputs
+    return read_bytes(matrix) + call.lanes * lane
 
 
 def _part(matrix: Matrix, rows: int, tokens: int) -> int:

@@ -7,11 +7,11 @@ operation needs while it runs (`runtime.operations`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from runtime.arrays.stored import ITEM_BYTES, Block
+from runtime.arrays.stored import ITEM_BYTES, Block, pages
 from runtime.bundle.manifest import Manifest
 from runtime.operations.attention import START_BYTES, STARTS
 from runtime.operations.base import Call, materialized_bytes
@@ -267,17 +267,11 @@ class PeakModel:
         tokens: int,
     ) -> int:
         """The peak bytes along a schedule, given the values that exist before it."""
+        if self.execution.one_evaluation:
+            return self._allocated(lowered, program, schedule, alive, lanes, tokens)
         held = _Held()
         plain = Call(False, (), lanes, tokens, program.values, lowered.block.tensor)
-        statistics = _statistic_bytes(program, plain)
-
-        def size(name: str) -> int:
-            if name in statistics:
-                return statistics[name]
-            if name == STARTS:
-                return tokens * START_BYTES
-            return bytes_at(program.values[name.removeprefix("~")], tokens)
-
+        size = _sizes(program, plain)
         held.take({name: (size(name), "") for name in alive})
         peak = 0
         for instruction in schedule:
@@ -298,6 +292,47 @@ class PeakModel:
             peak = max(peak, (lanes - 1) * others + before + fresh + work)
         return peak
 
+    def _allocated(
+        self,
+        lowered: LoweredBlock,
+        program: Program,
+        schedule: tuple[Instruction, ...],
+        alive: set[str],
+        lanes: int,
+        tokens: int,
+    ) -> int:
+        """The bytes of all arrays along a schedule that is one evaluation, in whole pages.
+
+        None is freed before it ends: a GPU keeps what a command buffer reads, and begins buffer
+        after buffer without waiting.
+        """
+        size = _sizes(program, Call(False, (), lanes, tokens, program.values, lowered.block.tensor))
+        total = lanes * sum(pages(size(name)) for name in alive)
+        for instruction in schedule:
+            operation = instruction.operation
+            together = operation.runs_once_per_tile
+            call = self._call(lowered, program, instruction, lanes if together else 1, tokens)
+            made = [*instruction.wanted, *instruction.statistics]
+            arrays = 2 if instruction.backward else 1  # a gradient may be added to another
+            results = lanes * arrays * sum(pages(size(name)) for name in made)
+            work = operation.allocated_bytes(call, self.execution)
+            total += results + (work if together else lanes * work)
+        return total
+
+    def _call(
+        self,
+        lowered: LoweredBlock,
+        program: Program,
+        instruction: Instruction,
+        lanes: int,
+        tokens: int,
+    ) -> Call:
+        values, tensor = program.values, lowered.block.tensor
+        dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
+        return Call(
+            instruction.backward, instruction.wanted, lanes, tokens, values, tensor, dropped
+        )
+
     def _working_bytes(
         self,
         lowered: LoweredBlock,
@@ -310,11 +345,7 @@ class PeakModel:
         if instruction.body is not None:
             body = instruction.body
             return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
-        values, tensor = program.values, lowered.block.tensor
-        dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
-        call = Call(
-            instruction.backward, instruction.wanted, lanes, tokens, values, tensor, dropped
-        )
+        call = self._call(lowered, program, instruction, lanes, tokens)
         return instruction.operation.working_bytes(call, self.execution)
 
     # Weights.
@@ -395,6 +426,20 @@ class PeakModel:
             for name, shape in layer.program.values.items():
                 tokens = layer.tile_tokens if name in inside else self.lowered.bucket
                 yield bytes_at(shape, tokens), name in inside
+
+
+def _sizes(program: Program, call: Call) -> Callable[[str], int]:
+    """The bytes of a value by its name."""
+    statistics = _statistic_bytes(program, call)
+
+    def size(name: str) -> int:
+        if name in statistics:
+            return statistics[name]
+        if name == STARTS:
+            return call.tokens * START_BYTES
+        return bytes_at(program.values[name.removeprefix("~")], call.tokens)
+
+    return size
 
 
 def _statistic_bytes(program: Program, call: Call) -> dict[str, int]:

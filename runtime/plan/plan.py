@@ -52,6 +52,11 @@ LEVELS = (
     Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
     Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
 )
+# on a GPU, where a block is one evaluation: none of its values is freed before
+TOGETHER = tuple(
+    Sizes(4 << 20, 256, cache, one_evaluation=True)
+    for cache in (128_000_000, 64_000_000, 16_000_000)
+)
 DEQUANTIZED_FROM = 3  # the first of LEVELS on a CPU: larger tiles do not fit its caches
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -102,6 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     attention_block: Count = msgspec.field(name="query_block")
     tile_tokens: Count  # that an MLP takes at once
     chunk_rows: Count
+    one_evaluation: bool = False  # a block's forward or backward, on a GPU
     materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
     prefetch: bool
     adapter_dtype: str
@@ -127,6 +133,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.materialize_blocks,
             most_tokens,
             self.chunk_rows,
+            self.one_evaluation,
         )
 
     @property
@@ -196,9 +203,28 @@ class Planner:
             BudgetError: not even the most frugal one fits; the message has the numbers and a way
                 out; or the machine's limit is lower than the budget.
         """
-        levels = self._levels(request)
         smallest = math.ceil(self._least(request, demand) / MARGIN)
         check_limit(self.machine, budget_bytes, smallest)
+        for levels in (self._together(request, demand), self._levels(request)):
+            if levels and (
+                plan := self._first_that_fits(request, demand, levels, budget_bytes, smallest)
+            ):
+                return plan
+        for level in self._all_levels(request, demand):
+            plan = self.predict(request, demand, level, budget_bytes, smallest)
+            if plan.predicted_peak_bytes - READING_BYTES <= MARGIN * budget_bytes:
+                return plan
+        raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
+
+    def _first_that_fits(
+        self,
+        request: Request,
+        demand: Demand,
+        levels: tuple[Sizes, ...],
+        budget_bytes: int,
+        smallest: int,
+    ) -> Plan | None:
+        """The most generous plan of these sizes that fits; None if none does."""
         plan = self._without_token_tiles(request, demand, levels[0], budget_bytes, smallest)
         if plan is not None:
             return plan
@@ -211,11 +237,7 @@ class Planner:
                     return (
                         self._with_spare(request, demand, level, plan, spare) if generous else plan
                     )
-        for level in levels:
-            plan = self.predict(request, demand, level, budget_bytes, smallest)
-            if plan.predicted_peak_bytes - READING_BYTES <= MARGIN * budget_bytes:
-                return plan
-        raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
+        return None
 
     def predict(
         self,
@@ -259,6 +281,7 @@ class Planner:
             attention_block=sizes.attention_block,
             tile_tokens=lowered.tile_tokens,
             chunk_rows=lowered.execution.chunk_rows,
+            one_evaluation=sizes.one_evaluation,
             materialize_blocks=sizes.materialize_blocks,
             prefetch=request.prefetch,
             adapter_dtype=request.adapter_dtype,
@@ -285,13 +308,15 @@ class Planner:
         The choices are the sizes, the batch lanes, and what is kept and stays dequantized. The
         process is that of the plan; the machine's limit is that of now.
         """
-        own = (plan.tile_values, plan.attention_block, plan.materialize_blocks)
+
+        def choices(sizes: Sizes) -> tuple[object, ...]:
+            one = sizes.one_evaluation
+            return (sizes.tile_values, sizes.attention_block, sizes.materialize_blocks, one)
+
         first, *others = self._levels(request)
-        levels = [
-            level
-            for level in (replace(first, most_tokens=WHOLE), first, *others)
-            if (level.tile_values, level.attention_block, level.materialize_blocks) == own
-        ]
+        known = (replace(first, most_tokens=WHOLE), first, *others)
+        known = (*self._together(request, demand), *known)
+        levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
         for level in levels or [first]:
             model = self.model(request, demand, level)
@@ -340,6 +365,21 @@ class Planner:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
         return nbytes
 
+    def _all_levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
+        return (*self._together(request, demand), *self._levels(request))
+
+    def _together(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
+        """The sizes at which a block is one evaluation.
+
+        There are none where the trace of some graph does not say how much it allocates, where
+        weights are dequantized, or where they are trained, tile by tile.
+        """
+        known = all(graph.allocated_bytes is not None for graph in self.manifest.graphs.values())
+        machine = self.machine
+        if machine.device == "cpu" or not (machine.packed and known) or demand.trains_weights:
+            return ()
+        return () if request.layout == "paper" else TOGETHER
+
     def _levels(self, request: Request) -> tuple[Sizes, ...]:
         """The sizes that a plan can choose, from generous to frugal."""
         if request.layout == "paper":
@@ -353,7 +393,7 @@ class Planner:
         """The lowest peak of all levels, which need not be that of the smallest tiles."""
         return min(
             self.predict(request, demand, level, 0, 0).predicted_peak_bytes
-            for level in self._levels(request)
+            for level in self._all_levels(request, demand)
         )
 
     def _without_token_tiles(
