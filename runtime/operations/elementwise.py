@@ -118,7 +118,7 @@ class Elementwise(Function, frozen=True):
         return graph.workspace_bytes + results
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
-        """The graph's own bytes, and its unwanted results; zeros may stand for a cotangent.
+        """The graph's own bytes, and its unwanted results.
 
         Where there are graphs for tiles only, as on a CPU, those of all tiles.
         """
@@ -129,10 +129,8 @@ class Elementwise(Function, frozen=True):
             graph, count = graphs[graph_key(self.graph, direction, tile)], call.tokens // tile
         assert graph.allocated_bytes is not None  # the planner has asked
         made = self.vjp_outputs if call.backward else self.outputs
-        unwanted = [name for name in made if name not in call.wanted]
-        cotangents = self.outputs if call.backward else ()
-        besides = sum(pages(call.bytes_of(name)) for name in (*unwanted, *cotangents))
-        return graph.allocated_bytes * count + besides
+        unwanted = sum(pages(call.bytes_of(name)) for name in made if name not in call.wanted)
+        return graph.allocated_bytes * count + unwanted
 
     def check(
         self,

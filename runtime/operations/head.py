@@ -8,7 +8,7 @@ from typing import ClassVar
 from runtime.arrays.stored import Matrix, pages
 from runtime.operations.base import Call, Execution, Operation, Tables, read_bytes, require
 from runtime.operations.embedding import check_vocabulary
-from runtime.operations.linear import SPLIT_BYTES
+from runtime.operations.linear import split_bytes
 from runtime.operations.logits import Logits
 from runtime.operations.values import F32, Shape, T
 
@@ -61,8 +61,9 @@ class Head(Operation, frozen=True):
         matrix = execution.tables.matrices[self.matrix]
         share = execution.chunk_rows / matrix.rows
         sums = 3 if call.backward else 0
-        small = 8 * pages(call.tokens * F32) + SPLIT_BYTES
-        lane = (3 + sums) * pages(h) + 2 * pages(logits_bytes(execution)) + small
+        logits = pages(logits_bytes(execution))
+        small = 8 * pages(call.tokens * F32) + split_bytes(matrix, logits)
+        lane = (3 + sums) * pages(h) + 2 * logits + small
         return int(read_bytes(matrix) * share) + call.lanes * lane
 
     def streamed(self, execution: Execution) -> tuple[int, int]:

@@ -90,7 +90,9 @@ class PeakModel:
         copy_bytes = self._most_adapters // 2 if self._rounded else self._most_adapters
         current = copy_bytes * self.demand.adapter_copies
         if self._rounded:
-            current += self._largest_adapter
+            # on a GPU all of a block are rounded in one evaluation
+            on_gpu = self.manifest.device == "gpu"
+            current += self._most_adapters if on_gpu else self._largest_adapter
         if not self.demand.all_adapters:
             return current
         return self.all_adapter_bytes + (current if self._rounded else 0)
@@ -106,6 +108,8 @@ class PeakModel:
         if not self.demand.backward:
             return 0
         fresh = self._most_adapters if self.demand.rows > 1 else self._largest_tiled_adapter
+        if self.manifest.device == "gpu" and (self.demand.rows > 1 or self._held_gradients):
+            fresh += self._most_adapters  # their sums are one evaluation
         summed = 2 * self._most_adapters if self.demand.sums_gradients else 0
         return self._held_gradients + self._most_adapters + fresh + summed
 
@@ -307,16 +311,23 @@ class PeakModel:
         after buffer without waiting.
         """
         size = _sizes(program, Call(False, (), lanes, tokens, program.values, lowered.block.tensor))
+        known = set(alive)
         total = lanes * sum(pages(size(name)) for name in alive)
         for instruction in schedule:
             operation = instruction.operation
             together = operation.runs_once_per_tile
             call = self._call(lowered, program, instruction, lanes if together else 1, tokens)
             made = [*instruction.wanted, *instruction.statistics]
-            arrays = 2 if instruction.backward else 1  # a gradient may be added to another
-            results = lanes * arrays * sum(pages(size(name)) for name in made)
+            if instruction.backward:
+                gradients = list(map(gradient_of, made))
+                # one is added to another that is there, and zeros stand for one that is not
+                made += [name for name in gradients if name in known]
+                made += {gradient_of(name) for name in operation.results} - known
+                known.update(gradients)
             work = operation.allocated_bytes(call, self.execution)
-            total += results + (work if together else lanes * work)
+            results = sum(pages(size(name)) for name in made)
+            total += lanes * results + (work if together else lanes * work)
+            known.difference_update(instruction.frees)
         return total
 
     def _call(

@@ -72,13 +72,14 @@ def test_graphs_for_a_gpu_that_is_not_here_are_refused(monkeypatch: pytest.Monke
         use_device("gpu")
 
 
-def test_only_a_gpu_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU MLX would spin wherever a limit is reached."""
+def test_nothing_runs_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU MLX would spin wherever a limit is reached; a GPU's is left as it is."""
     monkeypatch.setattr(backend, "_planned", [0])
     cache, memory = mx.set_cache_limit(0), mx.set_memory_limit(0)
     try:
+        mx.set_memory_limit(7_000_000)
         limit_memory("gpu", 3_000_000, 2_000_000)
-        assert mx.set_memory_limit(0) == 5_000_000
+        assert mx.set_memory_limit(0) == 7_000_000
         limit_memory("cpu", 3_000_000, 2_000_000)
         assert mx.set_memory_limit(0) > 1 << 50
         assert mx.set_cache_limit(0) == 2_000_000
