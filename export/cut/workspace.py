@@ -95,7 +95,8 @@ def allocated_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
         for name, shape, dtype in primitive["outputs"]:
             size[name] = pages(math.prod(shape) * dtype.size)
         if primitive["name"] in IN_PLACE:
-            once = [name for name in sources if uses[name] == 1 and name in size]
+            bases = [(name, owner.get(name, name)) for name in sources]
+            once = [base for name, base in bases if uses[name] == uses[base] == 1 and base in size]
             made = primitive["outputs"][0][0]
             reused = next((name for name in once if size[name] == size[made]), None)
             if reused is not None:

@@ -108,7 +108,8 @@ class PeakModel:
         if not self.demand.backward:
             return 0
         fresh = self._most_adapters if self.demand.rows > 1 else self._largest_tiled_adapter
-        if self.manifest.device == "gpu" and (self.demand.rows > 1 or self._held_gradients):
+        together = self.execution.one_evaluation and self.demand.rows > 1
+        if together or (self.manifest.device == "gpu" and self._held_gradients):
             fresh += self._most_adapters  # their sums are one evaluation
         summed = 2 * self._most_adapters if self.demand.sums_gradients else 0
         return self._held_gradients + self._most_adapters + fresh + summed
