@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -16,6 +16,8 @@ from runtime.arrays.stored import Extent, Graph, Matrix, pages
 from runtime.core.errors import BundleError
 from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 
+Evaluation = Literal["part", "operation", "block"]
+"""The units that are evaluated one after another; all of a unit's arrays are freed when it ends."""
 WHOLE = 1 << 62  # more tokens, or values, than there are
 
 
@@ -56,7 +58,12 @@ class Execution:
     packed: bool
     prefix: int = 0  # trained keys that every token of every layer sees besides
     rank: int = 0  # of adapters
-    one_evaluation: bool = False  # whether a block's values are freed when it ends, not before
+    evaluation: Evaluation = "part"
+
+    @property
+    def one_evaluation(self) -> bool:
+        """Whether an operation evaluates nothing itself: it is one evaluation, or its block is."""
+        return self.evaluation != "part"
 
     def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes in memory while a tile of `values` values is dequantized.

@@ -12,8 +12,8 @@ from runtime.plan.block_peaks import BlockPeak, PeakModel
 
 # MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
 CACHE_PER_LIVE = 1.5
-# On a Mac's GPU: arrays that exist at once, each of which ends in the middle of a page; where a
-# block is one evaluation they are adapters and gradients, since its values are counted in pages
+# On a Mac's GPU: arrays that exist at once, each of which ends in the middle of a page; where an
+# operation is one evaluation they are adapters and gradients: values are counted in pages
 ARRAYS = 128
 
 

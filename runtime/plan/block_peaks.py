@@ -306,14 +306,14 @@ class PeakModel:
         lanes: int,
         tokens: int,
     ) -> int:
-        """The bytes of all arrays along a schedule that is one evaluation, in whole pages.
+        """The peak bytes where nothing is freed before an evaluation ends, in whole pages.
 
-        None is freed before it ends: a GPU keeps what a command buffer reads, and begins buffer
-        after buffer without waiting.
+        A GPU keeps what a command buffer reads, and begins buffer after buffer without waiting.
         """
         size = _sizes(program, Call(False, (), lanes, tokens, program.values, lowered.block.tensor))
         known = set(alive)
-        total = lanes * sum(pages(size(name)) for name in alive)
+        total = lanes * sum(pages(size(name)) for name in known)
+        peak = total
         for instruction in schedule:
             operation = instruction.operation
             together = operation.runs_once_per_tile
@@ -328,8 +328,13 @@ class PeakModel:
             work = operation.allocated_bytes(call, self.execution)
             results = sum(pages(size(name)) for name in made)
             total += lanes * results + (work if together else lanes * work)
+            peak = max(peak, total)
+            if not instruction.backward:
+                known.update(made)
             known.difference_update(instruction.frees)
-        return total
+            if instruction.evaluates:
+                total = lanes * sum(pages(size(name)) for name in known)
+        return peak
 
     def _call(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
-from runtime.operations.base import WHOLE, Execution, Operation
+from runtime.operations.base import WHOLE, Evaluation, Execution, Operation
 from runtime.operations.program import Body, Instruction, Program
 from runtime.operations.tiled import Tiled
 from runtime.operations.values import DECODED_TOKENS, F32
@@ -32,8 +32,8 @@ class Sizes:
     queries whose attention scores exist at once, `most_tokens` the tokens that an MLP takes at
     once. With `materialize_blocks`, dequantized weights stay until their block is done.
     `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
-    `tile_values` allows. `cache_bytes` limits MLX's own cache, where it has one. With
-    `one_evaluation`, on a GPU, a block's forward or backward is evaluated as a whole.
+    `tile_values` allows. `cache_bytes` limits MLX's own cache, where it has one. On a GPU
+    a block's forward or backward, or each operation in it, can be one `evaluation`.
     """
 
     tile_values: int
@@ -42,7 +42,7 @@ class Sizes:
     materialize_blocks: bool = False
     most_tokens: int = WHOLE
     chunk_rows: int = 0
-    one_evaluation: bool = False
+    evaluation: Evaluation = "part"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def lower(
         packed or (context > 0 and bucket == 1),
         manifest.lora.prefix,
         manifest.lora.rank,
-        sizes.one_evaluation,
+        sizes.evaluation,
     )
     return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
 
@@ -198,7 +198,7 @@ def _tile_rows(manifest: Manifest, values: int, packed: bool) -> Mapping[str, in
 
 
 def _chunk_rows(manifest: Manifest, sizes: Sizes) -> int:
-    if sizes.one_evaluation:  # each chunk is one
+    if sizes.evaluation != "part":  # each chunk is one
         return math.ceil(manifest.vocab_size / MOST_CHUNKS)
     chunk = rows_at_once(manifest.vocab_size, manifest.hidden_size, sizes.tile_values)
     return max(LEAST_CHUNK_ROWS, chunk)
@@ -222,6 +222,8 @@ def _lower_block(
         program = folded
 
     def bodied(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        if sizes.evaluation == "operation":
+            schedule = _with_evaluations(schedule)
         return tuple(_with_body(instruction, program, adapted, tokens) for instruction in schedule)
 
     return LoweredBlock(
@@ -243,6 +245,17 @@ def _decoding(block: Block, program: Program, tokens: int, adapted: frozenset[st
     forward = forward_schedule(program)
     return LoweredBlock(
         block, program, tokens, adapted, forward, (), (), (), frozenset(), program.head
+    )
+
+
+def _with_evaluations(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """The instructions, of which those with weights or scores are evaluated one by one.
+
+    The last of them is not, because the block's end is near.
+    """
+    costly = [at for at, instruction in enumerate(schedule) if not instruction.operation.cheap]
+    return tuple(
+        replace(instruction, evaluates=at in costly[:-1]) for at, instruction in enumerate(schedule)
     )
 
 

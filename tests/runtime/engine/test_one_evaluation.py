@@ -37,7 +37,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.lower import Sizes
-from runtime.plan.plan import TOGETHER, Plan
+from runtime.plan.plan import BLOCK, OPERATIONS, Plan
 from runtime.run import session
 from runtime.run.session import Session, open_session
 from runtime.storage.activations import Activations
@@ -103,10 +103,11 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Evaluations:
     return found
 
 
-def small(rng: Rng) -> Sizes:
+def small(rng: Rng, evaluation: str) -> Sizes:
     """Sizes at which there are many tiles of everything that has tiles."""
     block, tile = int(rng.integers(16, 40)), int(rng.integers(4_000, 20_000))
-    return replace(TOGETHER[0], attention_block=block, tile_values=tile)
+    sizes = BLOCK if evaluation == "block" else OPERATIONS[0]
+    return replace(sizes, attention_block=block, tile_values=tile)
 
 
 def opened(bundle: Bundle, sizes: Sizes, method: str, bucket: int, lanes: int = 1) -> Session:
@@ -123,7 +124,7 @@ def peak_of(plan: Plan, run: Callable[[], object]) -> tuple[int, int]:
     return mx.get_peak_memory() - before, plan.active_bytes
 
 
-@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize(("kept", "evaluation"), [(0, "operation"), (0, "block"), (2, "block")])
 @pytest.mark.parametrize(("family", "layouts"), STORED)
 def test_gradients_are_the_oracles_and_the_cpus(
     tiny: Tiny,
@@ -135,13 +136,14 @@ def test_gradients_are_the_oracles_and_the_cpus(
     family: str,
     layouts: str,
     kept: int,
+    evaluation: str,
 ) -> None:
     """In a few evaluations, whatever the tiles, and within the bytes that the plan says."""
     dropout = 0.2 if family == "qwen2" and not kept else 0.0  # drawing it takes the most time
     plain = with_lora(tiny(family, layouts, seq_lens=LENGTHS), dropout=dropout)
     bundle = with_lora(placed(tiny(family, layouts, seq_lens=LENGTHS)), dropout=dropout)
     bucket = min(LENGTHS)
-    opening = opened(bundle, small(rng), "mebp", bucket)
+    opening = opened(bundle, small(rng, evaluation), "mebp", bucket)
     model = opening.model(bucket)
     assert model.lowered.execution.one_evaluation and model.arrays == GpuArrays(True)
     adapters = adapters_of(bundle, rng)
@@ -169,6 +171,7 @@ def test_gradients_are_the_oracles_and_the_cpus(
     agree(found, on_cpu)
 
 
+@pytest.mark.parametrize("evaluation", ["operation", "block"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mezo_steps_are_the_cpus(
     tiny: Tiny,
@@ -178,11 +181,12 @@ def test_mezo_steps_are_the_cpus(
     tmp_path: Path,
     evaluations: Evaluations,
     family: str,
+    evaluation: str,
 ) -> None:
     plain = tiny(family, seq_lens=LENGTHS)
     bundle = placed(plain)
     bucket, start = min(LENGTHS), adapters_of(plain, rng)
-    opening = opened(bundle, small(rng), "mezo", bucket, lanes=2)
+    opening = opened(bundle, small(rng, evaluation), "mezo", bucket, lanes=2)
     row = row_of(plain, rng, bucket)
     shape = (1, bucket, plain.manifest.hidden_size)
     losses, bounds = [], (MOST, 1000)

@@ -20,7 +20,7 @@ from runtime.machine.machine import Blas, Heap, Machine, read_machine
 from runtime.operations.linear import SPLIT_BYTES, SPLIT_COLUMNS, split_bytes
 from runtime.plan.allocator import ARRAYS
 from runtime.plan.lower import MOST_CHUNKS
-from runtime.plan.plan import LEVELS, Plan, Planner
+from runtime.plan.plan import LEVELS, OPERATIONS, Plan, Planner
 
 TASKS = {
     "mebp": task_of(64, rows=2),
@@ -38,22 +38,30 @@ def on(machine: Machine, **fields: object) -> Machine:
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_a_block_is_one_evaluation_on_a_gpu_where_it_fits(tiny: Tiny, task: Task) -> None:
+def test_a_block_or_an_operation_is_one_evaluation_on_a_gpu_where_it_fits(
+    tiny: Tiny, task: Task
+) -> None:
     """Nothing is freed before it ends, so it takes more than parts that end one by one."""
     manifest = tiny("gemma3").manifest
     plan = plan_of(manifest, task, 300_000_000, MAC)
-    assert plan.one_evaluation and plan.tile_tokens == plan.bucket
+    assert plan.evaluation == "block" and plan.tile_tokens == plan.bucket
     assert math.ceil(manifest.vocab_size / plan.chunk_rows) <= MOST_CHUNKS
-    assert "each block in one evaluation" in describe_plan(plan.to_json())
+    assert "each block evaluated once" in describe_plan(plan.to_json())
     assert Planner(manifest, MAC).again(plan, *task) == plan
+    less = predicted(manifest, task, OPERATIONS[0], 0, task.demand.lanes[0], MAC)
+    assert less.live_bytes < plan.live_bytes
+    between = plan_of(manifest, task, int(less.predicted_peak_bytes / 0.95) + 1, MAC)
+    assert between.evaluation == "operation" and between.lanes >= task.demand.lanes[0]
+    assert "each operation evaluated once" in describe_plan(between.to_json())
+    assert Planner(manifest, MAC).again(between, *task) == between
     frugal = plan_of(manifest, task, plan.minimum_bytes, MAC)
-    assert not frugal.one_evaluation and frugal.live_bytes < plan.live_bytes
-    assert "one evaluation" not in describe_plan(frugal.to_json())
+    assert frugal.evaluation == "part" and frugal.live_bytes < less.live_bytes
+    assert "evaluated once" not in describe_plan(frugal.to_json())
     assert frugal.slack_bytes == ARRAYS * PAGE + SPLIT_BYTES
-    assert not plan_of(manifest, task, 300_000_000, on(MAC, arithmetic="unpacked")).one_evaluation
-    assert not plan_of(manifest, task, 300_000_000, LINUX).one_evaluation
+    for other in (LINUX, on(MAC, arithmetic="unpacked")):
+        assert plan_of(manifest, task, 300_000_000, other).evaluation == "part"
     cuda = plan_of(manifest, task, 300_000_000, on(MAC, allocator="mlx"))
-    assert cuda.one_evaluation and cuda.slack_bytes == 0
+    assert cuda.evaluation == "block" and cuda.slack_bytes == 0
 
 
 def test_graphs_that_do_not_say_what_they_allocate_are_not_one_evaluation(tiny: Tiny) -> None:
@@ -63,7 +71,7 @@ def test_graphs_that_do_not_say_what_they_allocate_are_not_one_evaluation(tiny: 
         for key, graph in manifest.graphs.items()
     }
     silent = msgspec.structs.replace(manifest, graphs=graphs)
-    assert not plan_of(silent, task, 300_000_000, MAC).one_evaluation
+    assert plan_of(silent, task, 300_000_000, MAC).evaluation == "part"
 
 
 def test_what_a_gpu_holds_besides_a_small_product_is_bounded(tiny: Tiny) -> None:
