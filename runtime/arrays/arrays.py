@@ -33,14 +33,15 @@ def view(x: mx.array) -> npt.NDArray[np.float32]:
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
-    Where a block is one evaluation nothing is evaluated before `finish`, whatever else is said.
+    Where an operation or a block is one evaluation, nothing is evaluated before `finish`, whatever
+    else is said.
     """
 
     def settle(self, *arrays: Any) -> None:
         """Evaluate arrays, or lists and dictionaries of them, so that others are freed."""
 
     def finish(self, *arrays: Any) -> None:
-        """Evaluate all that is left of a block, where that is its one evaluation."""
+        """Evaluate all that an operation or a block leaves, where that is its one evaluation."""
 
     def put(self, whole: mx.array, where: Any, part: mx.array) -> None:
         """whole[where] = part, evaluated."""
@@ -198,7 +199,7 @@ class GpuArrays:
 
 
 def arrays_for(device: str, one_evaluation: bool = False) -> Arrays:
-    """The implementation for "cpu" or "gpu"; there a block may be one evaluation."""
+    """The implementation for "cpu" or "gpu"; there more than an array may be one evaluation."""
     return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays()
 
 

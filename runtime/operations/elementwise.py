@@ -59,8 +59,8 @@ class Elementwise(Function, frozen=True):
     def graph_tokens(self, bucket: int, one_evaluation: bool = False) -> int:
         """The number of tokens that a graph takes at a sequence bucket.
 
-        If tokens are treated alike, this is one tile, which then runs several times, unless a block
-        is one evaluation.
+        If tokens are treated alike, this is one tile, which then runs several times, unless the
+        operation is one evaluation.
         """
         return token_tile_unit(bucket) if self.tokenwise and not one_evaluation else bucket
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from oracles import whole_model as reference
@@ -29,8 +30,10 @@ from support.plans import MAC, PLENTY, predicted, task_of
 from export import graph_files
 from export.graph_files import trace_graphs
 from runtime.arrays.arrays import GpuArrays
+from runtime.bundle.checks import check_manifest
 from runtime.bundle.store import Bundle
 from runtime.bundle.traced import read_traced
+from runtime.core.errors import BundleError
 from runtime.engine.model import Model
 from runtime.methods.mebp import StepDropout
 from runtime.methods.noise import Noise
@@ -208,6 +211,17 @@ def test_mezo_steps_are_the_cpus(
         assert evaluations.most <= most
         assert most > MOST or peak <= planned
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_graphs_for_a_gpu_are_there_for_tiles_and_for_whole_buckets(
+    tiny: Tiny, placed: Traced
+) -> None:
+    plain = tiny("qwen2", seq_lens=LENGTHS).manifest
+    graphs = placed(tiny("qwen2", seq_lens=LENGTHS)).manifest.graphs
+    longer = {key.rpartition(".")[2] for key in set(graphs) - set(plain.graphs)}
+    assert set(plain.graphs) < set(graphs) and longer == set(map(str, LENGTHS))
+    with pytest.raises(BundleError, match="no forward graph for 96 tokens"):
+        check_manifest(msgspec.structs.replace(plain, device="gpu"))
 
 
 @pytest.mark.parametrize("shape", [(40, 6), (3, 40, 6)])
