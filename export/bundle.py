@@ -94,7 +94,7 @@ def _export(
         if engine is not None:
             engine.check(f"while it wrote {what}")
 
-    graphs = write_graphs(cut, tuple(config.seq_lens), writer.folder, progress)
+    graphs = write_graphs(cut, tuple(config.seq_lens), device, writer.folder, progress)
     files = {
         f"{TOKENIZER}/{name}": writer.file(f"{TOKENIZER}/{name}", data)
         for name, data in sorted(tokenizer.items())

@@ -58,20 +58,20 @@ def trace_graphs(manifest: Manifest, device: str, folder: Path) -> None:
     here = set_device(device)
     cut = cut_model(manifest.family, manifest.config)
     check_programs(manifest, cut.block_types, tuple(cut.blocks))
-    graphs = write_graphs(cut, manifest.buckets, folder, no_progress)
+    graphs = write_graphs(cut, manifest.buckets, here, folder, no_progress)
     traced = TracedGraphs(metadata.version("mlx"), here, cut.block_types, tuple(cut.blocks), graphs)
     check_manifest(traced.put_into(manifest))
     write_atomic(folder / RECORD, traced_bytes(traced))
 
 
 def write_graphs(
-    cut: Cut, buckets: tuple[int, ...], folder: Path, progress: Progress
+    cut: Cut, buckets: tuple[int, ...], device: str, folder: Path, progress: Progress
 ) -> dict[str, Graph]:
-    """Serialize every elementwise graph into `folder`: for buckets, and to decode."""
+    """Serialize every elementwise graph into `folder`: for buckets on a device, and to decode."""
     graphs: dict[str, Graph] = {}
     for index, graph in enumerate(cut.graphs):
         operation = graph.operation
-        lengths = sorted(set(map(operation.graph_tokens, buckets)))
+        lengths = {n for bucket in buckets for n in operation.graph_lengths(bucket, device)}
         functions = {(direction, n) for direction in ("forward", "vjp") for n in lengths}
         functions |= {(operation.decoding_direction, tokens) for tokens in DECODED_TOKENS}
         for direction, length in sorted(functions):
@@ -101,4 +101,5 @@ def _write_graph(function: TracedFunction, length: int, folder: Path, stem: str)
         tuple(tuple(a.shape) for a in inputs),
         traced.output_shapes,
         traced.workspace_bytes,
+        traced.allocated_bytes,
     )

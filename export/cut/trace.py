@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from export.cut.workspace import Primitive, workspace_bytes
+from export.cut.workspace import Primitive, allocated_bytes, workspace_bytes
 
 Function = Callable[..., list[mx.array]]
 
@@ -32,6 +32,7 @@ class Trace:
         output_shapes: the output's shape.
         signature: equal for equal computations: primitives, arguments, shapes and constants.
         workspace_bytes: the peak of MLX's allocations for the graph, less its outputs.
+        allocated_bytes: all of MLX's allocations for the graph, less its outputs.
     """
 
     depends: tuple[frozenset[int], ...]
@@ -40,6 +41,7 @@ class Trace:
     output_shapes: tuple[tuple[int, ...], ...]
     signature: str
     workspace_bytes: int
+    allocated_bytes: int
 
 
 @contextmanager
@@ -163,6 +165,7 @@ class _RecordedGraph:
             output_shapes=tuple(tuple(shape) for _, shape, _ in self.outputs),
             signature=self.digest.hexdigest(),
             workspace_bytes=workspace_bytes(self.primitives, names),
+            allocated_bytes=allocated_bytes(self.primitives, names),
         )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
+
+from runtime.arrays.stored import pages
 
 # a primitive as `mx.export_function` reports it: its name, and (name, shape, dtype) of its inputs
 # and outputs
@@ -20,6 +23,8 @@ IN_PLACE = {
     "Power", "Rsqrt", "Select", "Sigmoid", "Sin", "Sqrt", "Square", "Subtract", "Tanh",
 }  # fmt: skip
 RUN_AHEAD = 2  # MLX frees an array so many primitives after the last one that reads it
+RESHAPING = {"Flatten", "Reshape", "Unflatten"}  # which copy what a transposition has reordered
+SUMMED_ROWS = 512  # of a norm's weight gradient, which a GPU sums in a further operation
 
 
 def workspace_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
@@ -31,7 +36,7 @@ def workspace_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
         primitives: in any order that can be computed.
         outputs: names of the graph's results.
     """
-    primitives = _as_evaluated(primitives, outputs)
+    primitives = [_with_temporary(p) for p in _as_evaluated(primitives, outputs)]
     owner: dict[str, str] = {}
     last: dict[str, int] = {}
     for index, primitive in enumerate(primitives):
@@ -64,6 +69,50 @@ def workspace_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
             del alive[name]
     freed = {name for names in freed_later for name in names}
     return max(0, peak - sum(size for name, size in alive.items() if name not in freed))
+
+
+def allocated_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
+    """Bytes of all arrays that primitives allocate, besides the outputs, in whole pages.
+
+    A GPU frees none of them before its command buffer ends. Memory that becomes that of a result of
+    its size counts once.
+    """
+    primitives = [_with_temporary(p) for p in _as_evaluated(primitives, outputs)]
+    owner: dict[str, str] = {}
+    reordered: set[str] = set()
+    uses = Counter(name for primitive in primitives for name, _, _ in primitive["inputs"])
+    uses.update(outputs)
+    size: dict[str, int] = {}
+    for primitive in primitives:
+        sources = [name for name, _, _ in primitive["inputs"]]
+        copies = primitive["name"] in RESHAPING and sources[0] in reordered
+        if primitive["name"] in VIEWS and not copies:
+            ((made, _, _),) = primitive["outputs"]
+            owner[made] = owner.get(sources[0], sources[0])
+            if primitive["name"] in ("Broadcast", "Slice", "Transpose") or sources[0] in reordered:
+                reordered.add(made)
+            continue
+        for name, shape, dtype in primitive["outputs"]:
+            size[name] = pages(math.prod(shape) * dtype.size)
+        if primitive["name"] in IN_PLACE:
+            bases = [(name, owner.get(name, name)) for name in sources]
+            once = [base for name, base in bases if uses[name] == uses[base] == 1 and base in size]
+            made = primitive["outputs"][0][0]
+            reused = next((name for name in once if size[name] == size[made]), None)
+            if reused is not None:
+                del size[reused]
+    results = {owner.get(name, name) for name in outputs}
+    return sum(nbytes for name, nbytes in size.items() if name not in results)
+
+
+def _with_temporary(primitive: Primitive) -> Primitive:
+    """The primitive with the temporary array of a GPU's kernel, where it has one, as an output."""
+    if primitive["name"] != "RMSNormVJP":
+        return primitive
+    _, (*rows, width), dtype = primitive["inputs"][0]
+    shape = (min(SUMMED_ROWS, math.prod(rows)), width)
+    temporary = (f"{primitive['outputs'][0][0]}, summed", shape, dtype)
+    return {**primitive, "outputs": [*primitive["outputs"], temporary]}
 
 
 def _as_evaluated(primitives: list[Primitive], outputs: list[str]) -> list[Primitive]:

@@ -251,6 +251,11 @@ def _tiles(plan: dict[str, Any]) -> str:
             "all queries" if queries >= bucket else f"{queries} queries of attention",
             "all tokens in an MLP" if tokens >= bucket else f"{tokens} tokens in an MLP",
             f"{plan['chunk_rows']} rows of the vocabulary",
+            *(
+                []
+                if plan["evaluation"] == "part"
+                else [f"each {plan['evaluation']} evaluated once"]
+            ),
         )
     )
 

@@ -30,7 +30,7 @@ def dequantize(tile: Tile, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
     """
     if isinstance(tile, FloatTile):
         values = tile.values.astype(mx.float32)
-        mx.eval(values)  # so that the stored values are freed before the product is allocated
+        arrays.settle(values)  # so that the stored values are freed before the product is allocated
         return (values,)
     if bits == 8:
         return (_scaled(tile.words ^ _word(FLIP8), tile.scales),)
@@ -66,7 +66,7 @@ def join(parts: tuple[mx.array, ...], arrays: Arrays) -> mx.array:
         return parts[0]
     even, odd = parts
     whole = mx.zeros((even.shape[0], 2 * even.shape[1]))
-    mx.eval(whole)
+    arrays.settle(whole)
     arrays.put(whole, EVEN, even)
     arrays.put(whole, ODD, odd)
     return whole

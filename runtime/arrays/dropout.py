@@ -20,7 +20,7 @@ WORD = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Which values of an array (T, C) remain, and the factor of those."""
+    """Which values of an array (T, C) remain, and the factor of those; lazy."""
 
     remaining: mx.array  # (T, C), bool
     factor: float
@@ -49,7 +49,6 @@ class Dropout:
         """The mask of so many tokens."""
         dropped = min(round(self.probability * STEPS), STEPS - 1)
         remaining = _bits(self.key, self.first, tokens, columns) >= mx.array(dropped, mx.uint16)
-        mx.eval(remaining)
         return DropoutMask(remaining, STEPS / (STEPS - dropped))
 
 

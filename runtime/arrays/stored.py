@@ -10,6 +10,12 @@ ALIGNMENT = 64
 PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
 ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
 FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+WITHOUT_PAGES = 256  # bytes; smaller buffers of a GPU share pages
+
+
+def pages(nbytes: int) -> int:
+    """The bytes of a GPU's buffer for so many bytes, in whole pages."""
+    return nbytes if nbytes < WITHOUT_PAGES else -(-nbytes // PAGE) * PAGE
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -68,7 +74,11 @@ class Matrix(Record, frozen=True):
 
 
 class Graph(Record, frozen=True):
-    """One serialized function: its file, checksum, signature, and the bytes of its workspace."""
+    """One serialized function: its file, checksum and signature, and the bytes that it takes.
+
+    `workspace_bytes` is the peak of its intermediate arrays, `allocated_bytes` the size of all of
+    them in whole pages; None where whoever traced it did not say.
+    """
 
     file: str
     nbytes: int
@@ -76,6 +86,7 @@ class Graph(Record, frozen=True):
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     workspace_bytes: int
+    allocated_bytes: int | None = None
 
 
 class File(Record, frozen=True):

@@ -103,7 +103,7 @@ class RowSum:
         """Scale the sum by `fade` (T, 1), then add `part` (T, R') times the tile."""
         if not tile.columns:
             self._add_whole(tile.quantized(part, transpose=False), fade)
-            mx.eval(self.whole)
+            self.arrays.settle(self.whole)
             return
         if self.halves:
             self._add_to_halves(part, tile.columns, fade)
@@ -111,8 +111,8 @@ class RowSum:
             self.halves = [part @ column for column in tile.columns]
         if tile.shift is not None:
             self._add_whole(part @ tile.shift, fade)
-            mx.eval(self.whole)
-        mx.eval(self.halves)
+            self.arrays.settle(self.whole)
+        self.arrays.settle(self.halves)
 
     def _add_to_halves(
         self, part: mx.array, columns: tuple[mx.array, ...], fade: mx.array | None
@@ -127,6 +127,11 @@ class RowSum:
         if self.whole is not None:
             term = term + (self.whole if fade is None else self.whole * fade)
         self.whole = term
+
+    @property
+    def parts(self) -> list[mx.array]:
+        """The arrays in which the sum is held so far."""
+        return self.halves if self.whole is None else [*self.halves, self.whole]
 
     def result(self, group_size: int) -> mx.array:
         """The sum (T, C); the accumulator is consumed."""

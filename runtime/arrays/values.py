@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from runtime.arrays.arrays import Arrays
 from runtime.arrays.dropout import Dropout, DropoutMask
 from runtime.arrays.stored import Matrix
 
@@ -90,7 +91,7 @@ Gradients = dict[str, tuple[mx.array, mx.array]]  # (da, db) of each Lora, by it
 Values = dict[str, mx.array]
 
 
-def accumulate(total: Gradients, fresh: Gradients) -> None:
+def accumulate(total: Gradients, fresh: Gradients, arrays: Arrays) -> None:
     """Add the gradients `fresh` to existing ones, evaluated; `fresh` is emptied."""
     while fresh:
         name, pair = fresh.popitem()
@@ -98,5 +99,5 @@ def accumulate(total: Gradients, fresh: Gradients) -> None:
             before = total.pop(name)
             pair = (before[0] + pair[0], before[1] + pair[1])
             del before  # so that there is no other reference to the summands
-            mx.eval(pair)
+            arrays.settle(pair)
         total[name] = pair

@@ -95,6 +95,8 @@ def _check_files(manifest: Manifest) -> None:
         require(0 <= nbytes <= MAX_BYTES, f"{name} has {nbytes} bytes")
     for key, graph in manifest.graphs.items():
         require(0 <= graph.workspace_bytes <= MAX_BYTES, f"{key}: {graph.workspace_bytes} bytes")
+        known = graph.allocated_bytes
+        require(known is None or 0 <= known <= MAX_BYTES, f"{key}: {known} bytes")
         for shape in (*graph.inputs, *graph.outputs):
             require(all(0 <= size <= MAX_DIM for size in shape), f"{key}: shape {shape}")
 

@@ -138,6 +138,7 @@ class Manifest(Record, frozen=True):
             self.buckets,
             self.hidden_size,
             self.vocab_size,
+            self.device,
         )
 
     @property

@@ -1,7 +1,8 @@
 """Running the instructions of lowered programs, forward and reversed.
 
 Invariant: after each instruction its results are evaluated, and the values that it frees are
-dropped, so the memory in use is that of the schedule.
+dropped, so the memory in use is that of the schedule. Where an operation is one evaluation,
+all that exists is evaluated after it; where a block is, `runtime.engine.model` does so at its end.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Executor:
                     kernel.forward(run, [values], loras[index : index + 1])
                 for name in run.instruction.frees:
                     values.pop(name, None)
+            if run.instruction.evaluates:
+                self.arrays.finish(lanes)
 
     def _backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> None:
         instruction = run.instruction
@@ -95,3 +98,5 @@ class Executor:
             self.arrays.evaluate([values[gradient_of(name)] for name in instruction.wanted])
         for name in instruction.frees:
             values.pop(name, None)
+        if instruction.evaluates:
+            self.arrays.finish(values, gradients)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import arrays_for
+from runtime.arrays.arrays import Arrays, arrays_for
 from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
@@ -65,13 +65,17 @@ class Model:
         manifest, execution = self.bundle.manifest, self.lowered.execution
         return Matrices(
             self.weights,
-            arrays_for(manifest.device),
+            arrays_for(manifest.device, execution.one_evaluation),
             execution.packed,
             {manifest.matrices[n].packed.offset: rows for n, rows in execution.tile_rows.items()},
             self.lowered.materialize_blocks,
             self.profile,
             self.materialized,
         )
+
+    @property
+    def arrays(self) -> Arrays:
+        return self.matrices.arrays
 
     @cached_property
     def executor(self) -> Executor:
@@ -80,7 +84,7 @@ class Model:
             self.weights,
             self.matrices,
             self.graphs,
-            self.matrices.arrays,
+            self.arrays,
             self.lowered.execution,
             self.profile,
             self.observe,
@@ -177,14 +181,15 @@ class Model:
             return {}
         lengths = np.diff(offsets, append=self.bucket)
         starts = mx.array(np.repeat(offsets, lengths).astype(np.int32))
-        mx.eval(starts)
         return {STARTS: starts}
 
     def _forward(self, block: Block, lanes: list[Values], loras: Sequence[Loras]) -> list[mx.array]:
         lowered = self._lowered[block]
         program = lowered.program
         self.executor.forward(block, program, lowered.forward, self.bucket, lanes, loras)
-        return [values[program.output] for values in lanes]
+        outputs = [values[program.output] for values in lanes]
+        self.arrays.finish(outputs)
+        return outputs
 
     def forward_keeping(
         self, block: Block, x: mx.array, loras: Loras, offsets: Offsets | None = None
@@ -198,6 +203,7 @@ class Model:
         y = values.pop(program.output)
         for name in (program.input, STARTS):
             values.pop(name, None)
+        self.arrays.finish(y, values)
         return y, values
 
     def backward(
@@ -227,7 +233,9 @@ class Model:
             schedule = lowered.backward_kept
         gradients: Gradients = {}
         self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
-        return values.get(gradient_of(program.input)), gradients
+        dx = values.get(gradient_of(program.input))
+        self.arrays.finish(gradients if dx is None else (dx, gradients))
+        return dx, gradients
 
     def hidden(self, x: mx.array, scored: Positions, loras: Loras | None = None) -> mx.array:
         """The head operation's input (N, D) at the positions `scored`, for x (1, bucket, D)."""
@@ -270,7 +278,9 @@ class Model:
         del x, whole
         schedule, gradients = lowered.backward, Gradients()
         self.executor.reverse(block, program, schedule, self.bucket, values, {}, gradients)
-        return values[gradient_of(program.input)]
+        dx = values[gradient_of(program.input)]
+        self.arrays.finish(dx)
+        return dx
 
     def release(self, block: Block) -> None:
         """Free the block's mapped pages and its dequantized weights."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runtime.core.errors import UsageError
 from runtime.machine.cgroup import memory_limit_bytes
@@ -165,17 +165,41 @@ def this_machine(device: str, arithmetic: str) -> Machine:
     on a GPU, which multiplies quantized matrices as they are, unpacked on a CPU.
     """
     packed = arithmetic == "packed" or (arithmetic == "auto" and device == "gpu")
-    on_linux_cpu = sys.platform == "linux" and device == "cpu"
+    allocator: Literal["glibc", "mlx", "metal"] = "mlx"
+    if device == "gpu":
+        _load_gpu()
+        allocator = "metal" if sys.platform == "darwin" else "mlx"
+    elif sys.platform == "linux":
+        allocator = "glibc"
     gc.collect()
     trim_heap()
     return Machine(
         device="gpu" if device == "gpu" else "cpu",
         arithmetic="packed" if packed else "unpacked",
-        allocator="glibc" if on_linux_cpu else "mlx",
+        allocator=allocator,
         process_bytes=round_up(read_footprint().footprint_bytes),
         blas=Blas() if sys.platform == "darwin" else Blas(blas_threads(), PANEL_BYTES, ROW_BYTES),
         limit_bytes=memory_limit_bytes(),
     )
+
+
+def _load_gpu() -> None:
+    """Have MLX load the GPU's library, and the kernels of one operation of each kind.
+
+    They come with the first evaluation, and stay: a process that is read before is too small.
+    """
+    import mlx.core as mx
+
+    if not mx.is_available(mx.gpu):
+        return  # a plan is made here for a machine that has one
+    with mx.stream(mx.gpu):
+        x = mx.ones((64, 64))
+        words, scales, biases = mx.quantize(x)
+        product = mx.quantized_matmul(x @ x, words, scales, biases)
+        x[8:16] = mx.fast.rms_norm(product + 1, mx.ones(64), 1e-6)[:8]
+        mx.eval(x.sum(axis=-1), mx.exp(x))
+    del x, words, scales, biases, product
+    mx.clear_cache()
 
 
 def round_up(process_bytes: int) -> int:
@@ -220,15 +244,17 @@ def use_device(device: str) -> None:
 
 
 def limit_memory(device: str, live_bytes: int, cache_bytes: int) -> None:
-    """Limit MLX's cache to `cache_bytes`, and on a GPU its run-ahead to `live_bytes` above that.
+    """Limit MLX's cache to `cache_bytes`; `live_bytes` are what a plan has in use beside it.
 
-    On a CPU only `bounded_run_ahead` limits the run-ahead.
+    On a CPU only `bounded_run_ahead` limits the run-ahead. A GPU's has no limit: it would slow down
+    evaluations, and would not bound what a command buffer keeps.
     """
     import mlx.core as mx
 
     mx.set_cache_limit(cache_bytes)
     _planned[0] = live_bytes + cache_bytes
-    mx.set_memory_limit(_planned[0] if device == "gpu" else NO_LIMIT)
+    if device == "cpu":
+        mx.set_memory_limit(NO_LIMIT)
 
 
 @contextmanager
@@ -238,7 +264,11 @@ def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
     MLX allocates for up to ten operations before the first of them has run, unless its memory limit
     is reached. On a CPU such a limit may not hold all the time, since MLX waits by spinning where
     it is reached while one operation runs, which cost up to a third of the processor's time.
+    On a Mac nothing is bounded: a limit there would also have MLX empty its cache.
     """
+    if sys.platform == "darwin":
+        yield
+        return
     import mlx.core as mx
 
     ahead = max(more_bytes, int(AHEAD * _planned[0]), LEAST_AHEAD_BYTES)

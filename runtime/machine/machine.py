@@ -62,14 +62,15 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts about a machine, and the process that will train on it, on which a plan depends.
 
     process_bytes: footprint of the process after its imports, before it opens a bundle's graphs.
-    allocator: where freed buffers stay: in the heap ("glibc"), or in MLX's cache ("mlx").
+    allocator: where freed buffers stay: in the heap ("glibc"), or in MLX's cache ("mlx"); "metal"
+        is MLX's on a Mac's GPU, whose buffers are whole pages.
     limit_bytes: the most that the system lets the process take, its container's limit; None if
         there is none.
     """
 
     device: Literal["cpu", "gpu"]
     arithmetic: Literal["packed", "unpacked"]
-    allocator: Literal["glibc", "mlx"]
+    allocator: Literal["glibc", "mlx", "metal"]
     process_bytes: Bytes
     blas: Blas = Blas()
     heap: Heap = Heap()

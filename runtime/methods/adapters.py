@@ -22,6 +22,7 @@ import numpy as np
 from runtime.adapters.fused import adapters_in, digest_of, refuse_held
 from runtime.adapters.lora import LoraSettings
 from runtime.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
+from runtime.arrays.arrays import Arrays, arrays_for
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Lora
 from runtime.bundle.manifest import Manifest
@@ -90,15 +91,20 @@ class Adapters:
 
     def loras(self, block: Block) -> dict[str, Lora]:
         """The block's adapters by relative name."""
+        arrays = arrays_for(self.manifest.device, one_evaluation=True)
         loras = {}
         for name in self.manifest.adapted(block):
-            first, second = self.manifest.adapter_names(block, name)
-            loras[name] = Lora(self._copy(first), self._copy(second), self.scale)
+            first, second = (
+                self._copy(full, arrays) for full in self.manifest.adapter_names(block, name)
+            )
+            loras[name] = Lora(first, second, self.scale)
+        if self.dtype != "float32":
+            arrays.finish([[lora.a, lora.b] for lora in loras.values()])
         return loras
 
-    def _copy(self, name: str) -> mx.array:
+    def _copy(self, name: str, arrays: Arrays) -> mx.array:
         value = self.tensors[name].astype(DTYPES[self.dtype])  # itself where it is float32
-        mx.eval(value)
+        arrays.settle(value)
         return value
 
     def config(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from runtime.arrays.arrays import arrays_for
 from runtime.arrays.dropout import Dropout
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
@@ -194,8 +195,9 @@ class Backprop:
             )
             if dx is not None:
                 self.activations.put(index, row, dx)
-            accumulate(total, gradients)
+            accumulate(total, gradients, self.model.arrays)
             del dx, gradients
+            self.model.arrays.finish(total)
         return total
 
     def _of_row(self, block: Block, loras: Loras, row: int) -> Loras:
@@ -227,7 +229,8 @@ class MeBP:
         self.optimizer.begin(number, rate)
         samples = [row for part in parts for row in part]
         divisor = self.loss.count(samples)
-        held = Held() if self.clipping is None else self.clipping
+        arrays = arrays_for(self.adapters.manifest.device, one_evaluation=True)
+        held = Held(arrays) if self.clipping is None else self.clipping
         update = self.optimizer.apply if self.clipping is None else self.clipping.store
         shared = Shared(self.workers.exchange, update)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from runtime.arrays.arrays import Arrays
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients, accumulate
 from runtime.methods.protocol import ApplyGradients
@@ -21,16 +22,20 @@ T = TypeVar("T")
 class Held:
     """Gradients of earlier micro-batches in memory, by block."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
         self._held: dict[Block, Gradients] = {}
 
     def store(self, block: Block, gradients: Gradients) -> None:
         """Add a block's gradients to those that are held."""
-        accumulate(self._held.setdefault(block, {}), gradients)
+        held = self._held.setdefault(block, {})
+        accumulate(held, gradients, self._arrays)
+        self._arrays.finish(held)
 
     def add_to(self, block: Block, gradients: Gradients) -> None:
         """Add what is held of a block to its gradients, and hold it no longer."""
-        accumulate(gradients, self._held.pop(block, {}))
+        accumulate(gradients, self._held.pop(block, {}), self._arrays)
+        self._arrays.finish(gradients)
 
 
 class Shared:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.cached_attention import CachedAttention, prefix_bytes, prefix_of, slots_of
 from runtime.operations.values import F32, Shape, T, shape_at
@@ -78,6 +79,29 @@ class Attention(Function, frozen=True):
         nbytes = mask + scores + part + key_value_bytes // 2
         nbytes = nbytes + max(scores, part) if call.backward else nbytes
         return nbytes + prefix_bytes(q, k, v, block, execution.prefix, call.backward)
+
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """The arrays of every block of queries; scores are replaced in place by what follows them.
+
+        Forward two arrays as large as a block's scores, backward four: the probabilities and their
+        gradients, each beside what it follows from.
+        """
+        q, k, v, out = (
+            shape_at(call.values[name], call.tokens) for name in (*self.inputs, *self.outputs)
+        )
+        whole = sum(pages(math.prod(shape) * F32) for shape in (q, out, out))
+        for start in range(0, call.tokens, execution.attention_block):
+            rows = min(call.tokens, start + execution.attention_block) - start
+            first = 0 if self.window is None else max(0, start - self.window + 1)
+            keys = start + rows - first
+            mask, scores = (pages(n * rows * keys * F32) for n in (1, q[1]))
+            row = pages(q[1] * rows * F32)
+            queries = pages(q[1] * rows * max(q[3], v[3]) * F32)
+            sides = pages(k[1] * keys * k[3] * F32) + pages(k[1] * keys * v[3] * F32)
+            whole += mask + 6 * row + 6 * queries + 2 * sides
+            whole += (4 if call.backward else 2) * scores
+            whole += prefix_bytes(q, k, v, rows, execution.prefix, call.backward)
+        return whole
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of a factor that a BLAS packs: the queries of a group of heads."""

@@ -51,7 +51,7 @@ class AttentionBlocks:
 
     def _scores(self, q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
         s = by_head(q * scale, k.swapaxes(-1, -2))
-        mx.eval(s)
+        self.arrays.settle(s)
         self.arrays.add_to(s, ..., mask)
         return s
 
@@ -86,19 +86,19 @@ class AttentionBlocks:
             if prefix is not None:
                 further = prefix.scores(grouped[:, :, start:stop], scale)
                 top = mx.maximum(top, arrays.row_max(further))
-                mx.eval(top)
+                arrays.settle(top)
             p = arrays.exp_below(s, top)
             total = row_sums(p)
             out = by_head(p, v[0, :, None, first:stop])
             if prefix is not None:
                 weights = arrays.exp_below(further, top)
                 total, out = total + row_sums(weights), out + prefix.output(weights)
-                mx.eval(total, out)
+                arrays.settle(total, out)
                 del further, weights
             out = out / total
             lse = top + mx.log(total)
             del s, p
-            mx.eval(out, lse)
+            arrays.settle(out, lse)
             joined.put(start, out)
             sums.put(start, lse)
             del out, lse
@@ -129,33 +129,33 @@ class AttentionBlocks:
         d_grouped = d_out.reshape(groups, repeats, tokens, -1)
         outputs = out.reshape(d_grouped.shape)
         dk, dv = mx.zeros(k.shape[1:]), mx.zeros(v.shape[1:])
-        mx.eval(dk, dv)
+        arrays.settle(dk, dv)
         further: list[mx.array] = []
         if prefix is not None:
             further = [mx.zeros(part[:, 0].shape) for part in (prefix.keys, prefix.values)]
-            mx.eval(further)
+            arrays.settle(further)
         joined = _Joined(tokens, arrays)
         for start, stop, first, mask in self._blocks(tokens, window, starts):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
             inner = row_sums(d_rows * outputs[:, :, start:stop])
-            mx.eval(inner)
+            arrays.settle(inner)
             p = arrays.exp_below(self._scores(rows, keys, scale, mask), lse[:, :, start:stop])
             arrays.add_to(dv, (slice(None), slice(first, stop)), transposed(p, d_rows))
             dp = by_head(d_rows, values.swapaxes(-1, -2))
-            mx.eval(dp)
+            arrays.settle(dp)
             ds = arrays.weighed(dp, inner, p, scale)
             del p, dp
             dq = by_head(ds, keys)
             arrays.add_to(dk, (slice(None), slice(first, stop)), transposed(ds, rows))
-            mx.eval(dq)
+            arrays.settle(dq)
             del ds
             if prefix is not None:
                 sums = lse[:, :, start:stop]
-                part, *d_prefix = prefix.backward(rows, sums, inner, d_rows, scale, arrays)
+                part, *d_prefix = prefix.backward(rows, sums, inner, d_rows, scale)
                 dq = dq + part
-                mx.eval(dq)
+                arrays.settle(dq)
                 for whole, gradient in zip(further, d_prefix, strict=True):
                     arrays.add_to(whole, ..., gradient)
                 del part, d_prefix
@@ -183,7 +183,7 @@ class _Joined:
             return
         if start == 0:
             self.whole = mx.zeros((groups, repeats, self.tokens, width))
-            mx.eval(self.whole)
+            self.arrays.settle(self.whole)
         self.arrays.put(self.whole, (slice(None), slice(None), slice(start, start + rows)), part)
 
 
@@ -213,10 +213,10 @@ class AttentionKernel:
         for values, own in zip(lanes, loras, strict=True):
             q, k, v = (values[name] for name in operation.inputs)
             scale, window = operation.scale, operation.window
-            watch_keys(own, operation.prefix, k, v)
-            prefix = Prefix.of(own.get(operation.prefix), k.shape[1])
+            watch_keys(own, operation.prefix, k, v, self.tools.arrays)
+            prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
             out, sums = self.blocks.forward(q, k, v, scale, window, _starts(values), prefix)
-            mx.eval(out, sums)
+            self.tools.arrays.settle(out, sums)
             values[operation.outputs[0]] = out
             for name in run.instruction.statistics:
                 values[name] = sums
@@ -225,7 +225,8 @@ class AttentionKernel:
         operation = run.operation(Attention)
         q, k, v = (values[name] for name in operation.inputs)
         (output,), (statistic,) = operation.outputs, operation.statistics
-        prefix = Prefix.of(loras.get(operation.prefix), k.shape[1])
+        arrays = self.tools.arrays
+        prefix = Prefix.of(loras.get(operation.prefix), k.shape[1], arrays)
         dq, dk, dv, *further = self.blocks.backward(
             q,
             k,
@@ -239,11 +240,14 @@ class AttentionKernel:
             prefix,
         )
         if further:
-            d_keys, d_values = map(prefix_rows, further)
-            accumulate(gradients, {operation.prefix: (d_keys, d_values)})
+            d_keys, d_values = (prefix_rows(part, arrays) for part in further)
+            accumulate(gradients, {operation.prefix: (d_keys, d_values)}, arrays)
         return dict(zip(operation.inputs, (dq, dk, dv), strict=True))
 
 
 def _starts(values: Values) -> Starts | None:
-    """Where each token's row starts; None in a sequence that is one row."""
+    """Where each token's row starts; None in a sequence that is one row.
+
+    MLX made the array of NumPy's values, so nothing is waited for.
+    """
     return np.asarray(values[STARTS]) if STARTS in values else None

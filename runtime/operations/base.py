@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
-from runtime.arrays.stored import Extent, Graph, Matrix
+from runtime.arrays.stored import Extent, Graph, Matrix, pages
 from runtime.core.errors import BundleError
 from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 
+Evaluation = Literal["part", "operation", "block"]
+"""The units that are evaluated one after another; all of a unit's arrays are freed when it ends."""
 WHOLE = 1 << 62  # more tokens, or values, than there are
 
 
@@ -35,6 +37,7 @@ class Tables:
     buckets: Sequence[int]
     hidden_size: int
     vocab_size: int
+    device: str = "cpu"  # that graphs were traced for
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Execution:
     attention_block: int
     packed: bool
     prefix: int = 0  # trained keys that every token of every layer sees besides
+    rank: int = 0  # of adapters
+    evaluation: Evaluation = "part"
+
+    @property
+    def one_evaluation(self) -> bool:
+        """Whether an operation evaluates nothing itself: it is one evaluation, or its block is."""
+        return self.evaluation != "part"
 
     def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes in memory while a tile of `values` values is dequantized.
@@ -90,6 +100,18 @@ def materialized_bytes(matrix: Matrix) -> int:
     """Bytes of a whole matrix as float32, with the shifts of affine groups."""
     shifts = 0 if matrix.biases is None else matrix.groups * F32
     return matrix.rows * matrix.columns * F32 + shifts
+
+
+def read_bytes(matrix: Matrix) -> int:
+    """Bytes of a whole matrix as it is read and multiplied on a GPU, in whole pages.
+
+    Scales and biases exist as they are stored, in float32, and as MLX's products take them.
+    """
+    if matrix.is_float:
+        values = pages(matrix.rows * matrix.columns * F32)
+        return values if matrix.bits == 32 else values + pages(matrix.packed.nbytes)
+    small = (4 if matrix.biases is None else 8) * pages(matrix.groups * F32)
+    return pages(matrix.packed.nbytes) + small
 
 
 def _per_group(matrix: Matrix, values: int) -> int:
@@ -258,6 +280,13 @@ class Operation(
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """The bytes that it needs while it runs, besides the values that it reads and computes."""
         raise NotImplementedError
+
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """The bytes that it allocates besides its results, where nothing is freed before the end.
+
+        Each buffer has whole pages.
+        """
+        return pages(self.working_bytes(call, execution))
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of the factor that a BLAS packs, if there may be more of them than tokens."""

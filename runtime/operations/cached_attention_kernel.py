@@ -69,14 +69,14 @@ class Ring:
         rows = (q * scale).reshape(groups, heads // groups * tokens, width)
         s = rows @ self.keys[0, :, :used].swapaxes(-1, -2)
         s = s.reshape(groups, heads // groups, tokens, used)
-        mx.eval(s)
+        self.arrays.settle(s)
         if mask is not None:
             self.arrays.add_to(s, ..., mask)
         top = self.arrays.row_max(s)
         if prefix is not None:
             further = prefix.scores(q.reshape(groups, heads // groups, tokens, width), scale)
             top = mx.maximum(top, self.arrays.row_max(further))
-            mx.eval(top)
+            self.arrays.settle(top)
         p = self.arrays.exp_below(s, top)
         del s
         total = row_sums(p)
@@ -86,7 +86,7 @@ class Ring:
             weights = self.arrays.exp_below(further, top)
             total, out = total + row_sums(weights), out + prefix.output(weights)
         out = out / total
-        mx.eval(out)
+        self.arrays.settle(out)
         return out.reshape(1, heads, tokens, -1)
 
 
@@ -119,7 +119,7 @@ class CachedAttentionKernel:
             position = int(values[POSITION].item())  # type: ignore[arg-type]
             ring = Ring(keys, past, self.tools.arrays)
             ring.write(k, v, position)
-            prefix = Prefix.of(own.get(operation.prefix), k.shape[1])
+            prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
             out = ring.attend(q, position, operation.scale, operation.window, prefix)
             values[operation.outputs[0]] = out
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
+from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.gated import Gated
 from runtime.operations.placed import Placed
@@ -55,12 +56,18 @@ class Elementwise(Function, frozen=True):
     def tile_unit(self, bucket: int) -> int:
         return self.graph_tokens(bucket)
 
-    def graph_tokens(self, bucket: int) -> int:
-        """The number of tokens that the graphs for a sequence bucket were traced at.
+    def graph_tokens(self, bucket: int, one_evaluation: bool = False) -> int:
+        """The number of tokens that a graph takes at a sequence bucket.
 
-        If tokens are treated alike, this is one tile, which then runs several times.
+        If tokens are treated alike, this is one tile, which then runs several times, unless the
+        operation is one evaluation.
         """
-        return token_tile_unit(bucket) if self.tokenwise else bucket
+        return token_tile_unit(bucket) if self.tokenwise and not one_evaluation else bucket
+
+    def graph_lengths(self, bucket: int, device: str) -> set[int]:
+        """The numbers of tokens that its graphs for a sequence bucket are traced at."""
+        ways = (False, True) if device == "gpu" else (False,)
+        return {self.graph_tokens(bucket, one_evaluation) for one_evaluation in ways}
 
     @property
     def decoding_direction(self) -> str:
@@ -109,6 +116,21 @@ class Elementwise(Function, frozen=True):
             if not shared and (tokens < call.tokens or name not in held)
         )
         return graph.workspace_bytes + results
+
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """The graph's own bytes, and its unwanted results.
+
+        Where there are graphs for tiles only, as on a CPU, those of all tiles.
+        """
+        direction = "vjp" if call.backward else "forward"
+        graphs, tile = execution.tables.graphs, self.graph_tokens(call.tokens)
+        graph, count = graphs.get(graph_key(self.graph, direction, call.tokens)), 1
+        if graph is None:
+            graph, count = graphs[graph_key(self.graph, direction, tile)], call.tokens // tile
+        assert graph.allocated_bytes is not None  # the planner has asked
+        made = self.vjp_outputs if call.backward else self.outputs
+        unwanted = sum(pages(call.bytes_of(name)) for name in made if name not in call.wanted)
+        return graph.allocated_bytes * count + unwanted
 
     def check(
         self,
@@ -170,7 +192,8 @@ class Elementwise(Function, frozen=True):
             ):
                 require(shapes_there == expected, f"{where}: signature {shapes_there}")
 
-        for tokens in sorted(set(map(self.graph_tokens, tables.buckets))):
+        lengths = [self.graph_lengths(bucket, tables.device) for bucket in tables.buckets]
+        for tokens in sorted(set[int]().union(*lengths)):
             check_graph("forward", tokens, shapes(self.inputs, tokens), self.outputs)
             check_graph("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs)
         for tokens in DECODED_TOKENS:

@@ -64,7 +64,8 @@ class ElementwiseKernel:
         forward = direction == "forward"
         names = operation.inputs if forward else operation.vjp_inputs
         made = operation.outputs if forward else operation.vjp_outputs
-        graph_tokens = operation.graph_tokens(self.tools.execution.bucket)
+        execution = self.tools.execution
+        graph_tokens = operation.graph_tokens(execution.bucket, execution.one_evaluation)
         key = graph_key(operation.graph, direction, graph_tokens)
         if graph_tokens == tokens:
             results = dict(zip(made, self.tools.graphs.call(key, arguments), strict=True))
@@ -79,7 +80,7 @@ class ElementwiseKernel:
             array_name for array_name in holder.values() if not array_name.startswith("~")
         )
         wholes = {name: mx.zeros(shape_at(program.values[name], tokens)) for name in own}
-        mx.eval(wholes)
+        self.tools.arrays.settle(wholes)
         for start in range(0, tokens, graph_tokens):
             tile = slice(start, start + graph_tokens)
             sliced = [
@@ -88,7 +89,7 @@ class ElementwiseKernel:
             ]
             results = dict(zip(made, self.tools.graphs.call(key, sliced), strict=True))
             del sliced
-            mx.eval([results[name] for name in own])
+            self.tools.arrays.settle([results[name] for name in own])
             for name in own:
                 self.tools.arrays.put(wholes[name], _along(program, name, tile), results[name])
             del results

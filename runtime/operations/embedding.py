@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.values import F32, Shape, T
+
+DEQUANTIZED = 8  # arrays as large as the rows: their words, codes and halves on the way to float32
 
 
 class Embedding(Operation, frozen=True):
@@ -26,6 +29,10 @@ class Embedding(Operation, frozen=True):
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         return 3 * call.tokens * execution.tables.matrices[self.matrix].columns * F32
+
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """The rows as they are stored, and each array on the way from there to float32."""
+        return DEQUANTIZED * pages(call.bytes_of(self.outputs[0]))
 
     def check_weights(
         self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from runtime.arrays.stored import Matrix
-from runtime.operations.base import Call, Execution, Operation, Tables, require
+from runtime.arrays.stored import Matrix, pages
+from runtime.operations.base import Call, Execution, Operation, Tables, read_bytes, require
 from runtime.operations.embedding import check_vocabulary
+from runtime.operations.linear import split_bytes
 from runtime.operations.logits import Logits
 from runtime.operations.values import F32, Shape, T
 
@@ -41,6 +42,8 @@ class Head(Operation, frozen=True):
         `call.backward` says whether the gradient of the hidden states is computed.
         """
         h = call.bytes_of(self.inputs[0])
+        if execution.one_evaluation:
+            return self._evaluated_bytes(h, call, execution)
         matrix = execution.tables.matrices[self.matrix]
         gradient = h if call.backward else 0
         waiting = 3 * call.lanes * h  # h and its halves, and the rows of the targets
@@ -48,6 +51,20 @@ class Head(Operation, frozen=True):
         dequantizing = execution.dequantizing_bytes(matrix, values)
         joined = gradient  # of its halves, after the last chunk is freed
         return waiting + gradient + max(dequantizing, scoring_bytes(matrix, execution), joined)
+
+    def _evaluated_bytes(self, h: int, call: Call, execution: Execution) -> int:
+        """Where a chunk is one evaluation of all lanes, none of whose arrays is freed before.
+
+        Of a lane there are h, the rows of its targets, and the sum so far, and in a chunk the
+        logits, their exponentials, and the sum faded, the product and both together.
+        """
+        matrix = execution.tables.matrices[self.matrix]
+        share = execution.chunk_rows / matrix.rows
+        sums = 3 if call.backward else 0
+        logits = pages(logits_bytes(execution))
+        small = 8 * pages(call.tokens * F32) + split_bytes(matrix, logits)
+        lane = (3 + sums) * pages(h) + 2 * logits + small
+        return int(read_bytes(matrix) * share) + call.lanes * lane
 
     def streamed(self, execution: Execution) -> tuple[int, int]:
         """Bytes of a vocabulary chunk's logits, and of the chunk and its logits together."""

@@ -55,12 +55,12 @@ class _Lane:
     def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
         """Add the logits of a chunk of the vocabulary, whose first row is `start`."""
         logits = chunk.transposed_product(self.given)
-        mx.eval(logits)
+        self.arrays.settle(logits)
         top = self.arrays.row_max(logits)
         if self.predicted is not None:
             place = logits.argmax(axis=-1).astype(mx.int32) + start
             self.predicted = mx.where(top[:, 0] > self.best[:, 0], place, self.predicted)
-            mx.eval(self.predicted)
+            self.arrays.settle(self.predicted)
         new = mx.maximum(self.best, top)
         fade = mx.exp(self.best - new)
         p = self.arrays.exp_below(logits, new)
@@ -69,7 +69,13 @@ class _Lane:
         self.best = new
         if gradient:
             self.weighted.add(p, chunk, fade)
-        mx.eval(self.best, self.total)
+        self.arrays.settle(self.best, self.total)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The arrays that go on from chunk to chunk."""
+        state = [self.best, self.total, *self.weighted.parts]
+        return state if self.predicted is None else [*state, self.predicted]
 
     def result(self, gradient: bool, group_size: int) -> HeadResult:
         target_logit = row_sums(self.given.x * self.chosen)
@@ -77,14 +83,14 @@ class _Lane:
         dh = None
         if gradient:
             dh = self.weighted.result(group_size) / self.total - self.chosen
-            mx.eval(dh)
-        mx.eval(loss)
+            self.arrays.settle(dh)
+        self.arrays.settle(loss)
         return HeadResult(loss, self.predicted, dh)
 
 
 @dataclass(frozen=True)
 class HeadKernel:
-    """Streams a head's rows, `chunk_rows` at a time."""
+    """Streams a head's rows, `chunk_rows` at a time; each chunk is at most one evaluation."""
 
     matrices: Matrices
     chunk_rows: int
@@ -102,6 +108,7 @@ class HeadKernel:
 
         `moves` say how each lane moves the matrix; without them none does.
         """
+        arrays = self.matrices.arrays
         moves = moves or [None] * len(hs)
         given = zip(hs, targets, moves, strict=True)
         lanes = [self._lane(h, t, matrix, predictions, move) for h, t, move in given]
@@ -111,7 +118,10 @@ class HeadKernel:
                 for lane in seeing:
                     lanes[lane].add(chunk, start, gradient)
                 del chunk
-        return [lane.result(gradient, matrix.group_size) for lane in lanes]
+            arrays.finish([lane.state for lane in lanes])
+        results = [lane.result(gradient, matrix.group_size) for lane in lanes]
+        arrays.finish([[result.loss, result.dh] for result in results])
+        return results
 
     def _lane(
         self,

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from runtime.arrays.stored import Matrix, Record
-from runtime.operations.base import Call, Execution, Operation, Tables, require
+from runtime.arrays.stored import Matrix, Record, pages
+from runtime.operations.base import Call, Execution, Operation, Tables, read_bytes, require
 from runtime.operations.values import F32, Shape, T
 
 MASK = 1  # bytes of a value's entry in a mask
+DROPPING = 6  # arrays as large as the input: its random words, their views, the mask and products
+SPLIT_BYTES = 512 * 32 * 32 * F32  # the most that a GPU's split quantized product holds besides
+SPLIT_COLUMNS = 32  # the fewest columns of a part
+GEMM_PARTS = 16  # the most parts of another split product
 
 
 class Product(Record, frozen=True):
@@ -74,6 +78,14 @@ class Linear(Operation, frozen=True):
             return summed + max(_backward(linear.name, call, execution) for linear in chosen)
         return max(_forward(linear.name, call, execution) for linear in chosen)
 
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """The weights as they are read, and every array between input and output, of all lanes."""
+        return sum(
+            _allocated(linear, call, execution)
+            for linear in self.linears
+            if call.backward or linear.output in call.wanted
+        )
+
     def check(
         self,
         where: str,
@@ -130,6 +142,39 @@ def _backward(relative: str, call: Call, execution: Execution) -> int:
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
     most = max(tile + _part(matrix, rows, call.tokens), inputs * F32)
     return most + inputs * MASK if relative in call.dropped else most
+
+
+def _allocated(linear: Product, call: Call, execution: Execution) -> int:
+    """Bytes that the product with one matrix allocates, forward or backward.
+
+    Besides the weights, forward: the product before the adapter's part is added, and a copy of an
+    input that is not contiguous. Backward: the same of dx and dy, and the sum of several dx. Either
+    way the products with A and B, both in float32, and what a GPU holds where it splits a product
+    to compute its parts side by side.
+    """
+    matrix = execution.tables.matrices[call.tensor(linear.name)]
+    inputs = pages(call.tokens * matrix.columns * F32)
+    outputs = pages(call.tokens * matrix.rows * F32)
+    ranks = pages(call.tokens * execution.rank * F32)
+    a, b = (pages(n * execution.rank * F32) for n in (matrix.columns, matrix.rows))
+    lane = 4 * ranks + 2 * (a + b)
+    if call.backward:
+        lane += 2 * inputs + outputs + GEMM_PARTS * (2 * ranks + a + b)
+    else:
+        lane += outputs + inputs + GEMM_PARTS * ranks + split_bytes(matrix, outputs)
+    if linear.name in call.dropped:
+        lane += DROPPING * inputs
+    return read_bytes(matrix) + call.lanes * lane
+
+
+def split_bytes(matrix: Matrix, outputs: int) -> int:
+    """Bytes of the parts of a quantized product's `outputs`, which a GPU splits where it is small.
+
+    There are at least two, and one for each group of columns at most.
+    """
+    if matrix.is_float or 2 * outputs > SPLIT_BYTES:
+        return 0
+    return min(SPLIT_BYTES, outputs * (matrix.columns // SPLIT_COLUMNS))
 
 
 def _part(matrix: Matrix, rows: int, tokens: int) -> int:

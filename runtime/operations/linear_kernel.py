@@ -58,10 +58,10 @@ class LoraProducts:
             if lora is not None:
                 if lora.observer is not None:
                     lora.observer(x)
-                given = dropped(x, lora.mask(x))
+                given = self.dropped(x, self.mask(x, lora))
                 y = mx.addmm(y, (given @ lora.a) * lora.scale, lora.b)
                 del given
-            mx.eval(y)
+            self.matrices.arrays.settle(y)
             results.append(y)
         return results
 
@@ -80,11 +80,11 @@ class LoraProducts:
             for tile, lanes in matrices.as_seen(matrix, 0, matrix.rows, moves):
                 for lane in lanes:
                     whole[lane] = tile.transposed_product(inputs[lane])
-                    mx.eval(whole[lane])
+                    arrays.settle(whole[lane])
                 del tile
             return [whole.pop(lane) for lane in range(len(xs))]
         outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
-        mx.eval(outputs)
+        arrays.settle(outputs)
         for start, stop in matrices.ranges(matrix):
             for tile, lanes in matrices.as_seen(matrix, start, stop, moves):
                 for lane in lanes:
@@ -123,20 +123,26 @@ class LoraProducts:
         self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None
     ) -> tuple[mx.array, mx.array]:
         """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
-        x = dropped(x, mask)
+        x = self.dropped(x, mask)
         # not x^T (T, r): threads of a BLAS would pack all of x between them
         da = mx.contiguous((dy_b.T @ x).T)
         db = ((x @ lora.a) * lora.scale).T @ dy
         return da, db
 
+    def mask(self, x: mx.array, lora: Lora) -> DropoutMask | None:
+        """Which values of the input x (T, C) are dropped, evaluated; None without dropout."""
+        mask = lora.mask(x)
+        if mask is not None:
+            self.matrices.arrays.settle(mask.remaining)
+        return mask
 
-def dropped(x: mx.array, mask: DropoutMask | None) -> mx.array:
-    """drop(x), evaluated; x itself without a mask."""
-    if mask is None:
-        return x
-    remaining = mask(x)
-    mx.eval(remaining)
-    return remaining
+    def dropped(self, x: mx.array, mask: DropoutMask | None) -> mx.array:
+        """drop(x), evaluated; x itself without a mask."""
+        if mask is None:
+            return x
+        remaining = mask(x)
+        self.matrices.arrays.settle(remaining)
+        return remaining
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ class LinearKernel:
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation, products = run.operation(Linear), self.products
+        arrays = self.tools.arrays
         source = operation.inputs[0]
         total: mx.array | None = None
         for linear in operation.linears:
@@ -191,11 +198,11 @@ class LinearKernel:
             if lora is not None:
                 dy_b = products.through_b(dy, lora)
                 x = values[source].squeeze(0)
-                mask = lora.mask(x)
+                mask = products.mask(x, lora)
                 pair = products.backward_lora(x, dy, lora, dy_b, mask)
                 del x
-                mx.eval(pair)
-                accumulate(gradients, {linear.name: pair})
+                arrays.settle(pair)
+                accumulate(gradients, {linear.name: pair}, arrays)
                 del pair
             if run.instruction.wanted:
                 name = run.block.tensor(linear.name)
@@ -204,7 +211,7 @@ class LinearKernel:
                     dx = products.add_lora_input(dx, lora, dy_b, mask)
                     del dy_b
                 total = dx if total is None else total + dx
-                mx.eval(total)
+                arrays.settle(total)
                 del dx
             del dy, received, mask
         return {} if total is None else {source: total[None]}

@@ -25,9 +25,10 @@ class Prefix:
 
     keys: mx.array
     values: mx.array
+    arrays: Arrays
 
     @classmethod
-    def of(cls, lora: Lora | None, heads: int) -> Prefix | None:
+    def of(cls, lora: Lora | None, heads: int, arrays: Arrays) -> Prefix | None:
         """The prefix in an adapter of an attention with so many key heads; None if it has none."""
         if lora is None or not lora.a.shape[0]:
             return None
@@ -35,13 +36,13 @@ class Prefix:
             mx.contiguous(part.reshape(part.shape[0], heads, 1, -1).transpose(1, 2, 0, 3))
             for part in (lora.a.astype(mx.float32), lora.b.astype(mx.float32))
         )
-        mx.eval(keys, values)
-        return cls(keys, values)
+        arrays.settle(keys, values)
+        return cls(keys, values, arrays)
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
         """q K'^T scale (K, R, t, m) of queries q (K, R, t, D), evaluated."""
         scores = by_head(q * scale, self.keys.swapaxes(-1, -2))
-        mx.eval(scores)
+        self.arrays.settle(scores)
         return scores
 
     def output(self, p: mx.array) -> mx.array:
@@ -49,36 +50,36 @@ class Prefix:
         return by_head(p, self.values)
 
     def backward(
-        self, q: mx.array, lse: mx.array, inner: mx.array, d_out: mx.array, scale: float, by: Arrays
+        self, q: mx.array, lse: mx.array, inner: mx.array, d_out: mx.array, scale: float
     ) -> tuple[mx.array, mx.array, mx.array]:
         """dq (K, R, t, D), dK' (K, m, D) and dV' (K, m, E), evaluated, as those of the sequence.
 
         `lse` (K, R, t, 1) is the log-sum-exp over all keys, `inner` rowsum(dO * O).
         """
-        p = by.exp_below(self.scores(q, scale), lse)
+        p = self.arrays.exp_below(self.scores(q, scale), lse)
         d_values = transposed(p, d_out)
         dp = by_head(d_out, self.values.swapaxes(-1, -2))
-        mx.eval(d_values, dp)
-        ds = by.weighed(dp, inner, p, scale)
+        self.arrays.settle(d_values, dp)
+        ds = self.arrays.weighed(dp, inner, p, scale)
         dq, d_keys = by_head(ds, self.keys), transposed(ds, q)
-        mx.eval(dq, d_keys)
+        self.arrays.settle(dq, d_keys)
         return dq, d_keys, d_values
 
 
-def prefix_rows(by_head: mx.array) -> mx.array:
+def prefix_rows(by_head: mx.array, arrays: Arrays) -> mx.array:
     """(m, K D) of (K, m, D), as adapters hold it, evaluated."""
     rows = mx.contiguous(by_head.swapaxes(0, 1).reshape(by_head.shape[1], -1))
-    mx.eval(rows)
+    arrays.settle(rows)
     return rows
 
 
-def watch_keys(loras: Loras, name: str, k: mx.array, v: mx.array) -> None:
+def watch_keys(loras: Loras, name: str, k: mx.array, v: mx.array, arrays: Arrays) -> None:
     """Show keys and values (1, K, T, D) of a sequence, as rows (T, K D + K E), to who watches."""
     lora = loras.get(name)
     if lora is None or lora.observer is None:
         return
     seen = [part[0, :, : lora.observer.tokens] for part in (k, v)]
-    lora.observer(mx.concatenate([prefix_rows(part) for part in seen], axis=-1))
+    lora.observer(mx.concatenate([prefix_rows(part, arrays) for part in seen], axis=-1))
 
 
 def by_head(x: mx.array, y: mx.array) -> mx.array:

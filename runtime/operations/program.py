@@ -86,6 +86,7 @@ class Instruction:
     `statistics` are the values that a forward computes only for its backward; `frees` are the
     values and gradients that are freed after the instruction. `same` says for each wanted gradient
     which cotangent or earlier gradient is the same array afterwards, or "" for a new array.
+    `evaluates` says that all that exists is evaluated after it, where it is one evaluation.
     """
 
     backward: bool
@@ -95,3 +96,4 @@ class Instruction:
     frees: tuple[str, ...]
     same: tuple[str, ...] = ()
     body: Body | None = None
+    evaluates: bool = False

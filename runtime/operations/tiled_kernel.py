@@ -24,7 +24,7 @@ class TiledKernel:
         operation, body = run.operation(Tiled), _body(run)
         (source,), (result,) = operation.inputs, operation.outputs
         ys = [mx.zeros(shape_at(run.program.values[result], run.tokens)) for _ in lanes]
-        mx.eval(ys)
+        self.tools.arrays.settle(ys)
         for tile in _tiles(run, body):
             inside = [{source: values[source][:, tile]} for values in lanes]
             run.executor.forward(
@@ -49,7 +49,7 @@ class TiledKernel:
             if name in loras:  # there before the tiles, not in the holes that they leave
                 a, b = loras[name].a, loras[name].b
                 gradients[name] = (mx.zeros(a.shape), mx.zeros(b.shape))
-        mx.eval(dx if dx is not None else [], gradients)
+        self.tools.arrays.settle(dx if dx is not None else [], gradients)
         for tile in _tiles(run, body):
             inside = {source: x[:, tile], gradient_of(result): dy[:, tile]}
             run.executor.reverse(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.arrays.stored import PAGE
 from runtime.machine.glibc import HeapUse, unused_bytes
 from runtime.machine.machine import Machine
+from runtime.operations.linear import SPLIT_BYTES
 from runtime.plan.block_peaks import BlockPeak, PeakModel
 
 # MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
 CACHE_PER_LIVE = 1.5
+# On a Mac's GPU: arrays that exist at once, each of which ends in the middle of a page; where an
+# operation is one evaluation they are adapters and gradients: values are counted in pages
+ARRAYS = 128
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ def held_by_allocator(
         slack = 0 if heap is None else unused_bytes(heap, heap_use(model, live + besides, index))
         peaks.append((max(0, live - spared), slack))
     live, slack = max(peaks, key=sum)
+    if machine.allocator == "metal":
+        slack += ARRAYS * PAGE + (0 if model.execution.one_evaluation else SPLIT_BYTES)
     cache = 0 if heap is not None else min(cache_bytes, int(CACHE_PER_LIVE * live))
     return Held(live, slack, cache)
 

@@ -7,11 +7,11 @@ operation needs while it runs (`runtime.operations`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from runtime.arrays.stored import ITEM_BYTES, Block
+from runtime.arrays.stored import ITEM_BYTES, Block, pages
 from runtime.bundle.manifest import Manifest, block_range
 from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
@@ -94,7 +94,9 @@ class PeakModel:
         copy_bytes = self._most_adapters // 2 if self._rounded else self._most_adapters
         current = copy_bytes * self.demand.adapter_copies
         if self._rounded:
-            current += self._largest_adapter
+            # on a GPU all of a block are rounded in one evaluation
+            on_gpu = self.manifest.device == "gpu"
+            current += self._most_adapters if on_gpu else self._largest_adapter
         if not self.demand.all_adapters:
             return current
         return self.all_adapter_bytes + (current if self._rounded else 0)
@@ -110,6 +112,9 @@ class PeakModel:
         if not self.demand.backward:
             return 0
         fresh = self._most_adapters if self.demand.rows > 1 else self._largest_tiled_adapter
+        together = self.execution.one_evaluation and self.demand.rows > 1
+        if together or (self.manifest.device == "gpu" and self._held_gradients):
+            fresh += self._most_adapters  # their sums are one evaluation
         summed = 2 * self._most_adapters if self.demand.sums_gradients else 0
         return self._held_gradients + self._most_adapters + fresh + summed
 
@@ -297,17 +302,11 @@ class PeakModel:
         tokens: int,
     ) -> int:
         """The peak bytes along a schedule, given the values that exist before it."""
+        if self.execution.one_evaluation:
+            return self._allocated(lowered, program, schedule, alive, lanes, tokens)
         held = _Held()
         plain = Call(False, (), lanes, tokens, program.values, lowered.block.tensor)
-        statistics = _statistic_bytes(program, plain)
-
-        def size(name: str) -> int:
-            if name in statistics:
-                return statistics[name]
-            if name == STARTS:
-                return tokens * START_BYTES
-            return bytes_at(program.values[name.removeprefix("~")], tokens)
-
+        size = _sizes(program, plain)
         held.take({name: (size(name), "") for name in alive})
         peak = 0
         for instruction in schedule:
@@ -328,6 +327,59 @@ class PeakModel:
             peak = max(peak, (lanes - 1) * others + before + fresh + work)
         return peak
 
+    def _allocated(
+        self,
+        lowered: LoweredBlock,
+        program: Program,
+        schedule: tuple[Instruction, ...],
+        alive: set[str],
+        lanes: int,
+        tokens: int,
+    ) -> int:
+        """The peak bytes where nothing is freed before an evaluation ends, in whole pages.
+
+        A GPU keeps what a command buffer reads, and begins buffer after buffer without waiting.
+        """
+        size = _sizes(program, Call(False, (), lanes, tokens, program.values, lowered.block.tensor))
+        known = set(alive)
+        total = lanes * sum(pages(size(name)) for name in known)
+        peak = total
+        for instruction in schedule:
+            operation = instruction.operation
+            together = operation.runs_once_per_tile
+            call = self._call(lowered, program, instruction, lanes if together else 1, tokens)
+            made = [*instruction.wanted, *instruction.statistics]
+            if instruction.backward:
+                gradients = list(map(gradient_of, made))
+                # one is added to another that is there, and zeros stand for one that is not
+                made += [name for name in gradients if name in known]
+                made += {gradient_of(name) for name in operation.results} - known
+                known.update(gradients)
+            work = operation.allocated_bytes(call, self.execution)
+            results = sum(pages(size(name)) for name in made)
+            total += lanes * results + (work if together else lanes * work)
+            peak = max(peak, total)
+            if not instruction.backward:
+                known.update(made)
+            known.difference_update(instruction.frees)
+            if instruction.evaluates:
+                total = lanes * sum(pages(size(name)) for name in known)
+        return peak
+
+    def _call(
+        self,
+        lowered: LoweredBlock,
+        program: Program,
+        instruction: Instruction,
+        lanes: int,
+        tokens: int,
+    ) -> Call:
+        values, tensor = program.values, lowered.block.tensor
+        dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
+        return Call(
+            instruction.backward, instruction.wanted, lanes, tokens, values, tensor, dropped
+        )
+
     def _working_bytes(
         self,
         lowered: LoweredBlock,
@@ -340,11 +392,7 @@ class PeakModel:
         if instruction.body is not None:
             body = instruction.body
             return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
-        values, tensor = program.values, lowered.block.tensor
-        dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
-        call = Call(
-            instruction.backward, instruction.wanted, lanes, tokens, values, tensor, dropped
-        )
+        call = self._call(lowered, program, instruction, lanes, tokens)
         return instruction.operation.working_bytes(call, self.execution)
 
     # Weights.
@@ -425,6 +473,20 @@ class PeakModel:
             for name, shape in layer.program.values.items():
                 tokens = layer.tile_tokens if name in inside else self.lowered.bucket
                 yield bytes_at(shape, tokens), name in inside
+
+
+def _sizes(program: Program, call: Call) -> Callable[[str], int]:
+    """The bytes of a value by its name."""
+    statistics = _statistic_bytes(program, call)
+
+    def size(name: str) -> int:
+        if name in statistics:
+            return statistics[name]
+        if name == STARTS:
+            return call.tokens * START_BYTES
+        return bytes_at(program.values[name.removeprefix("~")], call.tokens)
+
+    return size
 
 
 def _statistic_bytes(program: Program, call: Call) -> dict[str, int]:

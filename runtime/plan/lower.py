@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
-from runtime.operations.base import WHOLE, Execution, Operation
+from runtime.operations.base import WHOLE, Evaluation, Execution, Operation
 from runtime.operations.program import Body, Instruction, Program
 from runtime.operations.tiled import Tiled
 from runtime.operations.values import DECODED_TOKENS, F32
@@ -21,6 +21,7 @@ from runtime.plan.schedule import backward_schedule, forward_schedule, keeping_s
 from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
 
 LEAST_CHUNK_ROWS = 64  # the fewest rows of the vocabulary in a chunk
+MOST_CHUNKS = 8  # of the vocabulary, where each is one evaluation
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Sizes:
     queries whose attention scores exist at once, `most_tokens` the tokens that an MLP takes at
     once. With `materialize_blocks`, dequantized weights stay until their block is done.
     `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
-    `tile_values` allows. `cache_bytes` limits MLX's own cache, where it has one.
+    `tile_values` allows. `cache_bytes` limits MLX's own cache, where it has one. On a GPU
+    a block's forward or backward, or each operation in it, can be one `evaluation`.
     """
 
     tile_values: int
@@ -40,6 +42,7 @@ class Sizes:
     materialize_blocks: bool = False
     most_tokens: int = WHOLE
     chunk_rows: int = 0
+    evaluation: Evaluation = "part"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class LoweredModel:
 
     def tiles_fit(self, other: LoweredModel) -> bool:
         """Whether tiles of tokens are no larger here than in another lowering."""
+        if self.execution.one_evaluation:
+            return True
         return self.tile_tokens <= other.tile_tokens and self._unit <= other._unit
 
     @property
@@ -163,10 +168,12 @@ def lower(
         manifest.tables,
         bucket,
         _tile_rows(manifest, sizes.tile_values, packed),
-        sizes.chunk_rows or _chunk_rows(manifest, sizes.tile_values),
+        sizes.chunk_rows or _chunk_rows(manifest, sizes),
         sizes.attention_block,
         packed or (context > 0 and bucket == 1),
         manifest.lora.prefix,
+        manifest.lora.rank,
+        sizes.evaluation,
     )
     return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
 
@@ -190,8 +197,10 @@ def _tile_rows(manifest: Manifest, values: int, packed: bool) -> Mapping[str, in
     }
 
 
-def _chunk_rows(manifest: Manifest, values: int) -> int:
-    chunk = rows_at_once(manifest.vocab_size, manifest.hidden_size, values)
+def _chunk_rows(manifest: Manifest, sizes: Sizes) -> int:
+    if sizes.evaluation != "part":  # each chunk is one
+        return math.ceil(manifest.vocab_size / MOST_CHUNKS)
+    chunk = rows_at_once(manifest.vocab_size, manifest.hidden_size, sizes.tile_values)
     return max(LEAST_CHUNK_ROWS, chunk)
 
 
@@ -213,6 +222,8 @@ def _lower_block(
         program = folded
 
     def bodied(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        if sizes.evaluation == "operation":
+            schedule = _with_evaluations(schedule)
         return tuple(_with_body(instruction, program, adapted, tokens) for instruction in schedule)
 
     return LoweredBlock(
@@ -234,6 +245,17 @@ def _decoding(block: Block, program: Program, tokens: int, adapted: frozenset[st
     forward = forward_schedule(program)
     return LoweredBlock(
         block, program, tokens, adapted, forward, (), (), (), frozenset(), program.head
+    )
+
+
+def _with_evaluations(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """The instructions, of which those with weights or scores are evaluated one by one.
+
+    The last of them is not, because the block's end is near.
+    """
+    costly = [at for at, instruction in enumerate(schedule) if not instruction.operation.cheap]
+    return tuple(
+        replace(instruction, evaluates=at in costly[:-1]) for at, instruction in enumerate(schedule)
     )
 
 

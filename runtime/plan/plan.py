@@ -16,7 +16,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
-from runtime.operations.base import WHOLE
+from runtime.operations.base import WHOLE, Evaluation
 from runtime.operations.values import F32
 from runtime.plan.allocator import Held, held_by_allocator, with_kept
 from runtime.plan.block_peaks import BlockPeak, PeakModel
@@ -52,6 +52,12 @@ LEVELS = (
     Sizes(1 << 20, 64, 12_000_000, most_tokens=64),
     Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
     Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
+)
+# on a GPU, where an evaluation waits for it: whole blocks, or else whole operations
+BLOCK = Sizes(4 << 20, 256, 128_000_000, evaluation="block")
+OPERATIONS = tuple(
+    Sizes(4 << 20, block, cache, evaluation="operation")
+    for block, cache in ((256, 128_000_000), (256, 64_000_000), (128, 32_000_000), (64, 16_000_000))
 )
 DEQUANTIZED_FROM = 3  # the first of LEVELS on a CPU: larger tiles do not fit its caches
 
@@ -103,6 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     attention_block: Count = msgspec.field(name="query_block")
     tile_tokens: Count  # that an MLP takes at once
     chunk_rows: Count
+    evaluation: Evaluation = "part"
     materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
     prefetch: bool
     adapter_dtype: str
@@ -128,6 +135,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.materialize_blocks,
             most_tokens,
             self.chunk_rows,
+            self.evaluation,
         )
 
     @property
@@ -197,9 +205,32 @@ class Planner:
             BudgetError: not even the most frugal one fits; the message has the numbers and a way
                 out; or the machine's limit is lower than the budget.
         """
-        levels = self._levels(request)
         smallest = math.ceil(self._least(request, demand) / MARGIN)
         check_limit(self.machine, budget_bytes, smallest)
+        plan = self._whole_blocks(request, demand, budget_bytes, smallest)
+        if plan is not None:
+            return plan
+        for levels in (self._operations(request, demand), self._levels(request)):
+            plan = self._first_that_fits(request, demand, levels, budget_bytes, smallest)
+            if plan is not None:
+                return plan
+        for level in self._all_levels(request, demand):
+            plan = self.predict(request, demand, level, budget_bytes, smallest)
+            if plan.predicted_peak_bytes - READING_BYTES <= MARGIN * budget_bytes:
+                return plan
+        raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
+
+    def _first_that_fits(
+        self,
+        request: Request,
+        demand: Demand,
+        levels: tuple[Sizes, ...],
+        budget_bytes: int,
+        smallest: int,
+    ) -> Plan | None:
+        """The most generous plan of these sizes that fits; None if none does."""
+        if not levels:
+            return None
         plan = self._without_token_tiles(request, demand, levels[0], budget_bytes, smallest)
         if plan is not None:
             return plan
@@ -212,11 +243,7 @@ class Planner:
                     return (
                         self._with_spare(request, demand, level, plan, spare) if generous else plan
                     )
-        for level in levels:
-            plan = self.predict(request, demand, level, budget_bytes, smallest)
-            if plan.predicted_peak_bytes - READING_BYTES <= MARGIN * budget_bytes:
-                return plan
-        raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
+        return None
 
     def predict(
         self,
@@ -260,6 +287,7 @@ class Planner:
             attention_block=sizes.attention_block,
             tile_tokens=lowered.tile_tokens,
             chunk_rows=lowered.execution.chunk_rows,
+            evaluation=sizes.evaluation,
             materialize_blocks=sizes.materialize_blocks,
             prefetch=request.prefetch,
             adapter_dtype=request.adapter_dtype,
@@ -286,13 +314,15 @@ class Planner:
         The choices are the sizes, the batch lanes, and what is kept and stays dequantized. The
         process is that of the plan; the machine's limit is that of now.
         """
-        own = (plan.tile_values, plan.attention_block, plan.materialize_blocks)
+
+        def choices(sizes: Sizes) -> tuple[object, ...]:
+            tiles = (sizes.tile_values, sizes.attention_block)
+            return (*tiles, sizes.materialize_blocks, sizes.evaluation)
+
         first, *others = self._levels(request)
-        levels = [
-            level
-            for level in (replace(first, most_tokens=WHOLE), first, *others)
-            if (level.tile_values, level.attention_block, level.materialize_blocks) == own
-        ]
+        known = (replace(first, most_tokens=WHOLE), first, *others)
+        known = (BLOCK, *self._operations(request, demand), *known)
+        levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
         for level in levels or [first]:
             model = self.model(request, demand, level)
@@ -343,6 +373,39 @@ class Planner:
             nbytes += THREAD_BYTES * self.manifest.slice.of + model.assembled_bytes
         return nbytes
 
+    def _whole_blocks(
+        self, request: Request, demand: Demand, budget_bytes: int, smallest: int
+    ) -> Plan | None:
+        """The plan in which a block is one evaluation, if the budget can keep all activations.
+
+        Without a backward it must have as many batch lanes as the method can use. Else the memory
+        is worth more than the time between evaluations.
+        """
+        if not self._operations(request, demand):
+            return None
+        plan = self.predict(request, demand, BLOCK, budget_bytes, smallest, demand.lanes[0])
+        spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
+        if spare < 0:
+            return None
+        generous = self._with_spare(request, demand, BLOCK, plan, spare)
+        all_kept = generous.kept_layers == len(self.manifest.layers)
+        return generous if all_kept or not demand.backward else None
+
+    def _all_levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
+        return (*self._operations(request, demand), *self._levels(request))
+
+    def _operations(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
+        """The sizes at which an operation is one evaluation.
+
+        There are none where the trace of some graph does not say how much it allocates, where
+        weights are dequantized, or where they are trained, tile by tile.
+        """
+        known = all(graph.allocated_bytes is not None for graph in self.manifest.graphs.values())
+        machine = self.machine
+        if machine.device == "cpu" or not (machine.packed and known) or demand.trains_weights:
+            return ()
+        return () if request.layout == "paper" else OPERATIONS
+
     def _levels(self, request: Request) -> tuple[Sizes, ...]:
         """The sizes that a plan can choose, from generous to frugal."""
         if request.layout == "paper":
@@ -356,7 +419,7 @@ class Planner:
         """The lowest peak of all levels, which need not be that of the smallest tiles."""
         return min(
             self.predict(request, demand, level, 0, 0).predicted_peak_bytes
-            for level in self._levels(request)
+            for level in self._all_levels(request, demand)
         )
 
     def _without_token_tiles(

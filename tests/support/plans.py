@@ -27,7 +27,7 @@ HEAP = Heap(
     share_of_kept=0.02,
 )
 LINUX = Machine("cpu", "unpacked", "glibc", 32_000_000, Blas(1, PANEL_BYTES, ROW_BYTES), HEAP)
-MAC = Machine("gpu", "packed", "mlx", 60_000_000)
+MAC = Machine("gpu", "packed", "metal", 60_000_000)
 EVAL = "eval"  # not a method, but planned like one
 PLENTY = 1_000_000_000
 

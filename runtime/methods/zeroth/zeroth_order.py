@@ -425,8 +425,9 @@ class ZerothOrder:
 
     def _apply(self, names: Iterable[str]) -> None:
         tensors = self.adapters.tensors
-        for name in self._trained(names):
-            tensors[name] = self.descent.apply(self.noise, name, tensors[name])
+        with mx.stream(mx.cpu):  # where the noise is drawn; a GPU would be waited for each time
+            for name in self._trained(names):
+                tensors[name] = self.descent.apply(self.noise, name, tensors[name])
 
     def settle(self) -> None:
         """Apply the pending update at once to all blocks that a pass has not come to."""

@@ -14,6 +14,7 @@ from support.models import BUCKETS, FAMILIES
 
 from export.cut.model import cut_model
 from export.cut.trace import trace
+from export.cut.workspace import allocated_bytes, workspace_bytes
 from export.sources.random import PRESETS
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
@@ -323,6 +324,33 @@ def test_workspace_counts_that_a_slice_keeps_its_source() -> None:
 
     held = 400  # exp(x), while all else is computed
     assert trace(sliced, [mx.zeros((100,))]).workspace_bytes == held + 400 + 400 + 800 + 4 - 40
+
+
+def test_what_is_allocated_counts_what_is_not_in_place() -> None:
+    """In whole pages, and nothing is freed: a GPU's command buffer holds on to what it reads."""
+    page, inputs = 16384, [mx.zeros((40, 100))]
+
+    def allocated(function: Callable[[mx.array], list[mx.array]]) -> int:
+        return trace(function, inputs).allocated_bytes
+
+    assert allocated(lambda x: [mx.sin(x)]) == 0
+    assert allocated(lambda x: [mx.cos(mx.sin(x))]) == 0  # in its place
+    assert allocated(lambda x: [mx.exp(x).sum()]) == page
+    assert allocated(lambda x: [(y := mx.exp(x)) * y + y]) == page  # read again later
+    assert allocated(lambda x: [mx.exp(mx.exp(x).sum(axis=0)).sum()]) == 2 * page
+    assert allocated(lambda x: [x.reshape(-1).sum()]) == 0
+    assert allocated(lambda x: [x.T.reshape(-1).sum()]) == page  # a copy in another order
+
+
+def test_a_norms_gradient_takes_a_temporary_array_on_a_gpu() -> None:
+    """Which a CPU's trace does not have: there the norm is several operations."""
+    norm = {
+        "name": "RMSNormVJP",
+        "inputs": [(name, (2000, 64), mx.float32) for name in "xwd"],
+        "outputs": [("dx", (2000, 64), mx.float32), ("dw", (64,), mx.float32)],
+    }
+    assert allocated_bytes([norm], ["dx", "dw"]) == 512 * 64 * 4
+    assert workspace_bytes([norm], ["dx", "dw"]) == 512 * 64 * 4
 
 
 # --- what is refused --------------------------------------------------------------------------

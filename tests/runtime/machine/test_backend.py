@@ -62,8 +62,31 @@ def test_arithmetic_is_the_device_s_unless_it_is_asked_for(
 ) -> None:
     found = this_machine(device, asked)
     assert (found.device, found.arithmetic) == (device, arithmetic)
-    heap = sys.platform == "linux" and device == "cpu"
-    assert found.allocator == ("glibc" if heap else "mlx")
+    heap = "glibc" if sys.platform == "linux" else "mlx"
+    metal = "metal" if sys.platform == "darwin" else "mlx"
+    assert found.allocator == (heap if device == "cpu" else metal)
+
+
+def test_a_gpu_is_loaded_before_its_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an operation of each kind, on the GPU; a CPU loads nothing."""
+    evaluated: list[int] = []
+    evaluate = mx.eval
+
+    def counted(*arrays: object) -> None:
+        evaluated.append(len(arrays))
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", counted)
+    monkeypatch.setattr(mx, "is_available", lambda device: True)
+    monkeypatch.setattr(mx, "gpu", mx.cpu)
+    footprint = read_footprint()
+    order: list[int] = []
+    monkeypatch.setattr(
+        backend, "read_footprint", lambda: order.append(len(evaluated)) or footprint
+    )
+    this_machine("cpu", "auto")
+    this_machine("gpu", "auto")
+    assert order == [0, 1]
 
 
 def test_graphs_for_a_gpu_that_is_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +95,22 @@ def test_graphs_for_a_gpu_that_is_not_here_are_refused(monkeypatch: pytest.Monke
         use_device("gpu")
 
 
-def test_only_a_gpu_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU MLX would spin wherever a limit is reached."""
+def test_a_macs_memory_limit_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There MLX would empty its cache as well."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(mx, "set_memory_limit", lambda limit: pytest.fail("it was set"))
+    with backend.bounded_run_ahead(1):
+        pass
+
+
+def test_nothing_runs_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU MLX would spin wherever a limit is reached; a GPU's is left as it is."""
     monkeypatch.setattr(backend, "_planned", [0])
     cache, memory = mx.set_cache_limit(0), mx.set_memory_limit(0)
     try:
+        mx.set_memory_limit(7_000_000)
         limit_memory("gpu", 3_000_000, 2_000_000)
-        assert mx.set_memory_limit(0) == 5_000_000
+        assert mx.set_memory_limit(0) == 7_000_000
         limit_memory("cpu", 3_000_000, 2_000_000)
         assert mx.set_memory_limit(0) > 1 << 50
         assert mx.set_cache_limit(0) == 2_000_000

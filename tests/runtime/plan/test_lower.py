@@ -104,7 +104,7 @@ class RecordingPeakModel(PeakModel):
 
 def recording(model: Model) -> RecordingExecutor:
     """Make the model's executor one that records."""
-    executor = RecordingExecutor(model.executor.kernels, model.executor.arrays, model.profile)
+    executor = RecordingExecutor(model.executor.kernels, model.arrays, model.profile)
     model.__dict__["executor"] = executor
     return executor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,15 @@ from support.bundles import Tiny
 from support.plans import EVAL, LINUX, MAC, Task, plan_of, predicted, task_of
 from support.runs import json_of, ondevice, refuses
 
+from ondevice.cli.describe import describe_plan
+from runtime.arrays.stored import PAGE
 from runtime.core.errors import BudgetError, UsageError
 from runtime.machine import footprint
 from runtime.machine.machine import Blas, Heap, Machine, read_machine
-from runtime.plan.plan import LEVELS, Plan
+from runtime.operations.linear import SPLIT_BYTES, SPLIT_COLUMNS, split_bytes
+from runtime.plan.allocator import ARRAYS
+from runtime.plan.lower import MOST_CHUNKS
+from runtime.plan.plan import LEVELS, OPERATIONS, Plan, Planner
 
 TASKS = {
     "mebp": task_of(64, rows=2),
@@ -25,6 +31,56 @@ TASKS = {
 
 def differing(one: Plan, other: Plan) -> set[str]:
     return {name for name in Plan.__struct_fields__ if getattr(one, name) != getattr(other, name)}
+
+
+def on(machine: Machine, **fields: object) -> Machine:
+    return msgspec.structs.replace(machine, **fields)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_block_or_an_operation_is_one_evaluation_on_a_gpu_where_it_fits(
+    tiny: Tiny, task: Task
+) -> None:
+    """Nothing is freed before it ends, so it takes more than parts that end one by one."""
+    manifest = tiny("gemma3").manifest
+    plan = plan_of(manifest, task, 300_000_000, MAC)
+    assert plan.evaluation == "block" and plan.tile_tokens == plan.bucket
+    assert math.ceil(manifest.vocab_size / plan.chunk_rows) <= MOST_CHUNKS
+    assert "each block evaluated once" in describe_plan(plan.to_json())
+    assert Planner(manifest, MAC).again(plan, *task) == plan
+    less = predicted(manifest, task, OPERATIONS[0], 0, task.demand.lanes[0], MAC)
+    assert less.live_bytes < plan.live_bytes
+    between = plan_of(manifest, task, int(less.predicted_peak_bytes / 0.95) + 1, MAC)
+    assert between.evaluation == "operation" and between.lanes >= task.demand.lanes[0]
+    assert "each operation evaluated once" in describe_plan(between.to_json())
+    assert Planner(manifest, MAC).again(between, *task) == between
+    frugal = plan_of(manifest, task, plan.minimum_bytes, MAC)
+    assert frugal.evaluation == "part" and frugal.live_bytes < less.live_bytes
+    assert "evaluated once" not in describe_plan(frugal.to_json())
+    assert frugal.slack_bytes == ARRAYS * PAGE + SPLIT_BYTES
+    for other in (LINUX, on(MAC, arithmetic="unpacked")):
+        assert plan_of(manifest, task, 300_000_000, other).evaluation == "part"
+    cuda = plan_of(manifest, task, 300_000_000, on(MAC, allocator="mlx"))
+    assert cuda.evaluation == "block" and cuda.slack_bytes == 0
+
+
+def test_graphs_that_do_not_say_what_they_allocate_are_not_one_evaluation(tiny: Tiny) -> None:
+    manifest, task = tiny("gemma3").manifest, TASKS["mebp"]
+    graphs = {
+        key: msgspec.structs.replace(graph, allocated_bytes=None)
+        for key, graph in manifest.graphs.items()
+    }
+    silent = msgspec.structs.replace(manifest, graphs=graphs)
+    assert plan_of(silent, task, 300_000_000, MAC).evaluation == "part"
+
+
+def test_what_a_gpu_holds_besides_a_small_product_is_bounded(tiny: Tiny) -> None:
+    """A split product has two parts at least; a product larger than half the bound has none."""
+    matrix = next(iter(tiny("gemma3").manifest.matrices.values()))
+    parts = matrix.columns // SPLIT_COLUMNS
+    assert split_bytes(matrix, 1000) == 1000 * parts
+    assert split_bytes(matrix, SPLIT_BYTES // 2) == min(SPLIT_BYTES, SPLIT_BYTES // 2 * parts)
+    assert split_bytes(matrix, SPLIT_BYTES // 2 + 1) == 0
 
 
 def changed(**fields: object) -> Machine:
@@ -39,13 +95,13 @@ def test_a_plan_for_a_mac_is_made_here(
     monkeypatch.setattr(footprint, "read_footprint", lambda: pytest.fail("this process was read"))
     plan = plan_of(tiny("gemma3").manifest, task, 300_000_000, MAC)
     assert plan.arithmetic == "packed"
-    assert plan.cache_bytes > 0 and plan.slack_bytes == 0
+    assert plan.cache_bytes > 0 and plan.slack_bytes == ARRAYS * PAGE
     assert plan.materialized_layers == plan.materialized_bytes == 0
     assert plan.process_bytes >= MAC.process_bytes
     assert plan.tile_values == LEVELS[0].tile_values  # a CPU's tiles stay in its caches
     assert plan.predicted_peak_bytes == (
         plan.process_bytes + plan.adapter_bytes + plan.gradient_bytes
-        + plan.live_bytes + plan.cache_bytes + plan.kept_bytes
+        + plan.live_bytes + plan.slack_bytes + plan.cache_bytes + plan.kept_bytes
     )  # fmt: skip
     plan_of(tiny("gemma3").manifest, task, plan.minimum_bytes, MAC)
     with pytest.raises(BudgetError):

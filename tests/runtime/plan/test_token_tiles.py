@@ -16,6 +16,7 @@ from support.lora import with_lora
 from support.models import FAMILIES, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
 from support.plans import demand_of
 
+from runtime.arrays.arrays import CpuArrays
 from runtime.arrays.values import accumulate
 from runtime.bundle.manifest import manifest_bytes, read_manifest
 from runtime.core.errors import BundleError
@@ -176,7 +177,7 @@ def test_gradients_add_up_in_their_place(rng: Rng) -> None:
     mx.eval(total)
     places = [np.array(array, copy=False).ctypes.data for array in total["q"]]
     for part in parts:
-        accumulate(total, {"q": (mx.array(part[0]), mx.array(part[1]))})
+        accumulate(total, {"q": (mx.array(part[0]), mx.array(part[1]))}, CpuArrays())
     assert [np.array(array, copy=False).ctypes.data for array in total["q"]] == places
     for found, expected in zip(total["q"], sum(parts), strict=True):
         assert np.allclose(found, expected, atol=1e-6)

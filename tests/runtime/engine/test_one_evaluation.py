@@ -1,0 +1,245 @@
+"""A block as one evaluation, as on a GPU: its arrays and graphs, run by this machine's CPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+import pytest
+from oracles import whole_model as reference
+from support.bundles import Rng, Tiny
+from support.layouts import STORED
+from support.lora import with_lora
+from support.models import (
+    FAMILIES,
+    LENGTHS,
+    adapters_of,
+    agree,
+    mebp,
+    model_of,
+    packed_of,
+    row_of,
+)
+from support.plans import MAC, PLENTY, predicted, task_of
+
+from export import graph_files
+from export.graph_files import trace_graphs
+from runtime.arrays.arrays import GpuArrays
+from runtime.bundle.checks import check_manifest
+from runtime.bundle.store import Bundle
+from runtime.bundle.traced import read_traced
+from runtime.core.errors import BundleError
+from runtime.engine.model import Model
+from runtime.methods.mebp import StepDropout
+from runtime.methods.noise import Noise
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.plan.lower import Sizes
+from runtime.plan.plan import BLOCK, OPERATIONS, Plan
+from runtime.run import session
+from runtime.run.session import Session, open_session
+from runtime.storage.activations import Activations
+
+MOST = 10  # evaluations of a block in one pass
+PASSES = (
+    "embed", "forward_lanes", "forward_keeping", "hidden", "losses", "head_backward", "backward"
+)  # fmt: skip
+Traced = Callable[[Bundle], Bundle]
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    """placed(bundle): the bundle with graphs traced as for a GPU, which run on this CPU."""
+    known: dict[Path, Bundle] = {}
+
+    def trace(bundle: Bundle) -> Bundle:
+        if bundle.path not in known:
+            folder = tmp_path_factory.mktemp("traced")
+            trace_graphs(bundle.manifest, "gpu", folder)
+            manifest = read_traced(folder).put_into(bundle.manifest)
+            known[bundle.path] = replace(bundle, manifest=manifest, graphs_path=folder)
+        return known[bundle.path]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_files, "set_device", lambda name: name)
+        patch.setattr(session, "use_device", lambda device: None)
+        yield trace
+
+
+@dataclass
+class Evaluations:
+    """How often `mx.eval` is called in each pass of a block, and in all."""
+
+    count: int = 0
+    passes: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        return max(max(counts) for counts in self.passes.values())
+
+
+@pytest.fixture
+def evaluations(monkeypatch: pytest.MonkeyPatch) -> Evaluations:
+    found, evaluate = Evaluations(), mx.eval
+
+    def counted(*arrays: object) -> None:
+        found.count += 1
+        evaluate(*arrays)
+
+    def watch(name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def watched(*arguments: object, **options: object) -> object:
+            before = found.count
+            result = method(*arguments, **options)
+            found.passes.setdefault(name, []).append(found.count - before)
+            return result
+
+        return watched
+
+    for name in PASSES:
+        monkeypatch.setattr(Model, name, watch(name, getattr(Model, name)))
+    monkeypatch.setattr(mx, "eval", counted)
+    return found
+
+
+def small(rng: Rng, evaluation: str) -> Sizes:
+    """Sizes at which there are many tiles of everything that has tiles."""
+    block, tile = int(rng.integers(16, 40)), int(rng.integers(4_000, 20_000))
+    sizes = BLOCK if evaluation == "block" else OPERATIONS[0]
+    return replace(sizes, attention_block=block, tile_values=tile)
+
+
+def opened(bundle: Bundle, sizes: Sizes, method: str, bucket: int, lanes: int = 1) -> Session:
+    task = task_of(bucket, method)
+    return open_session(bundle, predicted(bundle.manifest, task, sizes, PLENTY, lanes, MAC))
+
+
+def peak_of(plan: Plan, run: Callable[[], object]) -> tuple[int, int]:
+    """MLX's bytes at the peak of a run, above those before it; and how many the plan says."""
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run()
+    return mx.get_peak_memory() - before, plan.active_bytes
+
+
+@pytest.mark.parametrize(("kept", "evaluation"), [(0, "operation"), (0, "block"), (2, "block")])
+@pytest.mark.parametrize(("family", "layouts"), STORED)
+def test_gradients_are_the_oracles_and_the_cpus(
+    tiny: Tiny,
+    placed: Traced,
+    rng: Rng,
+    seed: int,
+    tmp_path: Path,
+    evaluations: Evaluations,
+    family: str,
+    layouts: str,
+    kept: int,
+    evaluation: str,
+) -> None:
+    """In a few evaluations, whatever the tiles, and within the bytes that the plan says."""
+    dropout = 0.2 if family == "qwen2" and not kept else 0.0  # drawing it takes the most time
+    plain = with_lora(tiny(family, layouts, seq_lens=LENGTHS), dropout=dropout)
+    bundle = with_lora(placed(tiny(family, layouts, seq_lens=LENGTHS)), dropout=dropout)
+    bucket = min(LENGTHS)
+    opening = opened(bundle, small(rng, evaluation), "mebp", bucket)
+    model = opening.model(bucket)
+    assert model.lowered.execution.one_evaluation and model.arrays == GpuArrays(True)
+    adapters = adapters_of(bundle, rng)
+    mx.eval(adapters.tensors)
+    row = packed_of(bundle, rng, bucket, 50) if kept else row_of(bundle, rng, bucket)
+    masks = StepDropout(seed, dropout, 3)
+    found: dict[str, mx.array] = {}
+
+    def run() -> None:
+        loss, gradients = mebp(model, adapters, [row], tmp_path, kept, masks)
+        found.update(gradients, loss=mx.array(loss.loss_sum))
+
+    peak, most = peak_of(opening.plan, run)
+    print(evaluations, peak, most)
+    assert evaluations.most <= MOST and set(evaluations.passes) >= {"backward", "losses"}
+    assert peak <= most + kept * sum(value.nbytes for value in adapters.tensors.values())
+    loss = float(found.pop("loss"))
+    starts = [0] if row.offsets is None else row.offsets[:-1]
+    flat = [(one.tokens, one.scored) for one in row.rows]
+    dense = reference.dense_model(plain, adapters, masks)
+    expected_loss, expected = reference.gradients(dense, flat, [(0, int(s)) for s in starts])
+    assert loss / len(row.targets) == pytest.approx(expected_loss, rel=1e-5)
+    agree(found, expected)
+    on_cpu = mebp(model_of(plain, bucket), adapters, [row], tmp_path, kept, masks)[1]
+    agree(found, on_cpu)
+
+
+@pytest.mark.parametrize("evaluation", ["operation", "block"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mezo_steps_are_the_cpus(
+    tiny: Tiny,
+    placed: Traced,
+    rng: Rng,
+    seed: int,
+    tmp_path: Path,
+    evaluations: Evaluations,
+    family: str,
+    evaluation: str,
+) -> None:
+    plain = tiny(family, seq_lens=LENGTHS)
+    bundle = placed(plain)
+    bucket, start = min(LENGTHS), adapters_of(plain, rng)
+    opening = opened(bundle, small(rng, evaluation), "mezo", bucket, lanes=2)
+    row = row_of(plain, rng, bucket)
+    shape = (1, bucket, plain.manifest.hidden_size)
+    losses, bounds = [], (MOST, 1000)
+    for model, most in zip((opening.model(bucket), model_of(plain, bucket)), bounds, strict=True):
+        adapters = type(start)(plain.manifest, dict(start.tensors))
+        scratch = Activations(tmp_path, 1, 2, shape)
+        noise = Noise(seed, "gaussian")
+        method = ZerothOrder(
+            lambda tokens, model=model: model, adapters, scratch, noise, 1e-3, TwoPoint(1), 0.0,
+            lanes=2,
+        )  # fmt: skip
+        evaluations.passes.clear()
+        results = []
+        peak, planned = peak_of(
+            opening.plan,
+            lambda results=results, method=method: results.append(method.step(0, 1e-3, [[row]])),
+        )
+        losses.append(results[0].loss.loss_sum)
+        assert evaluations.most <= most
+        assert most > MOST or peak <= planned
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_graphs_for_a_gpu_are_there_for_tiles_and_for_whole_buckets(
+    tiny: Tiny, placed: Traced
+) -> None:
+    plain = tiny("qwen2", seq_lens=LENGTHS).manifest
+    graphs = placed(tiny("qwen2", seq_lens=LENGTHS)).manifest.graphs
+    longer = {key.rpartition(".")[2] for key in set(graphs) - set(plain.graphs)}
+    assert set(plain.graphs) < set(graphs) and longer == set(map(str, LENGTHS))
+    with pytest.raises(BundleError, match="no forward graph for 96 tokens"):
+        check_manifest(msgspec.structs.replace(plain, device="gpu"))
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (3, 40, 6)])
+def test_what_is_added_to_a_part_is_added_in_place(rng: Rng, shape: tuple[int, ...]) -> None:
+    """No copy of the whole is made, which is held by nobody else."""
+    large = (*shape[:-1], 4096)
+    where = (*(slice(None),) * (len(shape) - 2), slice(5, 17))
+    values = rng.standard_normal(large).astype(np.float32)
+    part = mx.array(rng.standard_normal((12, 4096)).astype(np.float32))
+    for arrays in (GpuArrays(), GpuArrays(one_evaluation=True)):
+        whole = mx.array(values)
+        expected = values.copy()
+        expected[where] += 2 * np.array(part)
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        arrays.add_to(whole, where, part)
+        arrays.add_to(whole, where, part)
+        mx.eval(whole)
+        assert mx.get_peak_memory() - before < whole.nbytes / 2
+        np.testing.assert_allclose(np.array(whole), expected, rtol=1e-6, atol=1e-6)
