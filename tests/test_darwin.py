@@ -1,4 +1,4 @@
-"""The commands from export to replay on Linux that looks like macOS; `make test-darwin` runs all."""
+"""The commands from export to replay, on Linux that looks like macOS."""
 
 from __future__ import annotations
 
