@@ -22,6 +22,7 @@ USUAL_BUDGET_BYTES = 1_000_000_000
 LITTLE_DISK_BYTES = 2_000_000_000
 LITTLE_CACHE_BYTES = 100_000_000
 OLDEST_MACOS = 14  # MLX has no wheel for an older one
+OLDEST_GLIBC = (2, 35)  # of MLX's wheel
 BUSY = 0.5  # the share of the cores that others may use before it is said
 MEMINFO = Path("/proc/meminfo")
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -77,6 +78,9 @@ def _heap() -> Finding:
         way = "predicted peaks were measured with glibc; leave room in the budget"
         text = f"the C library is {name or 'another than glibc'}"
         return Finding("heap", Status.WARNING, text, way)
+    if tuple(map(int, version.split("."))) < OLDEST_GLIBC:
+        way = "MLX's wheel needs glibc {}.{} or later: update the system".format(*OLDEST_GLIBC)
+        return Finding("heap", Status.BROKEN, f"the C library is glibc {version}", way)
     return Finding("heap", Status.OK, f"glibc {version} keeps freed memory, and is told how")
 
 

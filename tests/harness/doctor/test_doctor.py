@@ -233,3 +233,10 @@ def test_macos_before_14_is_refused_and_the_chip_named(
     assert found["platform"].status is status
     assert found["platform"].text.startswith(f"Apple M2, macOS {version}; ")
     assert "caffeinate -i ondevice train" in found["sleep"].text
+
+
+@pytest.mark.skipif(machine.sys.platform != "linux", reason="macOS has another C library")
+def test_an_old_glibc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("glibc", "2.31"))
+    found = {one.name: one for one in machine.computer()}["heap"]
+    assert found.status is Status.BROKEN and "glibc 2.35" in found.way
