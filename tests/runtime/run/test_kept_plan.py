@@ -206,6 +206,7 @@ CHANGED: dict[str, object] = {
     "adapter_dtype": "bfloat16",
     "blocks": lambda blocks: (*blocks[1:], blocks[0]),
     "minimum_bytes": 1,
+    "evaluation": "block",
 }  # other numbers grow by one, and switches are turned
 
 
