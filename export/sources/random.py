@@ -134,4 +134,5 @@ class RandomCheckpoint(Checkpoint):
         words = np.random.SFC64(int.from_bytes(key, "little")).random_raw(prod(shape))
         draws = np.asarray(words, "<u8").view("<u2").reshape(-1, 4)
         sums = draws.sum(axis=1, dtype=np.int32) - np.int32(4 * _MEAN_DRAW)
-        return (sums.astype(np.float32) * np.float32(_PER_STD)).reshape(shape)
+        values: F32 = sums.astype(np.float32) * np.float32(_PER_STD)
+        return values.reshape(shape)
