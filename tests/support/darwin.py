@@ -71,6 +71,7 @@ def pretend() -> None:
         os.environ[PRETENDS] = str(folder)
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, paths)])
+    os.environ.setdefault("MLX_MPI_LIBNAME", ctypes.util.find_library("mpi") or "")
     multiprocessing.get_start_method()  # chosen by the platform, as
     sysconfig.get_config_vars()  # what is read by its name
     _load_blas()

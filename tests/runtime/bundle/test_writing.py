@@ -18,6 +18,7 @@ from support.runs import python
 
 from export.bundle import export_bundle
 from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle, BundleWriter, open_bundle
+from runtime.core import files
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors, write_atomic
 
@@ -142,7 +143,7 @@ def test_write_atomic_keeps_the_old_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(files, "flush", full)
     with pytest.raises(StorageError, match="disk is full"):
         write_atomic(file, b"new")
     assert file.read_bytes() == b"old"

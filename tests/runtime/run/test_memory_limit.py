@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_the_smallest_budget_fits_a_group_of_8_mb_more(
     assert adapter(tmp_path / "run") == adapter(tmp_path / "free")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups")
 def test_a_limit_below_the_budget_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("gemma3").path
     with memory_group(f"{os.getpid()}-refused", 200_003_584) as group:
