@@ -315,7 +315,7 @@ def test_errors_of_a_process_are_ours(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 @pytest.fixture
 def bundle(tiny: Tiny) -> Path:
-    return tiny("gemma3", seq_lens=(16, 32), device="auto").path
+    return tiny("qwen2", seq_lens=(16, 32), device="auto").path
 
 
 # Imported at the start of every Python: a run interrupts the command that started it at its step 5,

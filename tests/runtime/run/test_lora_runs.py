@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.lengths import first_of
 from support.runs import (
     adapter,
     here,
@@ -76,7 +77,7 @@ def test_the_settings_are_kept_with_all_that_is_saved(run: Path) -> None:
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@first_of("method", "mebp", "mezo")
 def test_killed_and_resumed_is_the_same(
     bundle: Path, run: Path, rng: np.random.Generator, tmp_path: Path, method: str
 ) -> None:

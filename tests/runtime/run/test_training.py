@@ -314,7 +314,7 @@ def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_of_other_weights_are_refused(bundle: Path, tiny: Tiny, tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tiny("gemma3", seq_lens=(16, 32), seed=5).path
+    run, other = tmp_path / "run", tiny("qwen2", seq_lens=(16, 32), seed=5).path
     succeeds(*train_arguments(bundle, run, 2))
     arguments = ["--data", "random:1", "--max-seq-length", 24]
     succeeds("eval", bundle, "--adapter", run, *arguments)
