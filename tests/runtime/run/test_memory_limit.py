@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from support.bundles import Tiny
 from support.cgroups import memory_group
 from support.lengths import first_of
