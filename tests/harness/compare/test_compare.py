@@ -381,7 +381,7 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     assert mebp["curve"]["points"][0]["loss"] == mezo["curve"]["points"][0]["loss"]
     assert mebp["stopped"] == mezo["stopped"] == "steps"
     names = [block["name"] for block in mezo["profile"]["blocks"]]
-    assert names == [block["name"] for block in mebp["profile"]["blocks"]] and len(names) == 5
+    assert names == [block["name"] for block in mebp["profile"]["blocks"]] and len(names) == 4
     tokens = [out / "runs" / name / "config.toml" for name in ("mebp", "mezo")]
     for key in ("seed", "data", "eval_data", "budget", "batch_size"):
         first, second = (

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.bundles import Tiny
 from support.lengths import first_of
 from support.runs import (
     adapter,
@@ -45,6 +46,12 @@ def config_of(run: Path) -> dict[str, Any]:
 
 def adapter_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny: Tiny) -> Path:
+    """One of three layers, of which some have adapters."""
+    return tiny("gemma3", seq_lens=(16, 32), device="auto").path
 
 
 @pytest.fixture(scope="module")
