@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from oracles.whole_model import batch_loss, build_model
-from support.models import FAMILIES, Tiny, scored_of
+from support.models import Tiny, each_family, scored_of
 
 from export.passes import engine as export_engine
 from export.passes.engine import ExportEngine
@@ -84,7 +84,7 @@ def engine_of(folder: Path, budget: int = 10**9) -> ExportEngine:
     return ExportEngine(Meter(), budget, lambda what, done, total: None, lambda text: None, folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_inputs_of_products_are_those_of_the_dense_model(
     tiny: Tiny, rows: list[Row], tmp_path: Path, rng: np.random.Generator, family: str
 ) -> None:

@@ -13,6 +13,12 @@ def at_length(name: str, few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(name, [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
+def first_of(name: str, *values: Any) -> pytest.MarkDecorator:
+    """The parameter `name`: the first value in the gate, the others where slow tests are asked."""
+    later = [pytest.param(value, marks=pytest.mark.slow) for value in values[1:]]
+    return pytest.mark.parametrize(name, [values[0], *later])
+
+
 def pairs(firsts: Iterable[Any], seconds: Iterable[Any], gate: int = 1) -> list[Any]:
     """All pairs; the gate has `gate` with each value of the longer list, with the others in turn.
 

@@ -14,7 +14,7 @@ from support.bundles import Tiny, runnable, settings
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.gguf_files import write_gguf
 from support.logits import engine_logits, exact_factor, typical
-from support.models import FAMILIES, relative
+from support.models import each_family, relative
 from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits, run_script
 
 from export.bundle import export_bundle
@@ -42,7 +42,7 @@ def ours(adapters: Adapters, bundle: Bundle, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_logits_are_those_of_peft(tmp_path: Path, rng: Rng, family: str) -> None:
     interpreter(*TORCH)
     model, bundle = tiny_checkpoint(tmp_path, family)
@@ -92,7 +92,7 @@ def float32_file(path: Path, config: dict[str, Any], arrays: Arrays) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_logits_are_those_of_llama_cpp(tiny: Tiny, tmp_path: Path, rng: Rng, family: str) -> None:
     """Llama's rows are in another order there, so that wrong ones would show."""
     interpreter(*LLAMA)

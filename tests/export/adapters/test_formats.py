@@ -17,7 +17,7 @@ from support.adapters import SOME, check_same, read_again, saved_adapter, writte
 from support.bundles import Tiny
 from support.llama_names import MATRICES, in_llamas_order
 from support.logits import engine_logits
-from support.models import FAMILIES, relative
+from support.models import each_family, relative
 from support.runs import here, ondevice, train_arguments
 
 from export.config.fuse import FORMATS
@@ -33,7 +33,7 @@ def tokens_of(bundle: Bundle, rng: Rng) -> list[int]:
 
 
 @pytest.mark.parametrize("lora", SETTINGS, ids=["default", "some"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_logits_are_those_of_mlx_lm(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, lora: dict[str, Any]
 ) -> None:
@@ -88,7 +88,7 @@ def test_peft_has_the_transposes_and_all_settings(
 
 
 @pytest.mark.parametrize("lora", SETTINGS, ids=["default", "some"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_gguf_holds_every_tensor_as_llama_cpp_wants_it(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, lora: dict[str, Any]
 ) -> None:

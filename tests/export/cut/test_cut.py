@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import gemma3_text, llama
-from support.models import BUCKETS, FAMILIES
+from support.models import BUCKETS, FAMILIES, each_family
 
 from export.cut.model import cut_model
 from export.cut.trace import trace
@@ -121,7 +121,7 @@ def test_a_tied_head_multiplies_the_embedding(tied: bool, head: str) -> None:
     assert isinstance(last, Head) and last.matrix == head
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_vjps_do_not_ask_for_what_they_do_not_read(family: str) -> None:
     found = set()
     for block_type in cut_of(family).block_types.values():
@@ -135,7 +135,7 @@ def test_vjps_do_not_ask_for_what_they_do_not_read(family: str) -> None:
     assert "layer0.5" in found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_a_sum_hands_its_gradient_on(family: str) -> None:
     types = cut_of(family).block_types.values()
     graphs = {one.graph: one for block_type in types for one in elementwise_of(block_type)}
@@ -156,7 +156,7 @@ def test_a_sum_hands_its_gradient_on(family: str) -> None:
 # --- graphs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_graphs_hold_no_weights_and_do_not_grow(tiny: Tiny, family: str) -> None:
     bundle = tiny(family)
     manifest = bundle.manifest
@@ -178,7 +178,7 @@ def test_graphs_hold_no_weights_and_do_not_grow(tiny: Tiny, family: str) -> None
             assert abs(manifest.graphs[f"{stem}.{BUCKETS[-1]}"].nbytes - graph.nbytes) < 64
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_serialized_graphs_compute_what_was_traced(
     tiny: Tiny, rng: np.random.Generator, family: str
 ) -> None:
@@ -200,7 +200,7 @@ def test_serialized_graphs_compute_what_was_traced(
                 assert mx.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_what_rotates_queries_and_keys_takes_a_position(family: str) -> None:
     for name, block_type in cut_of(family).block_types.items():
         placed = [one.outputs for one in elementwise_of(block_type) if one.position]
@@ -208,7 +208,7 @@ def test_what_rotates_queries_and_keys_takes_a_position(family: str) -> None:
         assert placed == queries or name in ("embed", "head")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_parts_of_a_sequence_are_computed_as_the_whole(
     tiny: Tiny, rng: np.random.Generator, family: str
 ) -> None:

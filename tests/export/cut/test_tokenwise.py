@@ -17,6 +17,7 @@ from support.models import (
     LENGTHS,
     adapters_of,
     agree,
+    each_family,
     mebp,
     model_of,
     rows_of,
@@ -58,7 +59,7 @@ def test_gradients_are_autograds(
     agree(found, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_norms_and_activations_are_tiled_and_positions_are_not(tiny: Tiny, family: str) -> None:
     manifest = tiny(family, seq_lens=LENGTHS).manifest
     block_type = manifest.block_types["layer0"]
@@ -79,7 +80,7 @@ def place(array: mx.array) -> int:
     return int(np.asarray(memoryview(array)).__array_interface__["data"][0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str) -> None:
     """Of the graphs as they were written, whole and by tiles, whichever gradients are wanted."""
     bundle = tiny(family, seq_lens=LENGTHS)

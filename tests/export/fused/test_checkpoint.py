@@ -16,7 +16,7 @@ from support.bundles import settings as export_settings
 from support.files import listing
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, mlx_lm_logits
-from support.models import FAMILIES, Rng, Tiny, adapters_of
+from support.models import Rng, Tiny, adapters_of, each_family
 
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
@@ -47,7 +47,7 @@ def write(
         return write_checkpoint(model, output, dtype, shard_bytes, force, silent)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_mlx_lm_and_a_new_export_give_the_logits_of_bundle_and_adapter(
     tiny: Tiny, tmp_path: Path, rng: Rng, family: str
 ) -> None:
@@ -63,7 +63,7 @@ def test_mlx_lm_and_a_new_export_give_the_logits_of_bundle_and_adapter(
     assert apart(engine_logits(runnable(tmp_path / "again"), None, tokens), expected) < SAME
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_the_configuration_is_complete_and_says_nothing_of_another_checkpoint(
     tiny: Tiny, tmp_path: Path, rng: Rng, family: str
 ) -> None:

@@ -14,7 +14,7 @@ from support.files import listing
 from support.fusing import dense, fused_model, silent
 from support.llama_names import MATRICES, NORMS, OUTSIDE, in_llamas_order
 from support.logits import apart, engine_logits
-from support.models import FAMILIES, Rng, Tiny, adapters_of
+from support.models import Rng, Tiny, adapters_of, each_family
 
 from export.bundle import export_bundle
 from export.fused.gguf import write_gguf
@@ -55,7 +55,7 @@ def write(bundle: Bundle, adapters: Adapters, output: Path, dtype: str = "float3
         return write_gguf(model, output, dtype, False, silent)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_every_tensor_lies_where_llama_cpp_looks_for_it(
     tiny: Tiny, tmp_path: Path, rng: Rng, family: str
 ) -> None:
@@ -81,7 +81,7 @@ def test_every_tensor_lies_where_llama_cpp_looks_for_it(
             )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_read_again_it_has_the_logits_of_bundle_and_adapter(
     tiny: Tiny, tmp_path: Path, rng: Rng, family: str
 ) -> None:

@@ -17,7 +17,7 @@ from support.bundles import runnable, settings
 from support.checkpoints import weights_of, write_folder
 from support.gguf_files import write_with
 from support.logits import apart, engine_logits, exact_factor
-from support.models import FAMILIES
+from support.models import each_family
 from support.peers import LLAMA, run_script
 from support.rotary import Rng, settings_of
 
@@ -270,7 +270,7 @@ def cases(family: str) -> tuple[dict[str, Settings], dict[str, Settings]]:
     return (computed if family == "gemma3" else computed | TRUNCATE), refused
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_each_setting_is_read_or_refused_by_name(family: str) -> None:
     def read(changes: Settings) -> None:
         raw = configured(PRESETS[f"tiny-{family}"], changes)
@@ -287,7 +287,7 @@ def test_each_setting_is_read_or_refused_by_name(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_each_setting_that_is_read_is_computed_as_in_transformers(
     tmp_path: Path, rng: Rng, family: str
 ) -> None:
@@ -371,7 +371,7 @@ OF_GEMMA: dict[str, Settings] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_each_entry_of_a_gguf_file_is_computed_as_in_llama_cpp(
     tmp_path: Path, rng: Rng, family: str
 ) -> None:

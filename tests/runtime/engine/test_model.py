@@ -21,6 +21,7 @@ from support.models import (
     FAMILIES,
     adapters_of,
     agree,
+    each_family,
     mebp,
     model_of,
     packed_of,
@@ -42,7 +43,7 @@ ARITHMETICS = ("unpacked", "packed")
 COMPUTED = [("", "unpacked"), ("mixed", "packed"), ("", "packed"), ("mixed", "unpacked")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_a_mixed_model_has_every_layout(tiny: Tiny, family: str) -> None:
     found = {
         Layout(m.packed.dtype) if m.is_float else Layout(m.layout, m.bits, m.group_size)
@@ -56,7 +57,7 @@ def test_a_mixed_model_has_every_layout(tiny: Tiny, family: str) -> None:
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) -> None:
     bundle = tiny(family)
     adapters = adapters_of(bundle, rng)
@@ -402,7 +403,7 @@ def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
     assert windows == {16, None}  # a window that is shorter than the sequence, and none
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_the_results_of_a_graph_are_evaluated_one_by_one(
     tiny: Tiny, rng: Rng, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from oracles import whole_model as reference
 from oracles.prefix import keys_and_values, prefix_gradients
 from support.bundles import Rng, Tiny
-from support.models import FAMILIES, agree, mebp, model_of, packed_of, rows_of
+from support.models import agree, each_family, mebp, model_of, packed_of, rows_of
 from support.prefixes import prefix_of, with_prefix
 
 from runtime.core.errors import UsageError
@@ -23,7 +23,7 @@ from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.storage.activations import Activations
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_losses_and_gradients_are_the_dense_models(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str
 ) -> None:
@@ -72,7 +72,7 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
         assert mx.array_equal(adapters.tensors[name], expected), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_it_begins_as_the_models_own_keys_and_values(
     tiny: Tiny, rng: Rng, seed: int, family: str
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from oracles.whole_model import relative_error
 from support.bundles import Rng, Tiny
-from support.models import FAMILIES, model_of
+from support.models import each_family, model_of
 
 from export.cut.properties import ACTIVATIONS, gated_activation
 from runtime.bundle.manifest import Manifest
@@ -96,7 +96,7 @@ def gated_of(bundle: Bundle) -> list[tuple[BlockType, Elementwise]]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_kernel_and_graph_agree(tiny: Tiny, rng: Rng, family: str) -> None:
     """Forward, and backward whichever of the two gradients are wanted."""
     bundle = tiny(family)

@@ -14,7 +14,7 @@ from support.bundles import Rng, Tiny
 from support.layouts import STORED, STORED_IN_TURN
 from support.lengths import pairs
 from support.lora import with_lora
-from support.models import FAMILIES, LENGTHS, adapters_of, model_of
+from support.models import LENGTHS, adapters_of, each_family, model_of
 from support.plans import Task, demand_of, peak_model_of, task_of
 
 from runtime.bundle.store import Bundle
@@ -58,7 +58,7 @@ class Allocated:
         self.most = max(self.most, mx.get_peak_memory() - before)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family: str) -> None:
     """Others may need more than an MLP, where MLX allocates ahead or strides forbid reuse."""
     manifest = (bundle := tiny(family, seq_lens=(512,))).manifest
@@ -186,7 +186,7 @@ def test_the_head_allocates_no_more_than_the_plan_says(
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_where_rows_start_is_counted_for_every_lane(
     tiny: Tiny, rng: Rng, family: str, method: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.bundles import Rng, Tiny
-from support.models import FAMILIES
+from support.models import each_family
 
 from runtime.bundle.store import Bundle
 from runtime.operations.attention import Attention
@@ -93,7 +93,7 @@ def follow(program: Program, adapted: frozenset[str], input_wanted: bool) -> set
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_backward_schedules_are_complete_and_waste_nothing(
     tiny: Tiny, rng: Rng, family: str, device: str
 ) -> None:
@@ -106,7 +106,7 @@ def test_backward_schedules_are_complete_and_waste_nothing(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_only_what_the_backward_reads_is_recomputed(tiny: Tiny, family: str, device: str) -> None:
     for program in programs_of(tiny(family), device):
         everything = frozenset(linears_of(program))
@@ -126,7 +126,7 @@ def test_only_what_the_backward_reads_is_recomputed(tiny: Tiny, family: str, dev
         assert "mlp.down_proj.in" in only
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_norms_are_recomputed_where_they_are_read(tiny: Tiny, family: str) -> None:
     for program in programs_of(tiny(family)):
         everything = frozenset(linears_of(program))
@@ -142,7 +142,7 @@ def test_norms_are_recomputed_where_they_are_read(tiny: Tiny, family: str) -> No
         assert sum("self_attn.q_proj.in" in one.wanted for one in lowest) == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_gradients_that_are_one_array_are_added_once(tiny: Tiny, family: str) -> None:
     for program in programs_of(tiny(family)):
         instructions = backward_schedule(program, frozenset(linears_of(program)), True)
@@ -157,7 +157,7 @@ def test_gradients_that_are_one_array_are_added_once(tiny: Tiny, family: str) ->
             assert same["3"] == {"x": "", "self_attn.o_proj.out": "~x"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_the_first_layer_computes_no_gradient_of_its_input(tiny: Tiny, family: str) -> None:
     (program, *_) = programs_of(tiny(family))
     everything = frozenset(linears_of(program))
@@ -168,7 +168,7 @@ def test_the_first_layer_computes_no_gradient_of_its_input(tiny: Tiny, family: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_forward_schedules_keep_only_the_output(tiny: Tiny, family: str, device: str) -> None:
     for block_type in tiny(family).manifest.block_types.values():
         program = block_type.program(device)
@@ -184,7 +184,7 @@ def test_forward_schedules_keep_only_the_output(tiny: Tiny, family: str, device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_keeping_leaves_what_the_reverse_reads(
     tiny: Tiny, rng: Rng, family: str, device: str
 ) -> None:

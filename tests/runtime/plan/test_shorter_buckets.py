@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.bundles import Rng, Tiny
-from support.models import BUCKETS, CLOSE, FAMILIES, LENGTHS, adapters_of, agree, mebp, rows_of
+from support.models import BUCKETS, CLOSE, LENGTHS, adapters_of, agree, each_family, mebp, rows_of
 from support.plans import PLENTY, demand_of, predicted, task_of
 
 from runtime.bundle.store import Bundle
@@ -33,7 +33,7 @@ def session_of(bundle: Bundle, plan: Plan) -> Session:
 
 
 @pytest.mark.parametrize("most_tokens", [WHOLE, 64])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_a_shorter_bucket_is_lowered_alike_and_takes_no_more(
     tiny: Tiny, family: str, most_tokens: int
 ) -> None:

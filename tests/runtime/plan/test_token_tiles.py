@@ -13,7 +13,16 @@ from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.lengths import pairs
 from support.lora import with_lora
-from support.models import FAMILIES, LENGTHS, adapters_of, agree, mebp, model_of, rows_of
+from support.models import (
+    FAMILIES,
+    LENGTHS,
+    adapters_of,
+    agree,
+    each_family,
+    mebp,
+    model_of,
+    rows_of,
+)
 from support.plans import demand_of
 
 from runtime.arrays.arrays import CpuArrays
@@ -32,7 +41,7 @@ from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
 
 
 @pytest.mark.parametrize(("device", "between"), [("cpu", Gated), ("gpu", Elementwise)])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_of_a_layer_its_mlp_is_folded(
     tiny: Tiny, family: str, device: str, between: type[Operation]
 ) -> None:
@@ -145,7 +154,7 @@ def test_one_adapter_alone_is_trained(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
         agree(found, reference.gradients(dense, [(r.tokens, r.scored) for r in rows])[1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_companions_change_no_bit(tiny: Tiny, rng: Rng, family: str) -> None:
     bundle = tiny(family, "mixed", seq_lens=LENGTHS)
     model = model_of(bundle, 128, most_tokens=64)

@@ -10,4 +10,4 @@ from support.bundles import Tiny
 
 @pytest.fixture(scope="session")
 def bundle(tiny: Tiny) -> Path:
-    return tiny("gemma3", seq_lens=(16, 32), device="auto").path
+    return tiny("qwen2", seq_lens=(16, 32), device="auto").path

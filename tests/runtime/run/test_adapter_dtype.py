@@ -13,6 +13,7 @@ import pytest
 from oracles.dense import run_dense
 from safetensors.numpy import load_file
 from support.bundles import Rng, Tiny
+from support.lengths import first_of
 from support.models import adapters_of
 from support.plans import predicted, task_of
 from support.runs import adapter, json_of, killed_and_resumed, succeeds, train_arguments
@@ -55,7 +56,7 @@ def test_a_plan_counts_the_rounded_copies(tiny: Tiny) -> None:
 def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    bundle = tiny("gemma3").path
+    bundle = tiny("qwen2").path
     held_out = {"eval_data": "random:9", "eval_rows": 2}
     after = {}
     for dtype in ("float32", HALF):
@@ -77,7 +78,7 @@ def test_a_run_trains_rounded_adapters_and_is_evaluated_as_it_was(
         run_dense(config, tmp_path / HALF, 1)
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@first_of("method", "mebp", "mezo")
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, method: str) -> None:
     given = {"adapter_dtype": HALF, "method": method}
     whole, killed = tmp_path / "whole", tmp_path / "killed"

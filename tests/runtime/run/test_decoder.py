@@ -11,7 +11,7 @@ from oracles.prefix import prefix_logits
 from support.bundles import Rng, Tiny
 from support.generation import dense_logits
 from support.layouts import LAYOUTS
-from support.models import FAMILIES, adapters_of
+from support.models import FAMILIES, adapters_of, each_family
 from support.prefixes import prefix_of, with_prefix
 
 from runtime.adapters.lora import LoraSettings
@@ -35,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None:
     bundle = with_prefix(tiny(family), int(rng.choice([1, 5, 20])))
     adapters, tokens = prefix_of(bundle, rng), tokens_of(bundle, rng, 90)
@@ -72,7 +72,7 @@ def read_in_parts(decoder: Decoder, tokens: list[int], rng: Rng) -> dict[int, An
 
 
 @pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: str) -> None:
     """Beyond Gemma's window of 16, beyond the longest bucket of 64, with adapters of any rank."""
     plain = tiny(family)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.bundles import Tiny
+from support.lengths import first_of
 from support.runs import (
     adapter,
     here,
@@ -47,6 +49,12 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def bundle(tiny: Tiny) -> Path:
+    """One of three layers, of which some have adapters."""
+    return tiny("gemma3", seq_lens=(16, 32), device="auto").path
+
+
+@pytest.fixture(scope="module")
 def run(bundle: Path, shared: Shared) -> Path:
     def train(path: Path) -> None:
         succeeds(*arguments(bundle, path, lora_dropout=0.2, grad_accumulation=2))
@@ -76,7 +84,7 @@ def test_the_settings_are_kept_with_all_that_is_saved(run: Path) -> None:
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@first_of("method", "mebp", "mezo")
 def test_killed_and_resumed_is_the_same(
     bundle: Path, run: Path, rng: np.random.Generator, tmp_path: Path, method: str
 ) -> None:

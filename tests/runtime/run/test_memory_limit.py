@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.bundles import Tiny
 from support.cgroups import memory_group
+from support.lengths import first_of
 from support.runs import adapter, ondevice, succeeds, train_arguments
 
 from runtime.core.errors import BudgetError
@@ -24,7 +25,7 @@ def planned(bundle: Path, method: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@first_of("method", "mebp", "mezo")
 def test_the_smallest_budget_fits_a_group_of_8_mb_more(
     tiny: Tiny, tmp_path: Path, method: str
 ) -> None:

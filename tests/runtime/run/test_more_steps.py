@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.bundles import settings
+from support.lengths import first_of
 from support.runs import (
     adapter,
     evaluations_of,
@@ -44,7 +45,7 @@ def trained(shared: Shared, bundle: Path, steps: int, method: str, **more: objec
     return shared(f"more steps: {steps} of {sorted(settings.items())}", train)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@first_of("method", "mebp", "mezo")
 def test_it_ends_as_if_all_steps_had_been_asked_for_at_once(
     bundle: Path, shared: Shared, tmp_path: Path, method: str
 ) -> None:

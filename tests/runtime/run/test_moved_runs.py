@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.lengths import first_of
 from support.runs import adapter
 
 from runtime.config.train import TrainConfig
@@ -35,7 +36,7 @@ def at_step(number: int, act: Callable[[], object]) -> Events:
     return Events(step=step)
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@first_of("method", "mebp", "mezo")
 def test_a_run_that_is_moved_stops_and_goes_on_elsewhere(
     bundle: Path, tmp_path: Path, method: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from oracles.dense import run_dense
 from support.bundles import Rng
+from support.lengths import first_of
 from support.runs import (
     NO_OTHERS,
     adapter,
@@ -144,7 +145,7 @@ def test_rows_longer_than_the_bundle_are_cut_and_packed(
     assert shown.returncode == 2 and "--max-seq-length 33 > 32" in shown.stderr
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@first_of("method", "mebp", "mezo")
 def test_killed_and_resumed_is_the_same(
     bundle: Bundle, rng: Rng, tmp_path: Path, method: str
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_run_is_rebuilt_from_its_log(bundle: Path, run: Path, tmp_path: Path) 
 
 
 def test_a_log_of_something_else_is_refused(run: Path, tiny: Tiny, tmp_path: Path) -> None:
-    other = tiny("gemma3", seq_lens=(16, 32), group_size=32).path
+    other = tiny("qwen2", seq_lens=(16, 32), group_size=32).path
     refuses(4, "other weights", "replay", run, "-o", tmp_path / "no", "--bundle", other)
     refuses(4, "other adapters", "replay", run, "-o", tmp_path / "no", "--initial", run)
     assert not (tmp_path / "no").exists()
@@ -107,6 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 SLOW = {"scaled", "zo-act-adam", "momentum"}  # longer forms of what the others cover
+SLOW |= {"hizoo"}  # whose state is saved as Adam's is
 SLOW |= {"one-point"}  # which test_full_runs kills
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.models import CLOSE, FAMILIES, adapters_of, agree, mebp, model_of, rows_of
+from support.models import CLOSE, adapters_of, agree, each_family, mebp, model_of, rows_of
 from support.plans import plan_of, task_of
 
 from export.sources.open import open_checkpoint
@@ -83,7 +83,7 @@ def test_a_reader_is_asked_for_a_slice_at_a_time(
 
 @pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_loss_and_gradients_are_the_checkpoints(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
 ) -> None:
@@ -97,7 +97,7 @@ def test_loss_and_gradients_are_the_checkpoints(
     agree(found, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_the_float_manifest_is_sound_and_can_be_planned(tiny: Tiny, family: str) -> None:
     original = tiny(family).manifest
     manifest = float_manifest(original)
