@@ -20,7 +20,7 @@ from runtime.storage.logs import Prefix
 
 CONFIG, SAVES, STATE = "config.toml", "saves", "state.json"
 SLOTS = "weights.slots"  # of a run that trains all parameters
-VERSION = 4  # since 3 a save holds checksums of itself and of the logs, since 4 `arithmetic`
+VERSION = 3  # since 3 a save holds checksums of itself and of the logs
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,8 +28,8 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     files: the SHA-256 of each other file of the save. logs: the beginning of each log that belongs
     to the steps done. evaluated: the evaluations made before it, as evaluations.json names them.
-    arithmetic: what decided the last bits, as `runtime.machine.backend` names it. sha256: of all
-    this.
+    arithmetic: what decided the last bits, as `runtime.machine.backend` names it; older saves do
+    not say. sha256: of all this.
     """
 
     version: int
@@ -37,7 +37,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, str]
     logs: dict[str, Prefix] = {}
     evaluated: tuple[str, ...] = ()
-    arithmetic: dict[str, str] = {}
+    arithmetic: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     sha256: str = ""
 
     def encode(self) -> bytes:
@@ -48,6 +48,8 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def other_arithmetic(self, here: Mapping[str, str]) -> str:
         """What decides the last bits `here` and was another in this save; empty if none was."""
+        if self.arithmetic is msgspec.UNSET:
+            return ""
         return ", ".join(
             f"{name} is {here.get(name, 'none')}, not {before}"
             for name, before in self.arithmetic.items()

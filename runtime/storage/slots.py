@@ -182,8 +182,9 @@ class Slots:
         """
         if start == 0:
             self._digests[block, tensor] = hashlib.sha256()
-            self._of_uncut[block, tensor] = hashlib.sha256()
-        uncut = self._of_uncut[block, tensor] if self._assembly is not None else None
+            if self._assembly is not None:
+                self._of_uncut[block, tensor] = hashlib.sha256()
+        uncut = self._of_uncut.get((block, tensor))
         digest, offset = self._digests[block, tensor], self._offset(block, slot, tensor) + start
 
         def work() -> None:
