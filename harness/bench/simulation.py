@@ -158,7 +158,7 @@ def zeroth_order_s(
 
 
 def messages_bytes(assumed: Assumptions, states: int) -> tuple[int, int]:
-    """What a machine with so many hidden states sends in a zeroth-order step, and after it."""
+    """The bytes that a machine with so many hidden states sends in a step, and after it."""
     return assumed.loss_bytes * states, assumed.news_bytes
 
 

@@ -119,7 +119,7 @@ def complete(tokenizer: Tokenizer, special: Special) -> None:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """What finds any of the texts, the longest first; nothing, if there are none."""
+    """A pattern that finds any of the texts, the longest first; without texts it finds nothing."""
     ordered = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 

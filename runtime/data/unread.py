@@ -1,4 +1,4 @@
-"""What of a row is not learnt as it stands: fields that nobody reads, text that is not written.
+"""Parts of a row that are not learnt as they stand: fields not read, text not written.
 
 Each is counted in the report of the data.
 """
@@ -62,7 +62,7 @@ def _is_text(token: str, encoder: TextEncoder) -> bool:
 
 
 def in_messages(given: object, messages: Messages, encoder: TextEncoder) -> list[str]:
-    """What is odd about messages, whatever the template: `given` as they stand in the row."""
+    """Oddities of messages, whatever the template: `given` as they stand in the row."""
     lost = [
         f"the field {key!r} in a part of a message, which is not read"
         for message in (given if isinstance(given, list) else [])

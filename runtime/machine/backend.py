@@ -138,7 +138,7 @@ def blas_threads() -> int:
 
 
 def arithmetic() -> dict[str, str]:
-    """What decides the last bits of results besides bundle and options, by name."""
+    """Facts that decide the last bits of results besides bundle and options, by name."""
     libraries = ctypes.CDLL(None)
     blas = f"{_prepared[0] if _prepared else 'unknown'}, {platform.machine()}"
     if sys.platform == "darwin":

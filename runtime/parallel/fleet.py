@@ -43,7 +43,7 @@ from runtime.parallel.workers import AGREE_STEPS, shares
 LINES = 100  # of a file of the log; until there are so many, they are in the tasks
 FIRST_PATIENCE_S, LEAST_PATIENCE_S = 30.0, 5.0  # for the first numbers of a worker, and later
 PATIENCE = 3.0  # times as long as it has taken before, or the coordinator takes
-SLOW = 1e-9
+SLOW = 1e-9  # items per second of a worker that has sent none yet, and a least time in s
 RUN, LOG, TASK, HERE, PART = "run", ".log", ".step", ".here", ".part"
 REFUSED = (-1, -1)  # in place of the items of a worker whose numbers were others
 _OURS = re.compile(

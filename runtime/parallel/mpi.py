@@ -56,7 +56,7 @@ class MpiExchange(Exchange):
         return [joined[rank * length : (rank + 1) * length] for rank in range(self.size)]
 
     def _asked_of_thread(self, asked: bytes | Sequence[mx.array]) -> bytes:
-        """What the thread answers, unless `stop` ends the waiting."""
+        """The thread's answer, unless `stop` ends the waiting."""
         if self._stopped is not None:
             raise self._stopped
         self._asked.put(asked)

@@ -44,7 +44,7 @@ _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has done.
+    """The work of a worker.
 
     steps: of the training. parts: in how many of them it has computed. output: the adapter.
     """

@@ -187,7 +187,7 @@ class Team:
 
     @property
     def news_bytes(self) -> int:
-        """What a worker sends as news."""
+        """The news that a worker sends."""
         return 0 if self.size == 1 else _NEWS.size
 
     def recall(self, known: Speeds | None) -> None:
@@ -293,7 +293,7 @@ def adapter_files(adapter: str | Path | None) -> dict[str, Path]:
 
 
 def of_bundle(bundle: Bundle) -> dict[str, str]:
-    """What workers compare of their bundles, or of the whole ones whose slices they have."""
+    """The facts by which workers compare bundles, or the whole ones whose slices they have."""
     path = bundle.path / MANIFEST
     if bundle.manifest.slice is None:
         return {"the bundle": f"{MANIFEST} has the SHA-256 {sha256_file(path)}"}

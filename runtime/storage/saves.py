@@ -47,7 +47,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(msgspec.structs.replace(self, sha256=sha256)) + b"\n"
 
     def other_arithmetic(self, here: Mapping[str, str]) -> str:
-        """What decides the last bits `here` and was another in this save; empty if none was."""
+        """The facts of `here` that were others in this save, as text; empty if none was."""
         if self.arithmetic is msgspec.UNSET:
             return ""
         return ", ".join(
